@@ -38,6 +38,8 @@ LEAST_STEPS = 2
 _SETTLING_S = 0.2
 _MOST_TIMES = 2.0
 """Multiple of an interval's planned time at which it ends early, with fewer steps: a machine may get busy."""
+_FIRST_STEPS, _FIRST_STEPS_S = 3, 10.0
+"""Fewest first steps of a trial, whose losses are compared, and the seconds that more of them may take."""
 _SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
 
 _log = logging.getLogger(__name__)
@@ -90,6 +92,17 @@ class Player:
         steps = max(LEAST_STEPS, math.ceil(_SETTLING_S / max(step_s, _SHORTEST_S)))
         self.take(steps=steps, planned_s=2 * _SETTLING_S)
         return max(self.step_s.pop(), _SHORTEST_S)
+
+
+def expect_step_s(trial: Trial, *, training: Trial, step_s: float) -> float:
+    """Return the seconds of a trial's step, if devices share the work evenly; ``step_s`` is that of a training."""
+    units = [one.replicas * (one.cpus_per_worker if one.device == "cpu" else 1) for one in (training, trial)]
+    return step_s * units[0] / units[1]
+
+
+def find_first_steps(trial: Compared, *, step_s: float) -> int:
+    """Return the number of a trial's first steps: fewer if a step takes long, since the training waits for them."""
+    return max(_FIRST_STEPS, min(trial.max_steps, int(_FIRST_STEPS_S / step_s)))
 
 
 class _Failure(NamedTuple):
@@ -190,7 +203,8 @@ class ComparedTrials:
     def _start(self, trial: Compared) -> None:
         """Build a trial, and take its first steps and its first slot."""
         with ExitStack() as kept:
-            context, measured = self._first_steps(trial)
+            steps = find_first_steps(trial, step_s=self._expect_step_s(trial))
+            context, measured = self._first_steps(trial.model_copy(update={"max_steps": steps}))
             player = Player(trial.name, context).start(kept)
             step_s = player.settle(measured.result.step_ms.median / 1000)
             check_free_memory(context.device, needed=self._needed)
@@ -216,9 +230,11 @@ class ComparedTrials:
     def _with_windows(self, trial: Compared) -> Compared:
         """Return a trial that has its usual windows, as far as the other ranks may wait for it."""
         measure, training = trial.experiment.measure, self._training.trial
-        expected_s = self.training_step_s * training.replicas / trial.replicas
-        fitting = int(training.experiment.parallel.timeout_s / 2 / expected_s)
+        fitting = int(training.experiment.parallel.timeout_s / 2 / self._expect_step_s(trial))
         return trial.model_copy(update={"max_steps": max(trial.max_steps, min(measure.total_steps, fitting))})
+
+    def _expect_step_s(self, trial: Trial) -> float:
+        return expect_step_s(trial, training=self._training.trial, step_s=self.training_step_s)
 
     def _send(self, later: "_Later", result: TrialResult, **measured: Any) -> None:
         """Send a trial's events, its result last, with what was ``measured`` of it."""

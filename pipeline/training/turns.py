@@ -27,7 +27,14 @@ from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.system.other_load import OtherLoad
 from pipeline.training.build import forget_memory
 from pipeline.training.collectives import gather
-from pipeline.training.compared_trials import LEAST_STEPS, ComparedTrials, Complete, Player
+from pipeline.training.compared_trials import (
+    LEAST_STEPS,
+    ComparedTrials,
+    Complete,
+    Player,
+    expect_step_s,
+    find_first_steps,
+)
 from pipeline.training.context import TrainContext
 from pipeline.training.watch import waiting
 from pipeline.wording import duration
@@ -89,16 +96,13 @@ class Schedule(NamedTuple):
 
 def estimate_seconds(trial: Training, *, step_s: float) -> float:
     """Return about how long `measure_in_turn` takes after a training with steps of ``step_s`` seconds."""
-    others = {other.name: step_s * _find_relative_cost(other, trial) for other in trial.compared_with}
-    first_s = sum(others[other.name] * (other.max_steps + 2 * LEAST_STEPS) for other in trial.compared_with)
+    others = {each.name: expect_step_s(each, training=trial, step_s=step_s) for each in trial.compared_with}
+    first_s = sum(
+        others[each.name] * (find_first_steps(each, step_s=others[each.name]) + 2 * LEAST_STEPS)
+        for each in trial.compared_with
+    )
     budget_s = _find_budget_s(trial.experiment.measure, passed_s=first_s)
     return first_s + _schedule(trial, {trial.name: step_s, **others}, budget_s=budget_s).seconds + _OTHER_S
-
-
-def _find_relative_cost(other: Trial, training: Trial) -> float:
-    """Return how much longer a trial's step takes than that of a training whose replicas scale perfectly."""
-    units = [one.replicas * (one.cpus_per_worker if one.device == "cpu" else 1) for one in (training, other)]
-    return units[0] / units[1]
 
 
 def turns(names: Sequence[str], *, rounds: int, seed: int) -> list[tuple[str, ...]]:

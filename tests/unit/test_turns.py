@@ -356,6 +356,13 @@ def test_a_slot_of_one_process_ends_when_it_takes_far_longer_than_planned(monkey
         assert len(steps) == 1 + taken
 
 
+@pytest.mark.parametrize(("step_s", "steps"), [(0.01, 3 + 5), (2.0, 5), (60.0, 3)])
+def test_a_trial_whose_steps_take_long_has_fewer_first_steps(step_s: float, steps: int) -> None:
+    (trial,) = compared(Baseline).compared_with
+    trial = trial.model_copy(update={"max_steps": 8})
+    assert compared_trials.find_first_steps(trial, step_s=step_s) == steps
+
+
 def test_the_measurements_are_announced_with_their_length() -> None:
     """By hand: 16 rounds of 1.52 s (two slots and their first steps), 7 of the baseline's first steps, and 2 s."""
     trial = compared(Baseline)
