@@ -104,7 +104,7 @@ def new(
     ] = False,
 ) -> None:
     """Create a project from a template, or update an existing project."""
-    if missing := lacking("pipeline new", "cookiecutter", extra="new"):
+    if missing := lacking("pipeline new", "cookiecutter"):
         raise UsageError(missing)
     if update:
         if template is not None:

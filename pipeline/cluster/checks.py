@@ -14,7 +14,7 @@ import ray
 
 from pipeline.cluster.code import Code
 from pipeline.cluster.node_check import Answer, Question, check_node
-from pipeline.cluster.node_facts import NodeFacts, facts_here
+from pipeline.cluster.node_facts import INSTALL_SAME_COMMIT, NodeFacts, facts_here
 from pipeline.cluster.nodes import NodeQuestion, ask_facts, read_facts
 from pipeline.cluster.placement import node_name
 from pipeline.config.keys import walk
@@ -35,6 +35,8 @@ def find_other_versions(node: NodeFacts, *, here: NodeFacts) -> list[str]:
             remedy = f"on that node: pip install {package}=={own}"
             if package == "Python":
                 remedy = "use the same on all, e.g. one container image"
+            elif package == "ddp-pipeline":
+                remedy = f"on that node: {INSTALL_SAME_COMMIT}"
             problems.append(f"{has}, this machine {own}; {remedy}")
     return problems
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.commands.exported_files import Exported, Form, Weights, described, write_files
+from pipeline.config.extras import install_command
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
 from pipeline.driver import preflight
@@ -38,8 +39,7 @@ def refuse(*, form: Form, to: Path, force: bool) -> None:
     """
     if missing := [name for name in _PACKAGES.get(form, ()) if find_spec(name) is None]:
         raise UsageError(
-            f"--format {form} needs {' and '.join(missing)}: pip install {' '.join(missing)}, or write --format "
-            "torch-export"
+            f"--format {form} needs {' and '.join(missing)}: {install_command(*missing)}. Or use --format torch-export."
         )
     if to.exists() and not to.is_dir():
         raise UsageError(f"--to {to}: is a file; name a folder")

@@ -1,16 +1,32 @@
-"""Optional packages of built-in components, missed before anything starts."""
+"""Optional packages: which there are, and the messages on those that are missing, before anything starts."""
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
+OPTIONAL_PACKAGES: Mapping[str, str] = {
+    "cookiecutter": "pipeline new",
+    "lightning": "pipeline.tasks.Lightning",
+    "onnx": "pipeline export --format onnx",
+    "onnxscript": "pipeline export --format onnx",
+    "optuna": "sweep: {search: optuna}",
+    "ray[default]": "pipeline submit",
+    "s3fs": "checkpoint.directory: s3://...",
+    "tensorboard": "tracking.also: [tensorboard]",
+    "transformers": "pipeline.models.pretrained, pipeline.data.texts",
+    "wandb": "tracking.also: [wandb]",
+    "webdataset": "pipeline.data.shards",
+}
+"""What needs an optional package, by its name on the package index. This project is on no index: a command that names
+it or its extras would run the code of whoever registers the name."""
 _ATTRIBUTE = "_pipeline_needs"
 
 
 def needs(package: str) -> Callable[[Target], Target]:
-    """Declare that a component needs a package, which is an extra of this project by the same name."""
+    """Declare that a component needs one of the optional packages."""
 
     def declare(target: Target) -> Target:
         setattr(target, _ATTRIBUTE, package)
@@ -26,11 +42,12 @@ def missing(target: object) -> str:
     return lacking(name, package) if isinstance(package, str) else ""
 
 
-def lacking(what: str, package: str, *, extra: str = "") -> str:
-    """Return the message that ``what`` needs a package, which ``extra`` installs; empty if it is installed.
+def lacking(what: str, package: str) -> str:
+    """Return the message that ``what`` needs an optional package; empty if it is installed."""
+    return "" if find_spec(package) else f"{what} needs {package}, which is not installed: {install_command(package)}"
 
-    By default the extra has the name of the package.
-    """
-    if find_spec(package) is not None:
-        return ""
-    return f"{what} needs {package}, which is not installed: pip install 'ddp-pipeline[{extra or package}]'"
+
+def install_command(*packages: str) -> str:
+    """Return the command that installs optional packages."""
+    assert OPTIONAL_PACKAGES.keys() >= {*packages}
+    return f"pip install {shlex.join(packages)}"

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.config.extras import install_command
 from pipeline.errors import ExperimentError
 
 Decode = Callable[[bytes], Any]
@@ -78,7 +79,7 @@ def _library(key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "webdataset":
             raise
-        message = "shards need webdataset, which is not installed: pip install 'ddp-pipeline[shards]'"
+        message = f"shards need webdataset, which is not installed: {install_command('webdataset')}"
         raise ExperimentError.of(key.partition(".")[0], message) from None
     return library
 

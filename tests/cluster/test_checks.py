@@ -30,7 +30,8 @@ def test_all_that_differs_is_said_at_once() -> None:
     assert find_other_versions(node("old", python="3.10.2", torch=older, pipeline=None), here=DRIVER) == [
         "it has Python 3.10, this machine 3.11; use the same on all, e.g. one container image",
         "it has torch 2.12.1, this machine 2.13.0; on that node: pip install torch==2.13.0",
-        "it has no ddp-pipeline, this machine 0.1.0; on that node: pip install ddp-pipeline==0.1.0",
+        "it has no ddp-pipeline, this machine 0.1.0; on that node: install it from this machine's commit: "
+        "pip install git+https://HOST/REPOSITORY@COMMIT",
     ]
 
 

@@ -120,7 +120,7 @@ def test_a_node_of_another_make_is_left_out_while_the_others_have_room(nodes: No
     assert refused.folder is None
     assert "strict_spread needs a node for each of 3 workers" in refused.stderr
     assert f"{there} torch {OTHER_TORCH}, this machine 2." in refused.stderr
-    assert f"{there} ddp-pipeline {OTHER_RELEASE}, this machine 0.1.0; on that node: pip install" in refused.stderr
+    assert f"{there} ddp-pipeline {OTHER_RELEASE}, this machine 0.1.0; on that node: install it from" in refused.stderr
     assert "node1" not in refused.stderr
 
 

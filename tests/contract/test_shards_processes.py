@@ -76,4 +76,4 @@ def test_without_the_library_it_is_said(written):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
-    assert "data: shards need webdataset, which is not installed: pip install 'ddp-pipeline[shards]'" in done.stderr
+    assert "data: shards need webdataset, which is not installed: pip install webdataset" in done.stderr

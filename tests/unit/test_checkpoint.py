@@ -421,7 +421,7 @@ class TestStorage:
     def test_without_its_package_is_told_before_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "s3fs", None)  # an import fails
         monkeypatch.delitem(_registry, "s3", raising=False)
-        needs = r"s3://bucket/x needs a package: pip install 'ddp-pipeline\[s3\]' \(on every node\)"
+        needs = r"s3://bucket/x needs a package: Install s3fs to access S3 \(on every node\)"
         with pytest.raises(ExperimentError, match=needs):
             Storage("s3://bucket/x")
         with pytest.raises(ExperimentError, match=r"gs://bucket/x needs a package: Please install gcsfs"):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.extras import OPTIONAL_PACKAGES
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
@@ -92,6 +94,10 @@ def test_the_required_packages_are_those_of_the_page():
     assert without_mlflow
     listed = without_mlflow[1].replace("\\\n", " ").replace("'", "").replace("mlflow-skinny", "mlflow")
     assert sorted(listed.split()) == names
+    optional = page.partition("## Optional packages")[2].partition("## ")[0]
+    assert {name for row in re.findall(r"(?m)^\| (`.+?) \|", optional) for name in re.findall("`(.+?)`", row)} == {
+        *OPTIONAL_PACKAGES
+    }
 
 
 def test_the_map_in_contributing_is_the_contract():

@@ -47,6 +47,17 @@ def test_issue_forms_ask_for_what_their_words_promise():
     assert "pipeline --version" in str(forms["bug"])
 
 
+def test_no_text_proposes_a_name_that_a_stranger_could_register():
+    """The package is on no index: `pip install` of its name or its extras runs the code of whoever takes the name."""
+    name = PROJECT["name"]
+    proposed = re.compile(rf"pip install [^\n#]*?(?<![\w/.-]){name}\b|{name}\[")
+    shown = ("*", ".github", "benchmarks", "docker", "docs", "experiments", "pipeline", "templates", "tests")
+    files = (path for folder in shown for path in (ROOT.glob("*.*") if folder == "*" else (ROOT / folder).rglob("*")))
+    texts = (path for path in files if path.suffix in {".md", ".py", ".yaml", ".yml", ".toml", ".ipynb", ".sh", ".txt"})
+    found = [path.relative_to(ROOT) for path in texts if proposed.search(path.read_text(errors="replace"))]
+    assert found == []
+
+
 def test_every_link_of_the_documents_leads_somewhere():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for page in pages:

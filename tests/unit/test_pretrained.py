@@ -111,7 +111,7 @@ def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.M
 
     assert str(problem) == (
         "model._target_: pipeline.models.pretrained.pretrained needs transformers, which is not installed: "
-        "pip install 'ddp-pipeline[transformers]'"
+        "pip install transformers"
     )
 
 

@@ -3,6 +3,9 @@
 from pipeline.cluster.node_facts import collect
 from pipeline.config.values import Frozen
 
+INSTALL_SAME_COMMIT = "install it from this machine's commit: pip install git+https://HOST/REPOSITORY@COMMIT"
+"""Remedy for another version of this project, which is on no package index."""
+
 
 class Gpu(Frozen):
     """GPU, named as by its driver."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from pipeline.cluster.node_facts import NodeFacts
+from pipeline.cluster.node_facts import INSTALL_SAME_COMMIT, NodeFacts
 from pipeline.commands.doctor import tested
 from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
 from pipeline.launchers._ray.interface import public_because
@@ -21,7 +21,7 @@ _INSTALLS = {
     "Python": "use Python {}",
     "torch": "pip install torch=={}",
     "ray": "pip install 'ray[train]=={}' && ray stop",
-    "ddp-pipeline": "pip install ddp-pipeline=={}",
+    "ddp-pipeline": f"{INSTALL_SAME_COMMIT} (release {{}})",
 }
 """Fixes of a version that differs from this machine's, by package."""
 

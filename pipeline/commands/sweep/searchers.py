@@ -8,6 +8,7 @@ from ray.tune.search import Searcher
 from pipeline.commands.sweep.assignment import Record
 from pipeline.commands.sweep.planning import rounded
 from pipeline.commands.sweep.supervisor import SUGGESTION
+from pipeline.config.extras import install_command
 from pipeline.config.sweep import Parameter, Sweep
 from pipeline.config.values import Direction
 from pipeline.errors import ResourceError
@@ -130,8 +131,8 @@ def _distributions(sweep: Sweep) -> dict[str, Any]:
         import optuna
     except ImportError as error:
         raise ResourceError(
-            f"sweep.search: optuna needs the package optuna ({error}); install it: pip install 'ddp-pipeline[sweep]', "
-            "or write search: random"
+            f"sweep.search: optuna needs the package optuna ({error}). Install it: {install_command('optuna')}. "
+            "Or write search: random."
         ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return {_name(i): _distribution(parameter) for i, parameter in enumerate(sweep.parameters.values())}

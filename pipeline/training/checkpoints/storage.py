@@ -18,8 +18,6 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.progress import ProgressReporter
 
 _KEY = "checkpoint.directory"
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""The extra of this project that installs the package for a protocol."""
 
 
 def address_of(directory: str | None, *, run: Path) -> str:
@@ -58,7 +56,7 @@ class Storage:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(address)
         except ImportError as error:
-            raise ExperimentError.of(_KEY, f"{address} needs a package: {_install(address, error)}") from error
+            raise ExperimentError.of(_KEY, f"{address} needs a package: {error} (on every node)") from error
         except ValueError as error:
             raise ExperimentError.of(
                 _KEY, f"{address}: {error}; write a folder, or an address such as s3://bucket/folder"
@@ -175,13 +173,6 @@ def check_free_space(checkpoint: str, *, size: int) -> None:
             f"the temporary folder {folder} has {free / 2**20:,.1f} MiB free, but {checkpoint} needs "
             f"{size / 2**20:,.1f} MiB; on every node, set TMPDIR to a folder with more space"
         )
-
-
-def _install(address: str, error: ImportError) -> str:
-    """Return the command that installs the missing package."""
-    extra = _EXTRAS.get(urlsplit(address).scheme)
-    command = f"pip install 'ddp-pipeline[{extra}]'" if extra else str(error).rstrip(".")
-    return f"{command} (on every node)"
 
 
 def _sync(folder: Path) -> None:
