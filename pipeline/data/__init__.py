@@ -2,8 +2,10 @@
 
 from pipeline.data.arrays import arrays
 from pipeline.data.cifar import cifar10
+from pipeline.data.example_encoder import example_encoder
 from pipeline.data.handwriting import digits
 from pipeline.data.labelled_texts import texts
+from pipeline.data.make_once import make_once
 from pipeline.data.noise import with_noise
 from pipeline.data.shards import shards
 from pipeline.data.splits import Splits
@@ -19,6 +21,8 @@ __all__ = [
     "characters",
     "cifar10",
     "digits",
+    "example_encoder",
+    "make_once",
     "shards",
     "streamed",
     "tabular",

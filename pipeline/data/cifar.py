@@ -5,10 +5,8 @@ A record is one byte of label and 3072 bytes of image: 1024 red, 1024 green, 102
 
 import hashlib
 import tarfile
-import tempfile
 from collections.abc import Iterable
 from http.client import HTTPException
-from math import inf
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -19,10 +17,10 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from typing_extensions import override
 
+from pipeline.data.make_once import make_once
 from pipeline.data.splits import Splits
 from pipeline.errors import ExperimentError
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.system.lock_file import LockFile
 
 _IMAGE_SHAPE = (3, 32, 32)
 _RECORD_BYTES = 1 + 3 * 32 * 32
@@ -128,23 +126,18 @@ def download_to(folder: Path) -> None:
         ExperimentError: the network or the file system fails, or the archive is not the official one.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with LockFile(folder.with_suffix(".lock"), patience_s=inf):  # one rank downloads, the others wait
-            if not folder.is_dir():
-                _fetch_and_unpack(folder)
+        make_once(folder, _fetch_and_unpack, what="it from a download of CIFAR-10 (170 MB)")
     except (OSError, HTTPException, tarfile.TarError) as error:
         raise ExperimentError.of("data", f"CIFAR-10 can't be downloaded ({error}); {how_to_get(folder)}") from error
 
 
 def _fetch_and_unpack(folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as name:  # same file system, so that renaming is atomic
-        temporary = Path(name)
-        archive = temporary / "archive.tar.gz"
-        _fetch(archive)
-        _check(archive)
-        with tarfile.open(archive) as tar:
-            tar.extractall(temporary, filter="data")
-        (temporary / FOLDER).rename(folder)
+    """Download the archive and unpack it, which makes ``folder``: the archive's folder has the same name."""
+    archive = folder.with_name("archive.tar.gz")
+    _fetch(archive)
+    _check(archive)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder.parent, filter="data")
 
 
 def _fetch(archive: Path) -> None:

@@ -9,6 +9,8 @@ from torch import nn
 
 from pipeline.config.extras import needs
 from pipeline.errors import ExperimentError
+from pipeline.protocol.progress import note
+from pipeline.system.imports import quiet_transformers
 from pipeline.wording import did_you_mean
 
 _CLASSES = {
@@ -55,20 +57,23 @@ def pretrained(path: str, *, task: str, weights: bool = True, revision: str | No
     try:
         if not weights or is_outline:
             return _built(kind.from_config(settings, trust_remote_code=False))
-        loaded = kind.from_pretrained(
-            path,
-            config=settings,
-            revision=revision,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with quiet_transformers():
+            loaded = kind.from_pretrained(
+                path,
+                config=settings,
+                revision=revision,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise _refused(path, error) from error
     model, info = loaded
     if len(info["missing_keys"]) >= len(model.state_dict()):
         raise ExperimentError.of("model.path", f"{path} has no weights of a {type(model).__name__}; name another")
+    if missing := sorted(info["missing_keys"]):
+        note(f"{path} has no weights for {', '.join(missing)}: initialized with random numbers", subject=path)
     return _built(model)
 
 

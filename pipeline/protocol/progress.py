@@ -5,22 +5,23 @@ calls ``progress.to(done)`` as often as it likes. The terminal shows it a few ti
 their outbox. One process is one rank, so one listener for the process is enough.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from pipeline.protocol.events import Advanced
+from pipeline.protocol.events import Advanced, Warned
 
 _EVERY_S = 0.5
-_tell: Callable[[Advanced], None] | None = None
+_tell: Callable[[Advanced | Warned], None] | None = None
 _trial = "main"
 
 
 @contextmanager
-def told_to(tell: Callable[[Advanced], None], *, trial: str = "main") -> Iterator[None]:
-    """Report progress of this process, from any of its threads, to ``tell`` inside the block."""
+def told_to(tell: Callable[[Advanced | Warned], None], *, trial: str = "main") -> Iterator[None]:
+    """Report progress and notes of this process, from any of its threads, to ``tell`` inside the block."""
     global _tell, _trial
     before = _tell, _trial
     _tell, _trial = tell, trial
@@ -28,6 +29,14 @@ def told_to(tell: Callable[[Advanced], None], *, trial: str = "main") -> Iterato
         yield
     finally:
         _tell, _trial = before
+
+
+def note(message: str, *, subject: str = "") -> None:
+    """Report what the user did not ask for, such as that example data is made; of a trial, once for each subject."""
+    if _tell is None:
+        sys.stderr.write(f"{message}\n")
+    else:
+        _tell(Warned(trial=_trial, message=message, subject=subject))
 
 
 class ProgressReporter:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from pipeline.protocol.events import Advanced
+from pipeline.protocol.events import Advanced, Warned
 from pipeline.protocol.progress import told_to
 from pipeline.recording.terminal import write
 from pipeline.recording.trial_progress import clock, left
@@ -64,18 +64,17 @@ class Bars:
 @contextmanager
 def progress_on(console: rich.console.Console) -> Iterator[None]:
     """Show the progress of activities in this process, such as a download before a dry run, or `sync`."""
-    if not console.is_interactive:
-        with told_to(ThinnedLines(lambda text: write(console, text)).show):
-            yield
-        return
     progress = bars(console, transient=True)
-    activities = Bars(progress)
+    activities = Bars(progress) if console.is_interactive else ThinnedLines(lambda text: write(console, text))
 
-    def show(event: Advanced) -> None:
-        if not progress.live.is_started:
+    def show(event: Advanced | Warned) -> None:
+        if console.is_interactive and not progress.live.is_started:
             stages.end()  # one live display at a time
             progress.start()
-        activities.show(event)
+        if isinstance(event, Warned):
+            write(console, event.message)
+        else:
+            activities.show(event)
 
     try:
         with told_to(show):

@@ -51,3 +51,19 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers inside the block: it shows bars, and a table of 15 lines for each model that it loads."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()

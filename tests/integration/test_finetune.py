@@ -1,4 +1,4 @@
-"""experiments/finetune.yaml as a user runs it: its encoder is built, it works, its result is started from."""
+"""experiments/finetune.yaml: its encoder is made once, it starts from a file and from the result of a run."""
 
 import json
 import re
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.data import example_encoder
+
 ROOT = Path(__file__).parents[2]
 FILE = str(ROOT / "experiments" / "finetune.yaml")
 SHORT = ["--quick", "parallel.workers=1", "parallel.launcher=inprocess", "parallel.strategy=single"]
@@ -19,10 +21,23 @@ SHORT = ["--quick", "parallel.workers=1", "parallel.launcher=inprocess", "parall
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("encoder") / "tiny-encoder"
-    script = ROOT / "experiments" / "tiny_encoder.py"
-    subprocess.run([sys.executable, script, folder, "--steps", "1"], check=True, capture_output=True)
-    return folder
+    return Path(example_encoder(str(tmp_path_factory.mktemp("encoder") / "tiny-encoder"), steps=1))
+
+
+def from_file(encoder: Path) -> list[str]:
+    """Overrides by which the weights come from a file, which the run reports."""
+    start = f"train.start_from={{file: {encoder}/model.safetensors, strict: false}}"
+    return [f"model.path={encoder}", "model.weights=false", f"data.source={encoder}/sentences.csv", start]
+
+
+def test_ranks_that_need_it_at_once_make_it_once(tmp_path: Path) -> None:
+    code = "import sys; from pipeline.data import example_encoder; example_encoder(sys.argv[1], steps=1)"
+    line = [sys.executable, "-c", code, "made/encoder"]
+    both = [subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [one.communicate()[1] for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    assert "".join(said).count("made/encoder does not exist. Making an example encoder and sentences") == 1
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["encoder"]
 
 
 def started(folder: Path) -> dict[str, Any]:
@@ -35,13 +50,13 @@ def test_it_works_and_its_result_can_be_started_from(
     command: Callable[..., Any], encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = f"model.path={encoder}"
-    plan = command("run", FILE, path, "--dry-run")
+    path = from_file(encoder)
+    plan = command("run", FILE, *path, "--dry-run")
     assert f"note: starts from {encoder}/model.safetensors\n" in plan.stdout
     assert "training     frozen parameters (bert.embeddings.position*, bert.embeddings.token_type*)\n" in plan.stdout
     assert "group        classifier.*, bert.pooler.* with lr 0.002\n" in plan.stdout
 
-    ended = command("run", FILE, path, *SHORT)
+    ended = command("run", FILE, *path, *SHORT)
     assert ended.code == 0, ended.output
     assert re.search(
         r"37 tensors loaded, bert\.pooler\.\S+, .* left as initialised, cls\.\S+ .* not used", ended.output
@@ -50,7 +65,7 @@ def test_it_works_and_its_result_can_be_started_from(
     (first,) = (tmp_path / "runs").iterdir()
     assert started(first)["frozen"] == 34 * 64  # positions and types
 
-    again = command("run", FILE, path, *SHORT, f"train.start_from={{run: {first.name}}}")
+    again = command("run", FILE, *path, *SHORT, f"train.start_from={{run: {first.name}}}")
     assert again.code == 0, again.output
     (second,) = (folder for folder in (tmp_path / "runs").iterdir() if folder != first)
     found = started(second)["loaded"]
@@ -86,13 +101,13 @@ def _check_model(folder: Path, run: Path) -> None:
 
 
 def test_all_mistakes_are_told_with_their_lines(command: Callable[..., Any], encoder: Path, tmp_path: Path) -> None:
-    text = (ROOT / "experiments" / "finetune.yaml").read_text().replace("strict: false", "strict: true")
+    text = (ROOT / "experiments" / "finetune.yaml").read_text()
     file = tmp_path / "wrong.yaml"
-    file.write_text(text.replace("bert.embeddings.p", "bert.embedings.p").replace("classifier.*", "clasifier.*"))
-    ended = command("check", str(file))
-    assert "train.start_from.file: is tiny-encoder/model.safetensors; there is no such file" in ended.stderr
+    start = f"train:\n  start_from: {{file: {encoder}/model.safetensors}}"
+    text = text.replace("bert.embeddings.p", "bert.embedings.p").replace("classifier.*", "clasifier.*")
+    file.write_text(text.replace("train:", start))
 
-    ended = command("run", str(file), f"model.path={encoder}", "--dry-run")
+    ended = command("run", str(file), *from_file(encoder)[:-1], "--dry-run")
     assert ended.code == 2
     for key in (
         "optimizer.groups[1].match: clasifier.*",

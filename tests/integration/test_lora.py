@@ -14,6 +14,7 @@ from ranks import on_ranks
 
 from pipeline import Trained
 from pipeline.config import components
+from pipeline.data import example_encoder
 from pipeline.models import pretrained
 from pipeline.protocol.trial import Rank
 from pipeline.training.loop import train
@@ -55,10 +56,7 @@ def lora(encoder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("encoder") / "tiny-encoder"
-    script = ROOT / "experiments" / "tiny_encoder.py"
-    subprocess.run([sys.executable, script, folder, "--steps", "1"], check=True, capture_output=True)
-    return str(folder)
+    return example_encoder(str(tmp_path_factory.mktemp("encoder") / "tiny-encoder"), steps=1)
 
 
 def result(rank: Rank, encoder: str, folder: Path, *, resume: bool = False) -> tuple[dict[str, float], toys.Kept]:

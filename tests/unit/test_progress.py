@@ -104,6 +104,8 @@ def test_a_download_says_how_many_bytes_are_there(
             server.shutdown()
             thread.join()
 
+    first, *told = told
+    assert "cifar-10-batches-bin does not exist. Making it from a download of CIFAR-10 (170 MB)." in str(first)
     assert len(told) > 2
     assert {(event.what, event.unit, event.total) for event in told} == {("downloading CIFAR-10", "B", SIZE)}
     assert [event.done for event in told] == sorted(event.done for event in told)

@@ -1,0 +1,123 @@
+"""A small pretrained encoder, and sentences to fine-tune it on, made without a download."""
+
+import csv
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+
+from pipeline.config.extras import needs
+from pipeline.data.make_once import make_once
+from pipeline.protocol.progress import ProgressReporter
+from pipeline.system.imports import quiet_transformers
+
+_TOPICS = ("attribute-access", "debugger", "formatstrings", "string-methods")
+_VOCABULARY, _LENGTH = 1000, 32
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_MASKED = 0.15
+
+
+@needs("transformers")
+def example_encoder(folder: str, *, steps: int = 300) -> str:
+    """Return the folder of a pretrained encoder; make it when it is first needed, in about half a minute.
+
+    It contains a BERT of two layers that was trained to fill in masked tokens (config.json, model.safetensors), its
+    tokenizer, and sentences.csv: sentences of Python's help(), each with its topic.
+
+    Args:
+        folder: folder to use, or to make.
+        steps: steps of training on masked tokens.
+    """
+    make_once(Path(folder), partial(_write, steps=steps), what="an example encoder and sentences, in half a minute")
+    return folder
+
+
+def _write(folder: Path, *, steps: int) -> None:
+    folder.mkdir()
+    torch.manual_seed(0)
+    with (folder / "sentences.csv").open("w", encoding="utf-8", newline="") as file:
+        rows = [(sentence, topic) for topic in _TOPICS for sentence in _find_sentences(topics[topic])]
+        csv.writer(file).writerows([("text", "label"), *rows])
+    texts = [sentence for topic in sorted(topics) for sentence in _find_sentences(topics[topic])]
+    tokenizer = _train_tokenizer(texts)
+    tokenizer.save_pretrained(folder)
+    with _one_thread(), quiet_transformers():
+        _train_model(texts, tokenizer, steps=steps).save_pretrained(folder)
+
+
+def _find_sentences(text: str) -> list[str]:
+    """Return the sentences of a text that are prose."""
+    parts = re.split(r"(?<=[.:])\s+|\n\n+", text)
+    plain = (" ".join(part.split()) for part in parts)
+    return [part for part in plain if 20 <= len(part) <= 300 and not part.startswith((">>>", "..."))]
+
+
+def _train_tokenizer(texts: list[str]) -> Any:
+    """Train a byte pair encoding on lower-case words."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, unknown, first, last, mask = _SPECIAL
+    tokenizer = Tokenizer(models.BPE(unk_token=unknown))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=_VOCABULARY, special_tokens=[*_SPECIAL], show_progress=False)
+    )
+    tokenizer.post_processor = processors.BertProcessing((last, _SPECIAL.index(last)), (first, _SPECIAL.index(first)))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        unk_token=unknown,
+        cls_token=first,
+        sep_token=last,
+        mask_token=mask,
+        model_max_length=_LENGTH,
+    )
+
+
+def _train_model(texts: list[str], tokenizer: Any, *, steps: int) -> Any:
+    """Train a small BERT to fill in masked tokens."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=_LENGTH,
+    )
+    model = BertForMaskedLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=max(steps, 2))
+    encoded = tokenizer(texts, truncation=True, padding=True, return_tensors="pt")
+    with ProgressReporter("training the example encoder", total=steps, unit="steps") as progress:
+        for _ in range(steps):
+            chosen = torch.randint(len(texts), (32,))
+            tokens, attention = encoded["input_ids"][chosen], encoded["attention_mask"][chosen]
+            is_masked = (torch.rand(tokens.shape) < _MASKED) & (tokens >= len(_SPECIAL))
+            labels = torch.where(is_masked, tokens, -100)
+            masked = torch.where(is_masked, tokenizer.mask_token_id, tokens)
+            model(input_ids=masked, attention_mask=attention, labels=labels).loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            progress.by(1)
+    return model.eval()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread: on a busy machine, threads of a small model wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
