@@ -44,7 +44,7 @@ _FUNCTIONS = frozenset(
         "pipeline.data.characters",
         "pipeline.data.cifar10",
         "pipeline.data.digits",
-        "pipeline.data.example_encoder",
+        "pipeline.data.example_sentences",
         "pipeline.data.padding.padded",
         "pipeline.data.shards",
         "pipeline.data.streamed",

@@ -2,7 +2,7 @@
 
 from pipeline.data.arrays import arrays
 from pipeline.data.cifar import cifar10
-from pipeline.data.example_encoder import example_encoder
+from pipeline.data.example_sentences import example_sentences
 from pipeline.data.handwriting import digits
 from pipeline.data.labelled_texts import texts
 from pipeline.data.make_once import make_once
@@ -21,7 +21,7 @@ __all__ = [
     "characters",
     "cifar10",
     "digits",
-    "example_encoder",
+    "example_sentences",
     "make_once",
     "shards",
     "streamed",

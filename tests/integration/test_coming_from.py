@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from blocks import blocks
 
-from pipeline.data import example_encoder
+from pipeline.data import example_sentences
 from pipeline.protocol.events import Metrics, event_from_json
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def ours(folder: Path, name: str, *arguments: str) -> list[float]:
 def test_both_have_the_same_loss_in_each_step(folder: Path, name: str) -> None:
     pytest.importorskip(PROGRAMS[name])
     if name == "topics":
-        example_encoder(str(folder / "tiny-encoder"), steps=1)
+        example_sentences(str(folder / "tiny-encoder"), steps=1)
     before = theirs(folder, name)
     if name == "duel":  # a loss for each of two optimizers
         before = [critic + generator for critic, generator in zip(before[::2], before[1::2], strict=True)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.data import example_encoder
+from pipeline.data import example_sentences
 
 ROOT = Path(__file__).parents[2]
 FILE = str(ROOT / "experiments" / "finetune.yaml")
@@ -21,7 +21,7 @@ SHORT = ["--quick", "parallel.workers=1", "parallel.launcher=inprocess", "parall
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    return Path(example_encoder(str(tmp_path_factory.mktemp("encoder") / "tiny-encoder"), steps=1))
+    return Path(example_sentences(str(tmp_path_factory.mktemp("encoder") / "tiny-encoder"), steps=1)).parent
 
 
 def from_file(encoder: Path) -> list[str]:
@@ -31,12 +31,12 @@ def from_file(encoder: Path) -> list[str]:
 
 
 def test_ranks_that_need_it_at_once_make_it_once(tmp_path: Path) -> None:
-    code = "import sys; from pipeline.data import example_encoder; example_encoder(sys.argv[1], steps=1)"
+    code = "import sys; from pipeline.data import example_sentences; example_sentences(sys.argv[1], steps=1)"
     line = [sys.executable, "-c", code, "made/encoder"]
     both = [subprocess.Popen(line, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [one.communicate()[1] for one in both]
     assert [one.returncode for one in both] == [0, 0], said
-    assert "".join(said).count("made/encoder does not exist. Making an example encoder and sentences") == 1
+    assert "".join(said).count("made/encoder does not exist. Making example sentences and an encoder") == 1
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["encoder"]
 
 

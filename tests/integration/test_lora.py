@@ -14,7 +14,7 @@ from ranks import on_ranks
 
 from pipeline import Trained
 from pipeline.config import components
-from pipeline.data import example_encoder
+from pipeline.data import example_sentences
 from pipeline.models import pretrained
 from pipeline.protocol.trial import Rank
 from pipeline.training.loop import train
@@ -56,7 +56,9 @@ def lora(encoder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return example_encoder(str(tmp_path_factory.mktemp("encoder") / "tiny-encoder"), steps=1)
+    folder = str(tmp_path_factory.mktemp("encoder") / "tiny-encoder")
+    example_sentences(folder, steps=1)
+    return folder
 
 
 def result(rank: Rank, encoder: str, folder: Path, *, resume: bool = False) -> tuple[dict[str, float], toys.Kept]:

@@ -27,7 +27,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["modle=resnet"], "has no question modle; did you mean model?; its questions are project_name, package_name, task, data, model"),
+        (["modle=resnet"], "has no question modle; did you mean model?; its questions are project_name, task, data, model, launcher; its settings are package_name, length, strategy"),
         (
             ["model=resnett"],
             "'resnett' is not a choice; did you mean resnet?; choose one of resnet, transformer, mlp, pretrained, dcgan, own",
@@ -47,19 +47,20 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["task=finetune", "model=own"], "model: own for finetune doesn't take text_classes; write pretrained, or another"),
         (["task=gan", "strategy=dp"], "strategy: gan doesn't run with dp, because dp calls the whole model, not its parts"),
         (["task=finetune", "strategy=dp"], "strategy: finetune doesn't run with dp, because each GPU's model would return"),
-        (["workers=0"], "workers: '0' is no number of workers; write 1 to 9999"),
-        (["workers=two"], "workers: 'two' is no number of workers; write 1 to 9999"),
+        (["workers=0"], "workers: '0' is not a number of workers; write 1 to 9999"),
+        (["workers=two"], "workers: 'two' is not a number of workers; write 1 to 9999"),
         (["strategy=dp", "workers=2"], "workers: 2, but dp is one process; write 1, or strategy ddp"),
         (["launcher=inprocess", "workers=2"], "write 1, or launcher ray or torchrun"),
         (["mlflow_store=./mlruns"], "write sqlite:///FILE or a server's address"),
         (["mlflow_store=http://host/${oc.env:HOME}"], "write sqlite:///FILE or a server's address"),
-        (["project_name=../up"], "project_name: '../up' is no name; write letters"),
-        (["project_name='''"], "is no name; write letters"),
-        (["package_name=My-Package"], "package_name: 'My-Package' is no package name; write lowercase letters"),
-        (["package_name=class"], "package_name: 'class' is no package name"),
-        (["package_name=torch"], "a package torch is there already; write another, for instance torch_experiments"),
-        (["package_name=json"], "a package json is there already"),
-        (["package_name=pipeline"], "a package pipeline is there already"),
+        (["project_name=../up"], "project_name: '../up' is not a name; write letters"),
+        (["project_name='''"], "is not a name; write letters"),
+        (["package_name=My-Package"], "package_name: 'My-Package' is not a package name; write lowercase letters"),
+        (["package_name=class"], "package_name: 'class' is not a package name"),
+        (["package_name=torch"], "a package torch exists already; write another, for instance torch_experiments"),
+        (["project_name=six"], "a package six exists already"),
+        (["package_name=json"], "a package json exists already"),
+        (["package_name=pipeline"], "a package pipeline exists already"),
     ],
 )
 def test_wrong_answers_name_what_is_allowed(tmp_path: Path, settings: list[str], said: str) -> None:
@@ -155,7 +156,7 @@ def test_the_metadata_is_crufts(tmp_path: Path) -> None:
 
     assert state["directory"].endswith("ddp-project")
     assert state["context"]["cookiecutter"]["data"] == "text"
-    assert state["context"]["cookiecutter"]["package_name"] == "mine"
+    assert state["context"]["cookiecutter"]["__package_name"] == "mine"
     assert ".git" in state["skip"]
 
 
@@ -194,11 +195,11 @@ def test_a_folder_of_templates_that_is_gone(templates: Path, tmp_path: Path) -> 
         create("ddp-project", tmp_path / "mine", [], no_input=True)
 
 
-def test_the_command_prints_the_next_three_commands(command: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_prints_the_next_commands(command: Callable[..., Any], tmp_path: Path) -> None:
     ended = command("new", "dp-prototype", str(tmp_path / "mine"), "--no-input", "--set", "strategy=single")
 
     assert ended.code == 0, ended.output
-    assert re.search(r"Next:\n  cd \S+mine\n  make run\n  make test\n", ended.stdout)
+    assert re.search(r"Next:\n  cd \S+mine\n  pip install -e \.\n  pipeline run experiments/first\.yaml --quick\n", ended.stdout)
 
 
 def test_the_command_shows_a_message_and_no_traceback(command: Callable[..., Any], tmp_path: Path) -> None:
@@ -224,21 +225,25 @@ def test_nobody_to_ask(tmp_path: Path) -> None:
 
 
 def test_questions_are_asked(tmp_path: Path) -> None:
-    answers = ["2", "My Idea", "", "2", "", ""]  # template, project, package, strategy, precision, store
+    answers = ["2", "My! Idea", "My Idea", "2"]  # template, project, project again, strategy
     lines = "\\n".join(answers)
     out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
 
     assert "ddp-project: Train on several devices" in out
+    assert "error: project_name: 'My! Idea' is not a name" in out
     assert "strategy: single" in (tmp_path / "my-idea" / "experiments" / "first.yaml").read_text()
     assert (tmp_path / "my-idea" / "src" / "my_idea").is_dir()
 
 
-def test_the_menu_begins_with_a_model_that_takes_the_data(tmp_path: Path) -> None:
-    answers = ["1", "Rows", "", "", "4", *[""] * 8]  # template, project, package, task, data, all others
+def test_at_most_five_questions_offer_what_fits(tmp_path: Path) -> None:
+    assert catalog.find("ddp-project").asked() == ("project_name", "task", "data", "model", "launcher")
+    answers = ["1", "Rows", "", "4", "", ""]  # template, project, task, data, model, launcher
     lines = "\\n".join(answers)
     out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
 
     assert "1 - mlp: multilayer perceptron" in out
+    assert "pretrained:" not in out
+    assert "transformer:" not in out
     assert "_target_: rows.data.table" in (tmp_path / "rows" / "experiments" / "first.yaml").read_text()
 
 
@@ -266,7 +271,7 @@ class TestCookiecutter:
         out = succeed(REPOSITORY, *line, PWD=str(REPOSITORY), **nobody)
         project = tmp_path / "my-experiments"
 
-        assert "cd my-experiments\n  make run\n  make test" in out
+        assert "cd my-experiments\n  pip install -e .\n  pipeline run experiments/first.yaml --quick\n" in out
         assert f"PIPELINE_SOURCE := {REPOSITORY}\n" in (project / "pipeline.local.mk").read_text()
         assert git(project, "rev-list", "--count", "HEAD") == "1"
         assert git(project, "log", "--format=%an") == "ddp-pipeline"
@@ -280,25 +285,34 @@ class TestCookiecutter:
         for name in ours.files() | {".git/HEAD"}:
             assert (tmp_path / "my-prototype" / name).read_text() == (ours.folder / name).read_text(), name
 
+    def test_a_rejected_answer_is_asked_again(self, tmp_path: Path) -> None:
+        answers = "\\n".join(["in!valid", "My Idea", "gan", "digits", "image_folder", "", "slurm", "torchrun"])
+        line = f"printf '{answers}\\n' | {sys.executable} -m cookiecutter {REPOSITORY / 'templates' / 'ddp-project'}"
+        out = succeed(tmp_path, "sh", "-c", line, HOME=str(tmp_path))
+
+        assert "error: data: 'digits' is not offered; write image_folder\n" in out
+        assert "table" not in out
+        assert "launcher: torchrun" in (tmp_path / "my-idea" / "experiments" / "first.yaml").read_text()
+
     def test_wrong_answers_leave_nothing(self, tmp_path: Path) -> None:
         home = tmp_path / "home"
         home.mkdir()
         template = REPOSITORY / "templates" / "ddp-project"
         done = command(
-            tmp_path, "cookiecutter", template, "--no-input", "package_name=torch", "workers=0", HOME=str(home)
+            tmp_path, "cookiecutter", template, "--no-input", "__package_name=torch", "__workers=0", HOME=str(home)
         )
 
         assert done.returncode == 1
         assert done.stdout.splitlines() == [
-            "error: package_name: a package torch is there already; write another, for instance torch_experiments",
-            "error: workers: '0' is no number of workers; write 1 to 9999",
+            "error: package_name: a package torch exists already; write another, for instance torch_experiments",
+            "error: workers: '0' is not a number of workers; write 1 to 9999",
         ]
         assert "Traceback" not in done.stderr
         assert list(tmp_path.iterdir()) == [home]
 
     @pytest.mark.parametrize("which", ["templates/ddp-project", "templates"])
     def test_a_wrong_choice_ends_in_a_sentence(self, tmp_path: Path, which: str) -> None:
-        line = ("cookiecutter", REPOSITORY / which, "--no-input", "data=csv", "docker=maybe")
+        line = ("cookiecutter", REPOSITORY / which, "--no-input", "data=csv", "__docker=maybe")
         done = command(tmp_path, *line, HOME=str(tmp_path))
 
         assert done.returncode == 1

@@ -56,7 +56,7 @@ def change(checkout: Path, file: str, old: str, new: str) -> None:
 
 def change_template(checkout: Path) -> None:
     change(checkout, MAKEFILE, "## Run the tests", "## Run all tests")
-    (checkout / "templates" / MAKEFILE).with_name("NEWS.md").write_text("# News of {{ cookiecutter.package_name }}\n")
+    (checkout / "templates" / MAKEFILE).with_name("NEWS.md").write_text("# News of {{ cookiecutter.__package_name }}\n")
     commit(checkout)
 
 
@@ -133,7 +133,7 @@ def test_other_answers(project: Path) -> None:
 
     assert "docker/Dockerfile" in updated.files
     assert "workers: 4" in (project / "experiments" / "first.yaml").read_text()
-    assert json.loads((project / METADATA).read_text())["context"]["cookiecutter"]["workers"] == "4"
+    assert json.loads((project / METADATA).read_text())["context"]["cookiecutter"]["__workers"] == "4"
     assert (project / "README.md").read_text().endswith("My own notes.\n")
 
 

@@ -31,7 +31,7 @@ KINDS = (
 OF_NO_KIND = {
     "pipeline.data.arrays.arrays",
     "pipeline.data.cifar.cifar10",
-    "pipeline.data.example_encoder.example_encoder",
+    "pipeline.data.example_sentences.example_sentences",
     "pipeline.data.handwriting.digits",
     "pipeline.data.labelled_texts.texts",
     "pipeline.data.noise.with_noise",

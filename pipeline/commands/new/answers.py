@@ -1,12 +1,12 @@
 """Answers to a template's questions: from ``--set``, from an existing project, or from prompts."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 from cookiecutter.exceptions import CookiecutterException
 from cookiecutter.generate import generate_context
-from cookiecutter.prompt import prompt_choice_for_config, prompt_for_config
+from cookiecutter.prompt import prompt_choice_for_config, read_user_choice, read_user_variable, render_variable
 from cookiecutter.utils import create_env_with_context
 
 from pipeline.commands.new import catalog
@@ -14,7 +14,6 @@ from pipeline.commands.new.catalog import Template
 from pipeline.errors import UsageError
 from pipeline.wording import did_you_mean
 
-_COOKIECUTTERS = (catalog.CHOICES, "_extensions", "__checked")
 Answers = Mapping[str, str]
 """Answers by question, and values that the template derives from them, whose names begin with an underscore."""
 
@@ -33,7 +32,8 @@ def parse(settings: Sequence[str], template: Template) -> dict[str, str]:
             problems.append(f"--set {setting}: no value; write --set {key}=VALUE")
         elif key not in questions:
             hint = did_you_mean(key, questions)
-            known = ", ".join(questions)
+            asked = template.asked()
+            known = f"{', '.join(asked)}; its settings are {', '.join(name for name in questions if name not in asked)}"
             problems.append(f"--set {setting}: {template.name} has no question {key}{hint}; its questions are {known}")
         elif problem := _not_allowed(value, questions[key]):
             problems.append(f"--set {setting}: {problem}")
@@ -50,7 +50,7 @@ def still_asked(answers: Answers, template: Template) -> dict[str, str]:
         UsageError: an answer is no longer allowed.
     """
     questions = template.questions()
-    kept = {key: value for key, value in answers.items() if key in questions}
+    kept = {name: value for key, value in answers.items() if (name := catalog.name_of(key)) in questions}
     problems = {key: _not_allowed(value, questions[key]) for key, value in kept.items()}
     if wrong := [
         f"{key}: {problem}; answer again with --set {key}=..." for key, problem in problems.items() if problem
@@ -76,14 +76,23 @@ def choose(*, no_input: bool) -> Template:
 
 
 def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str, str]:
-    """Prompt for the remaining answers; with ``no_input``, use the template's defaults.
+    """Ask the remaining questions; with ``no_input``, use the template's defaults.
 
     Raises:
         UsageError: input ended before an answer, or answers contradict each other; lists all problems.
     """
     try:
-        context = generate_context(context_file=str(template.context_file), extra_context=dict(given))
-        answers = dict(prompt_for_config(_with_menus(context, template), no_input=no_input))
+        variables = generate_context(context_file=str(template.context_file))["cookiecutter"]
+        titles, choices = variables.get("__prompts__", {}), {catalog.CHOICES: template.choices()}
+        env = create_env_with_context({})
+        answers: dict[str, str] = {}
+        for key, default in variables.items():
+            name = catalog.name_of(key)
+            if not name and key != "__project_slug":
+                continue
+            answers[key] = given.get(name) or render_variable(env, default, answers)
+            if not key.startswith("_") and name not in given and not no_input:
+                answers[key] = _ask(key, answers | choices, title=titles.get(key, key), template=template)
     except (EOFError, click.Abort):
         raise _nobody() from None
     except CookiecutterException as error:
@@ -93,24 +102,26 @@ def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str,
     return answers
 
 
-def _with_menus(context: Mapping[str, Any], template: Template) -> dict[str, Any]:
-    """Add a menu to each question with choices; remove cookiecutter's private variables."""
-    asked = {key: value for key, value in context["cookiecutter"].items() if key not in _COOKIECUTTERS}
-    prompts = asked.get("__prompts__", {})
-    for key, choices in template.choices().items():
-        asked[key] = _default_first(choices, default=asked[key])
-        title = str(prompts.get(key, key)).rpartition(": ")[0]
-        prompts[key] = {"__prompt__": title} | {
-            each: f"{each}: {what}" if what else each for each, what in choices.items()
-        }
-    return {"cookiecutter": asked}
+def _ask(key: str, answers: Mapping[str, Any], *, title: str, template: Template) -> str:
+    """Ask a question, whose default is among the answers; offer only what fits the answers before."""
+    extension = template.module("local_extensions.py")
+    fitting: dict[str, str] = extension.fitting(key, answers)
+    if not fitting:
+        return _ask_text(key, answers[key], title=title, find_problem=extension.name_problem)
+    if len(fitting) == 1:
+        return next(iter(fitting))
+    ordered = sorted(fitting, key=lambda choice: choice != answers[key])  # cookiecutter takes the first as the default
+    menu = {choice: f"{choice}: {what}" if what else choice for choice, what in fitting.items()}
+    chosen: str = read_user_choice(key, ordered, {key: {"__prompt__": title, **menu}})
+    return chosen
 
 
-def _default_first(choices: Collection[str], *, default: str) -> list[str]:
-    """Return Jinja templates of the choices, as cookiecutter takes the first for the default, itself a template."""
-    first = f"{{% set default %}}{default}{{% endset %}}"
-    ordered = f"([default] + {list(choices)} | reject('eq', default) | list)"
-    return [f"{first}{{{{ {ordered}[{number}] }}}}" for number, _ in enumerate(choices)]
+def _ask_text(key: str, default: str, *, title: str, find_problem: Callable[[str], str]) -> str:
+    text: str = read_user_variable(key, default, {key: title})
+    while problem := find_problem(text):
+        click.echo(f"error: {problem}")
+        text = read_user_variable(key, default, {key: title})
+    return text
 
 
 def _not_allowed(value: str, allowed: Sequence[str]) -> str:

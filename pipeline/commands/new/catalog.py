@@ -12,6 +12,7 @@ from pipeline.system.imports import PACKAGE
 from pipeline.wording import did_you_mean
 
 _CONTEXT = "cookiecutter.json"
+_INTERNAL = ("checked", "project_slug", "prompts__")
 CHOICES = "_choices"
 """Key with the allowed answers; for a wrong answer to its own lists, cookiecutter prints a traceback."""
 
@@ -29,9 +30,16 @@ class Template(NamedTuple):
         return self.folder / _CONTEXT
 
     def questions(self) -> dict[str, tuple[str, ...]]:
-        """Return the questions with the allowed answers; an empty tuple allows any text."""
-        asked, choices = _read(self.context_file), self.choices()
-        return {key: tuple(choices.get(key, ())) for key in asked if not key.startswith("_")}
+        """Return the questions and settings with the allowed values; an empty tuple allows any text.
+
+        A setting is not asked: it is a key of the generated experiments, but may be given by ``--set``.
+        """
+        choices = self.choices()
+        return {name: tuple(choices.get(name, ())) for name in map(name_of, _read(self.context_file)) if name}
+
+    def asked(self) -> tuple[str, ...]:
+        """Return the questions that a user is asked."""
+        return tuple(key for key in _read(self.context_file) if not key.startswith("_"))
 
     def choices(self) -> dict[str, dict[str, str]]:
         """Return the allowed answers to each question that has choices, with a short description of each."""
@@ -60,6 +68,12 @@ class Template(NamedTuple):
     def finishing(self) -> ModuleType:
         """Import the hook that completes a rendered project."""
         return self.module("hooks/post_gen_project.py")
+
+
+def name_of(key: str) -> str:
+    """Return the name of the question or setting that a variable of cookiecutter.json is for; empty for others."""
+    name = key.removeprefix("__")
+    return "" if name.startswith(("_", "ask_")) or name in _INTERNAL else name
 
 
 def root() -> Path:

@@ -59,7 +59,7 @@ def finish(project: Path, answers: Mapping[str, str], origin: Origin) -> None:
             "template": origin.template,
             "commit": origin.commit,
             "checkout": None,
-            "context": {"cookiecutter": {key: answers[key] for key in sorted(answers) if not key.startswith("_")}},
+            "context": {"cookiecutter": {key: answers[key] for key in sorted(answers) if _is_answer(key)}},
             "directory": origin.directory,
             "skip": [".git", METADATA, SOURCE, LOCAL],
         }
@@ -72,15 +72,22 @@ def _assignment(source: str) -> str:
     return f"ifeq ($(strip $(PIPELINE_SOURCE)),)\nPIPELINE_SOURCE := {text}".rstrip() + "\nendif\n"
 
 
+def _is_answer(key: str) -> bool:
+    """Return True for the answer to a question, or a setting that can be given instead of its default."""
+    return not key.startswith("_") or (
+        key.startswith("__") and not key.startswith(("__ask_", "__checked", "__project_slug"))
+    )
+
+
 def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
-    if answers.get("docker") == "no":
+    if answers.get("__docker") == "no":
         yield from ("docker", ".dockerignore")
     if answers.get("task") == "finetune":  # the model is a component of ddp-pipeline
-        yield f"src/{answers['package_name']}/model.py"
-    examples = {"image_folder": "example_images", "table": "example_table", "text_classes": "example_encoder"}
+        yield f"src/{answers['__package_name']}/model.py"
+    examples = {"image_folder": "example_images", "table": "example_table"}
     for data, name in examples.items():
         if not answers.get("data", data).startswith(data):
-            yield f"src/{answers['package_name']}/{name}.py"
+            yield f"src/{answers['__package_name']}/{name}.py"
 
 
 def find_origin(template: Path | None, named: str = "") -> Origin:
@@ -160,7 +167,8 @@ def identity(project: Path) -> list[str]:
 
 def next_commands(project: str) -> str:
     """Return the next commands for the user."""
-    return f"{project} is ready. Next:\n  cd {project}\n  make run\n  make test"
+    run = "pipeline run experiments/first.yaml"
+    return f"{project} is ready. Next:\n  cd {project}\n  pip install -e .\n  {run} --quick\n  {run}"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -65,5 +65,5 @@ def image_folder(
 def _images_in(folder: Path) -> list[Path]:
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS)
     if not found:
-        raise FileNotFoundError(f"no images in {folder}; put yours there, or run `make data` for examples")
+        raise FileNotFoundError(f"no images in {folder}; put yours there")
     return found

@@ -3,7 +3,7 @@
 The example predicts how far diabetes of 442 patients has progressed after a year (Efron et al. 2004, arXiv
 math/0406456). For your own table, write its columns to `COLUMNS` and `TARGET`. This prints them as Python:
 
-python -m {{ cookiecutter.package_name }}.data data/table.csv
+python -m {{ cookiecutter.__package_name }}.data data/table.csv
 
 Or replace it: any function that returns a training and a validation dataset (map-style, of pairs of inputs and target)
 can be used as `data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker and must
@@ -57,7 +57,7 @@ def read(path: str | Path, columns: Mapping[str, tuple[float, float]]) -> Tensor
         ValueError: a column is missing, or a value is no number.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: there is no such table; put yours there, or run `make data` for an example")
+        raise FileNotFoundError(f"{path}: there is no such table; put yours there")
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file)
         if missing := [name for name in columns if name not in (rows.fieldnames or ())]:

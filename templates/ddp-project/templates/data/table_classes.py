@@ -3,7 +3,7 @@
 The example tells the grape of 178 wines by their analysis (Aeberhard and Forina 1991, doi 10.24432/C5PC7J). For your
 own table, write its columns to `COLUMNS`, `TARGET` and `CLASSES`. This prints them as Python:
 
-python -m {{ cookiecutter.package_name }}.data data/table.csv
+python -m {{ cookiecutter.__package_name }}.data data/table.csv
 
 Or replace it: any function that returns a training and a validation dataset (map-style, of pairs of inputs and target)
 can be used as `data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker and must
@@ -69,7 +69,7 @@ def read(path: str | Path) -> Tensor:
 def _rows(path: str | Path, names: tuple[str, ...]) -> list[tuple[int, dict[str, str]]]:
     """Rows of a CSV file with their lines."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: there is no such table; put yours there, or run `make data` for an example")
+        raise FileNotFoundError(f"{path}: there is no such table; put yours there")
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file, restval="")
         if missing := [name for name in names if name not in (rows.fieldnames or ())]:

@@ -47,7 +47,7 @@ def text_classes(
         ValueError: a label is not among CLASSES.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} is not there; put your texts there, or run `make data` for examples")
+        raise FileNotFoundError(f"{path} is not there; put your texts there")
     with Path(path).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     rows = rows[:: -(-len(rows) // limit)] if limit else rows

@@ -1,6 +1,6 @@
 """Similar images by the features of a trained encoder.
 
-python -m {{ cookiecutter.package_name }}.predict one.png another.png third.png
+python -m {{ cookiecutter.__package_name }}.predict one.png another.png third.png
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pipeline import Trained
 from pipeline.errors import PipelineError
 from torch import Tensor
 
-from {{ cookiecutter.package_name }}.data import prepare
+from {{ cookiecutter.__package_name }}.data import prepare
 
 
 def features(trained: Trained, images: Sequence[Image.Image]) -> Tensor:

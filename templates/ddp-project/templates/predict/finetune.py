@@ -1,6 +1,6 @@
 """Answers of a trained model for new texts.
 
-python -m {{ cookiecutter.package_name }}.predict "A text" "Another text"
+python -m {{ cookiecutter.__package_name }}.predict "A text" "Another text"
 """
 
 import argparse
@@ -11,7 +11,7 @@ import torch
 from pipeline import Trained
 from pipeline.errors import PipelineError
 
-from {{ cookiecutter.package_name }}.data import CLASSES, encode
+from {{ cookiecutter.__package_name }}.data import CLASSES, encode
 
 
 def predict(trained: Trained, texts: Sequence[str]) -> list[tuple[str, float]]:

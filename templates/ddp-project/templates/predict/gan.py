@@ -1,6 +1,6 @@
 """Images of a trained generator.
 
-python -m {{ cookiecutter.package_name }}.predict generated.png
+python -m {{ cookiecutter.__package_name }}.predict generated.png
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Answers of a trained model for new images.
 
-python -m {{ cookiecutter.package_name }}.predict image.png
+python -m {{ cookiecutter.__package_name }}.predict image.png
 """
 
 import argparse
@@ -12,7 +12,7 @@ from PIL import Image
 from pipeline import Trained
 from pipeline.errors import PipelineError
 
-from {{ cookiecutter.package_name }}.data import {{ "" if cookiecutter.data == "image_folder" else "CLASSES, " }}prepare
+from {{ cookiecutter.__package_name }}.data import {{ "" if cookiecutter.data == "image_folder" else "CLASSES, " }}prepare
 
 
 def predict(trained: Trained, images: Sequence[Image.Image]) -> list[tuple[str, float]]:

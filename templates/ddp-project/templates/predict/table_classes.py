@@ -1,6 +1,6 @@
 """Answers of a trained model for new rows of a table.
 
-python -m {{ cookiecutter.package_name }}.predict new.csv > answers.csv
+python -m {{ cookiecutter.__package_name }}.predict new.csv > answers.csv
 """
 
 import argparse
@@ -11,7 +11,7 @@ import torch
 from pipeline import Trained
 from pipeline.errors import PipelineError
 
-from {{ cookiecutter.package_name }}.data import CLASSES, TARGET, read
+from {{ cookiecutter.__package_name }}.data import CLASSES, TARGET, read
 
 
 def predict(trained: Trained, path: str | Path) -> list[tuple[str, float]]:

@@ -1,6 +1,6 @@
 """Continuation of a text by a trained model.
 
-python -m {{ cookiecutter.package_name }}.predict "The if statement"
+python -m {{ cookiecutter.__package_name }}.predict "The if statement"
 """
 
 import argparse
@@ -10,7 +10,7 @@ import torch
 from pipeline import Trained
 from pipeline.errors import PipelineError
 
-from {{ cookiecutter.package_name }}.data import decode, encode
+from {{ cookiecutter.__package_name }}.data import decode, encode
 
 
 def predict(trained: Trained, text: str, *, characters: int = 200, seed: int = 0) -> str:

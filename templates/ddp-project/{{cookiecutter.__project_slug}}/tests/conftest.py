@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 {% endif -%}
 from pipeline import Experiment, Parts, RunResult, run
+{% if cookiecutter.data == "text_classes" -%}
+from pipeline.data import example_sentences
+{% endif -%}
 from torch import Tensor
-{%- if cookiecutter.data == "text_classes" %}
+{%- if cookiecutter.data.startswith("table") %}
 
-from {{ cookiecutter.package_name }} import example_encoder
-{%- elif cookiecutter.data.startswith("table") %}
-
-from {{ cookiecutter.package_name }} import example_table
+from {{ cookiecutter.__package_name }}.example_table import example_table
 {%- endif %}
 
 ROOT = Path(__file__).parent.parent
@@ -56,15 +56,12 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 {% elif cookiecutter.data.startswith("table") -%}
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The example table, so that the tests don't depend on what lies in data."""
-    path = tmp_path_factory.mktemp("data") / "table.csv"
-    example_table.write(path)
-    return [f"data.path={path}"]
+    return [f"data.path={example_table(str(tmp_path_factory.mktemp('data') / 'table.csv'))}"]
 {% elif cookiecutter.data == "text_classes" -%}
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """An encoder after one step, so that the tests don't depend on what lies in data/encoder."""
-    folder = tmp_path_factory.mktemp("encoder")
-    example_encoder.write(folder, steps=1)
-    return [f"model.path={folder}", f"data.path={folder}/sentences.csv"]
+    folder = tmp_path_factory.mktemp("data") / "encoder"
+    return [f"model.path={folder}", f"data.path={example_sentences(str(folder), steps=1)}"]
 {% else -%}
 def overrides() -> list[str]:
     """Changes to an experiment, if the tests need any, such as other data: ["data.limit=10"]."""

@@ -3,8 +3,8 @@
 
 from pipeline import RunResult, Trained
 
-from {{ cookiecutter.package_name }}.data import CLASSES
-from {{ cookiecutter.package_name }}.predict import predict
+from {{ cookiecutter.__package_name }}.data import CLASSES
+from {{ cookiecutter.__package_name }}.predict import predict
 
 
 def test_texts_have_a_class(trained: RunResult) -> None:
@@ -19,7 +19,7 @@ def test_texts_have_a_class(trained: RunResult) -> None:
 
 from pipeline import RunResult, Trained
 
-from {{ cookiecutter.package_name }}.predict import predict
+from {{ cookiecutter.__package_name }}.predict import predict
 
 
 def test_images_are_generated(trained: RunResult) -> None:
@@ -40,7 +40,7 @@ import pytest
 from PIL import Image
 from pipeline import RunResult, Trained
 
-from {{ cookiecutter.package_name }}.predict import predict
+from {{ cookiecutter.__package_name }}.predict import predict
 
 
 def test_an_image_is_most_similar_to_its_copy(trained: RunResult) -> None:
@@ -73,11 +73,11 @@ from PIL import Image
 from pipeline import RunResult, Trained
 
 {% if cookiecutter.data.startswith("table") -%}
-from {{ cookiecutter.package_name }}.data import {{ "CLASSES, " if cookiecutter.data == "table_classes" }}COLUMNS
+from {{ cookiecutter.__package_name }}.data import {{ "CLASSES, " if cookiecutter.data == "table_classes" }}COLUMNS
 {% elif cookiecutter.data != "text" and cookiecutter.data != "image_folder" -%}
-from {{ cookiecutter.package_name }}.data import CLASSES
+from {{ cookiecutter.__package_name }}.data import CLASSES
 {% endif -%}
-from {{ cookiecutter.package_name }}.predict import predict
+from {{ cookiecutter.__package_name }}.predict import predict
 
 
 {% if cookiecutter.data.startswith("table") -%}

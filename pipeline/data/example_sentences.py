@@ -1,4 +1,4 @@
-"""A small pretrained encoder, and sentences to fine-tune it on, made without a download."""
+"""Sentences to fine-tune an encoder on, and a small pretrained encoder, made without a download."""
 
 import csv
 import re
@@ -20,27 +20,28 @@ _TOPICS = ("attribute-access", "debugger", "formatstrings", "string-methods")
 _VOCABULARY, _LENGTH = 1000, 32
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _MASKED = 0.15
+_FILE = "sentences.csv"
 
 
 @needs("transformers")
-def example_encoder(folder: str, *, steps: int = 300) -> str:
-    """Return the folder of a pretrained encoder; make it when it is first needed, in about half a minute.
+def example_sentences(folder: str, *, steps: int = 300) -> str:
+    """Return the path of sentences.csv in a folder; make the folder when it is first needed, in about half a minute.
 
-    It contains a BERT of two layers that was trained to fill in masked tokens (config.json, model.safetensors), its
-    tokenizer, and sentences.csv: sentences of Python's help(), each with its topic.
+    The file has sentences of Python's help() with their topics. The folder also has a BERT of two layers that was
+    trained to fill in masked tokens (config.json, model.safetensors), and its tokenizer.
 
     Args:
         folder: folder to use, or to make.
         steps: steps of training on masked tokens.
     """
-    make_once(Path(folder), partial(_write, steps=steps), what="an example encoder and sentences, in half a minute")
-    return folder
+    make_once(Path(folder), partial(_write, steps=steps), what="example sentences and an encoder, in half a minute")
+    return f"{folder}/{_FILE}"
 
 
 def _write(folder: Path, *, steps: int) -> None:
     folder.mkdir()
     torch.manual_seed(0)
-    with (folder / "sentences.csv").open("w", encoding="utf-8", newline="") as file:
+    with (folder / _FILE).open("w", encoding="utf-8", newline="") as file:
         rows = [(sentence, topic) for topic in _TOPICS for sentence in _find_sentences(topics[topic])]
         csv.writer(file).writerows([("text", "label"), *rows])
     texts = [sentence for topic in sorted(topics) for sentence in _find_sentences(topics[topic])]
