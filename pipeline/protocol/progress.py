@@ -32,11 +32,14 @@ def told_to(tell: Callable[[Advanced | Warned], None], *, trial: str = "main") -
 
 
 def note(message: str, *, subject: str = "") -> None:
-    """Report what the user did not ask for, such as that example data is made; of a trial, once for each subject."""
-    if _tell is None:
-        sys.stderr.write(f"{message}\n")
-    else:
+    """Report what the user did not ask for, such as that example data is made.
+
+    With a ``subject`` it is about a trial: reported once for each subject, and not at all outside of trials.
+    """
+    if _tell is not None:
         _tell(Warned(trial=_trial, message=message, subject=subject))
+    elif not subject:
+        sys.stderr.write(f"{message}\n")
 
 
 class ProgressReporter:

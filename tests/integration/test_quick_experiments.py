@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from pipeline.data import example_sentences
+
 FILES = {path.stem: path for path in (Path(__file__).parents[2] / "experiments").glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", sorted(FILES.keys() - {"cifar10"}))
 def test_it_runs_as_it_is(name: str, command: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(example_sentences.__kwdefaults__, "steps", 1)  # of 300, for finetune.yaml
     checked = command("check", str(FILES[name]))
     assert checked.code == 0, checked.output
     ended = command("run", str(FILES[name]), "--quick", "--json")
