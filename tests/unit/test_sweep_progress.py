@@ -51,6 +51,16 @@ def test_a_line_says_how_far_the_sweep_is_what_is_best_and_what_is_left() -> Non
     )
 
 
+def test_between_trials_it_says_what_is_starting() -> None:
+    found = under_way()
+    found.slots = 2
+    assert found.counts == "2 of 4 done, 1 running, 1 starting, 1 stopped early"
+    assert drawn(found, width=80)[-1].strip() == "starting 1 trial"
+    found.begin(4, {LR: 0.4})
+    assert found.counts == "2 of 4 done, 1 running, 1 starting, 1 stopped early"
+    assert drawn(found, width=80)[-1].strip() == "trial 4: starting (lr=0.4)"
+
+
 def test_the_best_follows_the_direction_and_leaves_out_failures_and_nan() -> None:
     found = progress(direction="max")
     assert found.best == ""

@@ -46,6 +46,7 @@ class SweepProgress:
         epochs: largest number of epochs of a trial.
         metric: the sweep's.
         direction: in which it improves.
+        slots: number of trials that are trained at the same time.
         clock: returns the time in seconds.
     """
 
@@ -53,6 +54,7 @@ class SweepProgress:
     epochs: int
     metric: str
     direction: Direction
+    slots: int = 1
     clock: Callable[[], float] = time.monotonic
     running: dict[int, Running] = field(default_factory=dict)
     """Trials that are being trained, by number."""
@@ -89,13 +91,21 @@ class SweepProgress:
 
     @property
     def counts(self) -> str:
-        """Number of trials in each state, e.g. "3 of 8 done, 2 running, 1 stopped early"."""
+        """Number of trials in each state, e.g. "3 of 8 done, 1 running, 1 starting, 1 stopped early"."""
         parts = [f"{len(self.ended)} of {self.total} done"]
-        parts += [f"{len(self.running)} running"] * bool(self.running)
+        training = sum(trial.value is not None for trial in tuple(self.running.values()))
+        parts += [f"{training} running"] * bool(training)
+        starting = len(self.running) - training + self._waiting
+        parts += [f"{starting} starting"] * bool(starting)
         for state in ("stopped early", "failed"):
             if number := sum(each == state for each in tuple(self.ended.values())):
                 parts.append(f"{number} {state}")
         return ", ".join(parts)
+
+    @property
+    def _waiting(self) -> int:
+        """Number of trials that have a slot, but that Ray has not started yet."""
+        return max(0, min(self.slots, self.total - len(self.ended)) - len(self.running))
 
     @property
     def best(self) -> str:
@@ -150,10 +160,14 @@ class SweepProgress:
     def _rows(self) -> Iterator[str]:
         running = tuple(self.running.items())
         for number, trial in running[:_MOST_ROWS]:
-            value = f", {self.metric} {figure(trial.value)}" if trial.value is not None else ""
-            yield f"trial {number}: epoch {trial.epoch}/{self.epochs}{value} ({assigned(trial.values)})"
+            state = "starting"
+            if trial.value is not None:
+                state = f"epoch {trial.epoch}/{self.epochs}, {self.metric} {figure(trial.value)}"
+            yield f"trial {number}: {state} ({assigned(trial.values)})"
         if (more := len(running) - _MOST_ROWS) > 0:
             yield f"and {counted(more, 'other trial')}"
+        if self._waiting:
+            yield f"starting {counted(self._waiting, 'trial')}"
 
 
 def is_live(console: rich.console.Console) -> bool:

@@ -74,7 +74,11 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         self._over: set[int] = set()
         """Trials that had ended in an earlier session."""
         self.progress = SweepProgress(
-            total=plan.sweep.total, epochs=plan.epochs, metric=plan.sweep.metric, direction=plan.direction
+            total=plan.sweep.total,
+            epochs=plan.epochs,
+            metric=plan.sweep.metric,
+            direction=plan.direction,
+            slots=plan.concurrent,
         )
         """Progress of the sweep as a whole."""
         self._is_live = is_live(self._terminal.progress)
@@ -101,7 +105,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         self.progress.begin(suggestion.number, suggestion.values, epochs=found.epochs)
         again = f", resumed after epoch {found.epochs}" if found.epochs else ""
         if not self._is_live:  # the bar has a line for it
-            self.tell(f"{suggestion.title}{again}")
+            self.tell(f"starting {suggestion.title}{again}")
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
