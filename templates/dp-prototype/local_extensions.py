@@ -88,10 +88,11 @@ def _corrected(answers: dict[str, Any], name: str) -> dict[str, Any]:
     return answers
 
 
-def name_problem(project: str) -> str:
-    """Return what is wrong with the name of a project; empty if nothing is."""
-    made = {"__project_slug": slugify(project), "__package_name": slugify(project, separator="_")}
-    return next(_names({"project_name": project, **made}), "")
+def name_problem(project: str, package: str = "") -> str:
+    """Return what is wrong with the name of a project, or of its package; empty if nothing is."""
+    package = package or slugify(project, separator="_")
+    names = {"project_name": project, "__project_slug": slugify(project), "__package_name": package}
+    return next(_names(names), "")
 
 
 def _problem(name: str, answers: Mapping[str, Any]) -> str:

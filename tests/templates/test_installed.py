@@ -50,8 +50,15 @@ def test_a_new_projects_experiment(installed: Baked) -> None:
     out = succeed(installed.folder, "make", "smoke")
 
     assert "validation/accuracy" in out
-    assert len(list((installed.folder / "runs").iterdir())) == 1
+    assert list((installed.folder / "runs").glob("*-first-steps-smoke-*"))
     assert (installed.folder / "mlflow.db").is_file()
+
+
+def test_it_runs_without_make_in_the_environment_that_has_pipeline(installed: Baked) -> None:
+    pipeline = installed.folder / ".venv" / "bin" / "pipeline"
+    out = succeed(installed.folder, pipeline, "run", "experiments/first.yaml", "--quick", "parallel.launcher=torchrun")
+
+    assert "validation/accuracy" in out
 
 
 def test_the_other_commands_of_a_new_project(installed: Baked) -> None:

@@ -235,6 +235,15 @@ def test_questions_are_asked(tmp_path: Path) -> None:
     assert (tmp_path / "my-idea" / "src" / "my_idea").is_dir()
 
 
+def test_a_folder_whose_name_is_taken_is_refused_before_the_questions(tmp_path: Path) -> None:
+    line = f"printf '\\n\\n\\n\\n' | {sys.executable} -m pipeline new ddp-project torch"
+    done = command(tmp_path, "sh", "-c", line, **CHECKOUT)
+
+    assert done.returncode == 2
+    assert "a package torch exists already" in done.stderr
+    assert "Task" not in done.stdout
+
+
 def test_at_most_five_questions_offer_what_fits(tmp_path: Path) -> None:
     assert catalog.find("ddp-project").asked() == ("project_name", "task", "data", "model", "launcher")
     answers = ["1", "Rows", "", "4", "", ""]  # template, project, task, data, model, launcher

@@ -1,6 +1,7 @@
 """Answers to a template's questions: from ``--set``, from an existing project, or from prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import click
@@ -81,6 +82,7 @@ def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str,
     Raises:
         UsageError: input ended before an answer, or answers contradict each other; lists all problems.
     """
+    extension = template.module("local_extensions.py")
     try:
         variables = generate_context(context_file=str(template.context_file))["cookiecutter"]
         titles, choices = variables.get("__prompts__", {}), {catalog.CHOICES: template.choices()}
@@ -92,7 +94,10 @@ def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str,
                 continue
             answers[key] = given.get(name) or render_variable(env, default, answers)
             if not key.startswith("_") and name not in given and not no_input:
-                answers[key] = _ask(key, answers | choices, title=titles.get(key, key), template=template)
+                answers[key] = _ask(key, answers | choices, title=titles.get(key, key), extension=extension)
+            is_named = name == "package_name" and not no_input
+            if is_named and (problem := extension.name_problem(answers["project_name"], answers[key])):
+                raise UsageError(problem)  # at once, not after the other questions
     except (EOFError, click.Abort):
         raise _nobody() from None
     except CookiecutterException as error:
@@ -102,9 +107,8 @@ def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str,
     return answers
 
 
-def _ask(key: str, answers: Mapping[str, Any], *, title: str, template: Template) -> str:
+def _ask(key: str, answers: Mapping[str, Any], *, title: str, extension: ModuleType) -> str:
     """Ask a question, whose default is among the answers; offer only what fits the answers before."""
-    extension = template.module("local_extensions.py")
     fitting: dict[str, str] = extension.fitting(key, answers)
     if not fitting:
         return _ask_text(key, answers[key], title=title, find_problem=extension.name_problem)
