@@ -92,7 +92,7 @@ def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str,
             name = catalog.name_of(key)
             if not name and key != "__project_slug":
                 continue
-            answers[key] = given.get(name) or render_variable(env, default, answers)
+            answers[key] = given[name] if name in given else render_variable(env, default, answers)
             if not key.startswith("_") and name not in given and not no_input:
                 answers[key] = _ask(key, answers | choices, title=titles.get(key, key), extension=extension)
             is_named = name == "package_name" and not no_input
