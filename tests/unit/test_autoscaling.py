@@ -36,6 +36,21 @@ def test_an_autoscaler_has_types_of_nodes(is_second, types, labels, is_there, mo
     assert ray_internals.has_autoscaler() == is_there
 
 
+@pytest.mark.parametrize(
+    ("start", "is_there"),
+    [
+        ("ulimit -n 65536; ray start --head  --block  --no-monitor  --num-cpus=4 ", True),
+        ("ulimit -n 65536; ray start --head  --block  --num-cpus=4 ", False),
+        ("ulimit -n 65536; ray start  --address=head:6379  --block ", True),  # unknown in a worker's pod
+    ],
+)
+def test_kuberay_names_types_of_nodes_without_an_autoscaler_too(start, is_there, monkeypatch) -> None:
+    monkeypatch.setenv("KUBERAY_GEN_RAY_START_CMD", start)
+    monkeypatch.setattr("ray.autoscaler.v2.utils.is_autoscaler_v2", lambda **_: True)
+    monkeypatch.setattr(ray_internals.ray, "nodes", lambda: [{"Labels": {"ray.io/node-group": "headgroup"}}])
+    assert ray_internals.has_autoscaler() == is_there
+
+
 def plan(there: Resources, **parallel: object) -> Plan:
     return make_plan(toys.experiment(parallel={**TWO, **parallel}), there, allowed=("toys",), with_baseline=True)
 
