@@ -83,7 +83,8 @@ class SweepProgress:
         if is_earlier:
             self._earlier += 1 / self.total
         self.running.pop(number, None)
-        self.ended[number] = state
+        if state != "interrupted":  # a resumed sweep continues it
+            self.ended[number] = state
         if value is not None:
             self._values[number] = value, values
         if state == "failed":
