@@ -48,9 +48,8 @@ def connection(
     """
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray").setLevel(level)
-    logging.getLogger("ray.train").setLevel(
-        logging.INFO if verbose else logging.CRITICAL
-    )  # errors are raised as exceptions, too
+    for name in ("ray.train", "ray.tune"):  # errors are raised as exceptions, or passed to callbacks, too
+        logging.getLogger(name).setLevel(logging.INFO if verbose else logging.CRITICAL)
     # Ray turns its token authentication on and redirects breakpoint(), both by setting variables in this process.
     kept = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "PYTHONBREAKPOINT")}
     with environment(**{**_SETTINGS, **(settings or {}), **kept}), own_signals():
