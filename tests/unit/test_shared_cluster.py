@@ -54,6 +54,17 @@ def test_a_sweep_counts_what_is_free_now(
     assert bool([*planning._describe_busy(there, concurrent=1)]) == (sum(free) < 8)
 
 
+@pytest.mark.parametrize("idle", [(), ({"CPU": 1.0},)])
+def test_a_sweep_may_ask_an_autoscaler_for_more_than_there_is(idle: tuple[dict[str, float], ...]) -> None:
+    sweep = 'sweep={"parameters": {"optimizer.lr": {"log_uniform": [0.1, 1]}}, "trials": 8, "concurrent": 4}'
+    file = load(MLP, ["parallel.launcher=ray", "parallel.device=cpu", "parallel.workers=1", sweep])
+    there = Resources(cpus=len(idle), memory_mb=1, idle=idle, is_autoscaled=True)
+
+    assert planning._side_by_side(file, there, ()) == (4, 1)
+    with pytest.raises(ResourceError, match="don't fit side by side"):
+        planning._side_by_side(file, Resources(cpus=1, memory_mb=1, idle=({"CPU": 1.0},)), ())
+
+
 class Process:
     """A trial's process that has ended."""
 

@@ -145,7 +145,8 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     """Return the number of concurrent trials, and the cores of each of their workers.
 
     Many concurrent trials with few cores finish earlier than consecutive trials with many; idle cores are distributed.
-    On a cluster, only what is free now counts, unless ``sweep.concurrent`` asks for more: others use it, too.
+    On a cluster, only what is free now counts, unless ``sweep.concurrent`` asks for more: others use it, too. Where an
+    autoscaler can add nodes, it may ask for more than there is.
     """
     sweep, parallel = sweep_of(file), file.experiment.parallel
     least = file.varied({_CPUS: parallel.cpus_per_worker or 1}).experiment
@@ -154,7 +155,7 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     if trial.devices_per_worker:
         side_by_side = min(side_by_side, len(resources.gpus) // trial.devices_per_worker)
     fit = max(1, side_by_side // trial.workers)  # `make_plan` has checked that one trial does
-    if sweep.concurrent is not None and sweep.concurrent > fit:
+    if sweep.concurrent is not None and sweep.concurrent > fit and not resources.is_autoscaled:
         raise ResourceError(
             f"sweep.concurrent: {sweep.concurrent} trials of {counted(trial.workers, 'worker')} with {_device(trial)} "
             f"don't fit side by side; {resources.node} has {resources.summary}, write at most {fit}"
