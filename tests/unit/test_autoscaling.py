@@ -121,7 +121,7 @@ def test_workers_wait_for_nodes_that_are_asked_for(monkeypatch: pytest.MonkeyPat
     assert len(asked) == 2
 
     monkeypatch.setattr(placement, "free", lambda *_: 0)
-    with pytest.raises(ResourceError, match=r"room for 0 was free within parallel\.queue_timeout_s, 0\.1 s"):
+    with pytest.raises(ResourceError, match=r"Room for 0 workers was free within parallel\.queue_timeout_s \(0\.1 s\)"):
         placement.await_capacity(trial, nodes=list, warn=print, ask=lambda: None)
-    with pytest.raises(ResourceError, match="room for 0 on its nodes"):
+    with pytest.raises(ResourceError, match="Its nodes have room for 0 workers"):
         placement.await_capacity(trial, nodes=list, warn=print)
