@@ -30,7 +30,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
     """Describe a plan in lines; ``sizes`` is None if only Ray can count the rows."""
     train = plan.experiment.train
     batches = f"{train.global_batch_size} samples each{_by_worker(plan)}, {train.precision}"
-    data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.length}, {batches}"
+    data, steps = "streamed by Ray Data, which counts the rows during the run", f"{train.length}, {batches}"
     if sizes is not None:
         data = f"{sizes.train_samples} training samples" if sizes.train_samples else "a training set without a length"
         data += f", {sizes.validation_samples} validation samples"
@@ -50,11 +50,11 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
         *_describe_optimizers(plan.experiment),
         *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
-        *([f"result       weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
+        *([f"result       the weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
         f"tracking     {plan.experiment.tracking.uri}",
         *([f"registers    {_registered(to)}"] if (to := plan.experiment.tracking.register_model) is not None else []),
         "",
-        "trials, in this order:",
+        "training run and measurements, in this order:",
     ]
     lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
     if isinstance(plan.main, Training) and plan.main.compared_with:
@@ -67,7 +67,7 @@ def _describe_module(experiment: Experiment) -> Iterator[str]:
     """Describe a LightningModule, which stands for model, loss and, unless the file has one, optimizer."""
     if lightning_module.is_named(experiment.task):
         has_optimizer = experiment.optimizer is not None and experiment.optimizer.target == lightning_module.OPTIMIZER
-        yield f"module       {experiment.model.target}{', with its own optimizer' if has_optimizer else ''}"
+        yield f"module       {experiment.model.target}{', with the optimizer that it defines' if has_optimizer else ''}"
 
 
 def _describe_optimizers(experiment: Experiment) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _describe_turns(main: Training) -> list[str]:
     memory = "a second copy" if len(names) == 1 else f"{len(names)} more copies"
     return [
         f"then       {', '.join(names)}",
-        f"{'':<10} in turn with {main.title}, at most {measure.pairs} pairs of slots in about {measure.budget_s:g} s; "
+        f"{'':<10} alternating with {main.title}, at most {measure.pairs} rounds in about {measure.budget_s:g} s; "
         f"rank 0 holds {memory} of the model",
     ]
 

@@ -61,7 +61,9 @@ def asked(ran: Ran) -> list[str]:
 def test_nodes_that_are_lacking_are_asked_for(nodes: Nodes) -> None:
     cwd = project(nodes.storage(0) / "project", tracked=True)
     planned = run(nodes, cwd, *DDP, "parallel.workers=2", "--dry-run")
-    assert "room for 0 of 2 workers now; the run asks the cluster's autoscaler for nodes" in planned.stdout, planned
+    assert "Room for 0 of 2 workers is free. The run requests nodes from the cluster's autoscaler." in planned.stdout, (
+        planned
+    )
     nodes.await_nodes(1)
 
     too_many = run(nodes, cwd, *DDP, "parallel.workers=3", "parallel.queue_timeout_s=2")

@@ -171,7 +171,7 @@ def test_a_dry_run_of_a_training_only(command: Command) -> None:
 
     assert ended.stdout.count(" with torchrun: ") == 1
     assert "in turn with" not in ended.stdout
-    assert ended.stdout.count("note: --train-only: no baseline, so no speedup; no parts of a step, so no advice\n") == 1
+    assert ended.stdout.count("note: --train-only: no speedup, no step-time breakdown, no recommendations\n") == 1
     assert "measures" not in ended.stdout
     as_json = command("run", MLP, "--dry-run", "--train-only", "--json")
     assert "--train-only" in json.loads(as_json.stdout)["notes"][0]

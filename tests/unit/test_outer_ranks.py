@@ -187,7 +187,7 @@ def test_each_worker_gets_the_share_of_the_fullest_node() -> None:
 
 def test_more_workers_than_cores_on_a_node_are_refused() -> None:
     crowded = [rank(0, local_rank=0), *(rank(1 + i, node="b", local_rank=i, cores=(0,)) for i in range(2))]
-    with pytest.raises(ResourceError, match="2 workers with 1 core each were started on b, which lets them use 1 core"):
+    with pytest.raises(ResourceError, match="2 workers with 1 core each were started on b, where they may use 1 core"):
         planned(combined(crowded), workers=3)
 
 
