@@ -70,7 +70,7 @@ def _log_model(
             return
         except Exception as error:  # noqa: BLE001 - user code; the run itself is fine
             _log.warning("the model can't be rebuilt", exc_info=error)
-            warn(f"the model isn't logged to MLflow, it can't be rebuilt: {first_line(error)}")
+            warn(f"the model isn't logged to MLflow, because it can't be rebuilt: {first_line(error)}")
             return
         logged = logged or _create(client, run_id)
         identity = {"run_id": logged.source_run_id, "model_id": logged.model_id, "model_uuid": logged.model_id}
@@ -80,7 +80,7 @@ def _log_model(
                 found.write(path, model=model, warn=warn)
         except Exception as error:  # noqa: BLE001 - user code and torch.export; the run itself is fine
             _log.warning("the model can't be saved", exc_info=error)
-            warn(f"the model isn't logged to MLflow, it can't be saved: {first_line(error)}")
+            warn(f"the model isn't logged to MLflow, because it can't be saved: {first_line(error)}")
             client.finalize_logged_model(logged.model_id, "FAILED")
             return
         client.log_model_artifacts(logged.model_id, str(path))
@@ -140,11 +140,11 @@ def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel", *, step:
 
 
 def _what(run: "Run", path: Path, *, step: int | None) -> str:
-    at = "" if step is None else f", with the best weights, those of step {step:,}"
+    at = "" if step is None else f", with the best weights (step {step:,})"
     source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by {run.info.run_name}{at}."
     if (path / PROGRAM).exists():
-        return f"{source} An exported program of torch.export."
-    return f"{source} A pickle: loading it runs code, and needs the packages that it was trained with."
+        return f"{source} Exported with torch.export."
+    return f"{source} A pickle: loading it runs code and needs the packages of the training."
 
 
 def _code(logged: "LoggedModel", *, uri: str, inputs: "Arrays") -> str:

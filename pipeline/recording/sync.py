@@ -68,16 +68,16 @@ def _send(
         opened, last, count = (event if isinstance(event, RunOpened) else opened), event, count + 1
     if journal.is_open(path):
         raise UsageError(
-            f"{folder}: this run is still running in {journal.describe_writer(path)} and sends its results itself; "
-            "sync it when it has ended"
+            f"{folder}: this run is still running in {journal.describe_writer(path)} and sends its results itself. "
+            "Sync it after it has ended."
         )
     if opened is None or last is None:
-        raise UsageError(f"{path}: nothing to send, the run ended before it started")
+        raise UsageError(f"{path}: nothing to send, because the run failed before it started")
     uri = to or with_credentials(opened.tracking_uri)
     try:
         check_store(uri)  # a server that doesn't answer now is tried anyway
     except ResourceError as error:
-        raise ResourceError(f"{error}\nor send it to another store: pipeline sync {folder} --to URI") from error
+        raise ResourceError(f"{error}\nOr send it to another store: pipeline sync {folder} --to URI") from error
     also = (
         () if to or wanted else attach_also(opened.also, folder, known=count - 1, warn=warn)
     )  # an earlier end is skipped
