@@ -97,9 +97,9 @@ def sweep_of(file: ExperimentFile) -> Sweep:
     """
     if file.experiment.sweep is None:
         example = "sweep: {parameters: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}, trials: 8}"
-        raise file.explain([Problem("sweep", f"missing; write what to try, e.g. {example}")])
+        raise file.explain([Problem("sweep", f"missing. Write the values to try, e.g. {example}")])
     if file.experiment.parallel.is_elastic:
-        message = f"is {list(file.experiment.parallel.worker_counts)}; trials share the machine, write one number"
+        message = f"is {list(file.experiment.parallel.worker_counts)}. Trials share the machine, so use one number."
         raise file.explain([Problem("parallel.workers", message)])
     return file.experiment.sweep
 
@@ -121,7 +121,7 @@ def describe(plan: SweepPlan) -> str:
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{_asha(sweep, epochs=plan.epochs)}",
         f"machine      {plan.plan.resources.summary}",
-        f"side by side {counted(plan.concurrent, 'trial')}, each {trial.title} with {trial.launcher}: "
+        f"concurrent   {counted(plan.concurrent, 'trial')}, each {trial.title} with {trial.launcher}: "
         f"{counted(trial.workers, 'worker')}, {_device(trial)}",
         f"tracking     {plan.plan.experiment.tracking.uri}",
     ]
@@ -157,7 +157,7 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     if sweep.concurrent is not None and sweep.concurrent > fit:
         raise ResourceError(
             f"sweep.concurrent: {sweep.concurrent} trials of {counted(trial.workers, 'worker')} with {_device(trial)} "
-            f"don't fit side by side; {resources.node} has {resources.summary}, write at most {fit}"
+            f"don't fit at the same time. {resources.node} has {resources.summary}. Use at most {fit}."
         )
     free = max(1, _count_free(trial, resources) // trial.workers) if resources.idle else fit
     concurrent = min(sweep.concurrent or min(fit, free), sweep.total)
@@ -184,8 +184,8 @@ def _describe_busy(resources: Resources, *, concurrent: int) -> Iterator[str]:
     if resources.idle and any(free[name] < total for name, total in totals.items()):
         parts = (f"{free[name]:g} of {total} {name}" for name, total in totals.items() if total)
         yield (
-            f"{resources.node}: {', '.join(parts)} free now. The sweep runs {counted(concurrent, 'trial')} at a time; "
-            "trials wait for room. To run more of them, write sweep.concurrent"
+            f"{resources.node}: {', '.join(parts)} free now. The sweep runs {counted(concurrent, 'trial')} at a time, "
+            "and trials wait for room. To run more at a time, set sweep.concurrent."
         )
 
 
