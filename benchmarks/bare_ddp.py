@@ -29,7 +29,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(17)
     train, _ = digits(image_size=32)
-    model: nn.Module = resnet18(num_classes=10, in_channels=1, width=16)
+    model: nn.Module = resnet18(num_classes=10, in_channels=1, width=16, norm="group")
     if world_size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)

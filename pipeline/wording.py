@@ -28,6 +28,14 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60} min"
 
 
+def approximate(seconds: float) -> str:
+    """Return a rough duration, e.g. "7 s", "40 s", "90 s", "3 min"."""
+    if seconds >= 120:
+        return f"{round(seconds / 60)} min"
+    unit = 1 if seconds < 10 else 5
+    return f"{max(1, round(seconds / unit) * unit)} s"
+
+
 def nearest(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the most similar name, or None; ignores case, and dashes in place of underscores."""
     names = {_plain(name): name for name in among}

@@ -89,8 +89,8 @@ class Measure(Section):
     pairs: Annotated[int, Field(ge=5)] = 16
     """Most pairs of slots, one of the baseline and one of the training, that a speedup is measured in."""
     budget_s: PositiveFloat = 30.0
-    """Seconds for these pairs. There are at least 5, unless they take longer than three times as much; then at least
-    2."""
+    """Seconds for these pairs. There are at least 5, unless they take longer than 1.5 times as much; then at least 2.
+    All measurements after a training take at most about twice as long."""
     interval: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Confidence level of the interval around a speedup."""
     warmup_steps: NotNegative = 3
@@ -104,6 +104,11 @@ class Measure(Section):
     price_per_device_hour: PositiveFloat | None = None
     """Price of a GPU, or of a core on CPU, for an hour, in any currency: the report then says what the training costs
     with each strategy."""
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds for all measurements after a training: of a step, of what is compared, and of the pairs."""
+        return 2 * self.budget_s
 
     @property
     def total_steps(self) -> int:

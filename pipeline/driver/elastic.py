@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.errors import ResourceError
 from pipeline.launchers.base import Launcher
-from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Metrics, Resumed, Started, TrialOpened
+from pipeline.protocol.events import (
+    AnyEvent,
+    CheckpointSaved,
+    Finished,
+    Metrics,
+    Resumed,
+    Started,
+    Trained,
+    TrialOpened,
+)
 from pipeline.protocol.trial import Training, Trial
 from pipeline.system.background import in_background
 from pipeline.wording import counted
@@ -70,6 +79,8 @@ class Pace:
         """Host names of the nodes of this attempt's workers, once it has started."""
         self.leaving = ""
         """Nodes that are about to go away, for which this attempt was asked to end; empty if there are none."""
+        self.trained: Trained | None = None
+        """End of this attempt's training, once only its measurements are left."""
         self._known: set[str] = set()  # ids of nodes that were about to go away: several may share a host name
         self._opened_at = 0.0
         self._total = 0
@@ -82,7 +93,7 @@ class Pace:
             case TrialOpened():
                 self._opened_at, self._reports = time.monotonic(), []
                 self.has_started, self.idle_s = False, None
-                self.nodes, self.leaving = frozenset(), ""
+                self.nodes, self.leaving, self.trained = frozenset(), "", None
             case Started():
                 self.has_started, self._total = True, event.total_steps
                 self.nodes = frozenset(device.split()[0] for device in event.devices)
@@ -90,6 +101,8 @@ class Pace:
                 self.checkpoint = event.step
             case Metrics():
                 self._report(event.step, at=time.monotonic())
+            case Trained():
+                self.trained = event
 
     def is_worth(self, gain: float) -> bool:
         """Return whether a restart takes less time than it saves; ``gain`` is the saved part of the rest."""

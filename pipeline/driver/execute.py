@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.elastic import Pace, sized, watching_nodes
-from pipeline.errors import ExperimentError, ResourceError
+from pipeline.errors import ExperimentError, ResourceError, Terminated
 from pipeline.launchers._shutdown import gracefully
 from pipeline.launchers.base import Launcher
-from pipeline.protocol.events import Finished, Warned
+from pipeline.protocol.events import Finished, Trained, Warned
 from pipeline.protocol.trial import Training, Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.recorded_run import open_trial
@@ -86,8 +86,14 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
         if trial.workers < (most := trial.experiment.parallel.workers):
             warn(f"starting with {trial.workers} of {most} workers: no more fit now")
     while True:
-        with explained(file):
-            outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace, warn=warn)
+        try:
+            with explained(file):
+                outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace, warn=warn)
+        except KeyboardInterrupt as interruption:
+            if pace.trained is None or isinstance(interruption, Terminated):
+                raise
+            warn("interrupted; the training had finished, the measurements after it are missing")
+            return _end_as_trained(pace.trained, Outcome(trained=pace.trained), recorder)
         if pace.idle_s is not None:
             warn(f"resumed: {pace.idle_s:.0f} s passed until training caught up with the last reported step")
         if outcome.has_ended and not outcome.has_failed:
@@ -127,12 +133,13 @@ def _as_trained(outcome: Outcome, recorder: Recorder) -> Outcome:
     assert outcome.trained is not None
     if outcome.has_ended:
         return outcome
-    trained = outcome.trained
-    _warn(
-        recorder,
-        trained.trial,
-        f"{outcome.error}; the training had finished, the measurements after it are missing",
-    )
+    message = f"{outcome.error}; the training had finished, the measurements after it are missing"
+    _warn(recorder, outcome.trained.trial, message)
+    return _end_as_trained(outcome.trained, outcome, recorder)
+
+
+def _end_as_trained(trained: Trained, outcome: Outcome, recorder: Recorder) -> Outcome:
+    """Return the outcome with the result that the trial had when its measurements started."""
     finished = Finished(trial=trained.trial, result=trained.result)
     recorder.receive(finished)
     return replace(outcome, finished=finished)

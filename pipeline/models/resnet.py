@@ -4,7 +4,8 @@ Parameters have torchvision's names, so that its state dicts load at width 64 wi
 bottleneck's stride is in its 3x3 convolution ("ResNet v1.5"), and convolutions are initialized as in arXiv 1502.01852.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from typing_extensions import override
 from pipeline.errors import ExperimentError
 
 Stem = Literal["cifar", "imagenet"]
+Norm = Literal["batch", "group"]
+NewNorm = Callable[[int], nn.BatchNorm2d | nn.GroupNorm]
+"""Function that returns a normalization of a number of channels."""
+_GROUPS, _LEAST_CHANNELS = 32, 4
 
 
 class Basic(nn.Module):
@@ -21,17 +26,17 @@ class Basic(nn.Module):
     expansion = 1
     """Output channels relative to ``channels``."""
 
-    def __init__(self, in_channels: int, *, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, *, channels: int, stride: int, norm: NewNorm) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn1 = norm(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.bn2 = norm(channels)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(in_channels, out_channels=channels, stride=stride)
+        self.downsample = _shortcut(in_channels, out_channels=channels, stride=stride, norm=norm)
 
     @property
-    def last_norm(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> nn.BatchNorm2d | nn.GroupNorm:
         """Normalization at the end of the residual branch."""
         return self.bn2
 
@@ -50,20 +55,20 @@ class Bottleneck(nn.Module):
     expansion = 4
     """Output channels relative to ``channels``."""
 
-    def __init__(self, in_channels: int, *, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, *, channels: int, stride: int, norm: NewNorm) -> None:
         super().__init__()
         out_channels = channels * self.expansion
         self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn1 = norm(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.bn2 = norm(channels)
         self.conv3 = nn.Conv2d(channels, out_channels, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.bn3 = norm(out_channels)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(in_channels, out_channels=out_channels, stride=stride)
+        self.downsample = _shortcut(in_channels, out_channels=out_channels, stride=stride, norm=norm)
 
     @property
-    def last_norm(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> nn.BatchNorm2d | nn.GroupNorm:
         """Normalization at the end of the residual branch."""
         return self.bn3
 
@@ -77,11 +82,16 @@ class Bottleneck(nn.Module):
         return out
 
 
-def _shortcut(in_channels: int, *, out_channels: int, stride: int) -> nn.Module:
+def _shortcut(in_channels: int, *, out_channels: int, stride: int, norm: NewNorm) -> nn.Module:
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     projection = nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
-    return nn.Sequential(projection, nn.BatchNorm2d(out_channels))
+    return nn.Sequential(projection, norm(out_channels))
+
+
+def _group_norm(channels: int) -> nn.GroupNorm:
+    """Return a normalization with 32 groups (arXiv 1803.08494), fewer where a group would have less than 4 channels."""
+    return nn.GroupNorm(math.gcd(_GROUPS, channels // _LEAST_CHANNELS) or 1, channels)
 
 
 Block = type[Basic] | type[Bottleneck]
@@ -103,17 +113,21 @@ class ResNet(nn.Module):
         in_channels: int,
         stem: Stem,
         zero_init_residual: bool,
+        norm: Norm,
     ) -> None:
         super().__init__()
+        if norm not in ("batch", "group"):
+            raise ExperimentError.of("model.norm", f"is {norm!r}. Set it to batch or group.")
+        new_norm: NewNorm = nn.BatchNorm2d if norm == "batch" else _group_norm
         if stem not in ("cifar", "imagenet"):
             raise ExperimentError.of("model.stem", f"is {stem!r}; write cifar (for small images) or imagenet")
         large = stem == "imagenet"
         kernel, stride = (7, 2) if large else (3, 1)
         self.conv1 = nn.Conv2d(in_channels, width, kernel, stride=stride, padding=kernel // 2, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
+        self.bn1 = new_norm(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
-        self.layer1, self.layer2, self.layer3, self.layer4 = _stages(block, depths=depths, width=width)
+        self.layer1, self.layer2, self.layer3, self.layer4 = _stages(block, depths=depths, width=width, norm=new_norm)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8 * width * block.expansion, num_classes)
         _initialize(self, zero_init_residual=zero_init_residual)
@@ -128,7 +142,13 @@ class ResNet(nn.Module):
 
 
 def resnet18(
-    num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
+    num_classes: int,
+    *,
+    width: int = 64,
+    in_channels: int = 3,
+    stem: Stem = "cifar",
+    zero_init_residual: bool = False,
+    norm: Norm = "batch",
 ) -> ResNet:
     """Return a ResNet-18.
 
@@ -138,6 +158,8 @@ def resnet18(
         in_channels: channels of the images.
         stem: "cifar" for images of about 32 pixels, "imagenet" for about 224.
         zero_init_residual: initialize each block to its shortcut, which helps large batches (arXiv 1706.02677).
+        norm: "batch" has statistics of each worker's batch; "group" (arXiv 1803.08494) trains the same model with any
+            number of workers.
     """
     return ResNet(
         Basic,
@@ -147,11 +169,18 @@ def resnet18(
         in_channels=in_channels,
         stem=stem,
         zero_init_residual=zero_init_residual,
+        norm=norm,
     )
 
 
 def resnet34(
-    num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
+    num_classes: int,
+    *,
+    width: int = 64,
+    in_channels: int = 3,
+    stem: Stem = "cifar",
+    zero_init_residual: bool = False,
+    norm: Norm = "batch",
 ) -> ResNet:
     """Return a ResNet-34; arguments as for `resnet18`."""
     return ResNet(
@@ -162,11 +191,18 @@ def resnet34(
         in_channels=in_channels,
         stem=stem,
         zero_init_residual=zero_init_residual,
+        norm=norm,
     )
 
 
 def resnet50(
-    num_classes: int, *, width: int = 64, in_channels: int = 3, stem: Stem = "cifar", zero_init_residual: bool = False
+    num_classes: int,
+    *,
+    width: int = 64,
+    in_channels: int = 3,
+    stem: Stem = "cifar",
+    zero_init_residual: bool = False,
+    norm: Norm = "batch",
 ) -> ResNet:
     """Return a ResNet-50, with bottleneck blocks; arguments as for `resnet18`."""
     return ResNet(
@@ -177,10 +213,11 @@ def resnet50(
         in_channels=in_channels,
         stem=stem,
         zero_init_residual=zero_init_residual,
+        norm=norm,
     )
 
 
-def _stages(block: Block, *, depths: Sequence[int], width: int) -> list[nn.Sequential]:
+def _stages(block: Block, *, depths: Sequence[int], width: int, norm: NewNorm) -> list[nn.Sequential]:
     stages = []
     in_channels = width
     for index, depth in enumerate(depths):
@@ -188,7 +225,7 @@ def _stages(block: Block, *, depths: Sequence[int], width: int) -> list[nn.Seque
         blocks = []
         for position in range(depth):
             stride = 2 if index > 0 and position == 0 else 1
-            blocks.append(block(in_channels, channels=channels, stride=stride))
+            blocks.append(block(in_channels, channels=channels, stride=stride, norm=norm))
             in_channels = channels * block.expansion
         stages.append(nn.Sequential(*blocks))
     return stages

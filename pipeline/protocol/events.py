@@ -285,6 +285,8 @@ class Trained(Event):
 
     kind: Literal["trained"] = "trained"
     result: TrialResult
+    measuring_s: float | None = None
+    """Estimated seconds of the measurements that follow; None if the speedup is not measured."""
 
 
 class BatchSizesFound(Event):

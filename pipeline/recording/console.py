@@ -18,7 +18,7 @@ from pipeline.recording.outlook import Schedule
 from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_report_table, write
 from pipeline.recording.trial_progress import Evaluations, TrialProgress, figures
 from pipeline.system import stages
-from pipeline.wording import counted
+from pipeline.wording import approximate, counted
 
 
 class Console:
@@ -59,6 +59,8 @@ class Console:
             case events.Failed() | events.RunClosed():
                 self.close()
             case _ if self._display and isinstance(event, Shown):
+                if isinstance(event, events.Trained) and event.measuring_s is not None:
+                    write(self._stdout, f"{self._label}: {_trained(event)}")
                 self._progress.update(event)
                 self._display.show(event)
                 if isinstance(event, events.Started) and event.loaded is not None:
@@ -98,6 +100,14 @@ def _waiting(event: TrialOpened, trial: Trial | None) -> str:
         return "starting ..."
     count = int(event.tags.get("world_size", trial.workers))  # an elastic trial may have fewer than planned
     return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
+
+
+def _trained(event: events.Trained) -> str:
+    """Say that the training is over and how long its measurements take."""
+    assert event.measuring_s is not None
+    saved = "Trained and saved" if event.result.unsaved is None else "Trained"
+    what_stays = "Ctrl-C keeps the model" if event.result.unsaved is None else "Ctrl-C ends the run"
+    return f"{saved}. Measuring the speedup, about {approximate(event.measuring_s)} ({what_stays})"
 
 
 def _finished(event: Finished) -> str:

@@ -41,7 +41,7 @@ class Schedule:
     def outlook(self, left_s: float | None) -> list[str]:
         """Return the place among several trials, and how long the rest takes as far as that is known.
 
-        Trials take as long as equal ones before; the speedup takes what the plan grants it.
+        Trials take as long as equal ones before; the speedup takes at most about `Measure.limit_s`.
 
         Args:
             left_s: remaining seconds of the running trial; None if unknown.
@@ -52,7 +52,7 @@ class Schedule:
             return shown
         running, later = self._trials[number - 1], self._trials[number:]
         if isinstance(running, Training) and running.compared_with:
-            shown.append(f"then about {clock(running.experiment.measure.budget_s)} to measure the speedup")
+            shown.append(f"then up to {clock(running.experiment.measure.limit_s)} to measure the speedup")
         elif later and all(trial.title in self._durations for trial in later):
             rest = sum(mean(self._durations[trial.title]) for trial in later)
             shown += [f"all trials: {each}" for each in left(left_s + rest)]

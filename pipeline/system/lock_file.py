@@ -76,7 +76,7 @@ class LockFile:
         self._own = Holder()
         self._taken_by: Holder | None = None
         self._confirmed = 0.0
-        self._claims: dict[Path, float] = {}
+        self._claims: dict[_Sign, float] = {}
         """Claims of other processes, and when each was first seen, in seconds of `time.monotonic`."""
         self._beating = ExitStack()
 
@@ -146,7 +146,8 @@ class LockFile:
         claim = self._path.with_name(f"{self._path.name}.{dead.token}")
         if not self._create(claim):
             # Its file's time is the file server's, so its age is the time since this process saw it first.
-            if time.monotonic() - self._claims.setdefault(claim, time.monotonic()) > LEASE_S:
+            made = _read(claim)  # after it was removed, another process may make one of the same name
+            if made and time.monotonic() - self._claims.setdefault(made, time.monotonic()) > LEASE_S:
                 claim.unlink(missing_ok=True)  # its process ended before it could rename it
             return False
         if (sign := _read(self._path)) is None or sign.holder != dead:

@@ -36,6 +36,10 @@ from pipeline.wording import first_line
 LEAST_STEPS = 2
 """Fewest timed steps of the slowest trial in a slot: more slots give a narrower interval than longer ones."""
 _SETTLING_S = 0.2
+_MOST_TIMES = 2.0
+"""Multiple of an interval's planned time at which it ends early, with fewer steps: a machine may get busy."""
+_FIRST_STEPS, _FIRST_STEPS_S = 3, 10.0
+"""Fewest first steps of a trial, whose losses are compared, and the seconds that more of them may take."""
 _SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
 
 _log = logging.getLogger(__name__)
@@ -52,7 +56,8 @@ class Player:
     name: str
     context: TrainContext | None = None
     stream: MicroBatches | None = None
-    seconds: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    """Seconds of a step in each slot."""
 
     def start(self, kept: ExitStack) -> Self:
         """Open the stream of batches; weights and buffers are kept until ``kept`` is closed."""
@@ -61,18 +66,23 @@ class Player:
             self.stream = endless(self.context)
         return self
 
-    def take(self, *, steps: int) -> None:
-        """Take one slot; its first step isn't timed, as it finds the caches of another trial."""
+    def take(self, *, steps: int, planned_s: float = math.inf) -> None:
+        """Take one slot; its first step isn't timed, as it finds the caches of another trial.
+
+        Where a single process computes, the slot ends once it takes far longer than planned: others wait for it.
+        """
         if (context := self.context) is None or self.stream is None:
             return
         torch.set_num_threads(context.trial.cpus_per_worker)
         optimizer_step(context, self.stream, step=0)
         synchronize(context.device)
-        begin = time.perf_counter()
-        for _ in range(steps):
+        limit_s = math.inf if context.rank.world_size > 1 else _MOST_TIMES * planned_s
+        start, done = time.perf_counter(), 0
+        while done < LEAST_STEPS or (done < steps and time.perf_counter() - start < limit_s):
             optimizer_step(context, self.stream, step=0)
+            done += 1
         synchronize(context.device)
-        self.seconds.append(time.perf_counter() - begin)
+        self.step_s.append((time.perf_counter() - start) / done)
 
     def settle(self, step_s: float) -> float:
         """Start the loaders, warm the caches up, and return the seconds of a step.
@@ -80,8 +90,19 @@ class Player:
         A step in a slot takes another time than one in training, or than a trial's first ones (``step_s``).
         """
         steps = max(LEAST_STEPS, math.ceil(_SETTLING_S / max(step_s, _SHORTEST_S)))
-        self.take(steps=steps)
-        return max(self.seconds.pop() / steps, _SHORTEST_S)
+        self.take(steps=steps, planned_s=2 * _SETTLING_S)
+        return max(self.step_s.pop(), _SHORTEST_S)
+
+
+def expect_step_s(trial: Trial, *, training: Trial, step_s: float) -> float:
+    """Return the seconds of a trial's step, if devices share the work evenly; ``step_s`` is that of a training."""
+    units = [one.replicas * (one.cpus_per_worker if one.device == "cpu" else 1) for one in (training, trial)]
+    return step_s * units[0] / units[1]
+
+
+def find_first_steps(trial: Compared, *, step_s: float) -> int:
+    """Return the number of a trial's first steps: fewer if a step takes long, since the training waits for them."""
+    return max(_FIRST_STEPS, min(trial.max_steps, int(_FIRST_STEPS_S / step_s)))
 
 
 class _Failure(NamedTuple):
@@ -182,7 +203,8 @@ class ComparedTrials:
     def _start(self, trial: Compared) -> None:
         """Build a trial, and take its first steps and its first slot."""
         with ExitStack() as kept:
-            context, measured = self._first_steps(trial)
+            steps = find_first_steps(trial, step_s=self._expect_step_s(trial))
+            context, measured = self._first_steps(trial.model_copy(update={"max_steps": steps}))
             player = Player(trial.name, context).start(kept)
             step_s = player.settle(measured.result.step_ms.median / 1000)
             check_free_memory(context.device, needed=self._needed)
@@ -208,9 +230,11 @@ class ComparedTrials:
     def _with_windows(self, trial: Compared) -> Compared:
         """Return a trial that has its usual windows, as far as the other ranks may wait for it."""
         measure, training = trial.experiment.measure, self._training.trial
-        expected_s = self.training_step_s * training.replicas / trial.replicas
-        fitting = int(training.experiment.parallel.timeout_s / 2 / expected_s)
+        fitting = int(training.experiment.parallel.timeout_s / 2 / self._expect_step_s(trial))
         return trial.model_copy(update={"max_steps": max(trial.max_steps, min(measure.total_steps, fitting))})
+
+    def _expect_step_s(self, trial: Trial) -> float:
+        return expect_step_s(trial, training=self._training.trial, step_s=self.training_step_s)
 
     def _send(self, later: "_Later", result: TrialResult, **measured: Any) -> None:
         """Send a trial's events, its result last, with what was ``measured`` of it."""

@@ -4,6 +4,7 @@ Every rank runs this code on its share of each global batch, whichever launcher 
 """
 
 import math
+import time
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import chain
@@ -33,9 +34,9 @@ from pipeline.training.meter import Meter
 from pipeline.training.metrics import Curve
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.nvtx import annotated
-from pipeline.training.probe import Afterwards, probe, record_trace, unused_parameters, waits
+from pipeline.training.probe import Afterwards, plan_rounds, probe, record_trace, unused_parameters, waits
 from pipeline.training.step import optimizer_step
-from pipeline.training.turns import measure_in_turn
+from pipeline.training.turns import estimate_seconds, measure_in_turn
 from pipeline.training.watch import mark, mark_step
 
 
@@ -139,7 +140,9 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     """Return the result with what is measured after the training; failures there never cost the result."""
     trial = context.trial
     more: dict[str, Any] = {}
-    afterwards = Afterwards(context, result, outbox=outbox)
+    since, step_ms = time.monotonic(), result.step_ms.median
+    estimate_s = estimate_measuring_s(trial, step_s=step_ms / 1000, steps=context.steps)
+    afterwards = Afterwards(context, result, estimate_s=estimate_s, outbox=outbox)
     if isinstance(trial, Training) and trial.train_only:
         return result
     if parts := afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts)):
@@ -150,11 +153,18 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     if isinstance(trial, Measurement) and trial.profile:
         afterwards.measure("the trace", lambda: record_trace(context, outbox))
     if isinstance(trial, Training) and trial.compared_with:
-        step_ms = result.step_ms.median
-        in_turn = partial(measure_in_turn, context, step_ms=step_ms, outbox=outbox, complete=complete)
+        in_turn = partial(measure_in_turn, context, step_ms=step_ms, since=since, outbox=outbox, complete=complete)
         if found := afterwards.measure("the speedup", in_turn):
             more |= found._asdict()
     return result.model_copy(update=more)
+
+
+def estimate_measuring_s(trial: Trial, *, step_s: float, steps: int) -> float | None:
+    """Return about how long `measured` takes after a training of ``steps`` steps; None without a speedup."""
+    if not isinstance(trial, Training) or trial.train_only or not trial.compared_with:
+        return None
+    parts = plan_rounds(trial, variants=3 if trial.workers > 1 else 2, step_s=step_s, total_steps=steps)
+    return parts.seconds + estimate_seconds(trial, step_s=step_s)
 
 
 def _of_one_step(context: TrainContext, afterwards: Afterwards, *, outbox: Outbox) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +23,7 @@ from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import ArtifactSaved, Outbox, Trained, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Training
+from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import Lap, synchronize
@@ -61,11 +61,14 @@ class Afterwards:
     ends with its error. The driver, which has the result by then, ends the others.
     """
 
-    def __init__(self, context: TrainContext, result: TrialResult, *, outbox: Outbox) -> None:
+    def __init__(
+        self, context: TrainContext, result: TrialResult, *, estimate_s: float | None = None, outbox: Outbox
+    ) -> None:
         self._context, self._outbox = context, outbox
         self._failed = False
         if context.rank.is_first:
-            outbox.event(Trained(time=time.time(), trial=context.trial.name, result=result))
+            trained = Trained(time=time.time(), trial=context.trial.name, result=result, measuring_s=estimate_s)
+            outbox.event(trained)
 
     def measure(self, what: str, measurement: Callable[[], T]) -> T | None:
         """Return a collective measurement's result; None, with a warning that names it, if it fails.
@@ -140,16 +143,12 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
     }
     if context.rank.world_size > 1:
         variants["exchanged"] = lambda: _without_optimizer(context, iter(held), exchange=True)
-    steps = max(1, min(10, int(SLOT_SECONDS * 1000 / step_ms)))
-    round_ms = len(variants) * (steps + 1) * step_ms
     times: Times = {name: [] for name in variants}
-    budget = BUDGET_OF_MEASUREMENT_SECONDS
-    if isinstance(context.trial, Training):
-        least, most = BUDGET_SECONDS
-        budget = min(most, max(least, BUDGET_SHARE * context.steps * step_ms / 1000))
-    rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(budget * 1000 / round_ms)))
+    rounds, steps, _ = plan_rounds(
+        context.trial, variants=len(variants), step_s=step_ms / 1000, total_steps=context.steps
+    )
     with ProgressReporter(
-        "measuring the parts of a step", total=rounds, unit="rounds", silent=not context.rank.is_first
+        "measuring the step time", total=rounds, unit="rounds", silent=not context.rank.is_first
     ) as told:
         for done in range(rounds):
             for name, step in variants.items():
@@ -158,6 +157,28 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
                     forget_local_steps(context, held)
             told.to(done + 1)
     return times
+
+
+class Rounds(NamedTuple):
+    """Rounds in which the parts of a step are measured."""
+
+    rounds: int
+    steps: int
+    """Timed steps of each variant in a round."""
+    seconds: float
+    """Expected duration of all rounds."""
+
+
+def plan_rounds(trial: Trial, *, variants: int, step_s: float, total_steps: int) -> Rounds:
+    """Plan the measurement of a step's parts after a trial of ``total_steps`` steps of ``step_s`` seconds."""
+    budget_s = BUDGET_OF_MEASUREMENT_SECONDS
+    if isinstance(trial, Training):
+        least, most = BUDGET_SECONDS
+        budget_s = min(most, max(least, BUDGET_SHARE * total_steps * step_s))
+    steps = max(1, min(10, int(SLOT_SECONDS / step_s)))
+    round_s = variants * (steps + 1) * step_s
+    rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(budget_s / round_s)))
+    return Rounds(rounds, steps, rounds * round_s)
 
 
 def _parts(ranks: list[Times], *, paces: tuple[Spread, ...], known: StepParts) -> StepParts:

@@ -27,7 +27,14 @@ from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.system.other_load import OtherLoad
 from pipeline.training.build import forget_memory
 from pipeline.training.collectives import gather
-from pipeline.training.compared_trials import LEAST_STEPS, ComparedTrials, Complete, Player
+from pipeline.training.compared_trials import (
+    LEAST_STEPS,
+    ComparedTrials,
+    Complete,
+    Player,
+    expect_step_s,
+    find_first_steps,
+)
 from pipeline.training.context import TrainContext
 from pipeline.training.watch import waiting
 from pipeline.wording import duration
@@ -37,8 +44,10 @@ SLOT_S = 0.75
 FEWEST_PAIRS = 2
 """Fewest rounds, whatever they take: one has no interval. Within `PATIENCE` times the budget, there are at least
 `LEAST_PAIRS`."""
-PATIENCE = 3
-"""Multiple of the budget beyond which no further round begins."""
+PATIENCE = 1.5
+"""Multiple of the budget beyond which no further round starts."""
+_OTHER_S = 2.0
+"""Seconds for what the estimate of the measurements leaves out: building the trials, counting operations, the end."""
 
 
 class InTurn(NamedTuple):
@@ -59,26 +68,41 @@ class Schedule(NamedTuple):
     """Rounds in which each trial has one slot."""
     steps: Mapping[str, int]
     """Timed steps in a slot of each trial, by its name."""
+    slot_s: Mapping[str, float]
+    """Expected duration of a slot of each trial."""
     seconds: float
     """Expected duration of all slots."""
 
     @classmethod
-    def within(cls, step_s: Mapping[str, float], *, measure: Measure, queue: int) -> "Schedule":
+    def within(cls, step_s: Mapping[str, float], *, budget_s: float, most: int, queue: int) -> "Schedule":
         """Return the schedule that the budget allows.
 
         A slot is twice as long as the batches last that a loader has ready, so that it sees the loader's own pace.
 
         Args:
             step_s: seconds of a step of each trial.
-            measure: budget, and most rounds.
+            budget_s: seconds for all slots.
+            most: most rounds.
             queue: steps whose batches a loader may have ready.
         """
         slot_s = max(SLOT_S, max(LEAST_STEPS, 2 * queue) * max(step_s.values()))
         steps = {name: math.ceil(slot_s / seconds) for name, seconds in step_s.items()}
         round_s = sum((steps[name] + 1) * seconds for name, seconds in step_s.items())
-        least = max(FEWEST_PAIRS, min(LEAST_PAIRS, int(PATIENCE * measure.budget_s / round_s)))
-        rounds = max(least, min(measure.pairs, int(measure.budget_s / round_s)))
-        return cls(rounds, steps, rounds * round_s)
+        least = max(FEWEST_PAIRS, min(LEAST_PAIRS, int(PATIENCE * budget_s / round_s)))
+        rounds = max(least, min(most, int(budget_s / round_s)))
+        slots = {name: steps[name] * seconds for name, seconds in step_s.items()}
+        return cls(rounds, steps, slots, rounds * round_s)
+
+
+def estimate_seconds(trial: Training, *, step_s: float) -> float:
+    """Return about how long `measure_in_turn` takes after a training with steps of ``step_s`` seconds."""
+    others = {each.name: expect_step_s(each, training=trial, step_s=step_s) for each in trial.compared_with}
+    first_s = sum(
+        others[each.name] * (find_first_steps(each, step_s=others[each.name]) + 2 * LEAST_STEPS)
+        for each in trial.compared_with
+    )
+    budget_s = _find_budget_s(trial.experiment.measure, passed_s=first_s)
+    return first_s + _schedule(trial, {trial.name: step_s, **others}, budget_s=budget_s).seconds + _OTHER_S
 
 
 def turns(names: Sequence[str], *, rounds: int, seed: int) -> list[tuple[str, ...]]:
@@ -88,7 +112,9 @@ def turns(names: Sequence[str], *, rounds: int, seed: int) -> list[tuple[str, ..
     return [order[:: -1 if index % 2 else 1] for index in range(rounds)]
 
 
-def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, complete: Complete) -> "InTurn | None":
+def measure_in_turn(
+    context: TrainContext, *, step_ms: float, since: float, outbox: Outbox, complete: Complete
+) -> "InTurn | None":
     """Measure the trials that a training is compared with, in turn with it. Collective.
 
     Rank 0 sends their events, a `Finished` each included. Weights and buffers of the training don't change, but rank 0
@@ -97,6 +123,7 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
     Args:
         context: the training, which is over.
         step_ms: milliseconds of a step of the training on this rank.
+        since: `time.monotonic` of the first measurement after the training.
         outbox: channel to the driver.
         complete: runs such a trial's first steps, which have the losses to compare.
 
@@ -114,7 +141,7 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
         longest_s = max(gather(step_ms / 1000, rank=rank))  # all ranks need the same number of steps
         others = ComparedTrials(context, step_s=main.settle(longest_s), outbox=outbox, complete=complete)
         kept.callback(others.close)
-        found = _in_turn(main, others, queue=queue, outbox=outbox)
+        found = _in_turn(main, others, queue=queue, since=since, outbox=outbox)
     del main  # its stream holds batches
     torch.set_num_threads(trial.cpus_per_worker)
     if gather(others.has_too_large, rank=rank)[0]:
@@ -126,7 +153,7 @@ def measure_in_turn(context: TrainContext, *, step_ms: float, outbox: Outbox, co
     return found
 
 
-def _in_turn(main: Player, others: ComparedTrials, *, queue: "_Queue", outbox: Outbox) -> InTurn | None:
+def _in_turn(main: Player, others: ComparedTrials, *, queue: "_Queue", since: float, outbox: Outbox) -> InTurn | None:
     """Build the other trials, let all take their slots, and send the results of the others. Collective."""
     assert main.context is not None
     context, trial, rank = main.context, main.context.trial, main.context.rank
@@ -141,29 +168,37 @@ def _in_turn(main: Player, others: ComparedTrials, *, queue: "_Queue", outbox: O
     if len(step_s) == 1:
         return None
     players = {name: others.players.get(name, Player(name)) for name in step_s} | {main.name: main}
-    schedule = _scheduled(trial, step_s, outbox=outbox if rank.is_first else None)
+    passed_s = gather(time.monotonic() - since, rank=rank)[0]
+    budget_s = _find_budget_s(context.experiment.measure, passed_s=passed_s)
+    schedule = _schedule(trial, step_s, budget_s=budget_s)
+    if rank.is_first and schedule.seconds > PATIENCE * context.experiment.measure.budget_s:
+        outbox.event(Warned(trial=trial.name, message=_format_overrun(schedule)))
     load = OtherLoad()
-    _play(players, schedule, context=context, queue=queue, outbox=outbox)
+    _play(players, schedule, context=context, limit_s=PATIENCE * budget_s, queue=queue, outbox=outbox)
     slots_s, other_cores = load.seconds, _other_cores(load, rank=rank)
-    slowest = [max(times) for times in zip(*gather(main.seconds, rank=rank), strict=True)]
-    samples = {name: steps * trial.experiment.train.global_batch_size for name, steps in schedule.steps.items()}
+    slowest = [max(times) for times in zip(*gather(main.step_s, rank=rank), strict=True)]
+    size = context.experiment.train.global_batch_size
     if rank.is_first:
-        others.finish({name: [samples[name] / seconds for seconds in players[name].seconds] for name in players})
-    return InTurn(tuple(samples[trial.name] / seconds for seconds in slowest), slots_s, other_cores)
+        others.finish({name: [size / seconds for seconds in players[name].step_s] for name in players})
+    return InTurn(tuple(size / seconds for seconds in slowest), slots_s, other_cores)
 
 
-def _scheduled(trial: Trial, step_s: Mapping[str, float], *, outbox: Outbox | None) -> Schedule:
-    """Return the schedule of a trial's slots; warn through ``outbox`` if it takes far longer than the budget."""
-    measure = trial.experiment.measure
+def _find_budget_s(measure: Measure, *, passed_s: float) -> float:
+    """Return the seconds for all slots, where the measurements before them took ``passed_s``."""
+    return min(measure.budget_s, max(measure.limit_s - passed_s, 0.0))
+
+
+def _schedule(trial: Trial, step_s: Mapping[str, float], *, budget_s: float) -> Schedule:
+    """Return the schedule of the slots of a training and of what it is compared with."""
     queue = -(-_ready(trial.experiment.loader) // trial.experiment.train.gradient_accumulation)
-    schedule = Schedule.within(step_s, measure=measure, queue=queue)
-    if outbox is not None and schedule.seconds > 1.5 * measure.budget_s:
-        message = (
-            f"measuring the speedup takes {duration(schedule.seconds)}, longer than measure.budget_s: "
-            f"{measure.budget_s:g}: {schedule.rounds} pairs of slots of {min(schedule.steps.values())} steps"
-        )
-        outbox.event(Warned(trial=trial.name, message=message))
-    return schedule
+    return Schedule.within(step_s, budget_s=budget_s, most=trial.experiment.measure.pairs, queue=queue)
+
+
+def _format_overrun(schedule: Schedule) -> str:
+    return (
+        f"measuring the speedup takes about {duration(schedule.seconds)}, longer than measure.budget_s, because steps "
+        f"are long. There are {schedule.rounds} rounds. To save this time, use --no-baseline"
+    )
 
 
 def _stop_if_asked(outbox: Outbox, *, rank: Rank) -> None:
@@ -173,7 +208,13 @@ def _stop_if_asked(outbox: Outbox, *, rank: Rank) -> None:
 
 
 def _play(
-    players: Mapping[str, Player], schedule: Schedule, *, context: TrainContext, queue: "_Queue", outbox: Outbox
+    players: Mapping[str, Player],
+    schedule: Schedule,
+    *,
+    context: TrainContext,
+    limit_s: float,
+    queue: "_Queue",
+    outbox: Outbox,
 ) -> None:
     """Let each player take its slots, until the next round would take too long.
 
@@ -181,12 +222,10 @@ def _play(
         Stopped: the driver asked for it.
     """
     rank, begun = context.rank, time.monotonic()
-    limit_s = PATIENCE * context.experiment.measure.budget_s
     rounds = turns(list(players), rounds=schedule.rounds, seed=context.experiment.seed)
-    assert isinstance(context.trial, Training)
-    first, *others = (one.title for one in context.trial.compared_with if one.name in players)
-    what = f"measuring in turn with {first}{f' and {len(others)} more' if others else ''}"
-    with ProgressReporter(what, total=schedule.rounds, unit="pairs", silent=not rank.is_first) as told:
+    with ProgressReporter(
+        "measuring the speedup", total=schedule.rounds, unit="rounds", silent=not rank.is_first
+    ) as told:
         for index, order in enumerate(rounds):
             _stop_if_asked(outbox, rank=rank)
             passed_s = gather(time.monotonic() - begun, rank=rank)[0]
@@ -196,15 +235,14 @@ def _play(
                 break
             for name in order:
                 queue.wait()
-                players[name].take(steps=schedule.steps[name])
+                players[name].take(steps=schedule.steps[name], planned_s=schedule.slot_s[name])
             told.by(1)
 
 
 def _ended_early(pairs: int, seconds: float, schedule: Schedule) -> str:
     return (
-        f"the speedup was measured in {pairs} pairs of slots instead of {schedule.rounds}: they took "
-        f"{duration(seconds)}, although {duration(schedule.seconds)} were foreseen for all; fewer pairs make the "
-        "interval wider"
+        f"stopped the speedup measurement after {pairs} of {schedule.rounds} rounds: they took {duration(seconds)}, "
+        f"and the plan for all rounds was {duration(schedule.seconds)}. The confidence interval is wider than planned"
     )
 
 

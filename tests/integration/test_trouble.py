@@ -108,8 +108,8 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop("torchrun", ""),
-    Stop("torchrun", "main: ddp x 2: measuring in turn with single", to_group=True),
-    Stop("torchrun", "main: ddp x 2: measuring in turn with single", signal.SIGTERM),
+    Stop("torchrun", "main: ddp x 2: Trained and saved.", to_group=True),
+    Stop("torchrun", "main: ddp x 2: Trained and saved.", signal.SIGTERM),
     Stop("torchrun", "main: ddp x 2: step", to_group=True),
     Stop("torchrun", "main: ddp x 2: step"),
     Stop("torchrun", "main: ddp x 2: step", signal.SIGTERM),
@@ -135,21 +135,24 @@ def test_a_run_stops_when_it_is_told_to(project: Path, tmp_path: Path, start: An
     (os.killpg if stop.to_group else os.kill)(process.pid, stop.number)
     stdout, stderr = process.communicate(timeout=60)
 
-    assert process.returncode == (130 if stop.number is signal.SIGINT else 143), stdout + stderr
+    ends_measurements = "Trained" in stop.when and stop.number is signal.SIGINT
+    code = 0 if ends_measurements else 130 if stop.number is signal.SIGINT else 143
+    assert process.returncode == code, stdout + stderr
     assert TRACEBACK not in stdout + stderr
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
     if stop.when:
         (folder,) = (tmp_path / "runs").iterdir()
-        assert last_event(folder).status == "KILLED"
+        status = "FINISHED" if ends_measurements else "KILLED"
+        assert last_event(folder).status == status
         assert not list(folder.rglob("*.channel"))
-        assert status_in_mlflow(tmp_path) == "KILLED"
+        assert status_in_mlflow(tmp_path) == status
 
 
 def long_run(stop: Stop, folder: Path) -> list[str]:
     """Overrides for a run that lasts, unless it must end."""
     workers = 1 if stop.launcher == "inprocess" else 2
-    ends = "done" in stop.when or "measuring" in stop.when
+    ends = "done" in stop.when or "Trained" in stop.when
     epochs, baseline = (2, "--baseline") if ends else (100_000, "--no-baseline")
     return [
         baseline,

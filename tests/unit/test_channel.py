@@ -203,10 +203,11 @@ def test_events_get_times_of_the_drivers_clock_and_a_difference_is_reported_once
     assert all(message.startswith(f"The clock of node7 is {said} the clock of the driver") for message in messages)
 
 
-def test_delays_are_no_difference_of_clocks_and_a_clock_may_be_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delays_are_no_difference_of_clocks_and_clocks_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's clock is 20 s ahead at first."""
-    now, clock = 0.0, WorkerClock()
-    monkeypatch.setattr(time, "time", lambda: now)
+    now, set_by, clock = 0.0, 0.0, WorkerClock()
+    monkeypatch.setattr(time, "time", lambda: now + set_by)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
 
     def corrected(at: float) -> float:
         assert clock.compare(heartbeat(at)) is None
@@ -221,6 +222,20 @@ def test_delays_are_no_difference_of_clocks_and_a_clock_may_be_set_back(monkeypa
     assert [corrected(20.0 + (now := second)) for second in (1.0, 2.0)] == [1.0, 2.0]
     now = 3.0
     assert corrected(3.0) == 3.0  # set by NTP
+    clock = WorkerClock()
+    assert [corrected(20.0 + (now := second)) for second in (1.0, 2.0)] == [1.0, 2.0]
+    now, set_by = 3.0, 20.0  # the driver's clock, by NTP
+    assert corrected(23.0) == 23.0
+
+
+def test_a_driver_that_is_paused_at_the_start_finds_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, clock = 10.0, WorkerClock()
+    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for second in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0):  # they arrive together
+        assert clock.compare(heartbeat(second)) is None
+    for now in (10.1, 10.6, 11.1, 11.6, 12.1, 12.6):
+        assert clock.compare(heartbeat(now)) is None
 
 
 def test_at_the_limit_of_open_files_workers_wait_and_one_line_says_so(

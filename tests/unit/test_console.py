@@ -184,6 +184,14 @@ def test_a_wide_terminal_shows_all_of_a_training_and_a_narrow_one_what_matters()
     assert max(map(len, narrow)) <= 80
 
 
+def test_the_end_of_a_training_says_how_long_its_measurements_take() -> None:
+    text = show(opened(), started(), TRAINED.model_copy(update={"measuring_s": 38.2}), stdout=pipe())
+    assert text.splitlines()[-1] == (
+        "main: ddp x 2: Trained and saved. Measuring the speedup, about 40 s (Ctrl-C keeps the model)"
+    )
+    assert "Trained" not in show(opened(), started(), TRAINED, stdout=pipe())
+
+
 @pytest.mark.parametrize("width", [80, 160])
 def test_a_terminal_says_what_is_done_before_between_and_after_the_steps(width: int) -> None:
     building, begun, first, *_, evaluating, over, measuring = screens(

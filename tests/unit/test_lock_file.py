@@ -131,6 +131,20 @@ def test_a_process_that_is_taking_over_is_not_disturbed_and_one_that_has_ended_i
     assert list(path.parent.iterdir()) == []
 
 
+def test_a_new_claim_in_place_of_an_old_one_has_its_own_lease(path: Path) -> None:
+    """Another process was faster: this one has seen the old claim for a lease, the new one not at all."""
+    dead = lock_file._this_process()._replace(started="1")
+    path.write_text(json.dumps(dead._asdict()))
+    claim = path.with_name(f"{path.name}.{dead.token}")
+    claim.touch()
+    lock = LockFile(path)
+    assert not lock._take_over(dead)
+    time.sleep(0.4)
+    claim.write_text(json.dumps(lock_file._this_process()._asdict()))
+    assert not lock._take_over(dead)
+    assert claim.exists()
+
+
 def test_a_lock_file_that_was_removed_by_hand_comes_back(path: Path) -> None:
     with LockFile(path) as lock:
         path.unlink()

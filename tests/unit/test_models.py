@@ -52,9 +52,26 @@ def test_resnet_stem_sets_the_size_of_the_first_stage(stem, side):
     assert sizes == [side]
 
 
-def test_resnet_with_unknown_stem_is_refused():
-    with pytest.raises(ExperimentError, match=r"model\.stem: is 'mnist'; write cifar"):
-        resnet18(2, stem="mnist")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stem": "mnist"}, r"model\.stem: is 'mnist'; write cifar"),
+        ({"norm": "layer"}, r"model\.norm: is 'layer'\. Set it to batch or group\."),
+    ],
+)
+def test_resnet_with_an_unknown_part_is_rejected(arguments, message):
+    with pytest.raises(ExperimentError, match=message):
+        resnet18(2, **arguments)
+
+
+@pytest.mark.parametrize("make", [resnet18, resnet50])
+def test_group_normalization_makes_samples_independent_of_the_batch(make):
+    model = make(2, width=8, norm="group")
+    images = torch.rand(4, 3, 16, 16)
+
+    assert [norm.num_groups for norm in (model.bn1, model.layer1[0].bn2, model.layer4[0].bn2)] == [2, 2, 16]
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules())
+    torch.testing.assert_close(model(images)[:1], model(images[:1]))
 
 
 @pytest.mark.parametrize("make", [resnet18, resnet50])

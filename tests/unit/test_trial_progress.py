@@ -205,7 +205,7 @@ def test_a_run_tells_what_the_plan_grants_its_speedup() -> None:
     schedule = Schedule([main, *main.compared_with])
     assert schedule.beside == {"baseline"}
     schedule.update(opened("main", "ddp x 2"))
-    assert schedule.outlook(5.0) == ["then about 1:30 to measure the speedup"]
+    assert schedule.outlook(5.0) == ["then up to 3:00 to measure the speedup"]
     assert schedule.outlook(None) == []
 
 

@@ -9,7 +9,9 @@ from pipeline.protocol.events import AnyEvent, Heartbeat, Warned
 _SKEW_S = 1.0
 """Difference from which times are corrected; a smaller one hides in the delays of messages."""
 _CERTAIN = 5
-"""Heartbeats before a warning: the first ones may arrive late because all workers start at once."""
+"""Heartbeats that must agree before a warning: at the start, or when the driver was paused, many arrive late."""
+_LATE_S = 0.1
+"""Difference from which heartbeats don't agree. Less than the time between two that wait and arrive together."""
 
 
 class WorkerClock:
@@ -22,16 +24,23 @@ class WorkerClock:
     def __init__(self) -> None:
         self._behind_s = math.inf
         self._last = -math.inf
-        self._heartbeats = 0
+        self._driver_began = math.inf
+        self._agreeing = 0
 
     def compare(self, heartbeat: Heartbeat) -> Warned | None:
-        """Note the arrival of a heartbeat; return the warning that the clocks differ, once."""
-        if heartbeat.time < self._last:  # the worker's clock was set back
+        """Note the arrival of a heartbeat; return the warning that the clocks differ, once for each difference."""
+        arrived = time.time()
+        driver_began = arrived - time.monotonic()
+        # One of the clocks was set: the worker's back, or the driver's.
+        if heartbeat.time < self._last or abs(driver_began - self._driver_began) >= _SKEW_S:
             self._behind_s = math.inf
-        self._last = heartbeat.time
-        self._behind_s = min(self._behind_s, time.time() - heartbeat.time)
-        self._heartbeats += 1
-        return self._warning(heartbeat.rank.node) if self._heartbeats == _CERTAIN and self._is_skewed else None
+        self._last, self._driver_began = heartbeat.time, driver_began
+        behind_s = arrived - heartbeat.time
+        if behind_s < self._behind_s - _LATE_S:  # the heartbeats so far were late, or a clock was set
+            self._agreeing = 0
+        self._agreeing += 1
+        self._behind_s = min(self._behind_s, behind_s)
+        return self._warning(heartbeat.rank.node) if self._agreeing == _CERTAIN and self._is_skewed else None
 
     def correct(self, event: AnyEvent) -> AnyEvent:
         """Return an event of the worker with its time on the driver's clock."""
