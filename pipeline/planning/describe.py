@@ -117,12 +117,12 @@ def _by_worker(plan: Plan) -> str:
 
 def _describe_turns(main: Training) -> list[str]:
     """Describe the trials that the training is compared with, and what measuring them takes."""
-    measure, names = main.experiment.measure, [f"{trial.role} {trial.title}" for trial in main.compared_with]
+    measure, names = main.experiment.measure, [f"{trial.role} ({trial.title})" for trial in main.compared_with]
     memory = "a second copy" if len(names) == 1 else f"{len(names)} more copies"
     return [
-        f"then       {', '.join(names)}",
-        f"{'':<10} alternating with {main.title}, at most {measure.pairs} rounds in about {measure.budget_s:g} s; "
-        f"rank 0 holds {memory} of the model",
+        f"then      {', '.join(names)}",
+        f"          alternating with the training run, at most {measure.pairs} rounds in about {measure.budget_s:g} s",
+        f"          rank 0 holds {memory} of the model meanwhile",
     ]
 
 
@@ -131,14 +131,14 @@ def _describe_trial(trial: Trial) -> list[str]:
     shares = sorted({train.global_batch_size // trial.workers, -(-train.global_batch_size // trial.workers)})
     share = " or ".join(map(str, shares))
     accumulated = f" in {train.gradient_accumulation} micro-batches" if train.gradient_accumulation > 1 else ""
-    device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else "CPU, "
-    threads = counted(trial.cpus_per_worker, "thread")
+    device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else ""
+    threads = counted(trial.cpus_per_worker, "CPU thread")
     workers = counted(trial.workers, "worker")
     parallel = trial.experiment.parallel
     if trial.is_elastic:
         workers += f" now ({parallel.least_workers} to {parallel.workers})"
     return [
-        f"{trial.role:<10} {trial.title} with {trial.launcher}: {workers}, {device}{threads} each, "
-        f"{share} samples per worker{accumulated}",
-        f"{'':<10} {trial.purpose}",
+        f"{trial.role:<9} {trial.strategy} with {trial.launcher}: {workers}, {device}{threads} each, "
+        f"per-worker batch {share}{accumulated}",
+        f"          {trial.purpose}",
     ]

@@ -133,7 +133,7 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
         size = main.experiment.train.global_batch_size
         yield (
             f"The global batch size is {size} (train.batch_size_per_worker x parallel.workers). The baseline uses the "
-            "same size, and the size does not change if the run is resumed with another number of workers."
+            "same size. The size stays the same if the run is resumed with another number of workers."
         )
     if main.experiment.train.ema is not None:
         yield "train.ema: the averaged weights are evaluated and logged as the model."

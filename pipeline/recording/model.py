@@ -140,11 +140,11 @@ def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel", *, step:
 
 
 def _what(run: "Run", path: Path, *, step: int | None) -> str:
-    at = "" if step is None else f", with the best weights (step {step:,})"
+    at = "" if step is None else f", with the best weights, those of step {step:,}"
     source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by {run.info.run_name}{at}."
     if (path / PROGRAM).exists():
-        return f"{source} Exported with torch.export."
-    return f"{source} A pickle: loading it runs code and needs the packages of the training."
+        return f"{source} An exported program of torch.export."
+    return f"{source} A pickle: loading it runs code, and needs the packages that it was trained with."
 
 
 def _code(logged: "LoggedModel", *, uri: str, inputs: "Arrays") -> str:

@@ -72,7 +72,7 @@ def _send(
             "Sync it after it has ended."
         )
     if opened is None or last is None:
-        raise UsageError(f"{path}: nothing to send, because the run failed before it started")
+        raise UsageError(f"{path}: nothing to send, the run ended before it started")
     uri = to or with_credentials(opened.tracking_uri)
     try:
         check_store(uri)  # a server that doesn't answer now is tried anyway

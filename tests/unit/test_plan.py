@@ -366,14 +366,14 @@ def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
     lines = describe(made, DataSizes(22, 10, 3)).splitlines()
     begin = lines.index("training run and measurements, in this order:") + 1
     assert [line.split()[0] for line in lines[begin : begin + 6 : 2]] == ["baseline", "main", "then"]
-    assert lines[begin + 4].endswith("then       reference single, 6 cores")
-    assert lines[begin + 5].endswith("rank 0 holds a second copy of the model")
+    assert lines[begin + 4].endswith("then      reference (single, 6 cores)")
+    assert lines[begin + 6].endswith("rank 0 holds a second copy of the model meanwhile")
     assert lines[begin + 1].endswith("measures throughput in 3 windows of 5 steps after 3 warm-up steps")
 
 
 def test_the_plan_in_words_on_gpus() -> None:
     text = describe(plan(SERVER, baseline=False, parallel=ddp(4)), DataSizes(22, 0, 3))
-    assert "main       ddp x 4 with torchrun: 4 workers, 1 GPU each, 8 threads each, 2 samples per worker\n" in text
+    assert "main      ddp with torchrun: 4 workers, 1 GPU each, 8 CPU threads each, per-worker batch 2\n" in text
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -396,8 +396,9 @@ steps        3 per epoch, 6 in 2 epochs, 8 samples each, fp64
 tracking     sqlite:///mlflow.db
 
 training run and measurements, in this order:
-  main       ddp x 3 with torchrun: 3 workers, CPU, 2 threads each, 2 or 3 samples per worker in 2 micro-batches
-             trains 2 epochs; measures throughput, exposed communication, data loading, peak memory
-  then       baseline single, reference single, 6 cores
-             alternating with ddp x 3, at most 16 rounds in about 30 s; rank 0 holds 2 more copies of the model
+  main      ddp with torchrun: 3 workers, 2 CPU threads each, per-worker batch 2 or 3 in 2 micro-batches
+            trains 2 epochs; measures throughput, step time and peak memory
+  then      baseline (single), reference (single, 6 cores)
+            alternating with the training run, at most 16 rounds in about 30 s
+            rank 0 holds 2 more copies of the model meanwhile
 note: No GPU found. Training on the CPU."""

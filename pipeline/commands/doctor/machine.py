@@ -70,7 +70,7 @@ def _shared_memory(node: NodeFacts) -> CheckResult | None:
 def _disk(node: NodeFacts) -> CheckResult | None:
     scarcest = min(node.disks, key=lambda disk: disk.free_mb)
     what = f"{amount(scarcest.free_mb)} are free in {scarcest.folder}"
-    fix = "df -h; move runs with tracking.directory=FOLDER, and temporary files with export TMPDIR=FOLDER"
+    fix = "free some space, or move runs (tracking.directory=FOLDER) or temporary files (export TMPDIR=FOLDER)"
     return _scarce("disk", _DISK, scarcest.free_mb, what, fix=fix)
 
 
@@ -167,7 +167,10 @@ def _gpus(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
 def _gpu_trouble(node: NodeFacts) -> CheckResult | None:
     torch = node.torch
     if node.gpu_error is not None:
-        said, fix = f"nvidia-smi fails: {node.gpu_error.splitlines()[0]}", "nvidia-smi; reboot after a driver update"
+        said, fix = (
+            f"nvidia-smi fails: {node.gpu_error.splitlines()[0]}",
+            "run nvidia-smi; reboot after a driver update",
+        )
     elif not node.gpus or torch is None:
         return None
     elif torch.cuda is None:

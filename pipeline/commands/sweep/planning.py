@@ -117,7 +117,7 @@ def describe(plan: SweepPlan) -> str:
     """Describe a plan in lines."""
     trial, sweep = plan.trial, plan.sweep
     lines = [
-        f"sweep        {_count(sweep)}, by {sweep.metric}, {_good(plan.direction)}",
+        f"sweep        {_count(sweep)}, ranked by {sweep.metric} ({_good(plan.direction)})",
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{_asha(sweep, epochs=plan.epochs)}",
         f"machine      {plan.plan.resources.summary}",
@@ -134,7 +134,7 @@ def in_a_line(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
     sweep = sweep_of(file)
     keys = ", ".join(f"{key} ({parameter})" for key, parameter in sweep.parameters.items())
     direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
-    return f"sweep of {_count(sweep)} over {keys}; {sweep.metric}, {_good(direction)}"
+    return f"sweep of {_count(sweep)} over {keys}, ranked by {sweep.metric} ({_good(direction)})"
 
 
 def _good(direction: Direction) -> str:
@@ -214,7 +214,7 @@ def _asha(sweep: Sweep, *, epochs: int) -> str:
     while grace < epochs:
         rungs.append(str(grace))
         grace *= factor
-    return f"; ASHA: 1 in {factor} continues after epoch {', '.join(rungs)} of {epochs}"
+    return f"; ASHA continues 1 in {factor} trials after epoch {', '.join(rungs)} of {epochs}"
 
 
 def _device(trial: Trial) -> str:
