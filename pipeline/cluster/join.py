@@ -107,7 +107,8 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
-        raise ResourceError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
+        what = f"no Ray cluster answers at {address}: {error.strerror or error}"
+        raise ResourceError(f"{what}. Check the address, and that Ray runs there.") from error
 
 
 def _check_is_node(address: str) -> None:

@@ -110,7 +110,7 @@ class Launcher(base.Launcher):
             return
         asked = places.asked_for(trial.model_copy(update={"workers": workers}))
         patience_s = trial.experiment.parallel.room_timeout_s
-        wait = "" if self._running else f". Waiting up to {patience_s:g} s (parallel.queue_timeout_s)"
+        wait = "" if self._running else f". Waiting up to {patience_s:g} s (parallel.queue_timeout_s)."
         self._warn(f"requested nodes from the cluster's autoscaler for {asked}{wait}", trial)
 
     def capacity(self, trial: Trial) -> int:

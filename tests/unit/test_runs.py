@@ -243,7 +243,7 @@ def test_an_unknown_run_is_answered_with_the_nearest_ones(tmp_path: Path, text: 
 
 
 def test_where_there_are_no_runs_none_is_found(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"latest: no such run in .*, which has no runs"):
+    with pytest.raises(UsageError, match=r"latest: no such run in .* \(no runs yet\)"):
         runs.find("latest", tmp_path / "runs")
 
 
