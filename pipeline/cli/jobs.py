@@ -46,7 +46,7 @@ def submit(
     env: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="An environment variable to send; everybody with access to the cluster can read it."
+            metavar="NAME", help="An environment variable to send. Anyone with access to the cluster can read it."
         ),
     ] = None,
     baseline: Baseline = True,

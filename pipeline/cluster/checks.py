@@ -113,16 +113,16 @@ class NodeChecks:
     def _find_problems(self, answer: Answer) -> Iterator[str]:
         parallel = self._experiment.parallel
         for package in answer.missing_packages:
-            remedy = "install it there" if parallel.ship_code else "install it there, or write ship_code: true"
-            yield f"it can't import {package}, a package of this project; {remedy}"
+            remedy = "." if parallel.ship_code else ", or set parallel.ship_code to true."
+            yield f"it can't import {package}, a package of this project. Install it there{remedy}"
         if parallel.interface is not None and parallel.interface not in answer.interfaces:
-            yield f"parallel.interface: it has no {parallel.interface}; it has {', '.join(answer.interfaces)}"
+            yield f"parallel.interface: it has no interface {parallel.interface}, only {', '.join(answer.interfaces)}"
         if answer.driver is not None:
             yield answer.driver
         if answer.storage is not None:
             yield (
-                f"checkpoints go to {self._checkpoints}, and {answer.storage}; write checkpoint.directory: a folder "
-                "that all nodes share, or an address such as s3://bucket/folder, or checkpoint.keep: 0 to have none"
+                f"checkpoints go to {self._checkpoints}, and {answer.storage}. Set checkpoint.directory to a folder "
+                "that all nodes share, or to an address such as s3://bucket/folder. checkpoint.keep: 0 saves none."
             )
 
     def _find_missing_data(self, answers: Mapping[str, Answer]) -> Iterator[str]:
@@ -132,8 +132,8 @@ class NodeChecks:
                 names.setdefault(path, []).append(node_name(self.nodes[node]))
         for path, without in names.items():
             yield (
-                f"data: {path} is on this machine, but not on {', '.join(without)}; put it on shared storage unless it "
-                "is downloaded there"
+                f"data: {path} is on this machine, but not on {', '.join(without)}. Put it on shared storage, unless "
+                "it is downloaded there."
             )
 
 
@@ -161,8 +161,8 @@ def _token(checkpoints: str | None) -> Iterator[Path | None]:
         token.parent.mkdir(parents=True, exist_ok=True)
         token.touch()
     except OSError as error:
-        where = f"checkpoints go to {checkpoints}, where this machine can't write"
-        raise ResourceError(f"{where}: {error.strerror or error}; write another checkpoint.directory") from error
+        what = f"this machine can't write checkpoints to {checkpoints}: {error.strerror or error}"
+        raise ResourceError(f"{what}. Set checkpoint.directory to another folder.") from error
     try:
         yield token
     finally:

@@ -124,7 +124,7 @@ def tracked(folder: Path, *, most_bytes: int = MOST_BYTES) -> Package:
     files = tuple(path for path in _listed(folder, "--cached", "--recurse-submodules") if (folder / path).is_file())
     if not files:
         raise ResourceError(
-            f"{folder}: git tracks no file here, so there is no code to send to the cluster; {_remedy('git add')}"
+            f"{folder}: git tracks no file here, so no code can be sent to the cluster. {_remedy('Use git add')}"
         )
     sizes = {path: (folder / path).stat().st_size for path in files}
     package = Package(
@@ -137,8 +137,8 @@ def tracked(folder: Path, *, most_bytes: int = MOST_BYTES) -> Package:
         largest = sorted(files, key=sizes.__getitem__, reverse=True)[:_NAMED]
         named = ", ".join(f"{path} ({_size(sizes[path])})" for path in largest)
         raise ResourceError(
-            f"{folder}: git tracks {package}, and at most {_size(most_bytes)} are sent to a cluster; the largest are "
-            f"{named}; {_remedy('put data on shared storage and git rm --cached it')}"
+            f"{folder}: git tracks {package}. At most {_size(most_bytes)} are sent to a cluster. The largest files are "
+            f"{named}. {_remedy('Put data on shared storage and git rm --cached it')}"
         )
     return package
 
@@ -194,18 +194,18 @@ def _listed(folder: Path, *options: str) -> list[Path]:
     try:
         done = subprocess.run(command, capture_output=True, check=False)  # noqa: S603 - the user's own git
     except OSError as error:
-        raise ResourceError(f"can't run git, which lists the code to send: {error}; {_remedy('')}") from None
+        raise ResourceError(f"git lists the code to send, but can't be run: {error}. {_remedy('')}") from None
     if done.returncode != 0:
         said = (done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"])[0]
         missing = "not a git repository" in said
-        why = "is in no git repository, which would list the code to send to the cluster" if missing else said
-        raise ResourceError(f"{folder}: {why}; {_remedy('git init and git add' if missing else '')}")
+        why = "is not in a git repository, which lists the code to send to the cluster" if missing else said
+        raise ResourceError(f"{folder}: {why}. {_remedy('Use git init and git add' if missing else '')}")
     return [Path(name.decode(errors="surrogateescape")) for name in done.stdout.split(b"\0") if name]
 
 
 def _remedy(first: str) -> str:
-    shared = "parallel.ship_code: false where all nodes have the code at the same path, e.g. on shared storage"
-    return f"{first}, or write {shared}" if first else f"write {shared}"
+    shared = "parallel.ship_code to false if all nodes have the code at the same path, e.g. on shared storage."
+    return f"{first}, or set {shared}" if first else f"Set {shared}"
 
 
 def _size(amount: int) -> str:

@@ -28,8 +28,8 @@ class Departure(NamedTuple):
     """True if this process runs on it."""
 
     def __str__(self) -> str:
-        left = f" in {self.seconds:.0f} s" if self.seconds is not None else ""
-        return f"{self.label} is going away{left}"
+        left = f" and ends in {self.seconds:.0f} s" if self.seconds is not None else ""
+        return f"{self.label} is being drained{left}"
 
 
 def departures() -> Mapping[str, Departure]:

@@ -67,9 +67,9 @@ class FitNodes:
             has_room = not (is_first and needs_room) or total_capacity(trial, self.records()) >= least
             unfit = self._find_excluded() & self._unfit.keys()
             if unfit and not (has_room and _CAN_LEAVE_OUT):
-                reason = "" if _CAN_LEAVE_OUT else ", and Ray leaves nodes out only from release 2.53 on"
+                reason = "" if _CAN_LEAVE_OUT else ", and Ray before 2.53 can't leave nodes out"
                 found = format_unfit(self._unfit[node] for node in unfit)
-                raise ResourceError("\n".join([f"the cluster's nodes lack something{reason}:", *found]))
+                raise ResourceError("\n".join([f"nodes of the cluster can't run workers{reason}:", *found]))
 
     def poll(self, check: Check) -> list[dict[str, Any]]:
         """Return Ray's records of the nodes that can have workers now; start to check new ones, without waiting."""
@@ -79,7 +79,7 @@ class FitNodes:
             except ResourceError as error:  # this machine lacks storage or a free port: nodes that passed still count
                 if str(error) != self._unchecked:
                     self._unchecked = str(error)
-                    check.warn(f"new nodes of the cluster get no workers, as they can't be checked: {error}")
+                    check.warn(f"new nodes of the cluster get no workers, because they can't be checked: {error}")
             if self._running is not None and self._running.are_done():
                 self._finish(check)
             return self.records()

@@ -40,7 +40,7 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
     nodes = [node["Resources"] for id_, node in able.items() if id_ not in unfit]
     idle = tuple(available.get(id_, {}) for id_ in able if id_ not in unfit)
     if not nodes and not is_autoscaled:
-        raise ResourceError("\n".join(["the cluster's nodes can't be used:", *format_unfit(unfit.values())]))
+        raise ResourceError("\n".join(["no node of the cluster can run workers:", *format_unfit(unfit.values())]))
     gpu = next((gpu.name for node in facts for gpu in node.gpus if node.ray_node not in unfit), "GPU")
     return Resources(
         cpus=int(sum(node.get("CPU", 0) for node in nodes)),
@@ -80,7 +80,7 @@ def connected(address: str, *, verbose: bool, runtime_env: Mapping[str, Any] | N
 def _refusal(address: str, error: Exception) -> str:
     """Return a message of one line for Ray's error."""
     if "Version mismatch" in str(error):  # Ray has no type for it; its message has a line for each version
-        return f"{address}: {' '.join(str(error).split())}; use the same Python and Ray on all machines"
+        return f"{address}: {' '.join(str(error).split())}. Use the same Python and Ray on all machines."
     return f"no Ray cluster answers at {address}: {first_line(error)}"
 
 
@@ -93,12 +93,13 @@ def _check_reachable(address: str) -> None:
     """
     if address.startswith(("http://", "https://")):
         raise UsageError(
-            f"{address} is a dashboard, which pipeline submit sends runs to; to join a cluster, write HOST:6379"
+            f"{address} is the address of a dashboard. To join a cluster, use HOST:6379. To send a run to a dashboard, "
+            "use pipeline submit."
         )
     if address.startswith("ray://"):
         raise UsageError(
             f"{address}: Ray Client is not supported. Send the run with pipeline submit --address http://HOST:8265, "
-            "or start it on a node of the cluster with HOST:6379"
+            "or start it on a node of the cluster with HOST:6379."
         )
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):  # such as "auto"
@@ -106,7 +107,8 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
-        raise ResourceError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
+        what = f"no Ray cluster answers at {address}: {error.strerror or error}"
+        raise ResourceError(f"{what}. Check the address, and that Ray runs there.") from error
 
 
 def _check_is_node(address: str) -> None:
@@ -121,6 +123,6 @@ def _check_is_node(address: str) -> None:
     here = {each.address for those in psutil.net_if_addrs().values() for each in those}
     if here.isdisjoint(there):
         raise ResourceError(
-            f"this machine is not a node of the Ray cluster at {address}, whose nodes are {', '.join(sorted(there))}; "
-            f"add it with ray start --address={address} --num-cpus=0, or send the run there with pipeline submit"
+            f"this machine is not a node of the Ray cluster at {address}. Its nodes are {', '.join(sorted(there))}. "
+            f"Add this machine with ray start --address={address} --num-cpus=0, or send the run with pipeline submit."
         )

@@ -67,7 +67,7 @@ def _is_there(package: str, code: Code) -> bool:
 
 def _storage(token: Path) -> str | None:
     if not token.exists():
-        return "files that this machine writes there are not visible on that node: it is other storage"
+        return "files that this machine writes there do not appear on that node: the storage is not shared"
     if not os.access(token.parent, os.W_OK):
         return "that node has no permission to write there"
     return None

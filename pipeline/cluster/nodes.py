@@ -46,7 +46,7 @@ class NodeQuestion:
         answers, silent = {}, {}
         for node, task in self._tasks.items():
             if task not in in_time:
-                silent[node] = f"it didn't answer within {self._timeout_s:g} s; read Ray's logs there, or restart Ray"
+                silent[node] = f"it didn't answer within {self._timeout_s:g} s. Read Ray's logs there, or restart Ray."
                 ray.cancel(task, force=True)
                 continue
             try:

@@ -38,7 +38,9 @@ def able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
     if not able:
         amounts = _least(parallel)
         there = "; ".join(f"{node_name(node)} has {_amounts(node['Resources'], amounts)}" for node in usable_nodes())
-        raise ResourceError(f"no node of the Ray cluster has {_amounts(amounts)} for a worker: {there}")
+        raise ResourceError(
+            f"no node of the Ray cluster is large enough for a worker with {_amounts(amounts)}: {there}"
+        )
     return able
 
 
@@ -86,20 +88,20 @@ def await_capacity(
     start, is_silent = time.monotonic(), True
     while (fit := free(trial, there := nodes())) < trial.workers:
         total = total_capacity(trial, there)
-        asked = f"asked for {asked_for(trial)}; the Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
+        asked = f"requested {asked_for(trial)}. The Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if ask is None and total < trial.workers and not (isinstance(trial, Training) and trial.resume):
-            reading = (
-                f", each of which keeps {READERS} core for reading the data" if trial.experiment.is_streamed else ""
-            )
-            raise ResourceError(f"{asked}: room for {total} on its nodes{reading}")
+            reading = f" Each node keeps {READERS} core for reading the data." if trial.experiment.is_streamed else ""
+            raise ResourceError(f"{asked}. Its nodes have room for {counted(total, 'worker')}.{reading}")
         waited_s = time.monotonic() - start
         if waited_s > patience_s:
-            raise ResourceError(f"{asked}; room for {fit} was free within parallel.queue_timeout_s, {patience_s:g} s")
+            room = f"Room for {counted(fit, 'worker')} was free within parallel.queue_timeout_s ({patience_s:g} s)."
+            raise ResourceError(f"{asked}. {room}")
         if ask is not None:
             ask()
         elif is_silent and waited_s > _SILENT_S:
             is_silent = False
-            warn(f"waiting up to {patience_s:g} s (parallel.queue_timeout_s): {asked}; room for {fit} is free now")
+            room = f"Room for {counted(fit, 'worker')} is free now."
+            warn(f"waiting up to {patience_s:g} s (parallel.queue_timeout_s): {asked}. {room}")
         time.sleep(_POLL_S)
 
 

@@ -13,7 +13,7 @@ from typing import Self
 from pipeline.launchers._forkserver import ForkReply, ForkRequest
 from pipeline.system.process import TASKS
 
-_SLOWER = "Workers start as new processes, which takes longer. Results are not affected."
+_SLOWER = "Workers now start as new processes, which takes longer. Results are not affected."
 _MODULE = "pipeline.worker.main"
 _MOST_BYTES = 2**16
 
@@ -137,7 +137,9 @@ class Forks:
                 if each.can_fork is not None:
                     self._can_fork = each.can_fork
                     if not each.can_fork:
-                        self._warning = f"A library has started threads or uses a GPU. {_SLOWER}"
+                        self._warning = (
+                            f"Workers can't be forked, because a library has started threads or uses a GPU. {_SLOWER}"
+                        )
                 else:
                     self._codes[each.pid] = each.exit_code
                     self._forked_last = each.pid if each.exit_code is None else self._forked_last
@@ -145,7 +147,7 @@ class Forks:
     def _lose(self) -> None:
         """Count all workers as lost: the server, which alone learns how they end, was killed."""
         self._can_fork = False
-        self._warning = f"The process that workers are forked from has ended. {_SLOWER}"
+        self._warning = f"The fork server exited. {_SLOWER}"
         self._codes = {pid: -signal.SIGKILL if code is None else code for pid, code in self._codes.items()}
 
 

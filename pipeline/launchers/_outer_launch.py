@@ -63,7 +63,7 @@ def _run(trial: Trial, *, group: OuterGroup, attempt: Attempt, command: Command)
     """Work on the trial as rank 0; return how other ranks were lost, by rank."""
     attendance, others, has_failed = attempt.attendance, range(1, trial.workers), False
     timeout_s = trial.experiment.parallel.start_timeout_s
-    late = f"it did not begin within parallel.start_timeout_s, {timeout_s:g} s"
+    late = f"it did not start within parallel.start_timeout_s ({timeout_s:g} s)"
     try:
         if missing := attendance.await_arrival(others, timeout_s=timeout_s):
             return dict.fromkeys(missing, late)

@@ -63,7 +63,8 @@ def _read(rank: int, text: str) -> RankFacts:
     try:
         return RankFacts.model_validate_json(text)
     except ValidationError as error:
-        raise ResourceError(f"rank {rank} has another version of ddp-pipeline than rank 0; install the same") from error
+        message = f"rank {rank} has another version of ddp-pipeline than rank 0. Install the same version on all nodes."
+        raise ResourceError(message) from error
 
 
 def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:
@@ -86,7 +87,8 @@ def refuse_others(facts: Sequence[RankFacts]) -> None:
     problems = dict.fromkeys(problem for rank in facts[1:] for problem in _differences(rank, facts[0]))
     if problems:
         here = facts[0].resources.node
-        raise ResourceError("\n".join([f"versions differ from those of rank 0 on {here}:", *problems]))
+        what = f"versions differ from rank 0's on {here}. Install the same versions on all nodes:"
+        raise ResourceError("\n".join([what, *problems]))
 
 
 def combined(facts: Sequence[RankFacts]) -> Resources:
@@ -160,13 +162,13 @@ def _notes(nodes: Sequence[Sequence[RankFacts]]) -> Iterator[str]:
         kinds.setdefault(kind, []).append(ranks[0].resources.node)
     if len(kinds) > 1:
         each = "; ".join(f"{', '.join(names[:_SHOWN])}: {kind}" for kind, names in kinds.items())
-        yield f"nodes differ, so in each step the faster ones wait: {each}"
+        yield f"The nodes have different hardware, so in each step the faster nodes wait: {each}"
 
 
 def _differences(rank: RankFacts, first: RankFacts) -> Iterator[str]:
     for package, own in first.versions.items():
         if (there := rank.versions.get(package, "none")) != own:
-            yield f"{rank.resources.node}: it has {package} {there}, rank 0 {own}"
+            yield f"{rank.resources.node}: it has {package} {there}, and rank 0 has {own}"
 
 
 def _versions() -> dict[str, str]:

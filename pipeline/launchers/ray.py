@@ -110,8 +110,8 @@ class Launcher(base.Launcher):
             return
         asked = places.asked_for(trial.model_copy(update={"workers": workers}))
         patience_s = trial.experiment.parallel.room_timeout_s
-        wait = "" if self._running else f"; waiting up to parallel.queue_timeout_s, {patience_s:g} s"
-        self._warn(f"asked the cluster's autoscaler for nodes for {asked}{wait}", trial)
+        wait = "" if self._running else f". Waiting up to {patience_s:g} s (parallel.queue_timeout_s)."
+        self._warn(f"requested nodes from the cluster's autoscaler for {asked}{wait}", trial)
 
     def capacity(self, trial: Trial) -> int:
         """Return the workers that fit on reachable nodes that have passed the checks, running ones included."""
@@ -126,9 +126,8 @@ class Launcher(base.Launcher):
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
         attempt = self.attempt(trial)
         if self._public_because:
-            self._warn(
-                f"Ray is used by its public interface, which starts workers later: {self._public_because}", trial
-            )
+            slower = "Workers take longer to start. Results are not affected."
+            self._warn(f"Using Ray's public API because {self._public_because}. {slower}", trial)
             self._public_because = ""
         places.await_death_notices(timeout_s=trial.experiment.parallel.start_timeout_s)
         self._warn_untracked(trial)
@@ -162,9 +161,8 @@ class Launcher(base.Launcher):
 
     def _warn_untracked(self, trial: Trial) -> None:
         if self._untracked:
-            self._warn(
-                f"not sent to the cluster, because git doesn't track it: {_listed(self._untracked)}; git add it", trial
-            )
+            what = f"not sent to the cluster, because git does not track them: {_listed(self._untracked)}"
+            self._warn(f"{what}. To send them, use git add.", trial)
             self._untracked = ()
 
     def _checkpoints(self, trial: Trial) -> str | None:

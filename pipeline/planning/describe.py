@@ -30,7 +30,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
     """Describe a plan in lines; ``sizes`` is None if only Ray can count the rows."""
     train = plan.experiment.train
     batches = f"{train.global_batch_size} samples each{_by_worker(plan)}, {train.precision}"
-    data, steps = "streamed by Ray, which counts the rows when it runs", f"{train.length}, {batches}"
+    data, steps = "streamed by Ray Data, which counts the rows during the run", f"{train.length}, {batches}"
     if sizes is not None:
         data = f"{sizes.train_samples} training samples" if sizes.train_samples else "a training set without a length"
         data += f", {sizes.validation_samples} validation samples"
@@ -50,11 +50,11 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
         *_describe_optimizers(plan.experiment),
         *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
-        *([f"result       weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
+        *([f"result       the weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
         f"tracking     {plan.experiment.tracking.uri}",
         *([f"registers    {_registered(to)}"] if (to := plan.experiment.tracking.register_model) is not None else []),
         "",
-        "trials, in this order:",
+        "training run and measurements, in this order:",
     ]
     lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
     if isinstance(plan.main, Training) and plan.main.compared_with:
@@ -67,7 +67,7 @@ def _describe_module(experiment: Experiment) -> Iterator[str]:
     """Describe a LightningModule, which stands for model, loss and, unless the file has one, optimizer."""
     if lightning_module.is_named(experiment.task):
         has_optimizer = experiment.optimizer is not None and experiment.optimizer.target == lightning_module.OPTIMIZER
-        yield f"module       {experiment.model.target}{', with its own optimizer' if has_optimizer else ''}"
+        yield f"module       {experiment.model.target}{', with the optimizer that it defines' if has_optimizer else ''}"
 
 
 def _describe_optimizers(experiment: Experiment) -> Iterator[str]:
@@ -117,12 +117,12 @@ def _by_worker(plan: Plan) -> str:
 
 def _describe_turns(main: Training) -> list[str]:
     """Describe the trials that the training is compared with, and what measuring them takes."""
-    measure, names = main.experiment.measure, [f"{trial.role} {trial.title}" for trial in main.compared_with]
+    measure, names = main.experiment.measure, [f"{trial.role} ({trial.title})" for trial in main.compared_with]
     memory = "a second copy" if len(names) == 1 else f"{len(names)} more copies"
     return [
-        f"then       {', '.join(names)}",
-        f"{'':<10} in turn with {main.title}, at most {measure.pairs} pairs of slots in about {measure.budget_s:g} s; "
-        f"rank 0 holds {memory} of the model",
+        f"then      {', '.join(names)}",
+        f"          alternating with the training run, at most {measure.pairs} rounds in about {measure.budget_s:g} s",
+        f"          rank 0 holds {memory} of the model meanwhile",
     ]
 
 
@@ -131,14 +131,14 @@ def _describe_trial(trial: Trial) -> list[str]:
     shares = sorted({train.global_batch_size // trial.workers, -(-train.global_batch_size // trial.workers)})
     share = " or ".join(map(str, shares))
     accumulated = f" in {train.gradient_accumulation} micro-batches" if train.gradient_accumulation > 1 else ""
-    device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else "CPU, "
-    threads = counted(trial.cpus_per_worker, "thread")
+    device = f"{trial.devices_per_worker} GPU each, " if trial.device == "cuda" else ""
+    threads = counted(trial.cpus_per_worker, "CPU thread")
     workers = counted(trial.workers, "worker")
     parallel = trial.experiment.parallel
     if trial.is_elastic:
         workers += f" now ({parallel.least_workers} to {parallel.workers})"
     return [
-        f"{trial.role:<10} {trial.title} with {trial.launcher}: {workers}, {device}{threads} each, "
-        f"{share} samples per worker{accumulated}",
-        f"{'':<10} {trial.purpose}",
+        f"{trial.role:<9} {trial.strategy} with {trial.launcher}: {workers}, {device}{threads} each, "
+        f"per-worker batch {share}{accumulated}",
+        f"          {trial.purpose}",
     ]

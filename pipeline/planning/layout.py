@@ -54,7 +54,8 @@ class Planner:
         launcher = self._experiment.parallel.launcher
         if workers > 1 and not registry.load("launchers", launcher).Launcher.many_processes:
             raise ExperimentError.of(
-                f"{key}.workers", f"is {workers}, but {launcher} runs one process; write launcher: torchrun or ray"
+                f"{key}.workers",
+                f"is {workers}, but {launcher} runs one process. Set parallel.launcher to torchrun or ray.",
             )
         refusal = strategy.refuse(strategy.Options.model_validate(entry.options), device=self.device)
         if refusal is not None:
@@ -87,9 +88,9 @@ class Planner:
         """Yield a note if there is no room now for all workers of the experiment's trial."""
         most = self._experiment.parallel.workers
         if self._resources.is_autoscaled and (room := self._room()) < trial.workers:
-            yield f"room for {room} of {most} workers now; the run asks the cluster's autoscaler for nodes"
+            yield f"Room for {room} of {most} workers is free. The run requests nodes from the cluster's autoscaler."
         elif trial.workers < most:
-            yield f"room for {trial.workers} of {most} workers now; more can join later"
+            yield f"Room for {trial.workers} of {most} workers is free. More workers can join later."
 
     def _check_compilation(self) -> None:
         how = self._experiment.train.compile
@@ -101,16 +102,16 @@ class Planner:
                 raise ExperimentError.of(
                     "train.compile.mode",
                     f"{how.mode} replays CUDA graphs, which torch does not support with train.gradient_accumulation: "
-                    f"{accumulation}. Use mode: max-autotune-no-cudagraphs or default",
+                    f"{accumulation}. Use mode: max-autotune-no-cudagraphs or default.",
                 )
             return
         if how.mode == "reduce-overhead":
-            message = "reduce-overhead is about CUDA graphs and changes nothing on CPU; write default or max-autotune"
+            message = "reduce-overhead uses CUDA graphs, which a CPU does not have. Use mode: default or max-autotune."
             raise ExperimentError.of("train.compile.mode", message)
         if not self._resources.has_compiler:
             raise ResourceError(
-                "train.compile needs a C++ compiler on CPU, and there is none; install g++, name yours in the "
-                "environment variable CXX, or write train.compile: false"
+                "train.compile: no C++ compiler found, and compiling for the CPU needs one. Install g++, or set the "
+                "environment variable CXX to your compiler, or set train.compile to false."
             )
 
     def _gpus_per_worker(self, uses_several: bool, strategy: str, *, key: str) -> int:
@@ -119,7 +120,8 @@ class Planner:
             return wanted or max(1, len(self._resources.gpus) // self._resources.nodes)
         if key == "parallel" and (wanted or 1) > 1:
             raise ExperimentError.of(
-                "parallel.gpus_per_worker", f"is {wanted}, but {strategy} uses one GPU per worker; write more workers"
+                "parallel.gpus_per_worker",
+                f"is {wanted}, but {strategy} uses one GPU per worker. Set parallel.workers instead.",
             )
         return 1
 
@@ -138,7 +140,7 @@ def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cud
     wanted = experiment.parallel.device
     if wanted == "cuda" and not resources.gpus and not resources.is_autoscaled:
         raise ResourceError(
-            f"parallel.device: cuda asks for GPUs; {resources.node} has {resources.summary}; write auto or cpu"
+            f"parallel.device: cuda needs a GPU. {resources.node} has {resources.summary}. Use auto or cpu."
         )
     if wanted == "auto":
         return "cuda" if resources.gpus else "cpu"
@@ -151,11 +153,11 @@ def _check_replicas(trial: Trial, *, key: str) -> None:
         return
     task = trial.experiment.task
     if trial.experiment.train.compile is not None:
-        message = "dp copies the model in each step, which torch.compile can't; write ddp, or train.compile: false"
+        message = "dp copies the model in each step, which torch.compile does not support. Use ddp, or compile: false."
     elif task is not None and task.target in _LOSS_OF_THE_MODEL:
         message = (
             f"dp runs the model on {trial.replicas} GPUs, and with {task.target} each returns a separate loss. These "
-            "cannot be combined exactly. Use ddp"
+            "cannot be combined exactly. Use ddp."
         )
     else:
         return
@@ -170,7 +172,7 @@ def _check_offload(trial: Trial, *, key: str) -> None:
         raise ExperimentError.of(
             f"{key}.options.cpu_offload",
             f"cpu_offload cannot be combined with train.precision: fp16 and {most} workers. NCCL would have to compare "
-            "overflows of gradients in host memory. Use precision: bf16, or remove cpu_offload",
+            "overflows of gradients in host memory. Use precision: bf16, or remove cpu_offload.",
         )
 
 
@@ -183,27 +185,26 @@ def _check_room(trial: Trial, resources: Resources) -> None:
         return
     if trial.experiment.parallel.placement == "strict_spread" and trial.workers > resources.nodes:
         raise ResourceError(
-            f"parallel.placement: strict_spread needs a node for each of {counted(trial.workers, 'worker')}; "
-            f"{resources.node} has {counted(resources.nodes, 'node')} for them; use fewer workers, or spread"
+            f"parallel.placement: strict_spread needs a node for each of {counted(trial.workers, 'worker')}. "
+            f"{resources.node} has {counted(resources.nodes, 'node')} for them. Use fewer workers, or spread."
         )
     if trial.replicas > len(resources.gpus) and trial.devices_per_worker > 1:
         raise ResourceError(
-            f"parallel.gpus_per_worker: {counted(trial.workers, 'worker')} with {trial.devices_per_worker} GPUs per "
-            f"worker: {trial.replicas} GPUs are needed, but {resources.node} has {resources.summary}; use fewer GPUs, "
-            "or device: cpu"
+            f"parallel.gpus_per_worker: {counted(trial.workers, 'worker')} with {trial.devices_per_worker} GPUs each "
+            f"need {trial.replicas} GPUs. {resources.node} has {resources.summary}. Use fewer GPUs, or device: cpu."
         )
     if trial.devices_per_worker * trial.workers > len(resources.gpus):
         raise ResourceError(
-            f"parallel.workers: {trial.workers} workers need {trial.workers} GPUs; {resources.node} has "
-            f"{resources.summary}; use fewer workers, or device: cpu"
+            f"parallel.workers: {trial.workers} workers need {trial.workers} GPUs. {resources.node} has "
+            f"{resources.summary}. Use fewer workers, or device: cpu."
         )
     if (needed := trial.cpus_per_worker * trial.workers) > resources.cpus:
         fit = resources.cpus // trial.cpus_per_worker
-        fewer = f"use at most {counted(fit, 'worker')}"
-        remedy = fewer if fit else f"write parallel.cpus_per_worker: {resources.cpus}"
+        fewer = f"Use at most {counted(fit, 'worker')}."
+        remedy = fewer if fit else f"Set parallel.cpus_per_worker to {resources.cpus}."
         raise ResourceError(
             f"parallel.workers: {counted(trial.workers, 'worker')} with {counted(trial.cpus_per_worker, 'core')} "
-            f"each need {needed} cores; {resources.node} has {resources.summary}; {remedy}"
+            f"each need {needed} cores. {resources.node} has {resources.summary}. {remedy}"
         )
 
 
@@ -212,9 +213,9 @@ def _check_device_of_new_nodes(trial: Trial, resources: Resources) -> None:
     needed = trial.cpus_per_worker * trial.workers
     if trial.experiment.parallel.device == "auto" and trial.device == "cpu" and needed > resources.cpus:
         raise ResourceError(
-            f"parallel.device: auto: {counted(trial.workers, 'worker')} need {counted(needed, 'core')}, and "
-            f"{resources.node} has {resources.summary}. Its autoscaler can add nodes, but these may have GPUs or not. "
-            "Write device: cpu or cuda"
+            f"parallel.device: auto can't be resolved. {counted(trial.workers, 'worker')} need "
+            f"{counted(needed, 'core')}, and {resources.node} has {resources.summary}. Its autoscaler can add nodes, "
+            "but whether these have GPUs is unknown. Set device to cpu or cuda."
         )
 
 
@@ -224,6 +225,6 @@ def _check_placed(trial: Trial, resources: Resources) -> None:
         if trial.cpus_per_worker * node.workers > node.cpus:
             raise ResourceError(
                 f"parallel.workers: {counted(node.workers, 'worker')} with {counted(trial.cpus_per_worker, 'core')} "
-                f"each were started on {node.node}, which lets them use {counted(node.cpus, 'core')}; start fewer "
-                "there, or give them more cores"
+                f"each were started on {node.node}, where they may use {counted(node.cpus, 'core')}. Start fewer "
+                "workers there, or give them more cores."
             )

@@ -36,9 +36,9 @@ class Plan(Frozen):
         return (*self.trials, *chain.from_iterable(beside))
 
 
-TRAIN_ONLY = "--train-only: no baseline, so no speedup; no parts of a step, so no advice"
+TRAIN_ONLY = "--train-only: no speedup, no step-time breakdown, no recommendations"
 """Note on a run that only trains."""
-QUICK = f"--quick: {QUICK_STEPS} steps, an evaluation and a checkpoint; the model is not trained"
+QUICK = f"--quick: {QUICK_STEPS} steps, one evaluation and one checkpoint. The model is not trained"
 """Note on a run that only tries whether the experiment works."""
 
 
@@ -124,19 +124,19 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
     if note := restriction(main):
         yield note
     if main.device == "cpu" and main.experiment.parallel.device == "auto":
-        yield "no GPU here: workers compute on CPU"
+        yield "No GPU found. Training on the CPU."
     if main.strategy == "dp" and main.replicas < 2:
-        yield "dp with fewer than two GPUs is one replica: nothing runs in parallel"
+        yield "DataParallel (dp) needs at least 2 GPUs. With fewer, it runs a single replica and gives no speedup."
     if main.strategy == "fsdp" and main.workers < 2:
-        yield "fsdp with one worker shards nothing, so it saves no memory"
+        yield "fsdp with one worker shards nothing and saves no memory."
     if main.experiment.train.batch_size_per_worker is not None:
         size = main.experiment.train.global_batch_size
         yield (
-            f"train.batch_size_per_worker: the global batch is {size}, also of what the run is compared with, and "
-            "stays so with other workers; only a new run with other parallel.workers has another"
+            f"The global batch size is {size} (train.batch_size_per_worker x parallel.workers). The baseline uses the "
+            "same size. The size stays the same if the run is resumed with another number of workers."
         )
     if main.experiment.train.ema is not None:
-        yield "train.ema: the averaged weights are evaluated and logged as the model"
+        yield "train.ema: the averaged weights are evaluated and logged as the model."
     yield from scheduler_units(main.experiment)
     if (start := main.options.get("local_sgd_start_step")) is not None:
         warmup = main.experiment.measure.warmup_steps
@@ -144,6 +144,6 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
         if start > warmup:
             yield f"local SGD begins after {start} steps, so measurements, which warm up for {warmup}, don't include it"
     if main.experiment.sweep is not None:
-        yield "this trains the file's own values; pipeline sweep searches those of its sweep"
+        yield "This run uses the values of the file. To search the values of its sweep section, use pipeline sweep."
     if wanted and not has_baseline:
-        yield f"{main.title} is the baseline itself: no speedup to measure"
+        yield f"The training run is the baseline ({main.title}), so no speedup is measured."

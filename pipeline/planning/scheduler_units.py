@@ -24,7 +24,7 @@ def scheduler_units(experiment: Experiment) -> Iterator[str]:
     declared |= {f"schedulers.{name}": one for name, one in experiment.schedulers.items()}
     for key, scheduler in declared.items():
         if scheduler is not None and (said := _argument(scheduler, epochs=train.epochs)):
-            yield f"{key}.{said}; if this is meant for epochs, write train.scheduler_interval: epoch"
+            yield f"{key}.{said}. To count epochs, set train.scheduler_interval to epoch"
 
 
 def _argument(scheduler: Component, *, epochs: int) -> str:
@@ -34,8 +34,8 @@ def _argument(scheduler: Component, *, epochs: int) -> str:
         value = given.get(name)
         counts = value if isinstance(value, list | tuple) else [value]
         if counts and all(isinstance(count, int) and count <= epochs for count in counts):
-            return f"{name} is {value}, which counts steps, since the scheduler advances after each step"
+            return f"{name} is {value}. This counts steps, because the scheduler advances after each step"
     gamma = given.get("gamma")
     if scheduler.target.endswith(".ExponentialLR") and isinstance(gamma, float) and gamma <= _FACTOR:
-        return f"gamma is {gamma:g}: the learning rate is multiplied by it after each step"
+        return f"gamma is {gamma:g}. The learning rate is multiplied by gamma after each step"
     return ""

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
+from pipeline.wording import counted
 
 Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning", "evaluation"]
 Split = Literal["validation", "test"]
@@ -110,8 +111,8 @@ class Measurement(Trial):
     def purpose(self) -> str:
         measure = self.experiment.measure
         return (
-            f"measures throughput over {measure.windows} windows of {measure.steps} steps after "
-            f"{measure.warmup_steps} to warm up"
+            f"measures throughput in {measure.windows} windows of {measure.steps} steps after "
+            f"{counted(measure.warmup_steps, 'warm-up step')}"
         )
 
     @property
@@ -171,7 +172,7 @@ class Training(Trial):
             return f"trains {QUICK_STEPS} steps of {length}, evaluates, and saves a checkpoint"
         if self.train_only:
             return f"trains {length}"
-        return f"trains {length}; measures throughput, waiting for gradients and data, peak memory"
+        return f"trains {length}; measures throughput, step time and peak memory"
 
     @override
     def steps_of(self, total: int) -> int:

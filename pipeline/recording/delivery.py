@@ -57,14 +57,14 @@ class Outage:
     def begin(self, reason: str) -> None:
         """Begin the outage, or replace its reason."""
         if not self.reason:
-            waiting = f"nothing is lost, they wait in {self._place}"
-            self._warn(f"MLflow{self._at} doesn't accept {self._what} ({reason}); {waiting}")
+            waiting = f"Nothing is lost: they wait in {self._place}"
+            self._warn(f"MLflow{self._at} doesn't accept {self._what} ({reason}). {waiting}")
         self.reason = reason
 
     def end(self) -> None:
         """End the outage, if there is one."""
         if self.reason:
-            self._warn(f"MLflow accepts {self._what} again; those that waited have been sent")
+            self._warn(f"MLflow accepts {self._what} again. All {self._what} that waited were sent")
         self.reason = ""
 
 
@@ -161,7 +161,7 @@ class Delivery:
         self.refused += 1
         if reason not in self._told:
             self._told.add(reason)
-            self._warn(f"MLflow refuses a {event.kind} event: {reason}")
+            self._warn(f"MLflow rejected an event of kind {event.kind}: {reason}")
 
 
 def persist(attempt: Callable[[], bool], *, ending: Flag) -> bool:

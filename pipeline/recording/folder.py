@@ -49,7 +49,7 @@ def create(plan: Plan) -> Path:
         (root / name).mkdir(parents=True)
     except OSError as error:
         raise ResourceError(
-            f"tracking.directory: {root} can't be written: {error.strerror}; name another folder"
+            f"tracking.directory: {root} can't be written: {error.strerror}. Name another folder."
         ) from error
     return root / name
 
@@ -113,7 +113,7 @@ def read_state(folder: Path) -> RunState:
     path = folder / journal.FILE_NAME
     opened = journal.opened(path)
     if opened is None:
-        raise UsageError(f"{folder}: this run ended before it started; start a new one")
+        raise UsageError(f"{folder}: this run failed before it started. Start a new run.")
     end = journal.ending(path)
     status: Status | Literal["RUNNING"] = "RUNNING" if journal.is_open(path) else end.status if end else "KILLED"
     experiment = load(folder / EXPERIMENT_NAME).experiment
@@ -138,8 +138,8 @@ def explained(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in {ENOSPC, EDQUOT}:
             raise ResourceError(
-                f"{error.filename or folder}: the disk is full; make room (--resume then continues from the newest "
-                "checkpoint), or name another tracking.directory"
+                f"{error.filename or folder}: the disk is full. Free some space and use --resume, which continues from "
+                "the latest checkpoint. Or set another tracking.directory."
             ) from error
         if error.errno == ENOENT and not path.exists():
             raise ResourceError(f"{folder} was deleted during the run, so the run was stopped") from error

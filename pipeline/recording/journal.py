@@ -61,7 +61,9 @@ class Journal:
         """
         if taker := self._lock.taken_by:
             raise OSError(
-                errno.EPERM, f"{taker} has resumed this run, because this driver gave no sign", str(self._path)
+                errno.EPERM,
+                f"{taker} has resumed this run, because this driver did not renew its lock",
+                str(self._path),
             )
         self._unwritten += event_to_json(event) + b"\n"
         try:
@@ -188,12 +190,12 @@ def read(path: Path) -> Iterator[AnyEvent]:
         UsageError: there is no such journal, or a line before the last is damaged.
     """
     if not path.is_file():
-        raise UsageError(f"{path}: no such journal; name the folder of a run, e.g. runs/<run>")
+        raise UsageError(f"{path}: no such journal. Name the folder of a run, e.g. runs/<run>")
     torn: int | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if torn is not None:
-                raise UsageError(f"{path}:{torn}: this line is damaged; remove it if you don't need its event")
+                raise UsageError(f"{path}:{torn}: this line is damaged. Remove the line if you don't need its event.")
             event = _parsed(line)
             if event is None:
                 torn = number

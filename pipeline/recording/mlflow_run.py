@@ -104,7 +104,7 @@ class MlflowRun:
             return
         run_id, path = self._run(event), PurePosixPath(event.path)
         if not (self.folder / path).exists():
-            self._warn(f"{self.folder / path} is gone; it is missing among the run's artifacts in MLflow")
+            self._warn(f"{self.folder / path} was deleted, so it is missing from the run's artifacts in MLflow")
             return
         self._client.log_artifact(run_id, str(self.folder / path), str(path.parent) if path.parent.name else None)
         if path.name.endswith("_table.json"):
@@ -119,7 +119,9 @@ class MlflowRun:
             log_model(self._client, event, self._exported, run_id=run_id, folder=folder, warn=self._warn)
         else:
             self._client.log_artifact(run_id, str(folder / event.weights), str(PurePosixPath(event.weights).parent))
-            self._warn("only the model's weights are logged to MLflow: the task doesn't call it with tensors alone")
+            self._warn(
+                "only the model's weights are logged to MLflow, because the task calls it with more than tensors"
+            )
         is_due = event.registered and (event.run or not self._is_member)
         if is_due and self._has_finished and event == self._models[-1]:
             register(self._client, event, run_id=run_id, warn=self._warn)

@@ -69,7 +69,7 @@ class TaggedRuns:
             LookupError: MLflow doesn't have the run yet.
         """
         if not (found := self._found({RUN_TAG: name, TRIAL_TAG: trial})):
-            raise LookupError(f"{name} isn't in MLflow yet; pipeline sync sends it")
+            raise LookupError(f"{name} isn't in MLflow yet. Send it with pipeline sync")
         return str(max(found, key=_content).info.run_id)
 
     def end(self, run_id: str, event: Event, *, status: Status) -> None:

@@ -70,7 +70,7 @@ def _log_model(
             return
         except Exception as error:  # noqa: BLE001 - user code; the run itself is fine
             _log.warning("the model can't be rebuilt", exc_info=error)
-            warn(f"the model isn't logged to MLflow, it can't be rebuilt: {first_line(error)}")
+            warn(f"the model isn't logged to MLflow, because it can't be rebuilt: {first_line(error)}")
             return
         logged = logged or _create(client, run_id)
         identity = {"run_id": logged.source_run_id, "model_id": logged.model_id, "model_uuid": logged.model_id}
@@ -80,7 +80,7 @@ def _log_model(
                 found.write(path, model=model, warn=warn)
         except Exception as error:  # noqa: BLE001 - user code and torch.export; the run itself is fine
             _log.warning("the model can't be saved", exc_info=error)
-            warn(f"the model isn't logged to MLflow, it can't be saved: {first_line(error)}")
+            warn(f"the model isn't logged to MLflow, because it can't be saved: {first_line(error)}")
             client.finalize_logged_model(logged.model_id, "FAILED")
             return
         client.log_model_artifacts(logged.model_id, str(path))

@@ -157,7 +157,7 @@ class Module:
             save("pt2")
         except Exception as error:  # noqa: BLE001 - whatever torch.export can't trace in a user's model
             _log.warning("torch.export failed", exc_info=error)
-            warn(f"the model is logged as pickle, since torch.export failed: {first_line(error)}")
+            warn(f"the model is logged as pickle, because torch.export failed: {first_line(error)}")
             shutil.rmtree(path, ignore_errors=True)
             save("pickle")
 

@@ -59,7 +59,7 @@ class TrackingOutcome(Frozen):
             return known.lacking(delivery.waiting(waiting) or "some results", folder=folder, trouble=trouble)
         if not delivery.refused:
             return known
-        message = f"MLflow refused {counted(delivery.refused, 'event')}, kept in {folder / FILE_NAME}"
+        message = f"MLflow rejected {counted(delivery.refused, 'event')}, kept in {folder / FILE_NAME}"
         return known.model_copy(update={"message": message})
 
     def lacking(self, what: str, *, folder: Path, trouble: str) -> "TrackingOutcome":
@@ -71,8 +71,8 @@ class TrackingOutcome(Frozen):
             trouble: why they are missing.
         """
         message = (
-            f"not in MLflow yet: {what} ({trouble}); nothing is lost, "
-            f"send the rest with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
+            f"not in MLflow yet: {what} ({trouble}). Nothing is lost. "
+            f"Send the rest with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
         )
         return self.model_copy(update={"delivered": False, "message": message})
 

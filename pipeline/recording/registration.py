@@ -25,7 +25,7 @@ def register(client: "MlflowClient", saved: ModelSaved, *, run_id: str, warn: Ca
     name = saved.registered
     logged = logged_model(client, run_id)
     if logged is None or logged.status.value != "READY":
-        warn(f"tracking.register_model: {name} gets no version, since the model isn't logged to MLflow")
+        warn(f"tracking.register_model: {name} gets no version, because the model isn't logged to MLflow")
         return
     version = _version(client, name, run_id=run_id)
     if version is None:

@@ -52,8 +52,8 @@ def find(text: str, directory: Path) -> Path:
     if found:
         some = ", ".join(found[-_MOST_NAMED:])
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        raise UsageError(f"{text}: {len(found)} runs match; write more of one of these ids: {some}{more}")
-    newest = f"; the newest are {', '.join(names[-3:])}" if names else "; it has no runs"
+        raise UsageError(f"{text}: {len(found)} runs match. Write more of one of these ids: {some}{more}")
+    newest = f". The latest runs are {', '.join(names[-3:])}" if names else " (no runs yet)"
     raise UsageError(f"{text}: no such run in {directory}{did_you_mean(text, names, cutoff=0.4) or newest}")
 
 

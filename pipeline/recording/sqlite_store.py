@@ -56,17 +56,17 @@ def check(path: Path) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise ResourceError(
-            f"tracking.uri: the folder {folder} of {path.name} doesn't exist; create it: mkdir -p {folder}"
+            f"tracking.uri: the folder {folder} of {path.name} doesn't exist. Create it: mkdir -p {folder}"
         )
     try:  # os.access isn't enough: root has permission even on a read-only file system
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ResourceError(
-            f"tracking.uri: no file can be written in {folder}, where {path.name} belongs ({error.strerror}); "
-            "change its permissions, or set tracking.uri to a file elsewhere"
+            f"tracking.uri: can't write to {folder}, the folder of {path.name} ({error.strerror}). "
+            "Change its permissions, or set tracking.uri to a file elsewhere."
         ) from error
     if path.is_dir():
-        raise ResourceError(f"tracking.uri: {path} is a folder; name a file in it: sqlite:///{path}/mlflow.db")
+        raise ResourceError(f"tracking.uri: {path} is a folder. Name a file in it: sqlite:///{path}/mlflow.db")
     if path.exists():
         _check_database(path)
 
@@ -83,13 +83,13 @@ def _check_database(path: Path) -> None:
             wrong = wrong or str(error)
     if wrong:
         raise ResourceError(
-            f"tracking.uri: {path} can't be used ({wrong}); change its permissions, "
-            "or move it away and a new one will be created"
+            f"tracking.uri: {path} can't be used ({wrong}). Change its permissions, "
+            "or move it away: the next run creates a new file."
         )
     if is_unfinished:
         raise ResourceError(
-            f"tracking.uri: {path} was never completed, its creation was cut short; it holds no runs; "
-            f"move it away and a new one will be created: mv {path} {path}.unfinished"
+            f"tracking.uri: {path} holds no runs, because its creation was interrupted. "
+            f"Move it away, and the next run creates a new file: mv {path} {path}.unfinished"
         )
 
 

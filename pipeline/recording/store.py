@@ -89,13 +89,13 @@ def check_store(uri: str) -> str | None:
     scheme = uri.partition("://")[0].partition("+")[0]
     if scheme not in _SCHEMES:
         raise ResourceError(
-            f"tracking.uri: MLflow has no store for {without_credentials(uri)}; write sqlite:///mlflow.db or http://HOST:PORT"
+            f"tracking.uri: MLflow has no store for {without_credentials(uri)}. Use sqlite:///mlflow.db or http://HOST:PORT."
         )
     if path := sqlite_path(uri):
         try:
             sqlite_store.check(path)
         except OSError as error:
-            raise ResourceError(f"tracking.uri: {path} can't be used ({error.strerror}); name another file") from error
+            raise ResourceError(f"tracking.uri: {path} can't be used ({error.strerror}). Name another file.") from error
     return _check_server(uri) if is_server(uri) else None
 
 
@@ -143,6 +143,6 @@ def _check_server(uri: str) -> str | None:
     except OSError as error:
         reason = getattr(error, "reason", error)
         return (
-            f"{without_credentials(uri)} doesn't answer ({reason}); "
-            "training continues, results wait in the journal until it does"
+            f"{without_credentials(uri)} doesn't answer ({reason}). "
+            "Training continues, and results wait in the run's folder until it does"
         )

@@ -68,8 +68,8 @@ def _send(
         opened, last, count = (event if isinstance(event, RunOpened) else opened), event, count + 1
     if journal.is_open(path):
         raise UsageError(
-            f"{folder}: this run is still running in {journal.describe_writer(path)} and sends its results itself; "
-            "sync it when it has ended"
+            f"{folder}: this run is still running in {journal.describe_writer(path)} and sends its results itself. "
+            "Sync it after it has ended."
         )
     if opened is None or last is None:
         raise UsageError(f"{path}: nothing to send, the run ended before it started")
@@ -77,7 +77,7 @@ def _send(
     try:
         check_store(uri)  # a server that doesn't answer now is tried anyway
     except ResourceError as error:
-        raise ResourceError(f"{error}\nor send it to another store: pipeline sync {folder} --to URI") from error
+        raise ResourceError(f"{error}\nOr send it to another store: pipeline sync {folder} --to URI") from error
     also = (
         () if to or wanted else attach_also(opened.also, folder, known=count - 1, warn=warn)
     )  # an earlier end is skipped

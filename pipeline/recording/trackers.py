@@ -67,7 +67,7 @@ class Attached:
         """True if the tracker raised an exception."""
         self._build, self._warn = build, warn
         self._journal = folder / journal.FILE_NAME
-        self._remedy = remedy or f"{self._journal} has them all"
+        self._remedy = remedy or f"All events are in {self._journal}"
         self._feed = journal.Feed(self._journal, known=known)
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
@@ -79,8 +79,8 @@ class Attached:
         """Wait until the tracker has received all events, at most ``timeout_s`` seconds."""
         self.end()
         if not self.done.wait(timeout_s):
-            missing = f"what is missing there is in {self._journal}"
-            self._warn(f"{self.name} has not ended {timeout_s:g} s after the run, which no longer waits; {missing}")
+            missing = f"Events that it lacks are in {self._journal}"
+            self._warn(f"{self.name} did not end within {timeout_s:g} s of the run, which no longer waits. {missing}")
 
     def _work(self) -> None:
         try:
@@ -92,7 +92,7 @@ class Attached:
             # Without its traceback: exceptions of services quote URIs with their passwords.
             said = redacted(" ".join(str(error).split()))[:300]
             self.has_failed = True
-            self._warn(f"{self.name} raised {type(error).__name__}: {said}; it gets no further events, {self._remedy}")
+            self._warn(f"{self.name} raised {type(error).__name__}: {said}. It gets no further events. {self._remedy}")
         finally:
             self.done.set()
             self._feed.close()
@@ -136,7 +136,7 @@ def attach_also(
         tracker: Tracker = also.build(name, folder)
         return tracker
 
-    remedy = f"send the rest with: pipeline sync {folder}"
+    remedy = f"Send the rest with: pipeline sync {folder}"
     return [
         Attached(partial(build, name), name=name, folder=folder, known=known, warn=warn, remedy=remedy)
         for name in dict.fromkeys(names)

@@ -48,7 +48,7 @@ def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) ->
             ready(without_credentials(uri))
         return without_credentials(uri)
     if (path := sqlite_path(uri)) and not path.exists():
-        raise UsageError(f"{path}: no runs yet; `pipeline run EXPERIMENT` creates it")
+        raise UsageError(f"{path}: no runs yet. Start one with pipeline run EXPERIMENT.")
     check_store(uri)
     _check_port(port)
     address = f"http://{_HOST}:{port}"
@@ -90,7 +90,7 @@ def _check_port(port: int) -> None:
         try:
             probe.bind((_HOST, port))
         except OSError as error:
-            raise UsageError(f"port {port} on {_HOST}: {error.strerror}; choose another port with --port") from None
+            raise UsageError(f"port {port} on {_HOST}: {error.strerror}. Choose another port with --port.") from None
 
 
 def _start(uri: str, *, port: int, log: IO[str]) -> subprocess.Popen[bytes]:

@@ -96,8 +96,8 @@ class OuterGroup:
         while missing := {rank for rank in missing if not self._store.check([f"facts/{rank}"])}:
             if time.monotonic() > deadline:
                 raise ResourceError(
-                    f"{self.outer.name} started {self.outer.world_size} processes, but {len(missing)} of them did not "
-                    f"reach rank 0 on {self.rank.node} within parallel.start_timeout_s, {self._timeout_s:g} s: "
+                    f"{self.outer.name} started {self.outer.world_size} processes. {len(missing)} of them did not "
+                    f"reach rank 0 on {self.rank.node} within parallel.start_timeout_s ({self._timeout_s:g} s): "
                     f"rank {_join_some(sorted(missing))}"
                     + (f". No process came from {_join_some(silent)}." if (silent := self._silent_hosts()) else "")
                 )
@@ -206,8 +206,8 @@ def _opened(outer: OuterLauncher, *, timeout_s: float) -> TCPStore:
         return rendezvous.opened(host, outer.port, timeout=timedelta(seconds=timeout_s))
     except OSError as error:
         raise ResourceError(
-            f"rank 0 can't listen at {host}:{outer.port}: {error.strerror or error}; set MASTER_ADDR to an address of "
-            f"{socket.gethostname()}, where rank 0 is, and MASTER_PORT to a free port, for all ranks"
+            f"rank 0 can't listen at {host}:{outer.port}: {error.strerror or error}. For all ranks, set MASTER_ADDR to "
+            f"an address of {socket.gethostname()}, where rank 0 runs, and MASTER_PORT to a free port."
         ) from error
 
 
@@ -244,7 +244,7 @@ def _await_server(host: str, port: int, *, timeout_s: float) -> None:
             if time.monotonic() > deadline:
                 raise ResourceError(
                     f"{socket.gethostname()}: rank 0 doesn't answer at {host}:{port} within "
-                    f"parallel.start_timeout_s, {timeout_s:g} s: {error.strerror or error}. "
+                    f"parallel.start_timeout_s ({timeout_s:g} s): {error.strerror or error}. "
                     "Set MASTER_ADDR to an address of rank 0's machine that all machines reach."
                 ) from error
             time.sleep(_POLL_S)

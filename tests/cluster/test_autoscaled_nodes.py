@@ -33,7 +33,7 @@ TYPES = {
 SECOND = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD}
 """What ``ray up`` sets for the second version."""
 DDP = ["parallel.strategy=ddp", "parallel.device=cpu", "parallel.cpus_per_worker=1", "checkpoint.every_steps=5"]
-WAITS = "waiting up to parallel.queue_timeout_s"
+WAITS = "Waiting up to 600 s (parallel.queue_timeout_s)"
 
 
 @pytest.fixture
@@ -54,19 +54,21 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 def asked(ran: Ran) -> list[str]:
     told = [event.message for event in ran.events if isinstance(event, Warned)]
-    return [message for message in told if message.startswith("asked the cluster's autoscaler for nodes for ")]
+    return [message for message in told if message.startswith("requested nodes from the cluster's autoscaler for ")]
 
 
 @pytest.mark.parametrize("nodes", [{}], indirect=True, ids=["v1"])
 def test_nodes_that_are_lacking_are_asked_for(nodes: Nodes) -> None:
     cwd = project(nodes.storage(0) / "project", tracked=True)
     planned = run(nodes, cwd, *DDP, "parallel.workers=2", "--dry-run")
-    assert "room for 0 of 2 workers now; the run asks the cluster's autoscaler for nodes" in planned.stdout, planned
+    assert "Room for 0 of 2 workers is free. The run requests nodes from the cluster's autoscaler." in planned.stdout, (
+        planned
+    )
     nodes.await_nodes(1)
 
     too_many = run(nodes, cwd, *DDP, "parallel.workers=3", "parallel.queue_timeout_s=2")
     assert too_many.code == 3, too_many.output
-    assert "free within parallel.queue_timeout_s, 2 s" in too_many.output
+    assert "free within parallel.queue_timeout_s (2 s)" in too_many.output
 
     ran = run(nodes, cwd, *DDP, "parallel.workers=2")
     assert ran.code == 0, ran.output
@@ -78,6 +80,6 @@ def test_an_elastic_training_asks_for_its_least_and_then_for_more(nodes: Nodes) 
     slow = ["model={_target_: lab.Paced, ms: 100, release: nowhere}", "train.epochs=150"]
     ran = run(nodes, cwd, *DDP, *slow, "parallel.workers=[1, 2]")
     assert ran.code == 0, ran.output
-    one = "asked the cluster's autoscaler for nodes for 1 worker with 1 CPU each"
-    assert asked(ran)[:2] == [f"{one}; {WAITS}, 600 s", one]
+    one = "requested nodes from the cluster's autoscaler for 1 worker with 1 CPU each"
+    assert asked(ran)[:2] == [f"{one}. {WAITS}", one]
     assert [len(event.devices) for event in ran.events if isinstance(event, Started)] == [1, 2]

@@ -56,7 +56,9 @@ def test_a_node_looks_where_its_worker_will(tmp_path: Path, monkeypatch: pytest.
 
     assert answer.missing_packages == ("left_behind",)
     assert answer.missing_data == ("/no/such/data",)
-    assert answer.storage == ("files that this machine writes there are not visible on that node: it is other storage")
+    assert (
+        answer.storage == "files that this machine writes there do not appear on that node: the storage is not shared"
+    )
     assert "lo" in answer.interfaces
 
 

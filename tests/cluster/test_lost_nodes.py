@@ -141,7 +141,9 @@ def test_a_node_that_is_drained_is_left_in_time(expected: dict[int, float]) -> N
         notice, moved = (event.message for event in all_of_events(Warned, done) if label in event.message)
         seconds = r"1[012]\d s"
         assert re.fullmatch(
-            rf"{re.escape(label)} is going away in {seconds}: saving a checkpoint to continue on other nodes", notice
+            rf"{re.escape(label)} is being drained and ends in {seconds}: "
+            r"saving a checkpoint to continue on other nodes",
+            notice,
         )
         (resumed,) = all_of_events(Resumed, done)
         assert moved == (
@@ -174,7 +176,7 @@ def test_the_drained_node_of_the_command_ends_the_run_like_sigterm(expected: dic
         done = ended(process, cwd)
 
         assert done.code == 143, done.output
-        assert f"node0 ({nodes.host(0)}) is going away in " in done.output
+        assert f"node0 ({nodes.host(0)}) is being drained and ends in " in done.output
         assert "and this command runs there: saving a checkpoint to end" in done.output
         assert all_of_events(CheckpointSaved, done)[-1].step == max(done.losses)
         assert done.losses == pytest.approx({step: expected[step] for step in done.losses}, rel=EXACT, abs=EXACT)

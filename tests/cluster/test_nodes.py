@@ -131,10 +131,10 @@ def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) ->
     assert refused.code == 3
     far = f"node1 ({nodes.host(1)}): "
     both = f"node0 ({nodes.host(0)}), {far}"
-    assert f"{both}parallel.interface: it has no ib0; it has eth0, lo" in refused.stderr
-    assert f"{far}it can't import lab, a package of this project; install it there, or" in refused.stderr
+    assert f"{both}parallel.interface: it has no interface ib0, only eth0, lo" in refused.stderr
+    assert f"{far}it can't import lab, a package of this project. Install it there, or" in refused.stderr
     assert f"{far}checkpoints go to {nodes.private}/project/runs/" in refused.stderr
-    assert "write checkpoint.directory: a folder that all nodes share" in refused.stderr
+    assert "Set checkpoint.directory to a folder that all nodes share" in refused.stderr
     assert "Traceback" not in refused.output
 
 
@@ -155,9 +155,9 @@ def test_a_machine_without_ray_is_told_how_to_join(nodes: Nodes) -> None:
 
     assert refused.code == 3
     assert refused.stderr == (
-        f"error: this machine is not a node of the Ray cluster at {nodes.address}, whose nodes are {nodes.host(0)}, "
-        f"{nodes.host(1)}, {nodes.host(2)}; add it with ray start --address={nodes.address} --num-cpus=0, or send "
-        "the run there with pipeline submit\n"
+        f"error: this machine is not a node of the Ray cluster at {nodes.address}. Its nodes are {nodes.host(0)}, "
+        f"{nodes.host(1)}, {nodes.host(2)}. Add this machine with ray start --address={nodes.address} --num-cpus=0, or "
+        "send the run with pipeline submit.\n"
     )
 
 

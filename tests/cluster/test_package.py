@@ -68,13 +68,15 @@ def test_code_that_git_does_not_track_is_named(here: Path) -> None:
 
 def test_without_a_repository_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(ResourceError, match=r"in no git repository.*git init and git add.*parallel.ship_code: false"):
+    with pytest.raises(
+        ResourceError, match=r"not in a git repository.*Use git init and git add.*parallel.ship_code to false"
+    ):
         tracked(tmp_path)
 
 
 def test_an_empty_repository_is_refused(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    with pytest.raises(ResourceError, match=r"git tracks no file here.*; git add, or"):
+    with pytest.raises(ResourceError, match=r"git tracks no file here.*Use git add, or"):
         tracked(tmp_path)
 
 
@@ -82,7 +84,7 @@ def test_too_much_is_refused_with_the_largest_files(here: Path) -> None:
     (here / "weights.bin").write_bytes(bytes(70_000))
     subprocess.run(["git", "add", "weights.bin"], check=True)
 
-    with pytest.raises(ResourceError, match=r"at most 60 kB .* the largest are weights.bin \(70 kB\), lab.py"):
+    with pytest.raises(ResourceError, match=r"At most 60 kB .* The largest files are weights.bin \(70 kB\), lab.py"):
         tracked(here, most_bytes=60_000)
 
 

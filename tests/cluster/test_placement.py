@@ -22,8 +22,8 @@ def test_strict_spread_needs_a_node_for_each_worker() -> None:
     with pytest.raises(ResourceError) as refused:
         plan("parallel.placement=strict_spread", "parallel.workers=3")
     assert str(refused.value) == (
-        "parallel.placement: strict_spread needs a node for each of 3 workers; Ray cluster at head:6379 has 2 nodes "
-        "for them; use fewer workers, or spread"
+        "parallel.placement: strict_spread needs a node for each of 3 workers. Ray cluster at head:6379 has 2 nodes "
+        "for them. Use fewer workers, or spread."
     )
     assert plan("parallel.placement=spread", "parallel.workers=3").main.workers == 3
 

@@ -148,14 +148,13 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
         "mlp-digits, seed 17",
         "1438 training samples, 359 validation samples",
         "23 per epoch, 115 in 5 epochs",
-        "2 workers",
-        "CPU, 1 thread",
-        "32 or 33 samples per worker in 4 micro-batches",
+        "2 workers, 1 CPU thread each",
+        "per-worker batch 32 or 33 in 4 micro-batches",
     ):
         assert fragment in ended.stdout
     order = [line.split()[0] for line in ended.stdout.splitlines() if " with torchrun: " in line]
     assert order == ["main"]
-    assert "  then       baseline single, reference single, 2 cores\n" in ended.stdout
+    assert "  then      baseline (single), reference (single, 2 cores)\n" in ended.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,15 +162,15 @@ def test_a_dry_run_without_baseline(command: Command) -> None:
     ended = command("run", MLP, "--dry-run", "--no-baseline")
 
     assert ended.stdout.count(" with torchrun: ") == 1
-    assert "in turn with" not in ended.stdout
+    assert "alternating with" not in ended.stdout
 
 
 def test_a_dry_run_of_a_training_only(command: Command) -> None:
     ended = command("run", MLP, "--dry-run", "--train-only")
 
     assert ended.stdout.count(" with torchrun: ") == 1
-    assert "in turn with" not in ended.stdout
-    assert ended.stdout.count("note: --train-only: no baseline, so no speedup; no parts of a step, so no advice\n") == 1
+    assert "alternating with" not in ended.stdout
+    assert ended.stdout.count("note: --train-only: no speedup, no step-time breakdown, no recommendations\n") == 1
     assert "measures" not in ended.stdout
     as_json = command("run", MLP, "--dry-run", "--train-only", "--json")
     assert "--train-only" in json.loads(as_json.stdout)["notes"][0]

@@ -98,8 +98,8 @@ def test_a_store_that_cannot_be_written_ends_in_3(command: Command, monkeypatch:
     assert re.search(
         r"problem MLflow: tracking.uri: the folder /nowhere .* doesn't exist", " ".join(ended.stdout.split())
     )
-    assert "fix: create it: mkdir -p /nowhere" in ended.stdout
-    assert "two processes can't exchange gradients: not now" in ended.stdout
+    assert "fix: Create it: mkdir -p /nowhere" in ended.stdout
+    assert "gradients can't be synchronized between two processes: not now" in ended.stdout
     assert "2 problems" in ended.stdout
 
 
@@ -151,6 +151,6 @@ def test_an_older_server_is_a_warning_and_one_as_new_is_not() -> None:
         equal = looked_at(uri)
 
     assert older.status == "warning"
-    assert f"the server is MLflow 2.22.1, the client here {MLFLOW}" in older.what
+    assert f"The server is MLflow 2.22.1, the client here {MLFLOW}" in older.what
     assert f"pip install mlflow=={MLFLOW}" in older.fix
     assert equal.status == "ok"

@@ -93,7 +93,7 @@ def test_variable_that_was_read_here_must_be_there(monkeypatch: pytest.MonkeyPat
         ["sh", "-c", job["spec"]["entrypoint"]], env=PATH, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "TEAM: set where this job was sent from, but not here" in done.stderr
+    assert "TEAM: set on the machine that sent this job, but not here" in done.stderr
     _, job = documents(request(reading, environment=("TEAM",)))
     assert words_of(job["spec"]["entrypoint"], tmp_path)[1:3] == ["pipeline", "run"]
 

@@ -58,7 +58,7 @@ FILES = [
     Wrong("no loss", 2, ("loss: missing",), lab("loss: {_target_: torch.nn.CrossEntropyLoss}\n", "")),
     Wrong("batch smaller than workers", 2, ("train.global_batch_size", "1 samples can't be shared by 2 workers"),
           LAB, ("train.global_batch_size=1", "parallel.workers=2", "parallel.strategy=ddp")),
-    Wrong("two workers in process", 2, ("parallel.workers", "launcher: torchrun or ray"),
+    Wrong("two workers in process", 2, ("parallel.workers", "launcher to torchrun or ray"),
           LAB, ("parallel.workers=2", "parallel.strategy=ddp")),
     Wrong("two workers of dp", 2, ("parallel.workers", "strategy: ddp"),
           LAB, ("parallel.workers=2", "parallel.strategy=dp", "parallel.launcher=torchrun")),
@@ -170,7 +170,7 @@ def test_more_workers_than_cores_are_refused_at_once(command: Command, launcher:
 
     assert ended.code == 3
     assert "4096 workers" in ended.stderr
-    assert "use at most" in ended.stderr
+    assert "Use at most" in ended.stderr
     assert time.monotonic() - begin < 60  # not an endless wait for cores
 
 
@@ -179,4 +179,4 @@ def test_cuda_without_a_gpu_is_refused(command: Command, monkeypatch: pytest.Mon
     ended = command("run", "lab.yaml", "parallel.device=cuda")
 
     assert ended.code == 3
-    assert "asks for GPUs" in ended.stderr
+    assert "cuda needs a GPU" in ended.stderr

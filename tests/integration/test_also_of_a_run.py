@@ -113,7 +113,7 @@ def test_one_that_fails_leaves_the_run_and_the_others_alone(
     folder, ended = run(command, tmp_path, "[wandb, csv]")
     said = " ".join(ended.output.split())
     assert said.count("wandb raised OSError: no route to https://") == 1
-    assert f"it gets no further events, send the rest with: pipeline sync {folder}" in said
+    assert f"It gets no further events. Send the rest with: pipeline sync {folder}" in said
     assert "pa55" not in ended.output
     assert (folder / "metrics.csv").read_text().count("\n") > len(losses(folder))
     assert json.loads((folder / "tracking.json").read_text())["delivered"]

@@ -312,7 +312,9 @@ def test_a_full_disk_ends_a_run_that_is_continued_once_there_is_room(proxy: Prox
             fill(small_disk)
             training.until(lambda: False)
 
-    with pytest.raises(ResourceError, match=r"events.jsonl: the disk is full; make room \(--resume") as raised:
+    with pytest.raises(
+        ResourceError, match=r"events.jsonl: the disk is full\. Free some space and use --resume"
+    ) as raised:
         train()
 
     assert raised.value.exit_code == 3
@@ -336,7 +338,7 @@ def test_a_full_disk_is_found_before_training(command: Any, small_disk: Path, tm
     ended = command("run", "lab.yaml", "--no-baseline", *more)
 
     assert ended.code == 3
-    assert "the disk is full; make room" in ended.stderr
+    assert "the disk is full. Free some space" in ended.stderr
     assert "Traceback" not in ended.output
     assert "step" not in ended.stdout
 
@@ -344,7 +346,7 @@ def test_a_full_disk_is_found_before_training(command: Any, small_disk: Path, tm
 def test_a_file_that_does_not_fit_is_an_error_with_its_name(small_disk: Path) -> None:
     run = Recording("sqlite:///unused.db", small_disk / "runs")
     with (
-        pytest.raises(ResourceError, match="the disk is full; make room"),
+        pytest.raises(ResourceError, match=r"the disk is full\. Free some space"),
         recorded(run.plan, terminal=Terminal.on(rich.console.Console(file=io.StringIO())), tracked=False),
     ):
         (run.folder / "report.html").write_bytes(bytes(2**21))
@@ -454,7 +456,7 @@ def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, m
         begin = time.monotonic()
 
     assert time.monotonic() - begin < 10  # two, and a request takes 20
-    run.assert_told_once("waiting until MLflow has everything", f"send the rest with: pipeline sync {run.folder}")
+    run.assert_told_once("waiting until MLflow has everything", f"Send the rest with: pipeline sync {run.folder}")
     proxy.fault = ""
     assert sync(run.folder, warn=[].append).delivered
     assert_all_is_there(proxy.uri, run.folder, steps=training.steps)
@@ -476,7 +478,7 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path
 
     (folder,) = tmp_path.iterdir()
     assert process.returncode == 130, stdout + stderr
-    assert f"send the rest with: pipeline sync {folder}" in stdout, stdout
+    assert f"Send the rest with: pipeline sync {folder}" in stdout, stdout
     assert "Traceback" not in stdout + stderr
     assert isinstance(journal.ending(folder / journal.FILE_NAME), RunClosed)
     proxy.fault = ""

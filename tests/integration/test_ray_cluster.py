@@ -190,9 +190,8 @@ def test_a_sweep_waits_for_room_that_other_jobs_occupy(
         await_files([file.with_suffix(".held") for file in files])
         stdout, stderr = (process := sweep()).communicate(timeout=240)
         assert process.returncode == 3, stdout + stderr
-        assert (
-            "room for 0 was free within parallel.queue_timeout_s, 1 s; trials that didn't end: 1, 2; --resume" in stderr
-        )
+        assert "Room for 0 workers was free within parallel.queue_timeout_s (1 s)." in stderr
+        assert "trials that did not end: 1, 2. To continue them, use --resume." in stderr
         assert "0 of 2 CPU free now" in " ".join(stdout.split())
         assert {trial["state"] for trial in folder.result["trials"]} == {"interrupted"}
 

@@ -244,7 +244,10 @@ def test_without_order_each_row_comes_once_and_a_resume_says_what_it_does_not_pr
     [
         (["data.columns=[x,z]"], r"data\.columns: z: train has x, y"),
         (["data.train.paths=/nowhere"], r"data\.train.*/nowhere"),
-        (["train.global_batch_size=900"], r"train\.global_batch_size: is 900, but an epoch has 889 rows; use fewer"),
+        (
+            ["train.global_batch_size=900"],
+            r"train\.global_batch_size: is 900\. An epoch has 889 rows\. Use at most 889\.",
+        ),
     ],
 )
 def test_what_ray_cannot_stream_is_refused(trials: Trials, changes: list[str], message: str) -> None:
@@ -260,7 +263,7 @@ def test_what_ray_cannot_stream_is_refused(trials: Trials, changes: list[str], m
             r"parallel\.launcher: is torchrun, but pipeline\.data\.streamed is read by Ray",
         ),
         (["parallel.launcher=inprocess"], r"parallel\.launcher: is inprocess, but .* write launcher: ray"),
-        (["parallel.workers=5"], r"train\.global_batch_size: is 24, which 5 workers can't share equally"),
+        (["parallel.workers=5"], r"train\.global_batch_size: is 24 and can't be divided equally among 5 workers"),
         (["parallel.workers=[1,6]"], r"train\.global_batch_size: is 24, which 5 workers can't"),
         (["loader.num_workers=1"], r"loader\.num_workers: has no effect on pipeline\.data\.streamed"),
     ],

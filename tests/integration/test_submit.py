@@ -213,7 +213,7 @@ def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the
 
 @pytest.mark.parametrize(
     ("token", "said"),
-    [(None, "requires a token; set RAY_AUTH_TOKEN"), ("wrong" * 8, "refuses the token; set RAY_AUTH_TOKEN")],
+    [(None, "requires a token. Set RAY_AUTH_TOKEN"), ("wrong" * 8, "rejects the token. Set RAY_AUTH_TOKEN")],
 )
 def test_cluster_that_knows_us_not_is_an_error(
     token: str | None,
@@ -295,7 +295,7 @@ def test_cluster_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(following, "_PATIENCE_S", 0.0)
     cluster = Flaky(is_gone=True)
     with pytest.raises(
-        ResourceError, match="lost the connection to http://there:8265; lab-1 may still be running there"
+        ResourceError, match=r"lost the connection to http://there:8265\. lab-1 may still be running there"
     ):
         following.follow(cast("Jobs", cluster), "lab-1", show=lambda _: None)
 

@@ -140,22 +140,22 @@ def test_what_is_not_there_is_told_before_anything_starts(command: Callable[...,
     there = (f"tracking.directory={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/m.db")
     rates = section(parameters={"optimizer.lr": {"grid": [0.1, 0.2]}}, concurrent=99)
     none = command("sweep", "lab.yaml", *there)
-    assert (none.code, "lab.yaml: sweep: missing; write what to try" in none.stderr) == (2, True)
+    assert (none.code, "lab.yaml: sweep: missing. Write the values to try" in none.stderr) == (2, True)
     many = command("sweep", "lab.yaml", rates, *there)
     assert many.code == 3
-    assert "99 trials of 1 worker with 1 core each don't fit side by side" in many.stderr
+    assert "99 trials of 1 worker with 1 core each don't fit at the same time" in many.stderr
     resumed = command("sweep", "lab.yaml", rates.replace("99", "1"), "--resume", *there)
     assert (resumed.code, "has no sweep of lab" in resumed.stderr) == (2, True)
     plan = command("sweep", "lab.yaml", rates.replace("99", "1"), "--dry-run", *there)
     assert plan.code == 0
-    assert "side by side 1 trial, each single with inprocess: 1 worker" in plan.stdout
+    assert "concurrent   1 trial, each single with inprocess: 1 worker" in plan.stdout
     assert "trial 2: optimizer.lr=0.2" in plan.stdout
     assert not (tmp_path / "runs").exists()
 
 
 def test_run_says_that_it_leaves_the_sweep_out(command: Callable[..., Ended], tmp_path: Path) -> None:
     plan = command("run", "lab.yaml", section(parameters={"optimizer.lr": {"grid": [0.1, 0.2]}}), "--dry-run")
-    assert "note: this trains the file's own values; pipeline sweep searches those of its sweep" in plan.stdout
+    assert "note: This run uses the values of the file. To search the values of its sweep section" in plan.stdout
 
 
 def test_check_says_what_the_sweep_would_do(command: Callable[..., Ended]) -> None:

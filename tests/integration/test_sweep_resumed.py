@@ -93,7 +93,7 @@ def test_a_trial_that_ray_loses_is_left_and_told(start: Start, tmp_path: Path) -
     actor.kill()
     output = ended(process, 1)
     assert "trial 1: interrupted: Ray lost the process that ran it" in output
-    assert "trials that didn't end: 1; --resume continues with them" in output
+    assert "trials that did not end: 1. To continue them, use --resume." in output
     assert [trial["state"] for trial in folder.result["trials"]] == ["interrupted", "finished", "finished"]
 
     ended(start(*sweep, "--resume", cwd=tmp_path), 0)
@@ -183,4 +183,4 @@ def test_all_trials_failed(start: Start, project: Path, tmp_path: Path) -> None:
     there = (f"tracking.directory={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
     faults = section(parameters={"seed": {"grid": [1, 2]}})
     output = ended(start("sweep", "lab.yaml", faults, "model.fault=raises", *there, cwd=project), 1)
-    assert "all 2 trials failed, the first one: " in output
+    assert "all 2 trials failed. The first error: " in output

@@ -105,7 +105,7 @@ def test_not_even_one_sample_fits(tune: Callable[..., Tuned]) -> None:
         (("--max", "many"), "valid integer"),
         (
             ("parallel.workers=2", "parallel.strategy=ddp"),
-            "inprocess runs one process; write launcher: torchrun or ray",
+            "inprocess runs one process. Set parallel.launcher to torchrun or ray.",
         ),
         (("train.batch=4",), "train.batch"),
         (("data._target_=lab.no_samples",), "the training set is empty"),

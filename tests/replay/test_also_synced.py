@@ -49,8 +49,8 @@ def test_one_that_fails_is_told_once_and_stops_no_other(
     ended = command("sync", str(folder))
     assert ended.code == 3
     assert ended.stderr.splitlines() == [
-        "wandb raised ConnectionError: no API key; it gets no further events, "
-        f"send the rest with: pipeline sync {folder}"
+        "wandb raised ConnectionError: no API key. It gets no further events. "
+        f"Send the rest with: pipeline sync {folder}"
     ]
     assert "is in MLflow" in ended.stdout
     assert (folder / "metrics.csv").stat().st_size

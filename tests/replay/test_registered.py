@@ -85,8 +85,8 @@ def test_a_model_that_is_not_logged_is_told(lab: Path, store: Store) -> None:
     folder = made(lab, "a", model={"_target_": "toys.ComparedNet"}, task=task, loss=None)
     assert sync(folder, warn=warned.append).delivered
     assert warned == [
-        "only the model's weights are logged to MLflow: the task doesn't call it with tensors alone",
-        "tracking.register_model: toys gets no version, since the model isn't logged to MLflow",
+        "only the model's weights are logged to MLflow, because the task calls it with more than tensors",
+        "tracking.register_model: toys gets no version, because the model isn't logged to MLflow",
     ]
     assert versions(store) == {}
 

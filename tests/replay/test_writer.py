@@ -139,7 +139,7 @@ def test_events_that_mlflow_refuses_take_no_others_with_them(store: Store, tmp_p
     told: list[str] = []
     outcome = sync(journaled(tmp_path / "refused", events), warn=told.append)
     assert outcome.delivered
-    assert outcome.message.startswith("MLflow refused 1 event, kept in ")
+    assert outcome.message.startswith("MLflow rejected 1 event, kept in ")
     assert len(told) == 1
     assert "data/../path" in told[0]
     (run,) = store.runs("made")
@@ -179,7 +179,7 @@ def test_a_file_that_is_gone_is_a_warning(store: Store, journal: Journal) -> Non
     (folder / "environment.txt").unlink()
     assert sync(folder, warn=told.append).delivered
     (line,) = told
-    assert line.endswith("environment.txt is gone; it is missing among the run's artifacts in MLflow")
+    assert line.endswith("environment.txt was deleted, so it is missing from the run's artifacts in MLflow")
 
 
 def test_a_run_that_goes_on_is_not_sent(store: Store, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def plan(there: Resources, **parallel: object) -> Plan:
 def test_what_does_not_fit_is_planned_where_nodes_can_be_added() -> None:
     made = plan(EMPTY, device="cpu", cpus_per_worker=4)
     assert (made.main.workers, made.main.cpus_per_worker) == (2, 4)
-    assert "room for 0 of 2 workers now; the run asks the cluster's autoscaler for nodes" in made.notes
+    assert "Room for 0 of 2 workers is free. The run requests nodes from the cluster's autoscaler." in made.notes
     assert "reference" not in [trial.role for trial in made.measured]  # no node may have the cores of both
     assert plan(EMPTY, device="cuda", strategy="dp", workers=1).main.devices_per_worker == 1
     assert plan(GPUS, workers=4).main.device == "cuda"
@@ -70,8 +70,9 @@ def test_nodes_that_may_have_gpus_or_not_need_a_device() -> None:
     with pytest.raises(ResourceError) as error:
         plan(HEAD, cpus_per_worker=4)
     assert str(error.value) == (
-        "parallel.device: auto: 2 workers need 8 cores, and Ray cluster at head:6379 has 4 cores, 4 GiB, no GPU. Its "
-        "autoscaler can add nodes, but these may have GPUs or not. Write device: cpu or cuda"
+        "parallel.device: auto can't be resolved. 2 workers need 8 cores, and Ray cluster at head:6379 has 4 cores, "
+        "4 GiB, no GPU. Its autoscaler can add nodes, but whether these have GPUs is unknown. Set device to cpu or "
+        "cuda."
     )
 
 
@@ -136,7 +137,7 @@ def test_workers_wait_for_nodes_that_are_asked_for(monkeypatch: pytest.MonkeyPat
     assert len(asked) == 2
 
     monkeypatch.setattr(placement, "free", lambda *_: 0)
-    with pytest.raises(ResourceError, match=r"room for 0 was free within parallel\.queue_timeout_s, 0\.1 s"):
+    with pytest.raises(ResourceError, match=r"Room for 0 workers was free within parallel\.queue_timeout_s \(0\.1 s\)"):
         placement.await_capacity(trial, nodes=list, warn=print, ask=lambda: None)
-    with pytest.raises(ResourceError, match="room for 0 on its nodes"):
+    with pytest.raises(ResourceError, match="Its nodes have room for 0 workers"):
         placement.await_capacity(trial, nodes=list, warn=print)

@@ -91,7 +91,9 @@ def test_the_plan_shows_both() -> None:
     plan = make_plan(read(), MACHINE, allowed=())
     text = describe(plan, DataSizes(1438, 359, 30))
     assert "30 per epoch, 30 in 1 epoch, 48 samples each (12 for each of 4 workers), fp32" in text
-    assert "note: train.batch_size_per_worker: the global batch is 48, also of what the run is compared with" in text
+    assert (
+        "note: The global batch size is 48 (train.batch_size_per_worker x parallel.workers). The baseline uses" in text
+    )
     assert {trial.experiment.train.global_batch_size for trial in plan.measured} == {48}
     elastic = describe(make_plan(read("parallel.workers=[2, 6]"), MACHINE, allowed=()), DataSizes(1438, 359, 20))
     assert "72 samples each (12 for each of at most 6 workers)" in elastic

@@ -26,7 +26,7 @@ from pipeline.recording import journal
 from pipeline.recording.recorder import Recorder
 
 SPOT = Departure(node="b", label="b (10.0.0.2)", seconds=29.6, has_driver=False)
-NOTICE = "b (10.0.0.2) is going away in 30 s"
+NOTICE = "b (10.0.0.2) is being drained and ends in 30 s"
 SAVING = f"{NOTICE}: saving a checkpoint to continue on other nodes"
 
 
@@ -148,7 +148,7 @@ def test_an_error_meanwhile_is_that_of_the_training(tmp_path: Path) -> None:
 def test_several_nodes_are_told_together(tmp_path: Path) -> None:
     other = Departure(node="a", label="a (10.0.0.1)", seconds=None, has_driver=False)
     run = carried_out(tmp_path, other, SPOT)
-    assert run.warnings[0] == f"a (10.0.0.1) is going away, {SAVING}"
+    assert run.warnings[0] == f"a (10.0.0.1) is being drained, {SAVING}"
     assert "without a (10.0.0.1), b (10.0.0.2); not" in run.warnings[1]
 
 

@@ -172,7 +172,7 @@ def test_a_base_outside_of_the_project_is_not_sent(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pipeline.commands.submit.jobs.tracked", lambda _: package)
     with pytest.raises(UsageError, match=r"^lab/base\.yaml: git doesn't track this file"):
         packed(Path("lab/e.yaml"), Path("lab/base.yaml"))
-    with pytest.raises(UsageError, match=r"^base\.yaml: is outside of .*, the folder that is sent"):
+    with pytest.raises(UsageError, match=r"^base\.yaml: not in .*, the folder that is sent"):
         packed(Path("lab/e.yaml"), Path("base.yaml"))
 
 

@@ -79,11 +79,11 @@ def test_a_node_that_has_everything_has_no_fault() -> None:
         ({"memory_free_mb": 100}, "problem", "100 MiB", "ps "),
         ({"compiler": None}, "warning", "torch.compile", "g++"),
         ({"git": None}, "warning", "commit of their code", "install git"),
-        ({"torch": None}, "problem", "a has no torch, this machine 2.13.0", "pip install torch==2.13.0"),
-        ({"python": "3.12.1"}, "problem", "a has Python 3.12, this machine 3.", "use Python 3."),
+        ({"torch": None}, "problem", "a has no torch, and this machine has 2.13.0", "pip install torch==2.13.0"),
+        ({"python": "3.12.1"}, "problem", "a has Python 3.12, and this machine has 3.", "use Python 3."),
         ({"clock_ahead_s": -7.0, "clock_error_s": 0.1}, "warning", "7.0 s behind this machine's", "ntp"),
         ({"gpu_error": "Driver/library version mismatch"}, "problem", "Driver/library version mismatch", "nvidia-smi"),
-        (GPUS, "problem", "2 x NVIDIA H200, but torch 2.13.0+cpu is a build for CPUs", "pip install torch==2.13.0"),
+        (GPUS, "problem", "2 x NVIDIA H200, but torch 2.13.0+cpu is built for CPUs only", "pip install torch==2.13.0"),
     ],
 )
 def test_what_is_lacking_is_said_with_what_mends_it(facts: dict[str, object], status: str, said: str, fix: str) -> None:
@@ -101,7 +101,7 @@ def test_a_driver_that_is_too_old_for_torch_s_cuda() -> None:
 
     assert (finding.status, finding.what) == (
         "problem",
-        "driver 550.54 runs CUDA up to 12.4, torch 2.13.0+cu130 needs 13.0",
+        "driver 550.54 supports CUDA up to 12.4. torch 2.13.0+cu130 needs 13.0",
     )
 
 
@@ -127,7 +127,7 @@ def test_of_several_nodes_the_one_that_differs_is_named() -> None:
     finding = bad(same, another)
 
     assert finding.status == "problem"
-    assert finding.what == "a (10.0.0.3) has torch 2.12.1, this machine 2.13.0"
+    assert finding.what == "a (10.0.0.3) has torch 2.12.1, and this machine has 2.13.0"
     assert finding.fix == "on a (10.0.0.3): pip install torch==2.13.0"
 
 
@@ -138,7 +138,7 @@ def test_names_that_lead_to_loopback_are_told_between_nodes(own: str | None) -> 
 
     assert not [finding for finding in judged(loopback) if finding.subject == "host names"]
     (finding,) = [finding for finding in judged(loopback, fine) if finding.subject == "host names"]
-    assert "resolve to loopback: a (10.0.0.2);" in finding.what
+    assert "resolve to loopback: a (10.0.0.2). Runs use" in finding.what
 
 
 def test_a_slow_interface_is_a_warning_where_the_node_has_a_faster_one() -> None:
@@ -204,7 +204,7 @@ def test_two_processes_have_gpus_if_cuda_shows_two(shown: int, backend: str, mon
     with pytest.raises(LookupError, match=backend):
         link.measure_here(there)
     (gpus,) = [finding for finding in judged(there) if finding.subject == "GPUs"]
-    assert gpus.what == "2 x NVIDIA H200" + ". CUDA shows 1: see CUDA_VISIBLE_DEVICES and MIG" * (shown < 2)
+    assert gpus.what == "2 x NVIDIA H200" + ". CUDA shows 1. Check CUDA_VISIBLE_DEVICES and MIG" * (shown < 2)
 
 
 @pytest.mark.parametrize(("free", "nodes", "are_free"), [(1, 2, True), (0, 2, False), (1, 1, False), (2, 1, True)])
@@ -240,7 +240,7 @@ def test_the_page_fits_80_columns_and_commands_stay_whole() -> None:
     assert fixes == [finding.fix for finding in findings if finding.fix]
     assert all(len(line) <= 80 for line in lines if "fix: " not in line)
     checks = len({finding.subject for finding in findings})
-    assert lines[-1] == f"1 problem and 1 warning; {checks - 2} of {checks} checks passed."
+    assert lines[-1] == f"1 problem and 1 warning. {checks - 2} of {checks} checks passed."
     assert "NVIDIA H200" in terminal.file.getvalue()
 
 

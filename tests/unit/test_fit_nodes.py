@@ -25,7 +25,7 @@ HERE = facts_here()
 SILENT = "it didn't answer within 60 s"
 OTHER = HERE.model_copy(update={"ray": "2.9.0"})
 VERSION = f"it has ray 2.9.0, this machine {HERE.ray}; on that node: pip install ray=={HERE.ray}"
-STORAGE = Answer(storage="it is other storage")
+STORAGE = Answer(storage="the storage is not shared")
 
 
 class Cluster:
@@ -112,7 +112,7 @@ def test_a_plan_counts_the_nodes_that_answer_and_have_our_versions(cluster: Clus
     with pytest.raises(ResourceError) as error:
         join.cluster_resources("10.0.0.1:6379", Parallel())
     assert str(error.value).splitlines() == [
-        "the cluster's nodes can't be used:", f"a (10.0.0.2), c (10.0.0.2): {VERSION}", f"b (10.0.0.2): {SILENT}",
+        "no node of the cluster can run workers:", f"a (10.0.0.2), c (10.0.0.2): {VERSION}", f"b (10.0.0.2): {SILENT}",
     ]  # fmt: skip
 
 
@@ -128,9 +128,9 @@ def test_unfit_nodes_are_named_once_and_get_no_workers(cluster: Cluster) -> None
     assert fitting.selector() == {"ray.io/node-id": "!in(b,c)"}
     assert cluster.warnings == [
         f"no workers are placed on c (10.0.0.2): {VERSION}",
-        "no workers are placed on b (10.0.0.2): checkpoints go to None, and it is other storage; write "
-        "checkpoint.directory: a folder that all nodes share, or an address such as s3://bucket/folder, or "
-        "checkpoint.keep: 0 to have none",
+        "no workers are placed on b (10.0.0.2): checkpoints go to None, and the storage is not shared. Set "
+        "checkpoint.directory to a folder that all nodes share, or to an address such as s3://bucket/folder. "
+        "checkpoint.keep: 0 saves none.",
     ]
     assert cluster.asked[1:] == [["a", "b"], []]  # those that were left out are not asked again
 
@@ -138,7 +138,7 @@ def test_unfit_nodes_are_named_once_and_get_no_workers(cluster: Cluster) -> None
 @pytest.mark.parametrize(("workers", "fits"), [((2,), True), ((3,), False), ((1, 3), True)])
 def test_only_too_little_room_is_refused(cluster: Cluster, workers: tuple[int, ...], fits: bool) -> None:
     cluster.answers = {"b": None}
-    refusal = rf"the cluster's nodes lack something:\nb \(10.0.0.2\): {SILENT}"
+    refusal = rf"nodes of the cluster can't run workers:\nb \(10.0.0.2\): {SILENT}"
     with nullcontext() if fits else pytest.raises(ResourceError, match=refusal):
         fit(cluster).check(cluster.check(*workers))
 
@@ -146,7 +146,7 @@ def test_only_too_little_room_is_refused(cluster: Cluster, workers: tuple[int, .
 def test_a_release_that_cannot_leave_nodes_out_is_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_nodes, "_CAN_LEAVE_OUT", False)
     cluster.answers = {"b": None}
-    with pytest.raises(ResourceError, match=r"lack something, and Ray leaves nodes out only from release 2\.53 on:"):
+    with pytest.raises(ResourceError, match=r"run workers, and Ray before 2\.53 can't leave nodes out:"):
         fit(cluster).check(cluster.check(1))
 
 
@@ -194,7 +194,7 @@ def test_new_nodes_that_cannot_be_checked_are_warned_of_once(cluster: Cluster, t
     fitting = fit(cluster)
     assert fitting.poll(check) == fitting.poll(check) == []
     (warning,) = cluster.warnings
-    assert "get no workers, as they can't be checked: checkpoints go to" in warning
+    assert "get no workers, because they can't be checked: this machine can't write checkpoints to" in warning
 
 
 def test_each_node_connects_to_the_driver_while_it_is_checked(cluster: Cluster) -> None:

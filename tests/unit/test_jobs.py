@@ -68,7 +68,7 @@ def test_only_a_head_without_an_agent_is_asked_again(monkeypatch: pytest.MonkeyP
         cluster.once_ready(submit, name="lab-1")
 
 
-@pytest.mark.parametrize(("token", "said"), [("", "requires a token"), ("x" * 32, "refuses the token")])
+@pytest.mark.parametrize(("token", "said"), [("", "requires a token"), ("x" * 32, "rejects the token")])
 def test_a_token_is_refused_only_if_one_was_sent(monkeypatch: pytest.MonkeyPatch, token: str, said: str) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     for name in ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):

@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_kept_with_the_reason() -> None:
     assert (large.strategy, large.workers, large.trial) == ("ddp", 4, None)
     assert (
         large.reason
-        == "4 workers with 1 core each need 4 cores; laptop has 2 cores, 16 GiB, no GPU; use at most 2 workers"
+        == "4 workers with 1 core each need 4 cores. laptop has 2 cores, 16 GiB, no GPU. Use at most 2 workers."
     )
 
 
@@ -65,7 +65,7 @@ def test_more_workers_than_samples_of_a_batch_is_a_reason() -> None:
 
 def test_a_launcher_of_one_process_is_a_reason() -> None:
     made = matrix(workers=(2,), strategies=("ddp",), sections={"parallel": {}})
-    assert made.cells[1].reason == "is 2, but inprocess runs one process; write launcher: torchrun or ray"
+    assert made.cells[1].reason == "is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray."
 
 
 def test_no_room_for_the_baseline_is_an_error() -> None:

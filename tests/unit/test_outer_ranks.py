@@ -108,7 +108,9 @@ def test_other_gpus_on_a_node_are_told() -> None:
         rank(0, local_rank=0, gpus={"GPU-1": "H100"}),
         rank(1, node="b", local_rank=0, gpus={"GPU-2": "A100"}),
     ])  # fmt: skip
-    assert there.notes == ("nodes differ, so in each step the faster ones wait: a: H100; b: A100",)
+    assert there.notes == (
+        "The nodes have different hardware, so in each step the faster nodes wait: a: H100; b: A100",
+    )
     assert combined(shared(1, 1)).notes == ()
 
 
@@ -120,7 +122,10 @@ def test_versions_that_differ_are_refused_once_for_each_node() -> None:
             rank(1, node="b", local_rank=0, versions=other),
             rank(2, node="b", local_rank=1, versions=other),
         ])  # fmt: skip
-    assert str(raised.value) == ("versions differ from those of rank 0 on a:\nb: it has torch 2.9.1, rank 0 2.13.0")
+    assert str(raised.value) == (
+        "versions differ from rank 0's on a. Install the same versions on all nodes:\n"
+        "b: it has torch 2.9.1, and rank 0 has 2.13.0"
+    )
     refuse_others(shared(2, 2))
 
 
@@ -135,7 +140,7 @@ def test_ranks_that_did_not_come_are_named_with_their_hosts() -> None:
     here = socket.gethostname()
     group = OuterGroup(outer(host="127.0.0.1", port=port, hosts=(here, "b", "c"), local_world_size=4), timeout_s=0.2)
     group.publish("{}")
-    with pytest.raises(ResourceError, match=r"0.2 s: rank 1, 2, 3. No process came from b, c.$"):
+    with pytest.raises(ResourceError, match=r"0.2 s\): rank 1, 2, 3. No process came from b, c.$"):
         group.gathered()
 
 
@@ -187,7 +192,7 @@ def test_each_worker_gets_the_share_of_the_fullest_node() -> None:
 
 def test_more_workers_than_cores_on_a_node_are_refused() -> None:
     crowded = [rank(0, local_rank=0), *(rank(1 + i, node="b", local_rank=i, cores=(0,)) for i in range(2))]
-    with pytest.raises(ResourceError, match="2 workers with 1 core each were started on b, which lets them use 1 core"):
+    with pytest.raises(ResourceError, match="2 workers with 1 core each were started on b, where they may use 1 core"):
         planned(combined(crowded), workers=3)
 
 

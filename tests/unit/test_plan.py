@@ -46,7 +46,7 @@ def test_one_process_is_its_own_baseline() -> None:
     assert [shape(trial) for trial in made.trials] == [("main", "single", 1, 0, 8)]
     assert made.main.title == "single"
     assert made.notes == (
-        "no GPU here: workers compute on CPU", "single is the baseline itself: no speedup to measure"
+        "No GPU found. Training on the CPU.", "The training run is the baseline (single), so no speedup is measured."
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_plans_without_a_baseline_have_nothing_to_compare() -> None:
 def test_without_a_baseline_there_is_only_the_training() -> None:
     made = plan(baseline=False, parallel=ddp(2))
     assert [trial.role for trial in made.trials] == ["main"]
-    assert made.notes == ("no GPU here: workers compute on CPU",)
+    assert made.notes == ("No GPU found. Training on the CPU.",)
 
 
 def scheduled(name: str, *, train: dict[str, Any] | None = None, **arguments: Any) -> Plan:
@@ -130,18 +130,16 @@ def scheduled(name: str, *, train: dict[str, Any] | None = None, **arguments: An
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("StepLR", {"step_size": 30}, "step_size is 30, which counts steps"),
-        ("MultiStepLR", {"milestones": [30, 80]}, r"milestones is \[30, 80\], which counts steps"),
-        ("CosineAnnealingLR", {"T_max": 90}, "T_max is 90, which counts steps"),
-        ("ExponentialLR", {"gamma": 0.9}, "gamma is 0.9: the learning rate is multiplied by it after each step"),
+        ("StepLR", {"step_size": 30}, "step_size is 30. This counts steps"),
+        ("MultiStepLR", {"milestones": [30, 80]}, r"milestones is \[30, 80\]. This counts steps"),
+        ("CosineAnnealingLR", {"T_max": 90}, "T_max is 90. This counts steps"),
+        ("ExponentialLR", {"gamma": 0.9}, "gamma is 0.9. The learning rate is multiplied by gamma after each step"),
     ],
 )
 def test_a_schedule_in_steps_that_looks_like_epochs_is_told(name: str, arguments: dict[str, Any], said: str) -> None:
     notes = [note for note in scheduled(name, **arguments).notes if note.startswith("scheduler.")]
     assert len(notes) == 1
-    assert re.match(
-        rf"scheduler\.{said}.*; if this is meant for epochs, write train.scheduler_interval: epoch", notes[0]
-    )
+    assert re.match(rf"scheduler\.{said}.*. To count epochs, set train.scheduler_interval to epoch", notes[0])
     by_epoch = scheduled(name, train={"scheduler_interval": "epoch"}, **arguments)
     assert not any("scheduler" in note for note in by_epoch.notes)
 
@@ -164,7 +162,7 @@ def test_the_schedule_of_each_optimizer_is_looked_at() -> None:
         optimizers={"one": {**sgd, "params": "weight"}, "other": {**sgd, "params": "bias"}},
         schedulers={"other": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 5}},
     )  # fmt: skip
-    assert any(note.startswith("schedulers.other.step_size is 5, which") for note in made.notes)
+    assert any(note.startswith("schedulers.other.step_size is 5. This counts") for note in made.notes)
 
 
 def test_a_training_only_measures_nothing_and_says_what_is_left_out() -> None:
@@ -174,8 +172,8 @@ def test_a_training_only_measures_nothing_and_says_what_is_left_out() -> None:
         toys.experiment(parallel=ddp(2)), LAPTOP, allowed=("toys",), with_baseline=False
     ).main.model_copy(update={"train_only": True})
     assert made.notes == (
-        "--train-only: no baseline, so no speedup; no parts of a step, so no advice",
-        "no GPU here: workers compute on CPU",
+        "--train-only: no speedup, no step-time breakdown, no recommendations",
+        "No GPU found. Training on the CPU.",
     )
     assert made.main.purpose == "trains 2 epochs"
     assert made.notes[0] in describe(made, None)
@@ -199,7 +197,7 @@ def test_cores_and_options_are_as_written() -> None:
 def test_the_baseline_is_the_first_entry_of_compare() -> None:
     made = plan(parallel=ddp(4), compare=[{"strategy": "ddp"}, {"strategy": "single"}])
     assert [trial.role for trial in made.measured] == ["main", "reference"]  # ddp x 4 is the main trial itself
-    assert "ddp x 4 is the baseline itself: no speedup to measure" in made.notes
+    assert "The training run is the baseline (ddp x 4), so no speedup is measured." in made.notes
     made = plan(parallel=ddp(4), compare=[{"strategy": "ddp", "workers": 2}])
     assert shape(made.trials[0]) == ("baseline", "ddp", 2, 0, 2)
 
@@ -229,7 +227,10 @@ def test_dp_takes_all_gpus_in_one_process() -> None:
 def test_dp_without_two_gpus_is_one_replica(resources: Resources) -> None:
     made = plan(resources, parallel={"strategy": "dp"})
     assert made.main.title == "dp"
-    assert "dp with fewer than two GPUs is one replica: nothing runs in parallel" in made.notes
+    assert (
+        "DataParallel (dp) needs at least 2 GPUs. With fewer, it runs a single replica and gives no speedup."
+        in made.notes
+    )
 
 
 def test_gpus_may_be_left_alone() -> None:
@@ -280,32 +281,32 @@ def test_a_cluster_s_nodes_without_gpus_count_on_cpu_only(
     [
         (
             LAPTOP, ddp(8, cpus_per_worker=2),
-            "parallel.workers: 8 workers with 2 cores each need 16 cores; laptop has 8 cores, 16 GiB, no GPU; "
-            "use at most 4 workers",
+            "parallel.workers: 8 workers with 2 cores each need 16 cores. laptop has 8 cores, 16 GiB, no GPU. "
+            "Use at most 4 workers.",
         ),
         (
             Resources(cpus=1, memory_mb=2048, node="tiny"), ddp(2),
-            "parallel.workers: 2 workers with 1 core each need 2 cores; tiny has 1 core, 2 GiB, no GPU; "
-            "use at most 1 worker",
+            "parallel.workers: 2 workers with 1 core each need 2 cores. tiny has 1 core, 2 GiB, no GPU. "
+            "Use at most 1 worker.",
         ),
         (
             LAPTOP, {"cpus_per_worker": 16},
-            "parallel.workers: 1 worker with 16 cores each need 16 cores; laptop has 8 cores, 16 GiB, no GPU; "
-            "write parallel.cpus_per_worker: 8",
+            "parallel.workers: 1 worker with 16 cores each need 16 cores. laptop has 8 cores, 16 GiB, no GPU. "
+            "Set parallel.cpus_per_worker to 8.",
         ),
         (
             SERVER, ddp(6),
-            "parallel.workers: 6 workers need 6 GPUs; server has 32 cores, 256 GiB, 4 x H200; "
-            "use fewer workers, or device: cpu",
+            "parallel.workers: 6 workers need 6 GPUs. server has 32 cores, 256 GiB, 4 x H200. "
+            "Use fewer workers, or device: cpu.",
         ),
         (
             SERVER, {"strategy": "dp", "gpus_per_worker": 8},
-            "parallel.gpus_per_worker: 1 worker with 8 GPUs per worker: 8 GPUs are needed, but server has 32 cores, "
-            "256 GiB, 4 x H200; use fewer GPUs, or device: cpu",
+            "parallel.gpus_per_worker: 1 worker with 8 GPUs each need 8 GPUs. server has 32 cores, "
+            "256 GiB, 4 x H200. Use fewer GPUs, or device: cpu.",
         ),
         (
             LAPTOP, {"device": "cuda"},
-            "parallel.device: cuda asks for GPUs; laptop has 8 cores, 16 GiB, no GPU; write auto or cpu",
+            "parallel.device: cuda needs a GPU. laptop has 8 cores, 16 GiB, no GPU. Use auto or cpu.",
         ),
     ],
 )  # fmt: skip
@@ -320,11 +321,11 @@ def test_what_does_not_fit_is_refused(resources: Resources, parallel: dict[str, 
     [
         (
             {"parallel": {"strategy": "ddp", "workers": 2}}, "parallel.workers",
-            "is 2, but inprocess runs one process; write launcher: torchrun or ray",
+            "is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray.",
         ),
         (
             {"compare": [{"strategy": "ddp", "workers": 2}]}, "compare[0].workers",
-            "is 2, but inprocess runs one process; write launcher: torchrun or ray",
+            "is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray.",
         ),
         (
             {"parallel": ddp(2, options={"sync_batch_norm": True})}, "parallel.options",
@@ -333,12 +334,12 @@ def test_what_does_not_fit_is_refused(resources: Resources, parallel: dict[str, 
         (
             {"resources": SERVER, "parallel": {"strategy": "dp"}, **LOSS_OF_THE_MODEL}, "parallel.strategy",
             "dp runs the model on 4 GPUs, and with pipeline.tasks.FromModel each returns a separate loss. These cannot "
-            "be combined exactly. Use ddp",
+            "be combined exactly. Use ddp.",
         ),
         (
             {"resources": SERVER, **offloaded([1, 4])}, "parallel.options.cpu_offload",
             "cpu_offload cannot be combined with train.precision: fp16 and 4 workers. NCCL would have to compare "
-            "overflows of gradients in host memory. Use precision: bf16, or remove cpu_offload",
+            "overflows of gradients in host memory. Use precision: bf16, or remove cpu_offload.",
         ),
     ],
 )  # fmt: skip
@@ -363,16 +364,16 @@ def test_the_plan_in_words() -> None:
 def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
     made = plan(parallel=ddp(3), compare=[{"strategy": "ddp", "workers": 2}])
     lines = describe(made, DataSizes(22, 10, 3)).splitlines()
-    begin = lines.index("trials, in this order:") + 1
+    begin = lines.index("training run and measurements, in this order:") + 1
     assert [line.split()[0] for line in lines[begin : begin + 6 : 2]] == ["baseline", "main", "then"]
-    assert lines[begin + 4].endswith("then       reference single, 6 cores")
-    assert lines[begin + 5].endswith("rank 0 holds a second copy of the model")
-    assert lines[begin + 1].endswith("measures throughput over 3 windows of 5 steps after 3 to warm up")
+    assert lines[begin + 4].endswith("then      reference (single, 6 cores)")
+    assert lines[begin + 6].endswith("rank 0 holds a second copy of the model meanwhile")
+    assert lines[begin + 1].endswith("measures throughput in 3 windows of 5 steps after 3 warm-up steps")
 
 
 def test_the_plan_in_words_on_gpus() -> None:
     text = describe(plan(SERVER, baseline=False, parallel=ddp(4)), DataSizes(22, 0, 3))
-    assert "main       ddp x 4 with torchrun: 4 workers, 1 GPU each, 8 threads each, 2 samples per worker\n" in text
+    assert "main      ddp with torchrun: 4 workers, 1 GPU each, 8 CPU threads each, per-worker batch 2\n" in text
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -384,7 +385,7 @@ def test_a_plan_whose_rows_only_ray_can_count(as_json: bool) -> None:
         values = json.loads(shown)
         assert all(values[name] in (None, []) for name in DataSizes._fields)
     else:
-        assert "data         streamed by Ray, which counts the rows when it runs\n" in shown
+        assert "data         streamed by Ray Data, which counts the rows during the run\n" in shown
 
 
 GOLDEN = """\
@@ -394,9 +395,10 @@ data         22 training samples, 10 validation samples
 steps        3 per epoch, 6 in 2 epochs, 8 samples each, fp64
 tracking     sqlite:///mlflow.db
 
-trials, in this order:
-  main       ddp x 3 with torchrun: 3 workers, CPU, 2 threads each, 2 or 3 samples per worker in 2 micro-batches
-             trains 2 epochs; measures throughput, waiting for gradients and data, peak memory
-  then       baseline single, reference single, 6 cores
-             in turn with ddp x 3, at most 16 pairs of slots in about 30 s; rank 0 holds 2 more copies of the model
-note: no GPU here: workers compute on CPU"""
+training run and measurements, in this order:
+  main      ddp with torchrun: 3 workers, 2 CPU threads each, per-worker batch 2 or 3 in 2 micro-batches
+            trains 2 epochs; measures throughput, step time and peak memory
+  then      baseline (single), reference (single, 6 cores)
+            alternating with the training run, at most 16 rounds in about 30 s
+            rank 0 holds 2 more copies of the model meanwhile
+note: No GPU found. Training on the CPU."""

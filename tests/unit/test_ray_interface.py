@@ -41,7 +41,7 @@ def test_the_public_interface_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_unknown_release_is_used_by_its_public_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "__version__", "2.61.0")
-    assert public_because() == "Ray 2.61.0 is none of the releases that are started faster: 2.60"
+    assert public_because() == "Ray 2.61.0 is not tested with the faster start (tested: 2.60)"
 
 
 def test_a_method_with_other_parameters_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_method_with_other_parameters_is_noticed(monkeypatch: pytest.MonkeyPat
         "Node.start_monitor",
     ]
     assert public_because().endswith(
-        "has other private parts than expected: WorkerGroup._init_train_context_on_workers; Node.start_monitor"
+        "differs from the tested releases (WorkerGroup._init_train_context_on_workers; Node.start_monitor)"
     )
 
 

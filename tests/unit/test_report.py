@@ -154,11 +154,11 @@ def test_a_training_only_has_no_empty_column_or_table(tmp_path: Path) -> None:
     only = MAIN.model_copy(update={"train_only": True})
     result = Report.of([only], [end.model_copy(update={"result": bare})], hardware=HARDWARE)
     assert [table.header for table in result.tables] == [("strategy", "devices", "samples/s")]
-    assert result.remarks == ("--train-only: no baseline, so no speedup; no parts of a step, so no advice.",)
+    assert result.remarks == ("--train-only: no speedup, no step-time breakdown, no recommendations.",)
     assert "| speedup |" not in result.markdown()
     publish.save(result, tmp_path, warn=pytest.fail)
     page = (tmp_path / PAGE_NAME).read_text()
-    assert ("Where a step" in page, "--train-only: no baseline" in page) == (False, True)
+    assert ("Where a step" in page, "--train-only: no speedup" in page) == (False, True)
     failed = Report.of([MAIN], [end.model_copy(update={"result": bare})], hardware=HARDWARE)
     assert len(failed.tables) == 1
     assert failed.remarks == ("There is no baseline measurement.", "The parts of a step could not be measured.")
@@ -202,7 +202,7 @@ def test_a_schedule_that_looks_like_epochs_is_a_caveat() -> None:
     experiment = toys.experiment(scheduler=declared)
     main = trial("main", "main", strategy="ddp", workers=2).model_copy(update={"experiment": experiment})
     found = compare(main, main_at=spread(2.0), baseline_at=spread(1.0)).remarks
-    assert sum("scheduler.step_size is 1, which counts steps" in one for one in found) == 1
+    assert sum("scheduler.step_size is 1. This counts steps" in one for one in found) == 1
 
 
 def test_checkpoints_that_could_not_be_saved_are_named_at_the_end() -> None:

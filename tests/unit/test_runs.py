@@ -227,12 +227,12 @@ def test_a_run_is_found_by_a_part_of_its_id_by_its_folder_and_as_the_latest(tmp_
     [
         (
             "2026",
-            "2026: 2 runs match; write more of one of these ids: 20260301-110000-digits-bbbb, 20260302-120000-dig",
+            "2026: 2 runs match. Write more of one of these ids: 20260301-110000-digits-bbbb, 20260302-120000-dig",
         ),
-        ("digits", "digits: 2 runs match; write more of one of these ids: 20260301-110000-digits-bbbb, "),
+        ("digits", "digits: 2 runs match. Write more of one of these ids: 20260301-110000-digits-bbbb, "),
         ("aaaa/trial-003", "aaaa/trial-003: no such run in "),
         ("20260301-110000-digit-bbbb", "no such run in .*; did you mean 20260301-110000-digits-bbbb"),
-        ("x", "x: no such run in .*; the newest are 20260301-110000-digits-bbbb, 20260302-120000-digits-aaaa"),
+        ("x", "x: no such run in .*. The latest runs are 20260301-110000-digits-bbbb, 20260302-120000-digits-aaaa"),
     ],
 )
 def test_an_unknown_run_is_answered_with_the_nearest_ones(tmp_path: Path, text: str, said: str) -> None:
@@ -243,7 +243,7 @@ def test_an_unknown_run_is_answered_with_the_nearest_ones(tmp_path: Path, text: 
 
 
 def test_where_there_are_no_runs_none_is_found(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"latest: no such run in .*it has no runs"):
+    with pytest.raises(UsageError, match=r"latest: no such run in .* \(no runs yet\)"):
         runs.find("latest", tmp_path / "runs")
 
 

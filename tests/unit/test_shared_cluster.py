@@ -27,7 +27,7 @@ STARTED = Started(
     total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=1, parameters=1, devices=("a cpu",),
     data_name="", data_digest="",
 )  # fmt: skip
-NO_ROOM = "asked for 1 worker with 1 CPU each; room for 0 was free"
+NO_ROOM = "requested 1 worker with 1 CPU each. Room for 0 workers was free"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ def test_a_run_that_waits_for_room_says_so_once(monkeypatch: pytest.MonkeyPatch)
 
     placement.await_capacity(toys.trial(), nodes=lambda: [node], warn=warnings.append)
     assert warnings == [
-        "waiting up to 600 s (parallel.queue_timeout_s): asked for 1 worker with 1 CPU each; the Ray cluster has "
-        "2 CPU; room for 0 is free now"
+        "waiting up to 600 s (parallel.queue_timeout_s): requested 1 worker with 1 CPU each. The Ray cluster has "
+        "2 CPU. Room for 0 workers is free now."
     ]

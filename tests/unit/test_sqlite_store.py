@@ -27,7 +27,7 @@ BEGUN = (
 
 def test_a_store_that_was_never_completed_is_to_be_moved_away(tmp_path: Path) -> None:
     path = database(tmp_path / "mlflow.db", BEGUN)
-    with pytest.raises(ResourceError, match=r"creation was cut short.*move it away") as caught:
+    with pytest.raises(ResourceError, match=r"creation was interrupted.*Move it away") as caught:
         sqlite_store.check(path)
     assert str(caught.value).endswith(f": mv {path} {path}.unfinished")
 

@@ -65,8 +65,8 @@ def test_a_slow_tracker_holds_nobody_up(tmp_path: Path) -> None:
     subscriber = followed(tmp_path, notes, told, "one", "two")
     subscriber.close(timeout_s=0.1)
     assert notes.messages == []
-    assert "lab.Notes has not ended 0.1 s after the run" in told[0]
-    assert "what is missing there is in" in told[0]
+    assert "lab.Notes did not end within 0.1 s of the run" in told[0]
+    assert "Events that it lacks are in" in told[0]
     notes.gate.set()
     subscriber.close()
     assert notes.messages == ["one", "two"]
@@ -78,8 +78,8 @@ def test_a_tracker_that_raises_is_told_of_once_and_left_out(tmp_path: Path) -> N
     assert (notes.messages, notes.is_closed) == (["one"], False)
     (message,) = told
     assert message.startswith("lab.Notes raised ConnectionError: no such host: https://")
-    assert message.split("; ")[0].endswith("metrics.example")
-    assert "it gets no further events" in message
+    assert message.split(". ")[0].endswith("metrics.example")
+    assert "It gets no further events" in message
     assert "pa55" not in message
 
 

@@ -49,7 +49,7 @@ def test_a_run_without_a_trained_model(folder: Path) -> None:
 
 
 def test_a_run_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"zzz: no such run in .*; the newest are 20261123-120000-toy-abcd"):
+    with pytest.raises(UsageError, match=r"zzz: no such run in .*\. The latest runs are 20261123-120000-toy-abcd"):
         Trained.load("zzz", directory=folder.parent)
 
 

@@ -96,7 +96,7 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
 
     nodes = {str(node["NodeID"]): node for node in usable_nodes()}
     answers, silent = ask_facts(nodes).answers()
-    fix = "ray stop; ray start --address ADDRESS, on that node"
+    fix = "on that node: ray stop; ray start --address ADDRESS"
     findings += [
         CheckResult(subject="nodes", status="problem", what=f"{node_name(nodes[node])}: {why}", fix=fix)
         for node, why in silent.items()
@@ -153,11 +153,11 @@ def _print_status(status: str, what: str, terminal: rich.console.Console) -> Non
 
 
 def _counted_findings(examination: Examination) -> str:
-    """Return e.g. "All 10 checks passed." or "1 problem and 2 warnings; 8 of 10 checks passed."."""
+    """Return e.g. "All 10 checks passed." or "1 problem and 2 warnings. 8 of 10 checks passed."."""
     counts = Counter(finding.status for finding in examination.findings if finding.status != "ok")
     checks = {finding.subject for finding in examination.findings}
     passed = checks - {finding.subject for finding in examination.findings if finding.status != "ok"}
     if not counts:
         return f"All {len(checks)} checks passed."
     told = " and ".join(counted(counts[status], status) for status in ("problem", "warning") if counts[status])
-    return f"{told}; {len(passed)} of {len(checks)} checks passed."
+    return f"{told}. {len(passed)} of {len(checks)} checks passed."

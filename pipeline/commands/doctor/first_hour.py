@@ -42,7 +42,7 @@ class Step(Frozen):
 
 STEPS = (
     Step(
-        ray="nodes, versions, clocks: all answer, equal, within 1 s",
+        ray="nodes, versions, clocks: all answer, same versions, within 1 s",
         slurm="srun --nodes=2 date +%T.%N: clocks differ by less than 1 s",
         checks=("nodes", "versions", "clocks"),
     ),
@@ -58,16 +58,16 @@ STEPS = (
     ),
     Step(
         ray="MLflow: the store can be reached and written",
-        slurm="MLflow: a server; or SQLite, one file a job, with POSIX locks",
+        slurm="MLflow: a server, or one SQLite file per job, with POSIX locks",
         checks=("MLflow",),
     ),
     Step(ray="RUN --quick: exit code 0, on two nodes (firewall: parallel.ports)"),
     Step(
-        ray="RUN, meanwhile RUN --resume on another node: names the first node",
-        slurm="RUN, meanwhile RUN --resume in another job: names the first node",
+        ray="during RUN, RUN --resume on another node: error names the first node",
+        slurm="during RUN, RUN --resume in another job: error names the first node",
     ),
     Step(
-        ray="RUN, kill -9 a worker: resumes at a checkpoint, and completes",
+        ray="RUN, kill -9 a worker: resumes from a checkpoint, and completes",
         slurm="RUN, kill -9 a rank: ends and names it; RUN --resume completes",
     ),
     Step(
@@ -87,7 +87,7 @@ def applies_to(address: str | None) -> bool:
 def headline(address: str | None) -> tuple[str, ...]:
     """Return the lines that say what RUN is; without an address, in a job of Slurm."""
     command = _SLURM if address is None else (_RAY[0].format(address=address), *_RAY[1:])
-    return ("First hour on a new cluster. RUN stands for (FILE with strategy ddp):", *(f"  {c}" for c in command))
+    return ("First hour on a new cluster. RUN is this command (FILE has strategy ddp):", *(f"  {c}" for c in command))
 
 
 def checklist(findings: Sequence[CheckResult], *, address: str | None) -> Iterator[tuple[Progress, str]]:

@@ -133,7 +133,7 @@ def judged(measured: MeasuredLink) -> CheckResult:
     link = measured.link
     what = (
         f"all-reduce between {measured.workers} {between} ({measured.backend}): {amount(link.bandwidth_gbit)} Gbit/s, "
-        f"{amount(link.latency_us)} us; {_GRADIENTS_MB} MB of gradients take {amount(measured.gradients_ms)} ms"
+        f"{amount(link.latency_us)} us. {_GRADIENTS_MB} MB of gradients take {amount(measured.gradients_ms)} ms"
     )
     if measured.nodes > 1 and link.bandwidth_gbit < _SLOW_GBIT:
         given = f"{link.bandwidth_gbit * 1e3:.0f}Mbit,{link.latency_us:.0f}us"
@@ -144,10 +144,10 @@ def judged(measured: MeasuredLink) -> CheckResult:
 def failed(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
     """Report that the measurement failed."""
     between = f"{len(nodes)} nodes" if len(nodes) > 1 else "two processes"
-    fix = "open all TCP ports between the nodes; name their network: pipeline run FILE parallel.interface=eth0"
+    fix = "open all TCP ports between the nodes, and set their network: pipeline run FILE parallel.interface=eth0"
     return CheckResult(
         subject="link",
         status="problem",
-        what=f"{between} can't exchange gradients: {error}",
-        fix=fix if len(nodes) > 1 else "pipeline run FILE --verbose shows the messages of torch",
+        what=f"gradients can't be synchronized between {between}: {error}",
+        fix=fix if len(nodes) > 1 else "read the messages of torch: pipeline run FILE --verbose",
     )

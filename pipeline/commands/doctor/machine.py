@@ -58,9 +58,9 @@ def _shared_memory(node: NodeFacts) -> CheckResult | None:
     subject, size, free = "shared memory", node.shared_memory_mb, node.shared_memory_free_mb
     if size is None or free is None:
         return None
-    loaders = "loader workers (loader.num_workers) and Ray store batches there and crash when it is full"
+    loaders = "DataLoader workers (loader.num_workers) and Ray store batches there, and crash when it is full"
     fix = "docker run --shm-size=2g, shm_size: 2gb in compose.yaml, or mount -o remount,size=2G /dev/shm"
-    what = f"{_SHM} is {amount(size)}; {loaders}"
+    what = f"{_SHM} is {amount(size)}. {loaders}"
     left = f"{amount(free)} of {amount(size)} are free in {_SHM}"
     return _scarce(subject, _SHARED, size, what, fix=fix) or _scarce(
         subject, _SHARED_FREE, free, left, fix=f"ls -lS {_SHM}"
@@ -70,26 +70,26 @@ def _shared_memory(node: NodeFacts) -> CheckResult | None:
 def _disk(node: NodeFacts) -> CheckResult | None:
     scarcest = min(node.disks, key=lambda disk: disk.free_mb)
     what = f"{amount(scarcest.free_mb)} are free in {scarcest.folder}"
-    fix = "df -h; write runs elsewhere: tracking.directory=FOLDER, temporary files: export TMPDIR=FOLDER"
+    fix = "free some space, or move runs (tracking.directory=FOLDER) or temporary files (export TMPDIR=FOLDER)"
     return _scarce("disk", _DISK, scarcest.free_mb, what, fix=fix)
 
 
 def _limits(node: NodeFacts) -> CheckResult | None:
-    files = f"a process may open {node.open_files} files; Ray and loader workers need more"
-    processes = f"the user may run {node.processes} processes and threads; Ray and torch need more"
+    files = f"a process may open {node.open_files} files. Ray and DataLoader workers need more"
+    processes = f"the user may run {node.processes} processes and threads. Ray and torch need more"
     return _scarce("limits", _OPEN_FILES, node.open_files, files, fix="ulimit -n 65536") or _scarce(
         "limits", _PROCESSES, node.processes, processes, fix="ulimit -u 65536; docker run --pids-limit=-1"
     )
 
 
 def _compiler(node: NodeFacts) -> CheckResult | None:
-    what = "no C++ compiler; only torch.compile needs it"
+    what = "no C++ compiler found. Only torch.compile needs it"
     fix = "apt-get install g++, or export CXX=COMPILER"
     return None if node.compiler else CheckResult(subject="compiler", status="warning", what=what, fix=fix)
 
 
 def _git(node: NodeFacts) -> CheckResult | None:
-    what = "no git; runs can't record the commit of their code"
+    what = "git not found. Runs can't record the commit of their code"
     return None if node.git else CheckResult(subject="git", status="warning", what=what, fix="apt-get install git")
 
 
@@ -98,7 +98,7 @@ def _clock(node: NodeFacts) -> CheckResult | None:
     if node.clock_ahead_s is None or abs(node.clock_ahead_s) - (node.clock_error_s or 0) < _SKEW_S:
         return None
     direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
-    what = f"its clock is {abs(node.clock_ahead_s):.1f} s {direction} this machine's; times in reports are off"
+    what = f"its clock is {abs(node.clock_ahead_s):.1f} s {direction} this machine's, so times in reports are wrong"
     return CheckResult(subject="clocks", status="warning", what=what, fix="timedatectl set-ntp true; chronyc makestep")
 
 
@@ -114,8 +114,8 @@ def _names(nodes: Sequence[NodeFacts]) -> str:
     if not astray:
         return "each host name resolves to an address of the network"
     return (
-        f"host names that resolve to loopback: {listed(astray)}; runs use the interface of Ray's address instead, or "
-        "parallel.interface"
+        f"host names that resolve to loopback: {listed(astray)}. Runs use parallel.interface instead, by default the "
+        "interface of Ray's address"
     )
 
 
@@ -160,22 +160,25 @@ def _gpus(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
     numbers = {len(node.gpus) for node in nodes}
     if len(kinds) > 1 or len(numbers) > 1:
         each = ", ".join(f"{node.label}: {_counted_gpus([node])}" for node in nodes)
-        fix = "pipeline compare FILE measures the slowdown; or leave the slowest node out"
+        fix = "measure the slowdown with pipeline compare FILE, or leave the slowest node out"
         yield CheckResult(subject="GPUs", status="warning", what=f"the nodes' GPUs differ ({each})", fix=fix)
 
 
 def _gpu_trouble(node: NodeFacts) -> CheckResult | None:
     torch = node.torch
     if node.gpu_error is not None:
-        said, fix = f"nvidia-smi fails: {node.gpu_error.splitlines()[0]}", "nvidia-smi; reboot after a driver update"
+        said, fix = (
+            f"nvidia-smi fails: {node.gpu_error.splitlines()[0]}",
+            "run nvidia-smi; reboot after a driver update",
+        )
     elif not node.gpus or torch is None:
         return None
     elif torch.cuda is None:
-        said = f"{_counted_gpus([node])}, but torch {torch.version} is a build for CPUs"
+        said = f"{_counted_gpus([node])}, but torch {torch.version} is built for CPUs only"
         version = torch.version.partition("+")[0]
         fix = f"pip uninstall --yes torch && pip install torch=={version}"
     elif node.driver_cuda and _major(node.driver_cuda) < _major(torch.cuda):
-        said = f"driver {node.driver} runs CUDA up to {node.driver_cuda}, torch {torch.version} needs {torch.cuda}"
+        said = f"driver {node.driver} supports CUDA up to {node.driver_cuda}. torch {torch.version} needs {torch.cuda}"
         fix = f"update the NVIDIA driver, or install a torch built for CUDA {_major(node.driver_cuda)}"
     elif not torch.cuda_available:
         said = f"torch {torch.version} can't use the GPUs: {torch.cuda_error}"
@@ -187,14 +190,14 @@ def _gpu_trouble(node: NodeFacts) -> CheckResult | None:
 
 def _counted_gpus(nodes: Sequence[NodeFacts]) -> str:
     counts = Counter(gpu.name for node in nodes for gpu in node.gpus)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none; training runs on CPUs"
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none (training runs on the CPU)"
 
 
 def _describe_hidden(nodes: Sequence[NodeFacts]) -> str:
     """Return the number of GPUs that CUDA shows, if the driver lists others."""
     shown = sum(node.torch.cuda_devices for node in nodes if node.torch)
     is_equal = shown == sum(len(node.gpus) for node in nodes)
-    return "" if is_equal else f". CUDA shows {shown}: see CUDA_VISIBLE_DEVICES and MIG"
+    return "" if is_equal else f". CUDA shows {shown}. Check CUDA_VISIBLE_DEVICES and MIG"
 
 
 def _major(version: str) -> int:
@@ -213,12 +216,12 @@ def _versions(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckR
         own = here.versions[package]
         what = f"{where} {has} {f'{name} {version}' if version else f'no {name}'}"
         fix = f"on {where}: {_INSTALLS[package].format(own)}"
-        what += f", this machine {own}" if own else ""
+        what += f", and this machine has {own}" if own else ""
         yield CheckResult(subject="versions", status="problem", what=what, fix=fix)
     if not differing:
         everywhere = f" on all {len(nodes)} nodes" if len(nodes) > 1 else ""
         torch = here.torch.version if here.torch else None
         yield _ok("versions", f"Python {here.python}, torch {torch}, Ray {here.ray}, MLflow {here.mlflow}{everywhere}")
     if reason := public_because():
-        what = f"workers start later than they could: {reason}"
+        what = f"workers take longer to start, because {reason}"
         yield CheckResult(subject="versions", status="warning", what=what, fix="pip install 'ray[train]==2.60.*'")

@@ -61,5 +61,5 @@ def judged(here: NodeFacts, tested: Mapping[str, tuple[str, str]]) -> CheckResul
     python = [f"use Python {nearest.pop('Python')}"] if "Python" in nearest else []
     packages = " ".join(f"{name}=={version.partition('+')[0]}" for name, version in nearest.items())
     fix = "; ".join(python + [f"pip install {packages}"] * bool(packages))
-    what = f"not tested, but allowed, and may work: {found}"
+    what = f"allowed, but not tested: {found}"
     return CheckResult(subject="versions", status="warning", what=what, fix=fix)

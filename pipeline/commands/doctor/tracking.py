@@ -42,10 +42,10 @@ def judged(uri: str, *, client: str | None) -> CheckResult:
     try:
         warning = check_store(uri)
     except ResourceError as error:
-        what, _, fix = redacted(str(error)).partition("; ")
+        what, _, fix = redacted(str(error)).removesuffix(".").rpartition(". ")
         return CheckResult(subject=_SUBJECT, status="problem", what=what, fix=fix)
     if warning is not None:
-        fix = f"curl {shown.rstrip('/')}/health, from here; start it: mlflow server --host ... --port ..."
+        fix = f"from here, curl {shown.rstrip('/')}/health; to start the server, mlflow server --host ... --port ..."
         return CheckResult(subject=_SUBJECT, status="warning", what=redacted(warning), fix=fix)
     if not is_server(uri):
         return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} can be written")
@@ -57,7 +57,7 @@ def _server(uri: str, *, shown: str, client: str | None) -> CheckResult:
         answer = _ask(uri, "/api/2.0/mlflow/experiments/search?max_results=1")
         version = _ask(uri, "/version")
     except ResourceError as error:
-        return CheckResult(subject=_SUBJECT, status="warning", what=f"{shown} {error}", fix="look at the server's log")
+        return CheckResult(subject=_SUBJECT, status="warning", what=f"{shown} {error}", fix="check the server's log")
     if answer.status_code in _REFUSALS:
         what, fix = _REFUSALS[answer.status_code]
         if _WRONG_NAME in answer.text:
@@ -71,19 +71,21 @@ def _server(uri: str, *, shown: str, client: str | None) -> CheckResult:
         return CheckResult(
             subject=_SUBJECT,
             status="warning",
-            what=f"{shown} answers with status {answer.status_code}; results stay in the journal until it accepts them",
-            fix="look at the server's log",
+            what=f"{shown} answers with status {answer.status_code}. Results wait in the runs' folders meanwhile",
+            fix="check the server's log",
         )
     return _versions(version.text.strip() if version.status_code == 200 else "", shown=shown, client=client)
 
 
 def _versions(server: str, *, shown: str, client: str | None) -> CheckResult:
     if not server or client is None:
-        return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} accepts results; its version is unknown")
-    what = f"{shown} accepts results; the server is MLflow {server}, the client here {client}"
+        return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} accepts results. Its version is unknown")
+    what = f"{shown} accepts results. The server is MLflow {server}, the client here {client}"
     if release(server) < release(client):  # different patch versions are compatible
         fix = f"on the server: pip install mlflow=={client}; mlflow db upgrade DATABASE"
-        return CheckResult(subject=_SUBJECT, status="warning", what=f"{what}, which may need a newer server", fix=fix)
+        return CheckResult(
+            subject=_SUBJECT, status="warning", what=f"{what}. The client may need a newer server", fix=fix
+        )
     return CheckResult(subject=_SUBJECT, status="ok", what=what)
 
 

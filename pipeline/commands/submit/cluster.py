@@ -55,10 +55,10 @@ def explained(url: str) -> Iterator[None]:
     try:
         yield
     except AuthenticationError as error:
-        said = "refuses the token" if _authorization() else "requires a token"
+        said = "rejects the token" if _authorization() else "requires a token"
         raise ResourceError(
-            f"the Ray cluster at {url} {said}; set RAY_AUTH_TOKEN to the cluster's (there: ray get-auth-token), "
-            "or RAY_AUTH_TOKEN_PATH to a file with it"
+            f"the Ray cluster at {url} {said}. Set RAY_AUTH_TOKEN to the cluster's token (there: ray get-auth-token), "
+            "or RAY_AUTH_TOKEN_PATH to a file with the token."
         ) from error
     except (requests.RequestException, ConnectionError) as error:
         said = first_line(error).rpartition(": ")[2] if isinstance(error, requests.RequestException) else str(error)
@@ -89,10 +89,12 @@ def _url(address: str) -> str:
     if parts.scheme in ("http", "https") and parts.hostname:
         return address.rstrip("/")
     if not address:
-        raise UsageError(f"no address of a cluster; add --address http://HOST:{_PORT}, or set RAY_ADDRESS to it")
+        raise UsageError(
+            f"no address of a cluster. Use --address http://HOST:{_PORT}, or set RAY_ADDRESS to the address."
+        )
     host = (parts.hostname if "://" in address else address.partition(":")[0]) or "HOST"
     raise UsageError(
-        f"{address} is not the address of a job server; write that of the cluster's dashboard, "
+        f"{address} is not the address of a job server. Use the address of the cluster's dashboard, "
         f"e.g. --address http://{host}:{_PORT}"
     )
 
@@ -109,8 +111,8 @@ def _check_reachable(url: str) -> None:
         socket.create_connection((parts.hostname or "", port), timeout=_REACH_S).close()
     except OSError as error:
         raise ResourceError(
-            f"no Ray cluster answers at {url}: {error.strerror or error}; "
-            "it needs a head with a dashboard (ray[default], ray start --head --include-dashboard=true)"
+            f"no Ray cluster answers at {url}: {error.strerror or error}. "
+            "Its head needs a dashboard (ray[default], ray start --head --include-dashboard=true)."
         ) from error
 
 

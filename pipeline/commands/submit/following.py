@@ -36,7 +36,7 @@ def follow(jobs: Jobs, identity: str, *, show: Callable[[str], None]) -> Job:
         if lost is not None:
             if time.monotonic() - answered > _PATIENCE_S:
                 raise ResourceError(
-                    f"lost the connection to {jobs.url}; {identity} may still be running there"
+                    f"lost the connection to {jobs.url}. {identity} may still be running there."
                 ) from lost
             time.sleep(_RETRY_S)
 

@@ -139,10 +139,10 @@ def packed(*experiment: Path) -> Package:
     for file in experiment:
         path = file.resolve()
         if not path.is_relative_to(root):
-            raise UsageError(f"{file}: is outside of {root}, the folder that is sent to the cluster; move it there")
+            raise UsageError(f"{file}: not in {root}, the folder that is sent to the cluster. Move the file there.")
         if path.relative_to(root) not in package.files:
             raise UsageError(
-                f"{file}: git doesn't track this file, so it would not be sent; git add {file}, a commit isn't needed"
+                f"{file}: git doesn't track this file, so it is not sent. Use git add {file}. A commit isn't needed."
             )
     return package
 
@@ -167,8 +167,8 @@ def failure(job: Job) -> PipelineError | None:
         return None
     if job.exit_code == _NOT_FOUND:
         return ResourceError(
-            f"{job.id}: the python of the cluster's head has no pipeline; install it in the environment or image "
-            "that ray start runs in"
+            f"{job.id}: the python of the cluster's head has no pipeline. Install it in the environment or image "
+            "that runs ray start."
         )
     if job.exit_code is None:
         return ResourceError(f"{job.id} could not be started: {job.message.strip()}")

@@ -110,14 +110,14 @@ def slurm_script(request: Request, *, nodes: int | None = None, launcher: SlurmL
     nodes = nodes or workers
     if nodes > workers:
         raise UsageError(
-            f"--nodes {nodes}: more nodes than workers (parallel.workers is {workers}); write {workers} or fewer"
+            f"--nodes {nodes}: more nodes than workers (parallel.workers is {workers}). Use at most {workers}."
         )
     if request.environment:
-        raise UsageError("--env: sbatch passes on all environment variables; leave the option out")
+        raise UsageError("--env: sbatch sends all environment variables. Remove the option.")
     if launcher != "ray" and workers % nodes:
         raise UsageError(
-            f"--nodes {nodes}: {launcher} starts as many workers on each node, and parallel.workers is {workers}; "
-            "write a number of nodes that divides it"
+            f"--nodes {nodes}: {launcher} starts the same number of workers on each node, and parallel.workers is "
+            f"{workers}. Use a number of nodes that divides {workers}."
         )
     on_each = -(-workers // nodes)
     tasks = on_each if launcher == "srun" else 1

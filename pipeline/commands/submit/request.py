@@ -51,7 +51,7 @@ class Request:
 
     def command(self, *more: str, path: str | None = None) -> str:
         """Return the shell command; it uses ``exec``, so that ``pipeline run`` gets SIGTERM and sets the exit code."""
-        missing = "set where this job was sent from, but not here: set it here, or add --env {0} there"
+        missing = "set on the machine that sent this job, but not here. Set it here, or send it with --env {0}"
         left = [name for name in self.variables if name in os.environ and name not in self.environment]
         guards = [f': "${{{name}?{missing.format(name)}}}"' for name in left]
         return " && ".join((*guards, f"exec python -m pipeline {self.arguments(*more, path=path)}"))
@@ -77,12 +77,12 @@ def check(request: Request) -> None:
         if without_credentials_in(override) != override:
             key = override.partition("=")[0]
             raise UsageError(
-                f"{key}: contains a password, which everybody on the cluster could read in the job's command line; "
-                "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the cluster's nodes"
+                f"{key}: contains a password. All users of the cluster could read it in the job's command line. Remove "
+                "it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the cluster's nodes."
             )
     for name in request.environment:
         if not _VARIABLE.fullmatch(name):
-            raise UsageError("--env takes the name of a variable, not a value; write --env NAME")
+            raise UsageError("--env takes the name of a variable, not a value. Use --env NAME.")
 
 
 def check_lasting(request: Request) -> None:
@@ -103,7 +103,7 @@ def variables(names: Sequence[str]) -> dict[str, str]:
     """
     for name in names:
         if name not in os.environ:
-            raise UsageError(f"--env {name}: {name} is not set here; set it, or leave the option out")
+            raise UsageError(f"--env {name}: {name} is not set here. Set it, or remove the option.")
     return {name: os.environ[name] for name in names}
 
 
@@ -117,15 +117,15 @@ def notes(request: Request, *, launcher: str = "ray", same_environment: bool = F
     """
     experiment = request.file.experiment
     if experiment.parallel.launcher != launcher:
-        yield f"parallel.launcher is {experiment.parallel.launcher}; on the cluster it is {launcher}"
+        yield f"parallel.launcher is {experiment.parallel.launcher}. On the cluster, {launcher} is used"
     for name in request.variables:
         if not (same_environment or name in request.environment):
-            yield f"the experiment reads {name} from the cluster's environment; --env {name} sends the value from here"
+            yield f"the experiment reads {name} from the cluster's environment. To send its value, use --env {name}"
     uri = experiment.tracking.uri
     if uri.startswith("sqlite:////"):
-        yield f"tracking.uri is {uri}: results stay in that file on the node that runs the driver"
+        yield f"tracking.uri is {uri}. Results stay in this file on the node that runs the driver"
     if _LOOPBACK.match(uri):
-        yield f"tracking.uri is {without_credentials(uri)}: on the cluster, that address is not this machine"
+        yield f"tracking.uri is {without_credentials(uri)}. On the cluster, this address is another machine"
 
 
 def cpus_of_worker(request: Request) -> int:
@@ -136,7 +136,7 @@ def cpus_of_worker(request: Request) -> int:
     """
     cpus = request.file.experiment.parallel.cpus_per_worker
     if cpus is None:
-        message = "missing, and needed to request cores; write cpus_per_worker: 4"
+        message = "missing, and needed to request cores. Set it, e.g. cpus_per_worker: 4"
         raise request.file.explain([Problem("parallel.cpus_per_worker", message)])
     return cpus
 
@@ -158,13 +158,13 @@ def _lost(request: Request) -> Iterator[Problem]:
     if uri.startswith("sqlite:///") and not PurePath(uri.removeprefix("sqlite:///")).is_absolute():
         yield Problem(
             "tracking.uri",
-            f"is {uri}, a file in the job's working directory, which is deleted with the job; "
-            "write a server's address, e.g. tracking.uri=http://HOST:5000",
+            f"is {uri}, a file in the job's working directory, which is deleted with the job. "
+            "Set the address of a server, e.g. tracking.uri=http://HOST:5000",
         )
     directory = experiment.checkpoint.directory
     if directory is not None and is_relative(directory):
         yield Problem(
             "checkpoint.directory",
-            f"is {directory}, a folder in the job's working directory, which is deleted with the job; "
-            "write an absolute path on shared storage, or an address such as s3://bucket/folder",
+            f"is {directory}, a folder in the job's working directory, which is deleted with the job. "
+            "Set an absolute path on shared storage, or an address such as s3://bucket/folder.",
         )

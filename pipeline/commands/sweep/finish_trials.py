@@ -41,7 +41,7 @@ def stop(*, grace_s: float, tell: Callable[[str], None]) -> None:
         while there := running():
             new = [member for member in there if member.pid not in asked]
             if new:
-                tell(f"stopping {counted(len(new), 'trial')}, with a checkpoint; Ctrl-C again kills them")
+                tell(f"stopping {counted(len(new), 'trial')} after a checkpoint. To kill them, press Ctrl-C again")
             for member in new:
                 with suppress(psutil.Error):
                     member.terminate()
@@ -82,7 +82,7 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
     _wait(sweep, patience_s=patience_s, tell=tell)
     waiting = [folder for folder in undelivered(sweep) if not journal.is_open(folder / journal.FILE_NAME)]
     if waiting:
-        tell(f"sending the results of {_named(waiting)} to MLflow, which their own processes couldn't")
+        tell(f"sending the results of {_named(waiting)} to MLflow, because the processes of the trials couldn't")
     for folder in waiting:
         try:
             if not sync(folder, warn=warn).delivered:
@@ -104,8 +104,7 @@ def missing(sweep: Path) -> str:
     folders = list(undelivered(sweep))
     if not folders:
         return ""
-    lack = "lacks" if len(folders) == 1 else "lack"
-    return f"{_named(folders)} {lack} results in MLflow; send them with: pipeline sync {sweep}"
+    return f"results of {_named(folders)} are missing in MLflow. Send them with: pipeline sync {sweep}"
 
 
 def _wait(sweep: Path, *, patience_s: float, tell: Callable[[str], None]) -> None:

@@ -53,7 +53,7 @@ class Follower:
             if isinstance(event, Started) and event.trial == "main":
                 self.epochs = event.epochs
                 if not event.validation_samples:
-                    raise Unmeasurable(f"the data has no validation set, and so no {self._metric}")
+                    raise Unmeasurable(f"the data has no validation set, so {self._metric} can't be measured")
             elif isinstance(event, Metrics) and event.trial == "main":
                 for point in event.points:
                     if point.name == self._metric:

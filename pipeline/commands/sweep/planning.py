@@ -97,9 +97,9 @@ def sweep_of(file: ExperimentFile) -> Sweep:
     """
     if file.experiment.sweep is None:
         example = "sweep: {parameters: {optimizer.lr: {log_uniform: [1e-4, 1e-1]}}, trials: 8}"
-        raise file.explain([Problem("sweep", f"missing; write what to try, e.g. {example}")])
+        raise file.explain([Problem("sweep", f"missing. Write the values to try, e.g. {example}")])
     if file.experiment.parallel.is_elastic:
-        message = f"is {list(file.experiment.parallel.worker_counts)}; trials share the machine, write one number"
+        message = f"is {list(file.experiment.parallel.worker_counts)}. Trials share the machine, so use one number."
         raise file.explain([Problem("parallel.workers", message)])
     return file.experiment.sweep
 
@@ -117,11 +117,11 @@ def describe(plan: SweepPlan) -> str:
     """Describe a plan in lines."""
     trial, sweep = plan.trial, plan.sweep
     lines = [
-        f"sweep        {_count(sweep)}, by {sweep.metric}, {_good(plan.direction)}",
+        f"sweep        {_count(sweep)}, ranked by {sweep.metric} ({_good(plan.direction)})",
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{_asha(sweep, epochs=plan.epochs)}",
         f"machine      {plan.plan.resources.summary}",
-        f"side by side {counted(plan.concurrent, 'trial')}, each {trial.title} with {trial.launcher}: "
+        f"concurrent   {counted(plan.concurrent, 'trial')}, each {trial.title} with {trial.launcher}: "
         f"{counted(trial.workers, 'worker')}, {_device(trial)}",
         f"tracking     {plan.plan.experiment.tracking.uri}",
     ]
@@ -134,7 +134,7 @@ def in_a_line(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
     sweep = sweep_of(file)
     keys = ", ".join(f"{key} ({parameter})" for key, parameter in sweep.parameters.items())
     direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
-    return f"sweep of {_count(sweep)} over {keys}; {sweep.metric}, {_good(direction)}"
+    return f"sweep of {_count(sweep)} over {keys}, ranked by {sweep.metric} ({_good(direction)})"
 
 
 def _good(direction: Direction) -> str:
@@ -158,7 +158,7 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     if sweep.concurrent is not None and sweep.concurrent > fit and not resources.is_autoscaled:
         raise ResourceError(
             f"sweep.concurrent: {sweep.concurrent} trials of {counted(trial.workers, 'worker')} with {_device(trial)} "
-            f"don't fit side by side; {resources.node} has {resources.summary}, write at most {fit}"
+            f"don't fit at the same time. {resources.node} has {resources.summary}. Use at most {fit}."
         )
     free = max(1, _count_free(trial, resources) // trial.workers) if resources.idle else fit
     concurrent = min(sweep.concurrent or min(fit, free), sweep.total)
@@ -185,8 +185,8 @@ def _describe_busy(resources: Resources, *, concurrent: int) -> Iterator[str]:
     if resources.idle and any(free[name] < total for name, total in totals.items()):
         parts = (f"{free[name]:g} of {total} {name}" for name, total in totals.items() if total)
         yield (
-            f"{resources.node}: {', '.join(parts)} free now. The sweep runs {counted(concurrent, 'trial')} at a time; "
-            "trials wait for room. To run more of them, write sweep.concurrent"
+            f"{resources.node}: {', '.join(parts)} free now. The sweep runs {counted(concurrent, 'trial')} at a time, "
+            "and trials wait for room. To run more at a time, set sweep.concurrent."
         )
 
 
@@ -215,7 +215,7 @@ def _asha(sweep: Sweep, *, epochs: int) -> str:
     while grace < epochs:
         rungs.append(str(grace))
         grace *= factor
-    return f"; ASHA: 1 in {factor} continues after epoch {', '.join(rungs)} of {epochs}"
+    return f"; ASHA continues 1 in {factor} trials after epoch {', '.join(rungs)} of {epochs}"
 
 
 def _device(trial: Trial) -> str:

@@ -71,11 +71,11 @@ def sweep(
         invocation.save_report(report)
         failed = [trial for trial in report.swept.trials if trial.state == "failed"]
         if failed and len(failed) == len(report.swept.trials):
-            raise TrainingError(f"all {len(failed)} trials failed, the first one: {failed[0].message}")
+            raise TrainingError(f"all {len(failed)} trials failed. The first error: {failed[0].message}")
         if left := [trial.number for trial in report.swept.trials if trial.state in LEFT]:
             named = ", ".join(map(str, left))
-            message = f"trials that didn't end: {named}; --resume continues with them"
-            raise ResourceError(f"{lacked}; {message}") if lacked else TrainingError(message)
+            message = f"trials that did not end: {named}. To continue them, use --resume."
+            raise ResourceError(f"{message} Cause: {lacked}") if lacked else TrainingError(message)
 
 
 def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> str:
@@ -147,6 +147,6 @@ def _found(file: ExperimentFile, plan: SweepPlan, resume: str) -> Path:
     folder = state.folder
     numbers = range(1, plan.sweep.total + 1)
     if all(state_of(folder / folder_name(number))[0] in ("finished", "stopped early") for number in numbers):
-        message = f"all {plan.sweep.total} trials of {folder} have ended; write more sweep.trials, or start a new sweep"
+        message = f"all {plan.sweep.total} trials of {folder} have ended. Raise sweep.trials, or start a new sweep."
         raise UsageError(f"--resume: {message}")
     return folder

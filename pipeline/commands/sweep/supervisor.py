@@ -57,7 +57,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         if evaluation is not None:
             self._last = evaluation
         if self._last is None:
-            raise self._failed(f"it has ended without {self._job.metric}")
+            raise self._failed(f"it ended without a value of {self._job.metric}")
         score = self._last.as_score(minimizes=self._minimizes)
         return {EPOCH: self._last.epoch, self._job.metric: score, "done": evaluation is None}
 
@@ -102,7 +102,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         others = [each for each in trials_of(Path(self._job.folder)) if each != self._folder]
         while not any(found := [has_used_resources(each, since=since) for each in others]):
             if None not in found:
-                lacked = _tail(self._folder / OUTPUT_NAME) or "the cluster lacks something"
+                lacked = _tail(self._folder / OUTPUT_NAME) or "the cluster lacks resources for the trial"
                 self._record(lacked=lacked)
                 raise TrialFailed(lacked)
             time.sleep(_AGAIN_S)

@@ -80,7 +80,7 @@ def train(assignment: Assignment, lifeline: _Lifeline, decisions: Decisions) -> 
     if config_hash(file.experiment) != assignment.config_hash:
         raise UsageError(
             f"{job.file}, or a default of pipeline, has changed since the sweep started. Restore the file, or the "
-            "version of pipeline that started the sweep, or start a new sweep"
+            "version of pipeline that started the sweep, or start a new sweep."
         )
     folder = job.folder_of(record.number)
     member = Membership(

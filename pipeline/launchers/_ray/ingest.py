@@ -64,10 +64,12 @@ class Ingest:
         """
         size, workers = trial.experiment.train.global_batch_size, trial.workers
         if size % workers:
-            message = f"is {size}, which {workers} workers can't share equally; use a multiple of {workers}"
+            message = f"is {size} and can't be divided equally among {workers} workers. Use a multiple of {workers}."
             raise ExperimentError.of("train.global_batch_size", message)
         if size > (rows := self._rows["train"]):
-            raise ExperimentError.of("train.global_batch_size", f"is {size}, but an epoch has {rows} rows; use fewer")
+            raise ExperimentError.of(
+                "train.global_batch_size", f"is {size}. An epoch has {rows} rows. Use at most {rows}."
+            )
         share = size // workers
         return {
             name: part.repartition(target_num_rows_per_block=share, strict=True) for name, part in self._parts.items()
@@ -126,7 +128,9 @@ def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[i
     except Exception as error:  # from reading, or from the user's own functions
         raise ExperimentError.of(key, f"Ray Data can't count its rows: {last_line(error)[:300]}") from error
     if not rows:
-        raise ExperimentError.of(key, "has no rows; it needs at least one")
+        raise ExperimentError.of(key, "has no rows. It needs at least one.")
     if missing := [column for column in columns if column not in schema.names]:
-        raise ExperimentError.of("data.columns", f"{', '.join(missing)}: {name} has {', '.join(schema.names)}")
+        raise ExperimentError.of(
+            "data.columns", f"{', '.join(missing)} not found. {name} has {', '.join(schema.names)}."
+        )
     return rows, repr(list(zip(schema.names, map(str, schema.types), strict=True)))

@@ -24,11 +24,11 @@ def public_because() -> str:
 def _unknown() -> str:
     """Return what about the installed release isn't as in the tested ones; empty if nothing."""
     if ray.__version__.rpartition(".")[0] not in _TESTED:
-        return f"Ray {ray.__version__} is none of the releases that are started faster: {', '.join(_TESTED)}"
+        return f"Ray {ray.__version__} is not tested with the faster start (tested: {', '.join(_TESTED)})"
     try:
         from pipeline.launchers._ray.fast import driver_controller, lean_node, patching
 
         wrong = patching.mismatches({**driver_controller.OVERRIDES, **lean_node.OVERRIDES})
     except (ImportError, AttributeError) as error:
         wrong = [str(error)]
-    return f"Ray {ray.__version__} has other private parts than expected: {'; '.join(wrong)}" if wrong else ""
+    return f"Ray {ray.__version__} differs from the tested releases ({'; '.join(wrong)})" if wrong else ""
