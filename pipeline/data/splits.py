@@ -20,15 +20,15 @@ Pairs = Dataset[tuple[Tensor, ...]]
 
 
 class Splits(NamedTuple):
-    """Training and validation dataset, both map-style; data functions may return any tuple of two."""
+    """Training and validation dataset, both map-style. Data functions may return any tuple of two datasets."""
 
     train: Pairs
     validation: Pairs | None
-    """None: train without evaluation."""
+    """None trains without evaluation."""
 
 
 def check_fraction(fraction: float, *, key: str = "data.validation_fraction") -> None:
-    """Check the part of the data that is held out.
+    """Check the fraction of a validation or test set.
 
     Raises:
         ExperimentError: the fraction is not in [0, 1).
@@ -94,7 +94,9 @@ class Mapped:
             self.values = _mapped(path, dtype=dtype)
             torch.from_numpy(self.values[:0].copy())
         except OSError as error:
-            raise ExperimentError.of(key, f"can't read {path} ({error.strerror or error}); name another") from error
+            raise ExperimentError.of(
+                key, f"can't read {path} ({error.strerror or error}); name another file"
+            ) from error
         except (ValueError, TypeError, EOFError) as error:
             message = f"{path} can't be mapped ({' '.join(str(error).split())}); write it with numpy.save"
             raise ExperimentError.of(key, message) from error

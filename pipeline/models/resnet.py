@@ -133,11 +133,11 @@ def resnet18(
     """Return a ResNet-18.
 
     Args:
-        num_classes: number of logits.
-        width: channels of the first stage; compute grows with its square.
+        num_classes: number of classes, and of logits.
+        width: channels of the first stage. Compute grows with the square of the width.
         in_channels: channels of the images.
         stem: "cifar" for images of about 32 pixels, "imagenet" for about 224.
-        zero_init_residual: initialize each block to its shortcut, which helps large batches (arXiv 1706.02677).
+        zero_init_residual: start each block as the identity, which helps with large batches (arXiv 1706.02677).
     """
     return ResNet(
         Basic,

@@ -1,4 +1,4 @@
-"""Interface of a strategy: where its processes and devices are, and how their gradients become one."""
+"""Interface of a strategy: its processes and devices, and how it synchronizes gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from pipeline.config.values import Section
 
 
 class NoOptions(Section):
-    """A strategy without options of its own."""
+    """Options of a strategy that has none."""
 
 
 class LocalUpdates(Protocol):
@@ -62,7 +62,7 @@ class Strategy(ABC):
     needs_process_group: ClassVar[bool] = False
     """True if torch.distributed must be initialized even for a single process."""
     local_updates: LocalUpdates | None = None
-    """Set by `wrap` if ranks take steps without exchanging gradients."""
+    """Set by `wrap` if ranks take steps without synchronizing gradients."""
 
     def __init__(
         self, options: Section, *, device: torch.device, world_size: int, compute_dtype: torch.dtype | None = None
@@ -82,7 +82,7 @@ class Strategy(ABC):
 
     @classmethod
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
-        """Return why these options can't run on this kind of device and what to write instead, or None."""
+        """Return why these options can't run on this type of device and what to set instead, or None."""
         return None
 
     @abstractmethod
@@ -95,11 +95,11 @@ class Strategy(ABC):
 
     @classmethod
     def refuse_several(cls, options: Section) -> str | None:
-        """Return why these options can't train with several optimizers and what to write instead, or None."""
-        return "divides the calls of a whole model, but a task with several optimizers calls its parts; write ddp"
+        """Return why these options can't train with several optimizers and what to set instead, or None."""
+        return "wraps the whole model, but a task with several optimizers calls parts of the model; use ddp"
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return the module that a task with several optimizers calls, in place of `wrap`.
+        """Return the module that a task with several optimizers calls, instead of `wrap`.
 
         The loop itself sums the gradients of each optimizer over the processes.
         """
@@ -116,11 +116,11 @@ class Strategy(ABC):
         return False
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward exchanges no gradients, for all micro-batches of a step but the last."""
+        """Return a context without gradient synchronization, for all micro-batches of a step but the last."""
         return nullcontext()
 
     def exchange_ms(self, wrapped: nn.Module) -> float | None:
-        """Return the mean milliseconds of a step's gradient exchange on this rank since the last call.
+        """Return the mean milliseconds of gradient synchronization per step on this rank since the last call.
 
         None if the strategy doesn't time it, or no step was timed. Doesn't wait for the device.
         """
@@ -134,7 +134,7 @@ class Strategy(ABC):
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; called after a backward pass of the same model."""
+        """Restore the state that `state_dict` returned. Called after a backward pass of the same model."""
         raise NotImplementedError  # a class with a state has its own, see __init_subclass__
 
     def __init_subclass__(cls) -> None:
@@ -145,7 +145,7 @@ class Strategy(ABC):
         """
         super().__init_subclass__()
         if cls.state_dict is not Strategy.state_dict and cls.load_state_dict is Strategy.load_state_dict:
-            raise TypeError(f"{cls.__qualname__} has a state_dict; resuming needs load_state_dict, too")
+            raise TypeError(f"{cls.__qualname__} has state_dict, so it also needs load_state_dict to resume")
 
 
 class Sharded(Strategy):
@@ -166,7 +166,7 @@ class Sharded(Strategy):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return how the model was divided, for the report; empty if each process has all of it."""
+        """Return how the model is sharded, for the report; empty if each process has the whole model."""
 
     @abstractmethod
     def no_communication(self, wrapped: nn.Module) -> AbstractContextManager[None]:

@@ -167,7 +167,7 @@ def test_torchs_own_losses_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_smoothing_with_a_class_that_counts_nothing_is_refused() -> None:
-    with pytest.raises(ExperimentError, match="loss: label_smoothing with a weight of 0"):
+    with pytest.raises(ExperimentError, match="loss: label_smoothing with a class weight of 0"):
         Supervised(torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0]), label_smoothing=0.1))
 
 

@@ -38,7 +38,7 @@ def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
         (
             "ByView",
             {},
-            r"task: called pipeline\.tasks\.gathered with .* shape \(16, 4\); it needs 8 rows, one for each",
+            r"task: called pipeline\.tasks\.gathered with .* shape \(16, 4\)\. It needs 8 rows, one for each",
         ),
         ("InEvaluation", {}, r"task: calls pipeline\.tasks\.gathered in evaluation only"),
     ],

@@ -236,7 +236,7 @@ def test_strategies_that_call_the_whole_model_are_refused() -> None:
     experiment = toys.experiment(**toy_gans.SECTIONS, parallel=parallel, compare=[{"strategy": "dp"}])
     assert [(problem.key, problem.message.partition(",")[0]) for problem in _strategy_problems(experiment)] == [
         ("parallel.options", "static_graph is an option of torch's DDP"),
-        ("compare[0].strategy", "divides the calls of a whole model"),
+        ("compare[0].strategy", "wraps the whole model"),
     ]
 
 

@@ -69,7 +69,7 @@ def test_a_batch_that_is_no_pair_is_refused(task, batch, what):
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_a_loss_that_is_no_mean_is_refused(reduction):
-    with pytest.raises(ExperimentError, match=f"loss: reduction '{reduction}' .* use reduction: mean"):
+    with pytest.raises(ExperimentError, match=f"loss: reduction '{reduction}' .* set reduction: mean"):
         Supervised(nn.CrossEntropyLoss(reduction=reduction))
 
 

@@ -531,7 +531,7 @@ def test_a_large_batch_is_not_listed_whole() -> None:
     [
         ({"loss": {"_target_": "toys.PerSample"}}, "loss", "is a tensor of shape (5, 1), not a scalar"),
         ({"task": {"_target_": "toys.PerSampleTask"}, "loss": None}, "task", "tensor of shape (5, 1)"),
-        ({"loss": {"_target_": "torch.nn.MSELoss", "reduction": "sum"}}, "loss", "use reduction: mean"),
+        ({"loss": {"_target_": "torch.nn.MSELoss", "reduction": "sum"}}, "loss", "set reduction: mean"),
         ({"model": {"_target_": "torch.nn.Identity"}}, "model", "torch.nn.Identity has no trainable parameters"),
         ({"model": {"_target_": "toys.frozen_net"}}, "model", "toys.frozen_net has no trainable parameters"),
         ({"model": {"_target_": "toys.not_a_model"}}, "model", "returned a dict; it must return a torch.nn.Module"),
