@@ -82,7 +82,7 @@ FILES = [
 
 COMPONENTS = [
     Wrong("data raises", 2, ("data: lab.from_a_file raised FileNotFoundError",), lab("lab.points", "lab.from_a_file")),
-    Wrong("data is no pair", 2, ("it must return a tuple",), lab("lab.points", "lab.alone")),
+    Wrong("data is no pair", 2, ("Return a tuple",), lab("lab.points", "lab.alone")),
     Wrong("empty dataset", 2, ("the training set is empty",), lab("lab.points", "lab.no_samples")),
     Wrong("ragged batches", 2, ("can't be stacked into a batch",), lab("lab.points", "lab.ragged")),
     Wrong("model without parameters", 2, ("no trainable parameters",), lab("lab.Net", "torch.nn.Identity")),

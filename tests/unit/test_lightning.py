@@ -61,7 +61,7 @@ def test_a_log_can_be_followed_if_the_file_says_which_direction_is_better(tmp_pa
     highest = max(outbox.points("validation/val_f1"), key=lambda point: point.value)
     assert result is not None
     assert result.step == highest.step == 3  # the first of two epochs
-    with pytest.raises(ExperimentError, match=r"checkpoint.best: is validation/f2, but .* validation/val_f1"):
+    with pytest.raises(ExperimentError, match=r"checkpoint.best: validation/f2 is not reported; .* validation/val_f1"):
         trained(checkpoint={**best, "best": "validation/f2"})
 
 

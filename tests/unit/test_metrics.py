@@ -76,8 +76,8 @@ class TestWhichValuesAreGood:
         sweep = f"metrics: {{{text}}}\nsweep: {{metric: {metric}, parameters: {{optimizer.lr: {{grid: [0.1]}}}}}}\n"
         if expected is None:
             (told,) = refused(lambda: preflight.check(read(sweep)))
-            assert told.startswith("e.yaml:10: sweep.metric: is validation/mine, and Count doesn't say whether")
-            assert told.endswith("write sweep.mode: max, or min")
+            assert told.startswith("e.yaml:10: sweep.metric: Count does not declare whether higher validation/mine is")
+            assert told.endswith("Set sweep.mode to max or min.")
         else:
             assert planning.make(read(sweep)).direction == expected
 
@@ -133,7 +133,7 @@ class TestCheckedAhead:
 
     def test_data_that_is_no_pair(self, read: Any) -> None:
         file = read("", "data._target_=toys.quadruple")
-        said = "e.yaml:3: data: toys.quadruple returned a tuple of 4; it must return a tuple: training"
+        said = "e.yaml:3: data: toys.quadruple returned a tuple of 4. Return a tuple of a training"
         assert refused(lambda: preflight.check(file, with_data=True))[0].startswith(said)
         assert refused(lambda: runner.dry_run(file, with_baseline=False))[0].startswith(said)
 
@@ -172,8 +172,8 @@ class TestAValidationLossThatIsNotFinite:
         result, outbox = toys.trained(**{**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": "skip"}})
         assert result.steps == 9
         assert [event.message for event in outbox.events if isinstance(event, Warned)] == [
-            "the validation loss is nan after epoch 1 (step 3), though the weights are finite; training continues with "
-            "train.on_nonfinite: skip",
+            "the validation loss is nan after epoch 1 (step 3), although the weights are finite. Training continues "
+            "because of train.on_nonfinite: skip.",
             "the validation loss was not finite after 3 epochs: 1, 2, 3",
         ]
 
@@ -260,22 +260,22 @@ class TestWhatMetricsCompute:
             ),
             (
                 {"metrics": {"words": {"_target_": "toy_metrics.Texts"}}},
-                ["metrics.words: Texts computes a str; use a metric that computes a number, one for each class, or"],
+                ["metrics.words: Texts returned a str. Use a metric that returns a number, a number for each class,"],
             ),
             (
                 {"metrics": {"f": metric("MulticlassF1Score", average="none"), "f_1": metric("MulticlassF1Score")}},
-                ["metrics.f_1: reports validation/f_1, as metrics.f does; rename one of them"],
+                ["metrics.f_1: reports validation/f_1, and so does metrics.f; rename one of them"],
             ),
             (
                 {
                     "metrics": {"f": metric("MulticlassF1Score", average="none")},
                     "checkpoint": {"best": "validation/f"},
                 },
-                ["checkpoint.best: is validation/f, but metrics.f reports validation/f_0, validation/f_1, "],
+                ["checkpoint.best: validation/f is not reported; metrics.f reports validation/f_0, validation/f_1, "],
             ),
             (
                 {"metrics": {"roc": metric("MulticlassROC")}, "checkpoint": {"best": "validation/roc", "mode": "max"}},
-                ["checkpoint.best: is validation/roc, but metrics.roc reports no number"],
+                ["checkpoint.best: validation/roc is not reported; metrics.roc reports no number"],
             ),
         ],
     )
