@@ -88,7 +88,7 @@ class TestWhichValuesAreGood:
     def test_both_choices_are_refused_at_once(self, read: Any) -> None:
         sweep = "sweep: {metric: validation/rest, parameters: {optimizer.lr: {grid: [0.1]}}}\n"
         file = read(f"metrics: {{{SPECIFICITY}}}\ncheckpoint: {{best: validation/rest}}\n{sweep}")
-        assert [told.partition(": is")[0] for told in refused(lambda: preflight.check(file))] == [
+        assert [told.rpartition(": ")[0] for told in refused(lambda: preflight.check(file))] == [
             "e.yaml:10: checkpoint.best",
             "e.yaml:11: sweep.metric",
         ]
@@ -161,7 +161,7 @@ class TestAValidationLossThatIsNotFinite:
         sections = {**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": chosen}}
         trial = toys.trial(**sections).model_copy(update={"checkpoints": str(tmp_path)})
         outbox = toys.Kept()
-        with pytest.raises(TrainingError, match=r"validation loss is nan after epoch 1 \(step 3\), though") as caught:
+        with pytest.raises(TrainingError, match=r"validation loss is nan after epoch 1 \(step 3\), although") as caught:
             toys.train(trial, rank=toys.Rank(), outbox=outbox)
         assert not isinstance(caught.value, NonFiniteError), "there is no batch that a rollback could leave out"
         assert math.isnan(outbox.series("validation/loss")[-1])
