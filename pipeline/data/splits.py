@@ -20,7 +20,10 @@ Pairs = Dataset[tuple[Tensor, ...]]
 
 
 class Splits(NamedTuple):
-    """Training and validation dataset, both map-style. Data functions may return any tuple of two datasets."""
+    """Training and validation dataset, both map-style.
+
+    Data functions may return any tuple of two datasets.
+    """
 
     train: Pairs
     validation: Pairs | None
@@ -58,7 +61,7 @@ def bundled(name: str) -> Path:
 
 
 class Table(Dataset[tuple[Tensor, ...]]):
-    """Map-style dataset without random transforms that reads a whole batch at once instead of each sample."""
+    """Map-style dataset, without random transforms, that reads whole batches at once."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -73,7 +76,7 @@ class Table(Dataset[tuple[Tensor, ...]]):
 
 
 class Mapped:
-    """Memory-mapped array: the operating system loads the pages that are read, and drops them again.
+    """Memory-mapped array. The operating system loads and evicts pages as needed.
 
     Pickling passes its path, so that another process maps the file itself.
     """

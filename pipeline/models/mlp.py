@@ -22,6 +22,6 @@ class MLP(nn.Module):
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map inputs (batch, ...), of ``in_features`` numbers per sample, to logits (batch, num_classes)."""
+        """Map inputs (batch, ...), flattened to ``in_features``, to logits (batch, num_classes)."""
         logits: Tensor = self.layers(inputs)
         return logits

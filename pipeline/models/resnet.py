@@ -16,7 +16,7 @@ Stem = Literal["cifar", "imagenet"]
 
 
 class Basic(nn.Module):
-    """Residual block of two 3x3 convolutions, from (batch, in_channels, height, width) to (batch, channels, ...)."""
+    """Residual block of two 3x3 convolutions."""
 
     expansion = 1
     """Output channels relative to ``channels``."""
@@ -88,9 +88,10 @@ Block = type[Basic] | type[Bottleneck]
 
 
 class ResNet(nn.Module):
-    """Residual network: stem, four stages of residual blocks with doubling channels, pooling, classifier.
+    """Residual network: stem, four stages of residual blocks, pooling, classifier.
 
-    The "imagenet" stem reduces images to a quarter of their side length; "cifar" keeps the size, for small images.
+    Each stage doubles the channels. The "imagenet" stem reduces images to a quarter of their side length. The "cifar"
+    stem keeps the size, for small images.
     """
 
     def __init__(

@@ -82,7 +82,10 @@ class Strategy(ABC):
 
     @classmethod
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
-        """Return why these options can't run on this type of device and what to set instead, or None."""
+        """Return why these options can't run on this type of device; None if they can.
+
+        The text includes what to set instead.
+        """
         return None
 
     @abstractmethod
@@ -95,7 +98,10 @@ class Strategy(ABC):
 
     @classmethod
     def refuse_several(cls, options: Section) -> str | None:
-        """Return why these options can't train with several optimizers and what to set instead, or None."""
+        """Return why these options can't train with several optimizers; None if they can.
+
+        The text includes what to set instead.
+        """
         return "wraps the whole model, but a task with several optimizers calls parts of the model; use ddp"
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -107,7 +113,7 @@ class Strategy(ABC):
 
     @property
     def gradient_scale(self) -> float:
-        """Factor on each loss: the world size if the strategy averages gradients over processes, 1 if it sums them."""
+        """Factor on each loss: the world size if gradients are averaged, 1 if they are summed."""
         return 1.0
 
     @property
@@ -116,13 +122,14 @@ class Strategy(ABC):
         return False
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return a context without gradient synchronization, for all micro-batches of a step but the last."""
+        """Return a context without gradient synchronization, for all but the last micro-batch."""
         return nullcontext()
 
     def exchange_ms(self, wrapped: nn.Module) -> float | None:
-        """Return the mean milliseconds of gradient synchronization per step on this rank since the last call.
+        """Return this rank's mean gradient synchronization time per step, in milliseconds.
 
-        None if the strategy doesn't time it, or no step was timed. Doesn't wait for the device.
+        The mean is over the steps since the last call. None if the strategy doesn't time it, or no step was timed.
+        Doesn't wait for the device.
         """
         return None
 
@@ -134,7 +141,7 @@ class Strategy(ABC):
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned. Called after a backward pass of the same model."""
+        """Restore the state of `state_dict`, after a backward pass of the same model."""
         raise NotImplementedError  # a class with a state has its own, see __init_subclass__
 
     def __init_subclass__(cls) -> None:
@@ -149,7 +156,7 @@ class Strategy(ABC):
 
 
 class Sharded(Strategy):
-    """A strategy whose ranks hold parts of the weights and communicate in each forward and backward pass.
+    """Strategy that shards the weights and communicates in each forward and backward pass.
 
     `wrap` gets the model on the CPU, and returns a module that computes in ``compute_dtype`` without autocast.
     """
@@ -162,22 +169,22 @@ class Sharded(Strategy):
     @property
     @abstractmethod
     def groups(self) -> Sequence[nn.Module]:
-        """Modules whose parameters are gathered together, each compiled by itself; empty for the whole model."""
+        """Modules that are gathered and compiled as a unit; empty for the whole model."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return how the model is sharded, for the report; empty if each process has the whole model."""
+        """Return how the model is sharded, for the report; empty if it is not sharded."""
 
     @abstractmethod
     def no_communication(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which passes send nothing to other ranks, for measuring what communication costs.
+        """Return a context without communication, to measure what communication costs.
 
         Their results may be meaningless. A rank may run out of memory inside without another rank waiting for it.
         """
 
     @abstractmethod
     def full_state_dict(self, wrapped: nn.Module) -> Mapping[str, Tensor]:
-        """Return all weights and buffers by name, on the CPU of rank 0; ignored elsewhere. Collective."""
+        """Return all weights and buffers by name, on the CPU of rank 0. Collective."""
 
 
 def sparse_modules(model: nn.Module) -> list[str]:

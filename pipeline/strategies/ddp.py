@@ -29,7 +29,10 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "b
 
 
 class Options(Section):
-    """``parallel.options`` of ddp. Names and defaults are torch's, except gradient_as_bucket_view (default: true)."""
+    """``parallel.options`` of ddp. Names and defaults follow torch, with one exception.
+
+    ``gradient_as_bucket_view`` is true by default, which saves a copy.
+    """
 
     sync_batch_norm: bool = False
     """Compute batch statistics over all workers instead of per worker (GPUs only)."""

@@ -16,7 +16,7 @@ from pipeline.strategies import base
 
 
 class Strategy(base.Strategy):
-    """``nn.DataParallel`` over the GPUs of the process. With fewer than two GPUs the model is not wrapped."""
+    """``nn.DataParallel`` over the GPUs of the process; with less than two, the model itself."""
 
     devices = "all"
 

@@ -18,7 +18,7 @@ _SHIFTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 class FromModel(Task):
-    """``model(**batch).loss`` for models that compute their loss, and batches that are mappings.
+    """``model(**batch).loss``, for models that compute their loss and mappings as batches.
 
     transformers models compute a loss from ``labels``. The loss is weighted by the number of labels other than -100, so
     that the step is the same for any number of workers. Without labels, or with floating-point labels, it is weighted

@@ -93,7 +93,7 @@ class Lightning(Task):
 
     @staticmethod
     def experiment_problems(experiment: "Experiment", model: object) -> Iterator[Problem]:
-        """Find what the module's class overrides; a function that returns a module is checked when it is built."""
+        """Yield problems of the module's class. Other callables are checked when the model is built."""
         if not isinstance(model, type):
             return
         if lightning_module(model) is None:
@@ -114,7 +114,10 @@ class Lightning(Task):
 
     @contextmanager
     def own_evaluation(self, split: str) -> Iterator[dict[str, str]]:
-        """Run the module's own step of a split inside the block; yields its metrics' paths in the model by log."""
+        """Run the module's validation_step or test_step inside the block.
+
+        Yields a mapping from the names of logs to the paths of their metrics in the model.
+        """
         calls, self._calls, self._split, self._paths = self._calls, 0, split, {}
         try:
             yield self._paths
@@ -204,7 +207,7 @@ class _Trainer:
 
 
 def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
-    """Return the optimizer of the module's configure_optimizers, with its scheduler for `configured_scheduler`.
+    """Return the optimizer of configure_optimizers, with its scheduler for `configured_scheduler`.
 
     Raises:
         ExperimentError: there are several, or the scheduler is advanced in a way that isn't supported.

@@ -50,7 +50,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class InSteps(Protocol):
-    """Task that depends on the number of steps or epochs done, e.g. for a loss term whose weight grows."""
+    """Task that depends on the number of steps or epochs done, e.g. to warm up a loss term."""
 
     def begin_step(self, step: int, *, epoch: int, batch: int) -> None:
         """Start an optimizer step.
