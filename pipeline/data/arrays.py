@@ -22,17 +22,19 @@ def arrays(
     validation_targets: str | None = None,
     transform: Transform | None = None,
 ) -> Splits:
-    """Return pairs of (inputs[i], targets[i]) from memory-mapped .npy files, in the dtypes of the files.
+    """Return pairs (inputs[i], targets[i]) from memory-mapped .npy files.
+
+    Tensors have the dtypes of the files.
 
     Args:
         inputs: file with an array of shape (samples, ...).
         targets: file with an array of shape (samples, ...).
-        validation_inputs: inputs of the validation set; None: no validation.
+        validation_inputs: inputs of the validation set. None trains without validation.
         validation_targets: targets of the validation set.
-        transform: called with the input of each sample, e.g. to convert bytes to floats; may be random.
+        transform: function applied to the input of each sample, e.g. to convert bytes to floats. It may be random.
 
     Raises:
-        ExperimentError: a file can't be mapped, or inputs and targets differ in number.
+        ExperimentError: a file can't be mapped, or inputs and targets differ in length.
     """
     if (validation_inputs is None) != (validation_targets is None):
         missing = "validation_inputs" if validation_inputs is None else "validation_targets"
@@ -47,7 +49,8 @@ def _pairs(inputs: str, targets: str, *, prefix: str, transform: Transform | Non
     columns = (Mapped(Path(inputs), key=f"{prefix}inputs"), Mapped(Path(targets), key=f"{prefix}targets"))
     if len(columns[0]) != len(columns[1]):
         message = (
-            f"{targets} has {len(columns[1])} rows, but {inputs} has {len(columns[0])}; a sample needs one of each"
+            f"{targets} has {len(columns[1])} rows, but {inputs} has {len(columns[0])}. Each sample needs one input "
+            "and one target."
         )
         raise ExperimentError.of(f"{prefix}targets", message)
     pairs = _Pairs(columns)

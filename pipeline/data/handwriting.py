@@ -23,11 +23,17 @@ def digits(
     seed: int = 0,
     value_range: tuple[float, float] | None = None,
 ) -> Splits:
-    """Return 1797 digits as pairs of (image, label), split at random with an equal share of each class.
+    """Return 1797 handwritten digits as pairs (image, label).
 
-    Images are float32 of shape (channels, image_size, image_size), labels int64. Images have mean 0 and standard
-    deviation 1 over the training set, unless ``value_range`` has the values of white and black; they are enlarged
-    bilinearly from 8x8. ``seed`` determines the split.
+    Images are float32 of shape (channels, image_size, image_size), labels int64. Images are enlarged bilinearly from
+    8x8. The validation set is a random part of each class.
+
+    Args:
+        image_size: height and width of the images.
+        channels: number of channels, which are all equal.
+        validation_fraction: part of the digits to validate on; 0 for none.
+        seed: seed of the split.
+        value_range: values of white and of black. None: mean 0 and standard deviation 1 over the training set.
 
     Raises:
         ExperimentError: a size is less than 1, or the fraction is not in [0, 1).

@@ -1,4 +1,4 @@
-"""Texts with a class each, from a CSV file, as the tokens of a tokenizer."""
+"""Labelled texts from a CSV file, tokenized for text classification."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -28,16 +28,17 @@ def texts(
     max_length: int = 128,
     validation_fraction: float = 0.1,
 ) -> tuple[Dataset[Sample], Dataset[Sample] | None]:
-    """Return samples {input_ids, attention_mask, ..., labels}, lists of tokens and the number of a class.
+    """Return tokenized texts as mappings {input_ids, attention_mask, ..., labels}.
 
-    Their lengths differ, so they need ``loader.collate``: pipeline.data.padding.padded.
+    ``labels`` is the number of the class. Sequences differ in length, so a batch needs padding. Set
+    ``loader.collate`` to pipeline.data.padding.padded.
 
     Args:
-        source: CSV file in UTF-8 with a line of names at the top.
-        tokenizer: folder of a tokenizer of transformers, or its name on the hub.
+        source: CSV file in UTF-8 with column names in its first line.
+        tokenizer: folder of a transformers tokenizer, or its name on the Hugging Face hub.
         text: column of the texts.
         label: column of the classes, which are numbered in alphabetical order.
-        max_length: tokens after which a text is cut off.
+        max_length: number of tokens to which longer texts are truncated.
         validation_fraction: part of the texts to validate on, drawn with the experiment's seed; 0 for none.
 
     Raises:
@@ -77,11 +78,11 @@ def _rows(source: Path, *, columns: Mapping[str, str]) -> list[dict[str, str]]:
             reader = csv.DictReader(file)
             rows, names = list(reader), list(reader.fieldnames or ())
     except (OSError, UnicodeError, csv.Error) as error:
-        raise ExperimentError.of("data.source", f"can't read {source} as CSV ({error}); name another") from error
+        raise ExperimentError.of("data.source", f"can't read {source} as CSV ({error}); name another file") from error
     for key, name in columns.items():
         if name not in names:
             meant = did_you_mean(name, names) or f"; it has {', '.join(names)}"
             raise ExperimentError.of(f"data.{key}", f"{source} has no column {name}{meant}")
     if not rows:
-        raise ExperimentError.of("data.source", f"{source} has no rows below its names")
+        raise ExperimentError.of("data.source", f"{source} has column names, but no rows")
     return rows

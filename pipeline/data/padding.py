@@ -19,13 +19,13 @@ Batch = dict[str, Tensor]
 def padded(
     tokenizer: str, *, labels: str = "labels", pad_token: str | None = None, multiple_of: int | None = None
 ) -> Callable[[Sequence[Mapping[str, Any]]], Batch]:
-    """Return a collate_fn for samples that are mappings, such as {input_ids, attention_mask, labels}.
+    """Return a collate_fn that pads mappings such as {input_ids, attention_mask, labels}.
 
     Args:
-        tokenizer: folder of a tokenizer, or its name on the hub.
-        labels: key of the labels; sequences of them are padded with -100, on the tokenizer's side.
-        pad_token: token to pad with, for tokenizers that have none.
-        multiple_of: lengths are multiples of this, which is faster on tensor cores.
+        tokenizer: folder of a transformers tokenizer, or its name on the Hugging Face hub.
+        labels: key of the labels. Sequences of labels are padded with -100, on the tokenizer's padding side.
+        pad_token: token to pad with, for tokenizers without a padding token.
+        multiple_of: round lengths up to a multiple of this number, which is faster on tensor cores.
 
     Raises:
         ExperimentError: the tokenizer can't be loaded, or has no padding token.
@@ -34,7 +34,7 @@ def padded(
     if pad_token is not None:
         loaded.pad_token = pad_token
     if loaded.pad_token is None:
-        message = f"{tokenizer} has no padding token; write one, e.g. {loaded.eos_token}"
+        message = f"{tokenizer} has no padding token; set one, e.g. {loaded.eos_token}"
         raise ExperimentError.of("loader.collate.pad_token", message)
     return _Padding(loaded, labels=labels, multiple_of=multiple_of)
 
@@ -51,7 +51,7 @@ def load_tokenizer(path: str, *, key: str) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split())[:300]
-        raise ExperimentError.of(key, f"is {path}, which has no tokenizer that can be loaded: {said}") from error
+        raise ExperimentError.of(key, f"can't load a tokenizer from {path}: {said}") from error
 
 
 class _Padding:

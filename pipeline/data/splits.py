@@ -20,15 +20,18 @@ Pairs = Dataset[tuple[Tensor, ...]]
 
 
 class Splits(NamedTuple):
-    """Training and validation dataset, both map-style; data functions may return any tuple of two."""
+    """Training and validation dataset, both map-style.
+
+    Data functions may return any tuple of two datasets.
+    """
 
     train: Pairs
     validation: Pairs | None
-    """None: train without evaluation."""
+    """None trains without evaluation."""
 
 
 def check_fraction(fraction: float, *, key: str = "data.validation_fraction") -> None:
-    """Check the part of the data that is held out.
+    """Check the fraction of a validation or test set.
 
     Raises:
         ExperimentError: the fraction is not in [0, 1).
@@ -58,7 +61,7 @@ def bundled(name: str) -> Path:
 
 
 class Table(Dataset[tuple[Tensor, ...]]):
-    """Map-style dataset without random transforms that reads a whole batch at once instead of each sample."""
+    """Map-style dataset, without random transforms, that reads whole batches at once."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -73,7 +76,7 @@ class Table(Dataset[tuple[Tensor, ...]]):
 
 
 class Mapped:
-    """Memory-mapped array: the operating system loads the pages that are read, and drops them again.
+    """Memory-mapped array. The operating system loads and evicts pages as needed.
 
     Pickling passes its path, so that another process maps the file itself.
     """
@@ -94,7 +97,9 @@ class Mapped:
             self.values = _mapped(path, dtype=dtype)
             torch.from_numpy(self.values[:0].copy())
         except OSError as error:
-            raise ExperimentError.of(key, f"can't read {path} ({error.strerror or error}); name another") from error
+            raise ExperimentError.of(
+                key, f"can't read {path} ({error.strerror or error}); name another file"
+            ) from error
         except (ValueError, TypeError, EOFError) as error:
             message = f"{path} can't be mapped ({' '.join(str(error).split())}); write it with numpy.save"
             raise ExperimentError.of(key, message) from error

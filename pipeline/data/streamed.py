@@ -1,4 +1,4 @@
-"""Data that Ray Data reads and prepares on the cluster and streams to the workers."""
+"""Datasets of Ray Data, which reads them on the cluster and streams them to the workers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -27,24 +27,24 @@ def streamed(
     columns: Sequence[str] = (),
     order: Kept = "kept",
 ) -> Streamed:
-    """Return Ray datasets for ``parallel.launcher: ray``; called in the driver only.
+    """Return Ray datasets for ``parallel.launcher: ray``. Called in the driver only.
 
     Args:
-        train: such as {_target_: ray.data.read_parquet, paths: folder}, or a function of your own that returns a
-            ray.data.Dataset.
-        validation: dataset of the validation set; None: no validation.
-        columns: columns of a batch in order, e.g. [image, label]; none: a batch is a dictionary of all columns.
-        order: kept: global batches are consecutive rows, equal for any number of workers, and resuming is exact; free:
-            blocks go to workers on their own node, in no fixed order.
+        train: training set, e.g. {_target_: ray.data.read_parquet, paths: folder}, or a user-defined function that
+            returns a ray.data.Dataset.
+        validation: validation set. None trains without validation.
+        columns: columns of a batch in order, e.g. [image, label]. Empty: a batch is a dictionary of all columns.
+        order: kept: a global batch is consecutive rows, the same for any number of workers, and resuming is exact.
+            free: blocks go to workers on the same node, in no fixed order.
 
     Raises:
-        ExperimentError: not a Ray dataset, unknown order, or columns is not a list.
+        ExperimentError: a set is not a Ray dataset, the order is unknown, or columns is not a list.
     """
     from ray.data import Dataset as RayDataset  # imported here since it takes a second, and workers don't need it
 
     for key, dataset in (("data.train", train), ("data.validation", validation)):
         if not isinstance(dataset, RayDataset | None):
-            message = f"is a {type(dataset).__name__}; it must be a ray.data.Dataset, e.g. of ray.data.read_parquet"
+            message = f"is a {type(dataset).__name__}, not a ray.data.Dataset; use e.g. ray.data.read_parquet"
             raise ExperimentError.of(key, message)
     if order not in get_args(Kept):
         raise ExperimentError.of("data.order", f"is {order!r}; choose one of {', '.join(get_args(Kept))}")

@@ -29,24 +29,27 @@ class ThreeSets(NamedTuple):
 def tabular(
     *, table: str = "breast_cancer", validation_fraction: float = 0.2, test_fraction: float = 0.2, seed: int = 0
 ) -> ThreeSets:
-    """Return rows of a table as pairs of (features, class), split at random with an equal share of each class.
+    """Return rows of a table as pairs (features, class).
 
-    Features are float32 of shape (features,), with mean 0 and standard deviation 1 over the training set; classes are
-    int64.
+    Features are float32 of shape (features,), with mean 0 and standard deviation 1 over the training set. Classes are
+    int64. Validation and test set are random parts of each class.
 
     Args:
         table: breast_cancer (569 rows, 30 features, 2 classes), wine (178, 13, 3) or iris (150, 4, 3).
         validation_fraction: part of the rows to validate on; 0 for none.
-        test_fraction: part of the rows that is evaluated once, at the end; 0 for none.
-        seed: determines the split.
+        test_fraction: part of the rows to test on, once, at the end; 0 for none.
+        seed: seed of the split.
 
     Raises:
-        ExperimentError: there is no such table, or a fraction is not in [0, 1), or nothing is left to train on.
+        ExperimentError: the table is unknown, a fraction is not in [0, 1), or no rows are left to train on.
     """
     check_fraction(validation_fraction)
     check_fraction(test_fraction, key="data.test_fraction")
     if validation_fraction + test_fraction >= 1:
-        message = f"is {test_fraction}, and validation_fraction {validation_fraction}; leave a part to train on"
+        message = (
+            f"is {test_fraction}, and data.validation_fraction is {validation_fraction}. No rows are left to train "
+            "on. Make their sum less than 1."
+        )
         raise ExperimentError.of("data.test_fraction", message)
     features, classes = _load(table)
     rest, test = stratified(classes, fraction=test_fraction, seed=seed)

@@ -1,4 +1,4 @@
-"""Text for language models of characters or words, by default one that needs no download."""
+"""Text for language models of characters or words. The default text needs no download."""
 
 import re
 from collections import Counter
@@ -23,16 +23,17 @@ def characters(
     max_characters: int | None = None,
     validation_fraction: float = 0.1,
 ) -> Splits:
-    """Return windows of a text as (tokens, next_tokens), both int64 of shape (context_length,) with values below 128.
+    """Return windows of a text as pairs (tokens, next_tokens), a token for each character.
 
-    Windows overlap only in the last next token; a remainder at the end is not used. Validation is the end of the text.
+    Both are int64 of shape (context_length,) with values below 128. Windows overlap only in the last next token. A
+    remainder at the end is not used.
 
     Args:
         context_length: tokens in a window.
-        source: UTF-8 text file; default: the topics of Python's help(), some 450 000 characters of English, equal on
-            all machines with the same Python.
-        max_characters: use only the beginning of the text.
-        validation_fraction: part of the text to validate on; 0 for none.
+        source: UTF-8 text file. Default: the topics of Python's help(), about 450,000 characters of English, the same
+            on all machines with the same Python version.
+        max_characters: use only this many characters from the start of the text.
+        validation_fraction: part of the text to validate on, taken from its end; 0 for none.
 
     Raises:
         ExperimentError: the source can't be read, or is too short for a window.
@@ -53,16 +54,17 @@ def words(
     source: str | None = None,
     validation_fraction: float = 0.1,
 ) -> Splits:
-    """Return windows of a text's words as (tokens, next_tokens), both int64 of shape (context_length,), in text order.
+    """Return windows of a text as pairs (tokens, next_tokens), a token for each word.
 
-    Words are in lower case, and punctuation and line ends are words, too. Token 0 stands for all words but the most
-    frequent ones of the training part. Windows overlap only in the last next token; a remainder at the end is not used.
+    Both are int64 of shape (context_length,), in the order of the text. Words are in lower case. Punctuation and line
+    ends also count as words. Token 0 stands for all but the most frequent words of the training part. Windows overlap
+    only in the last next token. A remainder at the end is not used.
 
     Args:
         context_length: words in a window.
-        vocabulary_size: tokens, that of other words included.
-        source: UTF-8 text file; default: the text of `characters`, some 100 000 words.
-        validation_fraction: part of the text to validate on, its end; 0 for none.
+        vocabulary_size: number of tokens, including token 0.
+        source: UTF-8 text file. Default: the text of `characters`, about 100,000 words.
+        validation_fraction: part of the text to validate on, taken from its end; 0 for none.
 
     Raises:
         ExperimentError: the source can't be read, or is too short for a window.
@@ -92,7 +94,8 @@ def _read(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise ExperimentError.of("data.source", f"can't read {source} as UTF-8 text ({error}); name another") from error
+        message = f"can't read {source} as UTF-8 text ({error}); name another file"
+        raise ExperimentError.of("data.source", message) from error
 
 
 def _python_topics() -> str:

@@ -24,18 +24,19 @@ def tokens(
     length: int,
     dtype: DType = "uint16",
 ) -> Splits:
-    """Return windows of memory-mapped token files as (tokens, next_tokens), both int64 of shape (length,).
+    """Return windows of memory-mapped token files as pairs (tokens, next_tokens).
 
-    Windows overlap only in the last next token; a remainder at the end of a file is not used.
+    Both are int64 of shape (length,). Windows overlap only in the last next token. A remainder at the end of a file is
+    not used.
 
     Args:
-        train: one file or several: .npy of one dimension, or raw tokens (.bin, as nanoGPT writes them).
-        validation: files of the validation set; None: no validation.
+        train: one or several files: one-dimensional .npy, or raw tokens (.bin, as nanoGPT writes them).
+        validation: files of the validation set. None trains without validation.
         length: tokens in a window.
         dtype: type of raw tokens.
 
     Raises:
-        ExperimentError: a file can't be mapped, is not a row of integers, or is too short for a window.
+        ExperimentError: a file can't be mapped, is not one-dimensional integers, or is too short for a window.
     """
     if length < 1:
         raise ExperimentError.of("data.length", f"is {length}; a window needs at least 1 token")
@@ -50,13 +51,11 @@ def _windows(files: Files, *, key: str, length: int, dtype: str) -> "_Windows":
     mapped = [Mapped(Path(path), key=key, dtype=dtype) for path in paths]
     for path, file in zip(paths, mapped, strict=True):
         if file.values.ndim != 1 or not np.issubdtype(file.values.dtype, np.integer):
-            message = (
-                f"{path} holds {file.values.dtype} of shape {file.shape}; write a one-dimensional array of integers"
-            )
+            message = f"{path} holds {file.values.dtype} of shape {file.shape}; it must be one-dimensional integers"
             raise ExperimentError.of(key, message)
         if len(file) <= length:
             message = f"{path} has {len(file)} tokens, but a window of {length} needs {length + 1}"
-            raise ExperimentError.of(key, f"{message}; write a smaller data.length")
+            raise ExperimentError.of(key, f"{message}; lower data.length")
     return _Windows(mapped, length=length)
 
 

@@ -20,7 +20,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if width % heads:
-            message = f"is {heads}, which doesn't divide the width of {width}; write a divisor of the width"
+            message = f"is {heads}, which doesn't divide model.width: {width}; write a divisor of the width"
             raise ExperimentError.of("model.heads", message)
         self.context_length = context_length
         self.token = nn.Embedding(vocabulary_size, width)
@@ -35,11 +35,13 @@ class GPT(nn.Module):
         """Map tokens (batch, time), int64, to logits (batch, time, vocabulary).
 
         Raises:
-            ExperimentError: more tokens than ``context_length``.
+            ExperimentError: a sample has more tokens than ``context_length``.
         """
         time = tokens.shape[1]
         if time > self.context_length:
-            message = f"is {self.context_length}, but a sample has {time} tokens; give model and data the same length"
+            message = (
+                f"is {self.context_length}, but a sample has {time} tokens; use the same length for model and data"
+            )
             raise ExperimentError.of("model.context_length", message)
         x = self.dropout(self.token(tokens) + self.position(torch.arange(time, device=tokens.device)))
         return functional.linear(self.norm(self.blocks(x)), self.token.weight)

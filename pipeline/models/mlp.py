@@ -1,4 +1,4 @@
-"""Multilayer perceptron; without batch statistics, it trains the same however its batch is split."""
+"""Multilayer perceptron, without batch statistics: training does not depend on how the batch is split."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from typing_extensions import override
 class MLP(nn.Module):
     """Fully connected layers with ReLU in between.
 
-    ``hidden`` holds the width of each hidden layer and may be empty; dropout follows each hidden layer.
+    ``hidden`` lists the width of each hidden layer and may be empty. Dropout follows each hidden layer.
     """
 
     def __init__(self, in_features: int, *, hidden: Sequence[int], num_classes: int, dropout: float = 0.0) -> None:
@@ -22,6 +22,6 @@ class MLP(nn.Module):
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map inputs (batch, ...), of ``in_features`` numbers per sample, to logits (batch, num_classes)."""
+        """Map inputs (batch, ...), flattened to ``in_features``, to logits (batch, num_classes)."""
         logits: Tensor = self.layers(inputs)
         return logits

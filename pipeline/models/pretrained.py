@@ -1,4 +1,4 @@
-"""Models of transformers with their trained weights, from a folder or the Hugging Face hub: safetensors, no code."""
+"""Pretrained transformers models from a folder or the Hugging Face hub: safetensors only, no remote code."""
 
 import re
 from pathlib import Path
@@ -29,18 +29,17 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @needs("transformers")
 def pretrained(path: str, *, task: str, weights: bool = True, revision: str | None = None, **config: Any) -> nn.Module:
-    """Return a model of transformers, in fp32.
+    """Return a transformers model with pretrained weights, in fp32.
 
     Args:
-        path: folder with config.json and safetensors, as ``save_pretrained`` writes it, or a name on the hub, which is
-            read from the hub's cache and downloaded into it if need be. Other formats, and code beside the weights, are
-            never loaded.
+        path: folder with config.json and safetensors, as ``save_pretrained`` writes it, or a name on the Hugging Face
+            hub, which is downloaded unless it is in the hub's cache. Other formats and remote code are never loaded.
         task: head of the model: causal-lm, features (none), image-classification, masked-lm, multiple-choice,
-            question-answering, seq2seq-lm, sequence-classification or token-classification. A head that isn't among
-            the weights is initialised.
-        weights: False builds the model from its configuration alone, e.g. for ``train.start_from``.
+            question-answering, seq2seq-lm, sequence-classification or token-classification. A head without pretrained
+            weights is initialized.
+        weights: False builds the model from its configuration without weights, e.g. for ``train.start_from``.
         revision: branch, tag or commit on the hub.
-        config: changes of the configuration, such as num_labels.
+        config: settings that replace values of the model's configuration, e.g. num_labels.
 
     Raises:
         ExperimentError: the folder or the name doesn't exist, or has no safetensors of this model.
@@ -71,7 +70,7 @@ def pretrained(path: str, *, task: str, weights: bool = True, revision: str | No
         raise _refused(path, error) from error
     model, info = loaded
     if len(info["missing_keys"]) >= len(model.state_dict()):
-        raise ExperimentError.of("model.path", f"{path} has no weights of a {type(model).__name__}; name another")
+        raise ExperimentError.of("model.path", f"{path} has no weights for {type(model).__name__}; name another model")
     if missing := sorted(info["missing_keys"]):
         note(f"{path} has no weights for {', '.join(missing)}: initialized with random numbers", subject=path)
     return _built(model)
@@ -87,16 +86,17 @@ def _check_path(path: str, *, weights: bool) -> None:
     if not folder.is_dir():
         if folder.exists() or not _HUB_NAME.fullmatch(path):
             raise ExperimentError.of(
-                "model.path", f"is {path}; there is no such folder, and a name on the hub is like bert-base-uncased"
+                "model.path",
+                f"{path} is neither a folder nor a name on the Hugging Face hub, such as bert-base-uncased",
             )
         return
     if not (folder / "config.json").is_file():
-        raise ExperimentError.of("model.path", f"is {path}, which has no config.json; name a folder of save_pretrained")
+        raise ExperimentError.of("model.path", f"{path} has no config.json; name a folder written by save_pretrained")
     if weights and not any(folder.glob("*.safetensors")):
         raise ExperimentError.of(
             "model.path",
-            f"is {path}, which has no safetensors; other formats run code when they are loaded. Convert them by "
-            "save_pretrained of a recent transformers, or write weights: false",
+            f"{path} has no safetensors, and other formats can run code when loaded. Convert the weights with "
+            "save_pretrained of a recent transformers, or set weights: false.",
         )
 
 
@@ -117,7 +117,7 @@ def _configuration(path: str, revision: str | None, config: dict[str, Any], *, d
     for name, value in config.items():
         if not hasattr(settings, name):
             meant = did_you_mean(name, [*settings.to_dict(), "num_labels"]) or "; see its config.json"
-            raise ExperimentError.of(f"model.{name}", f"the configuration of {path} has no {name}{meant}")
+            raise ExperimentError.of(f"model.{name}", f"the configuration of {path} has no key {name}{meant}")
         setattr(settings, name, value)
     return settings
 

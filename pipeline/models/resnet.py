@@ -21,7 +21,7 @@ _GROUPS, _LEAST_CHANNELS = 32, 4
 
 
 class Basic(nn.Module):
-    """Residual block of two 3x3 convolutions, from (batch, in_channels, height, width) to (batch, channels, ...)."""
+    """Residual block of two 3x3 convolutions."""
 
     expansion = 1
     """Output channels relative to ``channels``."""
@@ -98,9 +98,10 @@ Block = type[Basic] | type[Bottleneck]
 
 
 class ResNet(nn.Module):
-    """Residual network: stem, four stages of residual blocks with doubling channels, pooling, classifier.
+    """Residual network: stem, four stages of residual blocks, pooling, classifier.
 
-    The "imagenet" stem reduces images to a quarter of their side length; "cifar" keeps the size, for small images.
+    Each stage doubles the channels. The "imagenet" stem reduces images to a quarter of their side length. The "cifar"
+    stem keeps the size, for small images.
     """
 
     def __init__(
@@ -153,11 +154,11 @@ def resnet18(
     """Return a ResNet-18.
 
     Args:
-        num_classes: number of logits.
-        width: channels of the first stage; compute grows with its square.
+        num_classes: number of classes, and of logits.
+        width: channels of the first stage. Compute grows with the square of the width.
         in_channels: channels of the images.
         stem: "cifar" for images of about 32 pixels, "imagenet" for about 224.
-        zero_init_residual: initialize each block to its shortcut, which helps large batches (arXiv 1706.02677).
+        zero_init_residual: start each block as the identity, which helps with large batches (arXiv 1706.02677).
         norm: "batch" has statistics of each worker's batch; "group" (arXiv 1803.08494) trains the same model with any
             number of workers.
     """

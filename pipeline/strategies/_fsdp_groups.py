@@ -41,9 +41,9 @@ def _of_class(model: nn.Module, wanted: str) -> set[str]:
     found = {name: module for name, module in model.named_modules() if type(module).__name__ == wanted and name}
     if not found:
         kinds = dict.fromkeys(type(module).__name__ for name, module in model.named_modules() if name)
-        raise ExperimentError.of(_KEY, f"no part of the model is a {wanted}; its classes are {', '.join(kinds)}")
+        raise ExperimentError.of(_KEY, f"the model has no module of class {wanted}; it has {', '.join(kinds)}")
     if any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in found.values()):
-        raise ExperimentError.of(_KEY, f"{wanted} is never called itself; name the class of what is in it")
+        raise ExperimentError.of(_KEY, f"{wanted} is a container without a forward; name the class of its items")
     return set(found)
 
 
@@ -62,15 +62,15 @@ def _check(model: nn.Module, groups: Groups) -> None:
         if first_group != group:
             raise ExperimentError.of(
                 _KEY,
-                f"{first_name} and {name} are one parameter, in {_called(first_group)} and in {_called(group)}; "
-                "write none, or the classes of modules that hold both or neither",
+                f"{first_name} and {name} are one shared parameter, in {_called(first_group)} and in {_called(group)}. "
+                "Set groups: none, or name classes whose modules contain both or neither.",
             )
         if parameter.requires_grad:
             types.setdefault(group, set()).add(str(parameter.dtype))
     for group, dtypes in types.items():
         if len(dtypes) > 1:
             raise ExperimentError.of(
-                "model", f"parameters in {_called(group)} are {' and '.join(sorted(dtypes))}; a group has one type"
+                "model", f"parameters in {_called(group)} are {' and '.join(sorted(dtypes))}; use one type per group"
             )
 
 
@@ -88,4 +88,4 @@ def _owned(model: nn.Module, groups: Groups) -> Iterator[tuple[str, str, nn.Para
 
 
 def _called(group: str) -> str:
-    return f"the group {group}" if group else "the group of the rest"
+    return f"the group {group}" if group else "the group of all other parameters"

@@ -1,4 +1,4 @@
-"""Interface of a strategy: where its processes and devices are, and how their gradients become one."""
+"""Interface of a strategy: its processes and devices, and how it synchronizes gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from pipeline.config.values import Section
 
 
 class NoOptions(Section):
-    """A strategy without options of its own."""
+    """Options of a strategy that has none."""
 
 
 class LocalUpdates(Protocol):
@@ -62,7 +62,7 @@ class Strategy(ABC):
     needs_process_group: ClassVar[bool] = False
     """True if torch.distributed must be initialized even for a single process."""
     local_updates: LocalUpdates | None = None
-    """Set by `wrap` if ranks take steps without exchanging gradients."""
+    """Set by `wrap` if ranks take steps without synchronizing gradients."""
 
     def __init__(
         self, options: Section, *, device: torch.device, world_size: int, compute_dtype: torch.dtype | None = None
@@ -82,7 +82,10 @@ class Strategy(ABC):
 
     @classmethod
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
-        """Return why these options can't run on this kind of device and what to write instead, or None."""
+        """Return why these options can't run on this type of device; None if they can.
+
+        The text includes what to set instead.
+        """
         return None
 
     @abstractmethod
@@ -95,11 +98,14 @@ class Strategy(ABC):
 
     @classmethod
     def refuse_several(cls, options: Section) -> str | None:
-        """Return why these options can't train with several optimizers and what to write instead, or None."""
-        return "divides the calls of a whole model, but a task with several optimizers calls its parts; write ddp"
+        """Return why these options can't train with several optimizers; None if they can.
+
+        The text includes what to set instead.
+        """
+        return "wraps the whole model, but a task with several optimizers calls parts of the model; use ddp"
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return the module that a task with several optimizers calls, in place of `wrap`.
+        """Return the module that a task with several optimizers calls, instead of `wrap`.
 
         The loop itself sums the gradients of each optimizer over the processes.
         """
@@ -107,7 +113,7 @@ class Strategy(ABC):
 
     @property
     def gradient_scale(self) -> float:
-        """Factor on each loss: the world size if the strategy averages gradients over processes, 1 if it sums them."""
+        """Factor on each loss: the world size if gradients are averaged, 1 if they are summed."""
         return 1.0
 
     @property
@@ -116,13 +122,14 @@ class Strategy(ABC):
         return False
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward exchanges no gradients, for all micro-batches of a step but the last."""
+        """Return a context without gradient synchronization, for all but the last micro-batch."""
         return nullcontext()
 
     def exchange_ms(self, wrapped: nn.Module) -> float | None:
-        """Return the mean milliseconds of a step's gradient exchange on this rank since the last call.
+        """Return this rank's mean gradient synchronization time per step, in milliseconds.
 
-        None if the strategy doesn't time it, or no step was timed. Doesn't wait for the device.
+        The mean is over the steps since the last call. None if the strategy doesn't time it, or no step was timed.
+        Doesn't wait for the device.
         """
         return None
 
@@ -134,7 +141,7 @@ class Strategy(ABC):
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; called after a backward pass of the same model."""
+        """Restore the state of `state_dict`, after a backward pass of the same model."""
         raise NotImplementedError  # a class with a state has its own, see __init_subclass__
 
     def __init_subclass__(cls) -> None:
@@ -145,11 +152,11 @@ class Strategy(ABC):
         """
         super().__init_subclass__()
         if cls.state_dict is not Strategy.state_dict and cls.load_state_dict is Strategy.load_state_dict:
-            raise TypeError(f"{cls.__qualname__} has a state_dict; resuming needs load_state_dict, too")
+            raise TypeError(f"{cls.__qualname__} has state_dict, so it also needs load_state_dict to resume")
 
 
 class Sharded(Strategy):
-    """A strategy whose ranks hold parts of the weights and communicate in each forward and backward pass.
+    """Strategy that shards the weights and communicates in each forward and backward pass.
 
     `wrap` gets the model on the CPU, and returns a module that computes in ``compute_dtype`` without autocast.
     """
@@ -162,22 +169,22 @@ class Sharded(Strategy):
     @property
     @abstractmethod
     def groups(self) -> Sequence[nn.Module]:
-        """Modules whose parameters are gathered together, each compiled by itself; empty for the whole model."""
+        """Modules that are gathered and compiled as a unit; empty for the whole model."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return how the model was divided, for the report; empty if each process has all of it."""
+        """Return how the model is sharded, for the report; empty if it is not sharded."""
 
     @abstractmethod
     def no_communication(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which passes send nothing to other ranks, for measuring what communication costs.
+        """Return a context without communication, to measure what communication costs.
 
         Their results may be meaningless. A rank may run out of memory inside without another rank waiting for it.
         """
 
     @abstractmethod
     def full_state_dict(self, wrapped: nn.Module) -> Mapping[str, Tensor]:
-        """Return all weights and buffers by name, on the CPU of rank 0; ignored elsewhere. Collective."""
+        """Return all weights and buffers by name, on the CPU of rank 0. Collective."""
 
 
 def sparse_modules(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: one process for each device, gradients averaged by all-reduce while backward computes.
+"""DistributedDataParallel: one process per device, gradients averaged by all-reduce during backward.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 """
@@ -29,24 +29,27 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "b
 
 
 class Options(Section):
-    """``parallel.options`` of ddp; names and defaults as in torch, except gradient_as_bucket_view (saves a copy)."""
+    """``parallel.options`` of ddp. Names and defaults follow torch, with one exception.
+
+    ``gradient_as_bucket_view`` is true by default, which saves a copy.
+    """
 
     sync_batch_norm: bool = False
-    """Batch statistics over all workers instead of each worker's share (GPUs only)."""
+    """Compute batch statistics over all workers instead of per worker (GPUs only)."""
     bucket_cap_mb: Annotated[int, Field(gt=0)] = 25
-    """Size of the buckets in which gradients are all-reduced."""
+    """Size of the buckets in which gradients are all-reduced, in MiB."""
     gradient_as_bucket_view: bool = True
-    """Keep gradients in the buckets, which saves memory and a copy."""
+    """Store gradients in the buckets, which saves memory and a copy."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
-    """Search for parameters without a gradient in each step; costs time, needed when the model skips some of them."""
+    """Find parameters without a gradient in each step. Needed if the model skips some parameters; takes time."""
     communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compression of gradients for all-reduce: none, 16-bit types (bf16: GPUs only), or low-rank factors (powersgd)."""
     powersgd_rank: Annotated[int, Field(gt=0)] = 1
-    """Rank of powersgd's factors: higher is closer to the gradient and slower."""
+    """Rank of PowerSGD's factors. A higher rank is more accurate and slower."""
     powersgd_start_step: Annotated[int, Field(ge=2)] = 3  # torch refuses less; 3 is the default of measure.warmup_steps
-    """Steps with uncompressed gradients before powersgd begins; more steps keep more accuracy."""
+    """Steps with uncompressed gradients before PowerSGD starts. More steps keep more accuracy."""
     local_sgd_period: Annotated[int, Field(ge=2)] | None = None
     """Post-local SGD: steps that each worker takes with its own gradients between two averagings of the weights."""
     local_sgd_start_step: NotNegative | None = None
@@ -77,12 +80,12 @@ class Strategy(base.Strategy):
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
         ddp = cast(Options, options)
         if ddp.sync_batch_norm and device == "cpu":
-            return "sync_batch_norm needs GPUs: torch's SyncBatchNorm refuses CPU; remove it"
+            return "sync_batch_norm needs GPUs, since torch's SyncBatchNorm does not support the CPU; remove it"
         if ddp.communication_hook == "bf16" and device == "cpu":
-            return "communication_hook: bf16 needs GPUs: torch sends bf16 over NCCL only; write fp16 or powersgd"
+            return "communication_hook: bf16 needs GPUs, since torch sends bf16 over NCCL only; use fp16 or powersgd"
         changed = ddp.model_fields_set & {"powersgd_rank", "powersgd_start_step"}
         if changed and ddp.communication_hook != "powersgd":
-            return f"{min(changed)} changes nothing without communication_hook: powersgd; add that, or remove it"
+            return f"{min(changed)} has no effect without communication_hook: powersgd; set both, or remove it"
         return _refuse_local_sgd(ddp)
 
     @override
@@ -90,9 +93,7 @@ class Strategy(base.Strategy):
     def refuse_several(cls, options: Section) -> str | None:
         changed = {name for name in options.model_fields_set if getattr(options, name) != cls.Options().__dict__[name]}
         if ignored := sorted(changed - {"sync_batch_norm"}):
-            message = (
-                "is an option of torch's DDP, which several optimizers do without: gradients are summed by optimizer"
-            )
+            message = "is an option of torch's DDP, which is not used with several optimizers"
             return f"{ignored[0]} {message}; remove it"
         return None
 
@@ -199,7 +200,8 @@ def _refuse_sparse(model: nn.Module, options: Options) -> None:
     how = "local SGD" if options.local_sgd_period is not None else how
     if names and how:
         raise ExperimentError.of(
-            "model", f"{names[0]} has sparse gradients, which {how} can't handle; write sparse: false, or remove {how}"
+            "model",
+            f"{names[0]} has sparse gradients, which {how} does not support; set sparse: false, or remove {how}",
         )
 
 

@@ -1,7 +1,7 @@
 """DataParallel: one process drives several GPUs of its machine. For prototypes; `ddp` is faster almost everywhere.
 
 Each step copies the model to every GPU, splits the batch, and gathers the outputs on GPU 0, which also computes the
-loss: GPU 0 is busier and its memory fuller than that of the other GPUs, as the measured peak memory shows.
+loss. GPU 0 therefore computes more and uses more memory than the other GPUs, as the measured peak memory shows.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pipeline.strategies import base
 
 
 class Strategy(base.Strategy):
-    """``nn.DataParallel`` over the GPUs of the process; with fewer than two the model itself, one replica."""
+    """``nn.DataParallel`` over the GPUs of the process; with less than two, the model itself."""
 
     devices = "all"
 

@@ -33,17 +33,19 @@ class Options(Section):
     """``parallel.options`` of fsdp."""
 
     groups: str | tuple[str, ...] = "auto"
-    """Modules whose parameters are gathered together: one or several classes, none (the whole model at once), or auto:
-    the class that, repeated in lists or sequences of modules, holds the most parameters, such as a transformer's block.
+    """Modules that are sharded and gathered as a unit: class names, none (the whole model), or auto.
+
+    auto selects the class that is repeated in module lists or sequences and has the most parameters, such as a
+    transformer block.
     """
     reshard_after_forward: Literal["auto"] | bool = "auto"
-    """Free a group's parameters after forward and gather them again for backward; auto: all groups but the rest."""
+    """Free a group's parameters after forward and gather them again for backward; auto: all groups but the root."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and the optimizer's state in host memory, where the optimizer steps (GPUs only)."""
+    """Keep parameters, gradients and optimizer state in host memory, and run the optimizer there (GPUs only)."""
     reduce_each_micro_batch: bool = False
-    """With gradient accumulation: reduce after each micro-batch, so that no rank holds the whole model's gradients."""
+    """With gradient accumulation, reduce after each micro-batch, so that no rank holds gradients of the whole model."""
     zero_unused_gradients: bool = False
-    """Use a gradient of zero where a rank doesn't use a parameter; needed if ranks use different parameters."""
+    """Use a zero gradient for parameters that a rank doesn't use. Needed if ranks use different parameters."""
 
 
 class Strategy(base.Sharded):
@@ -59,9 +61,9 @@ class Strategy(base.Sharded):
     @classmethod
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
         if cast(Options, options).cpu_offload and device == "cpu":
-            return "cpu_offload needs GPUs: on CPU everything is in host memory already; remove it"
+            return "cpu_offload needs GPUs, since on the CPU all tensors are in host memory already; remove it"
         if cast(Options, options).zero_unused_gradients and not _SETS_ZEROS:
-            return f"zero_unused_gradients needs torch 2.13, here is {torch.__version__}; remove it or install that"
+            return f"zero_unused_gradients needs torch 2.13, but {torch.__version__} is installed; upgrade or remove it"
         return None
 
     @override
@@ -70,7 +72,7 @@ class Strategy(base.Sharded):
         if names := base.sparse_modules(model):
             raise ExperimentError.of(
                 "model",
-                f"{names[0]} has sparse gradients, but fsdp exchanges dense gradients; write sparse: false or ddp",
+                f"{names[0]} has sparse gradients, which fsdp does not support; set sparse: false, or use ddp",
             )
         groups = choose(model, options.groups)
         self._groups = tuple(groups.values())

@@ -1,4 +1,4 @@
-"""One process on one device, the reference of all speedups."""
+"""One process on one device, without a wrapper around the model."""
 
 from torch import nn
 from typing_extensions import override

@@ -33,31 +33,39 @@ __all__ = [
     "is_known",
 ]
 
-_HINT = "return pairs from the dataset, or write a `task:` that reads this batch"
+_HINT = "return pairs from the dataset, or set `task:` to a class that reads such batches"
 _MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples
 
 
 class Supervised(Task):
     """``loss(model(inputs), targets)`` for batches of (inputs, targets).
 
-    Of an output with ``logits``, as transformers' models return it, only the logits are used. torch's cross entropies
-    are weighted by the number of targets that aren't ignored, or by the sum of their class weights.
+    If the output has ``logits``, as outputs of transformers models do, the loss gets only the logits. torch's cross
+    entropies are weighted by the number of targets that are not ignored, or by the sum of the targets' class weights.
 
     Raises:
         ExperimentError: the loss isn't a mean over the batch, or a batch isn't a pair.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], *, ignores: bool = False) -> None:
-        """Wrap a loss; ``ignores``: targets may equal its ``ignore_index``, even torch's default of -100."""
+        """Wrap a loss.
+
+        Args:
+            loss: function of outputs and targets that returns the mean over the batch.
+            ignores: True if targets may equal the ``ignore_index`` of the loss, even torch's default of -100.
+        """
         reduction = getattr(loss, "reduction", "mean")
         if reduction not in _MEAN_REDUCTIONS:
-            message = f"reduction {reduction!r} depends on the batch size; use reduction: mean"
+            message = f"reduction {reduction!r} depends on the batch size; set reduction: mean"
             raise ExperimentError.of("loss", message)
         self.loss = loss
         self._entropy = loss if _is_entropy(loss) else None
         self._leaves_out = self._entropy is not None and _has_zero(self._entropy.weight)
         if self._leaves_out and getattr(loss, "label_smoothing", 0.0) != 0.0:
-            message = "label_smoothing with a weight of 0 divides a batch of that class alone by 0; write 1e-6"
+            message = (
+                "label_smoothing with a class weight of 0 divides by 0 if a batch has only that class. Set the weight "
+                "to 1e-6."
+            )
             raise ExperimentError.of("loss", message)
         entropy = self._entropy
         self._weighs_by_targets = entropy is not None and (
@@ -86,7 +94,8 @@ class Supervised(Task):
         # No other label is negative, and a minimum takes a third of the time of a comparison.
         if isinstance(targets, Tensor) and targets.ndim == 1 and len(targets) and int(targets.min()) == IGNORED:
             message = (
-                f"some targets are {IGNORED}, which it ignores; write ignore_index: {IGNORED} to divide by the rest"
+                f"some targets are {IGNORED}, which the loss ignores. Set ignore_index: {IGNORED}, so that the loss is "
+                "divided by the number of the other targets."
             )
             raise ExperimentError.of("loss", message)
 
@@ -110,9 +119,10 @@ class Supervised(Task):
 
 
 class LanguageModel(Task):
-    """Cross entropy of each next token, for batches of (tokens, next_tokens), both int64 of (batch, time).
+    """Cross entropy of each next token, for batches of (tokens, next_tokens).
 
-    Targets of -100 are padding. Metrics see logits (batch * time, vocabulary) and tokens (batch * time).
+    Both are int64 of shape (batch, time). Targets of -100 are padding. Metrics get logits (batch * time, vocabulary)
+    and tokens (batch * time).
 
     Raises:
         ExperimentError: a batch isn't a pair.
@@ -150,14 +160,14 @@ class RecurrentLanguageModel(LanguageModel):
 
 
 def is_known(task: object) -> bool:
-    """Tell if a task's loss is torch's own, so that it needs no test of being a mean over the samples."""
+    """Return True if a task's loss is torch's own, which needs no check of being a mean over the samples."""
     if isinstance(task, Supervised):
         return _is_entropy(task.loss) or type(task.loss).__module__ == "torch.nn.modules.loss"
     return isinstance(task, LanguageModel)
 
 
 def _is_entropy(loss: object) -> TypeGuard[nn.CrossEntropyLoss | nn.NLLLoss]:
-    """Tell if a loss computes torch's cross entropy; a subclass may compute something else."""
+    """Return True if a loss computes torch's cross entropy; a subclass may compute something else."""
     return getattr(type(loss), "forward", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 

@@ -1,4 +1,4 @@
-"""Task of models that compute their own loss, as transformers' do."""
+"""Task of models that compute their loss themselves, as transformers models do."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,21 +18,22 @@ _SHIFTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 class FromModel(Task):
-    """The loss that a model computes itself: ``model(**batch).loss``, for batches that are mappings.
+    """``model(**batch).loss``, for models that compute their loss and mappings as batches.
 
-    transformers' models do, of ``labels``. It is weighted by the labels that aren't -100, so that any number of workers
-    has the same step; without labels, or where they are floats, by samples. Metrics see logits and labels, of sequences
-    (batch * time, classes) and (batch * time), -100 included.
+    transformers models compute a loss from ``labels``. The loss is weighted by the number of labels other than -100, so
+    that the step is the same for any number of workers. Without labels, or with floating-point labels, it is weighted
+    by the number of samples. Metrics get logits and labels. For sequences their shapes are (batch * time, classes) and
+    (batch * time), including labels of -100.
     """
 
     def __init__(self, *, labels: str = "labels", shifted: bool | None = None) -> None:
-        """Name the labels in a batch.
+        """Set the key of the labels in a batch.
 
         Args:
-            labels: key of the labels; the other keys are the inputs of the model.
-            shifted: True if the model compares each output with the next label, so the first label doesn't count. None:
-                as transformers' models do it: those with ForCausalLM, LMHeadModel or ForConditionalGeneration in the
-                name of their class, unless they have an encoder.
+            labels: key of the labels. The other keys are the inputs of the model.
+            shifted: True if the model compares each output with the next label, so that the first label is not used.
+                None: True for decoder-only models of transformers, which have ForCausalLM, LMHeadModel or
+                ForConditionalGeneration in the name of the class.
         """
         self.labels = labels
         self._shifted = shifted
@@ -43,11 +44,11 @@ class FromModel(Task):
         """Compute the loss of a mapping.
 
         Raises:
-            ExperimentError: the batch is no mapping, or the model returns no loss.
+            ExperimentError: the batch is not a mapping, or the model returns no loss.
         """
         if not isinstance(batch, Mapping):
-            message = f"a batch is {described(batch)}, not a mapping; return mappings such as {{input_ids: ..., "
-            raise ExperimentError.of("data", f"{message}{self.labels}: ...}} from the dataset")
+            message = f"a batch is {described(batch)}, not a mapping. Return mappings such as {{input_ids: ..., "
+            raise ExperimentError.of("data", f"{message}{self.labels}: ...}} from the dataset.")
         outputs = model(**batch)
         loss = _field(outputs, "loss")
         if not isinstance(loss, Tensor):
@@ -82,17 +83,16 @@ class FromModel(Task):
         self._is_checked = bool(own.isfinite() and other.isfinite())
         if not torch.isclose(own, loss, rtol=_CLOSE) and torch.isclose(other, loss, rtol=_CLOSE):
             which = "the same label" if shifted else "the next label"
-            message = f"the loss of the model compares each output with {which}, so its weight would be wrong"
-            raise ExperimentError.of("task.shifted", f"{message}; write shifted: {str(not shifted).lower()}")
+            message = f"the model compares each output with {which}, so the weight of the loss is wrong"
+            raise ExperimentError.of("task.shifted", f"{message}; set shifted: {str(not shifted).lower()}")
 
     def _no_loss(self, model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> ExperimentError:
         returned = ", ".join(outputs) if isinstance(outputs, Mapping) else described(outputs)
         lacks = "" if self.labels in batch else f", which has no {self.labels}"
         return ExperimentError.of(
             "task",
-            f"needs a model that returns a loss, but it returned {returned} for a batch of {', '.join(batch)}{lacks}; "
-            "name a model with a head that computes it from labels, e.g. pipeline.models.pretrained with task: "
-            "sequence-classification",
+            f"the model returned no loss, but {returned}, for a batch of {', '.join(batch)}{lacks}. Use a model whose "
+            "head computes the loss from labels, e.g. pipeline.models.pretrained with task: sequence-classification.",
         )
 
 
@@ -108,7 +108,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, *, shifted: bool) -> Tensor:
 
 
 def _shifts(model: nn.Module) -> bool:
-    """Tell if a model of transformers compares each output with the next label, by the name of its class."""
+    """Return True if the class of a transformers model compares each output with the next label."""
     inner = next((one for one in model.modules() if hasattr(one, "config")), None)
     if inner is None or getattr(inner.config, "is_encoder_decoder", False):
         return False

@@ -1,8 +1,8 @@
-"""Losses that compare all samples of a global batch, e.g. contrastive ones, on any number of ranks.
+"""Losses that compare all samples of a global batch, e.g. contrastive losses, on any number of ranks.
 
 Each rank gathers the rows of all ranks and computes the loss of the whole global batch. In backward, the gradients that
-all ranks have for a rank's rows are summed. Since the loop weights each rank's loss by its share of the global batch,
-and the shares add up to 1, the gradients are those of one process, uneven shares included.
+all ranks have for a rank's rows are summed. The loop weights each rank's loss by its part of the global batch, and the
+weights add up to 1. The gradients therefore equal the gradients of one process, also for uneven parts.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,23 @@ from pipeline.errors import ExperimentError
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Gather the rows of all ranks for the samples of the global batch, in its order. Collective, differentiable.
+    """Gather a row for each sample of the global batch from all ranks. Differentiable.
 
-    Every rank must call it for each batch, as often as the others and in the same order. One process returns the tensor
-    itself, and so does `dp`, where the task sees the whole batch.
+    This is a collective call: all ranks must make the same calls in the same order for each batch. With one process,
+    or with `dp`, where the task gets the whole batch, the tensor itself is returned.
 
     Args:
         tensor: a row for each sample of this rank's batch, shape (samples, ...), floating-point or integer.
 
     Returns:
-        A row for each sample of the global batch, shape (samples of all ranks, ...). A loss that is computed of such
-        rows alone is the same on all ranks: return it without `StepOutput.weight`. A loss that compares the rank's own
-        rows with such rows is a mean over its own samples, or over what its weight counts.
+        A row for each sample of the global batch, in the order of the global batch: shape (samples of all ranks, ...).
+        A loss computed only from gathered rows is the same on all ranks: return it without `StepOutput.weight`. A loss
+        that compares the rank's rows with gathered rows must be the mean over the rank's samples, or over the items
+        that `StepOutput.weight` counts.
 
     Raises:
-        ExperimentError: the tensor has another number of rows, or the experiment has no global batch to gather, e.g.
-            with gradient accumulation.
+        ExperimentError: the tensor does not have a row for each sample of this rank's batch, or the experiment has no
+            global batch to gather, e.g. with gradient accumulation.
     """
     if Pass.current is None:
         return tensor
@@ -44,8 +45,8 @@ def gathered(tensor: Tensor) -> Tensor:
         return tensor
     if not tensor.ndim or (batch.communicates and len(tensor) != batch.rows):
         shape = tuple(tensor.shape)
-        message = f"called pipeline.tasks.gathered with a tensor of shape {shape}; it needs {batch.rows} rows, one "
-        raise ExperimentError.of("task", f"{message}for each sample of this rank's batch")
+        message = f"called pipeline.tasks.gathered with a tensor of shape {shape}. It needs {batch.rows} rows, one "
+        raise ExperimentError.of("task", f"{message}for each sample of this rank's batch.")
     if len(batch.sizes) == 1:
         return tensor
     rows: Tensor = _Gather.apply(tensor, batch)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""A LightningModule as it is: its steps, logs, optimizer and scheduler, without Lightning's Trainer.
+"""Task that runs an unchanged LightningModule: steps, logs, optimizer and scheduler, without Lightning's Trainer.
 
-What a module may not override is in `_REFUSED`; all of the Trainer that it may ask for is in `_Trainer`. This file
-doesn't import lightning: the class that a module derives from tells what it is.
+`_REFUSED` lists the methods that a module must not override, `_Trainer` the attributes of a Trainer that it may use.
+This file doesn't import lightning: it recognizes a LightningModule by its base classes.
 """
 
 import dis
@@ -26,31 +26,32 @@ if TYPE_CHECKING:
 _PACKAGES = ("lightning", "pytorch_lightning")
 _LOSS = re.compile(r"((val|valid|validation|test)[/_-])?loss")
 """Names of a log that stands for the loss that a validation_step doesn't return."""
-_DATA = "name a function that returns a training and a validation dataset in data:"
-_CALLBACK = "no key of the file does what it does; write a task of your own (docs/losses.md)"
-_CLIPPING = "write train.clip_grad_norm"
-_DEVICE = "move it into a dataset or loader.collate, which make the batches"
-_BUILD = "build the layers in __init__, which may take arguments from the file"
-_SEVERAL = "for several write optimizers: and a task that yields a loss for each (docs/several-optimizers.md)"
+_DATA = "Set data: to a function that returns a training and a validation dataset"
+_CALLBACK = "No key of the file replaces it. Write a custom task (docs/losses.md)"
+_CLIPPING = "Set train.clip_grad_norm"
+_DEVICE = "Move its code into the dataset or loader.collate, which make the batches"
+_BUILD = "Build the layers in __init__, which can take arguments from the file"
+_SEVERAL = "For several optimizers, use optimizers: and a task that yields a loss for each (docs/several-optimizers.md)"
 _REFUSED: Mapping[str, str] = {
-    "automatic_optimization": f"manual optimization isn't supported; return the loss from training_step; {_SEVERAL}",
+    "automatic_optimization": f"Manual optimization isn't supported. Return the loss from training_step. {_SEVERAL}",
     **dict.fromkeys(("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"), _DATA),
     **dict.fromkeys(("setup", "configure_model", "configure_sharded_model"), _BUILD),
     "teardown": _CALLBACK,
-    "configure_callbacks": "write checkpoint.best, train.early_stopping or tracking.trackers in place of callbacks",
+    "configure_callbacks": "Use checkpoint.best, train.early_stopping or tracking.trackers instead of callbacks",
     "configure_gradient_clipping": _CLIPPING,
     "clip_gradients": _CLIPPING,
-    "lr_scheduler_step": "return a scheduler of torch from configure_optimizers",
-    "optimizer_step": "write train.gradient_accumulation, train.lr_scaling or a scheduler with warm-up in its place",
-    "optimizer_zero_grad": "gradients are always set to None; remove it",
+    "lr_scheduler_step": "Return a torch scheduler from configure_optimizers",
+    "optimizer_step": "Use train.gradient_accumulation, train.lr_scaling or a scheduler with warm-up instead",
+    "optimizer_zero_grad": "Gradients are always set to None. Remove it",
     "backward": _CALLBACK,
     "on_before_batch_transfer": _DEVICE,
     "on_after_batch_transfer": _DEVICE,
-    "transfer_batch_to_device": "tensors in tuples, lists and mappings are moved by themselves; remove it",
-    "on_save_checkpoint": "register what it saves as a buffer of the module",
-    "on_load_checkpoint": "register what it loads as a buffer of the module",
+    "transfer_batch_to_device": "Tensors in tuples, lists and mappings are moved automatically. Remove it",
+    "on_save_checkpoint": "Register the saved state as a buffer of the module",
+    "on_load_checkpoint": "Register the loaded state as a buffer of the module",
 }
-"""Hooks that a module must not override, and what to do instead; nor any that begins with on_, except predict's."""
+"""Hooks that a module must not override, and what to do instead. Hooks named on_* are also rejected, except predict's.
+"""
 
 
 def lightning_module(kind: object) -> type | None:
@@ -69,17 +70,17 @@ def refused_hooks(kind: type) -> Iterator[str]:
     """Yield a message for each hook that a LightningModule overrides and that isn't supported."""
     for name in sorted(name for name in dir(lightning_module(kind)) if name in _REFUSED or _is_callback(name)):
         if overrides(kind, name):
-            yield f"{kind.__name__}.{name} isn't supported: {_REFUSED.get(name, _CALLBACK)}"
+            yield f"{kind.__name__}.{name} isn't supported. {_REFUSED.get(name, _CALLBACK)}."
     if any(map(_sets_manual, kind.__mro__)):
-        yield f"{kind.__name__}.automatic_optimization is False: {_REFUSED['automatic_optimization']}"
+        yield f"{kind.__name__}.automatic_optimization is False. {_REFUSED['automatic_optimization']}."
     if not overrides(kind, "training_step"):
-        yield f"{kind.__name__} has no training_step; write one that returns the loss"
+        yield f"{kind.__name__} has no training_step; add one that returns the loss"
 
 
 class Lightning(Task):
-    """Task of a LightningModule: training_step, validation_step and test_step, with ``self.log``.
+    """Task that calls a LightningModule's training_step, validation_step and test_step.
 
-    The losses are means over samples, as Lightning's are. A log of training_step is reported as train/NAME, one of
+    The losses are means over samples, as in Lightning. ``self.log`` in training_step is reported as train/NAME, in
     validation_step as validation/NAME, averaged over the samples of all workers.
     """
 
@@ -92,28 +93,31 @@ class Lightning(Task):
 
     @staticmethod
     def experiment_problems(experiment: "Experiment", model: object) -> Iterator[Problem]:
-        """Find what the module's class overrides; a function that returns a module is checked when it is built."""
+        """Yield problems of the module's class. Other callables are checked when the model is built."""
         if not isinstance(model, type):
             return
         if lightning_module(model) is None:
-            yield Problem("model._target_", f"{experiment.model.target} is no LightningModule; remove task:")
+            yield Problem("model._target_", f"{experiment.model.target} is not a LightningModule; remove task:")
             return
         yield from (Problem("model._target_", message) for message in refused_hooks(model))
         configures = overrides(model, "configure_optimizers")
         own = experiment.optimizer is not None and experiment.optimizer.target == OPTIMIZER
         if own and not configures:
-            yield Problem("optimizer", f"missing; {model.__name__} has no configure_optimizers; write one of them")
+            yield Problem("optimizer", f"missing. Set it, or add configure_optimizers to {model.__name__}.")
         if configures and not own:
-            message = f"is given, but {model.__name__}.configure_optimizers makes one, too; remove one of them"
+            message = f"{model.__name__}.configure_optimizers also creates an optimizer; remove one of them"
             yield Problem("optimizer", message)
 
     def begin_step(self, step: int, *, epoch: int, batch: int) -> None:
-        """Tell the module its place in the training: steps and epochs done, and this rank's batch in the epoch."""
+        """Set global_step, current_epoch and batch_idx of the module."""
         self._trainer.global_step, self._trainer.current_epoch, self._calls = step, epoch, batch
 
     @contextmanager
     def own_evaluation(self, split: str) -> Iterator[dict[str, str]]:
-        """Run the module's own step of a split inside the block; yields its metrics' paths in the model by log."""
+        """Run the module's validation_step or test_step inside the block.
+
+        Yields a mapping from the names of logs to the paths of their metrics in the model.
+        """
         calls, self._calls, self._split, self._paths = self._calls, 0, split, {}
         try:
             yield self._paths
@@ -141,7 +145,7 @@ class Lightning(Task):
         if loss is None and self._split:
             loss = next((value for key, value in logs.items() if _LOSS.fullmatch(key)), None)
         if not isinstance(loss, Tensor):
-            _refuse(module, name, f"returned {type(loss).__name__} as its loss; return it, or a dict with loss")
+            _refuse(module, name, f"returned {type(loss).__name__} as its loss; return a tensor, or a dict with loss")
         if (logged := logs.get("loss")) is not None and torch.equal(logged, loss.detach()):
             del logs["loss"]  # reported anyway
         return StepOutput(loss, None, None, logs=logs)
@@ -151,9 +155,9 @@ class Lightning(Task):
 
         def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:
             if reduce_fx not in ("mean", torch.mean):
-                _refuse(module, "log", f"of {name} has reduce_fx {reduce_fx}; only means are the same for all workers")
+                _refuse(module, "log", f"of {name} has reduce_fx {reduce_fx}, but only mean is supported; use mean")
             if isinstance(value, Mapping):
-                _refuse(module, "log", f"of {name} gets a mapping; write self.log_dict")
+                _refuse(module, "log", f"of {name} got a mapping; use self.log_dict")
             if isinstance(value, nn.Module):
                 self._add_metric(module, name, value)
                 return
@@ -164,11 +168,11 @@ class Lightning(Task):
 
     def _add_metric(self, module: Any, name: str, metric: nn.Module) -> None:
         if self._split is None:
-            said = f"of {name} gets a metric, which is computed over a whole set; log its value of the batch instead"
+            said = f"of {name} got a metric, which is computed over a whole epoch; log the value of the batch instead"
             _refuse(module, "log", f"{said}: self.log({name!r}, self.metric(outputs, targets))")
         path = next((path for path, one in module.named_modules() if one is metric), None)
         if path is None:
-            _refuse(module, "log", f"of {name} gets a metric that is no attribute of the module; make it one")
+            _refuse(module, "log", f"of {name} got a metric that is not an attribute of the module; make it one")
         self._paths[name] = path
 
 
@@ -198,18 +202,19 @@ class _Trainer:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        message = f"uses self.trainer.{name}, and there is no Trainer; pass what it needs to the module's __init__"
+        message = f"uses self.trainer.{name}, but there is no Trainer. Pass the value to the module's __init__."
         raise ExperimentError.of("task", f"the LightningModule {message}")
 
 
 def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
-    """Return the optimizer of the module's configure_optimizers, with its scheduler for `configured_scheduler`.
+    """Return the optimizer of configure_optimizers, with its scheduler for `configured_scheduler`.
 
     Raises:
         ExperimentError: there are several, or the scheduler is advanced in a way that isn't supported.
     """
     if not isinstance(module, nn.Module):
-        raise ExperimentError.of("model", "has sparse gradients, which task: Lightning doesn't support; sparse=False")
+        message = "has sparse gradients, which task: Lightning does not support; set sparse=False"
+        raise ExperimentError.of("model", message)
     module = _module_in(module)
     _check(module)
     with _attached(module, _Trainer(total_steps=total_steps), None):
@@ -234,19 +239,19 @@ def configured_scheduler(optimizer: Any, *, interval: str, metric: str | None = 
         return None
     scheduler, given = configuration.get("scheduler"), dict(configuration)
     if given.get("frequency", 1) != 1:
-        message = f"has frequency {given['frequency']}; a scheduler advances each step or each epoch: write 1"
+        message = f"sets the scheduler's frequency to {given['frequency']}, but only 1 is supported; set 1"
         raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
     monitor = given.get("monitor")
     names_loss = monitor is None or _LOSS.fullmatch(monitor)
     if isinstance(scheduler, ReduceLROnPlateau) and metric is None and not names_loss:
         message = f"monitors {monitor}, but ReduceLROnPlateau follows validation/loss"
-        message = f"{message}; write train.scheduler_metric: validation/{monitor}"
+        message = f"{message}; set train.scheduler_metric: validation/{monitor}"
         raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
     if (own := given.get("interval", "epoch")) != interval and not isinstance(scheduler, ReduceLROnPlateau):
         message = (
-            f"is {interval}, but configure_optimizers advances the scheduler each {own} (Lightning's default: epoch)"
+            f"is {interval}, but configure_optimizers advances the scheduler every {own} (Lightning's default: epoch)"
         )
-        raise ExperimentError.of("train.scheduler_interval", f"{message}; write {own}")
+        raise ExperimentError.of("train.scheduler_interval", f"{message}; set {own}")
     return scheduler
 
 
@@ -261,10 +266,10 @@ def _divided(module: Any, returned: Any) -> tuple[Optimizer, Mapping[str, Any] |
     schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
     if len(optimizers) > 1 or len(schedulers) > 1:
         several = f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"
-        message = f"returns {several}; a LightningModule has one of each here; {_SEVERAL}"
+        message = f"returned {several}, but at most one of each is supported. {_SEVERAL}."
         _refuse(module, "configure_optimizers", message)
     if not isinstance(optimizers[0], Optimizer):
-        _refuse(module, "configure_optimizers", f"returns {type(optimizers[0]).__name__}, not an optimizer of torch")
+        _refuse(module, "configure_optimizers", f"returned {type(optimizers[0]).__name__}, not a torch optimizer")
     scheduler = schedulers[0] if schedulers else None
     return optimizers[0], {"scheduler": scheduler} if isinstance(scheduler, LRScheduler) else scheduler
 
@@ -319,7 +324,7 @@ def _module_in(model: nn.Module) -> Any:
 def _check(module: Any) -> None:
     problems = [Problem("model", message) for message in refused_hooks(type(module))]
     if not problems and not module.automatic_optimization:
-        problems = [Problem("model", f"{type(module).__name__}: {_REFUSED['automatic_optimization']}")]
+        problems = [Problem("model", f"{type(module).__name__}: {_REFUSED['automatic_optimization']}.")]
     if problems:
         raise ExperimentError(problems)
 

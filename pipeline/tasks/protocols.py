@@ -18,19 +18,19 @@ class StepOutput(NamedTuple):
     targets: Any
     """Second argument of the metrics."""
     weight: Tensor | None = None
-    """Scalar: divisor of the loss, e.g. the number of boxes or of tokens without padding; None: the number of samples.
+    """Scalar: number of items in the mean, e.g. boxes or tokens without padding. None: the number of samples.
 
-    The loss of a step is the mean of its losses, weighted by this, over all workers and micro-batches. A loss with
-    weight 0 is left out, even if it is NaN.
+    The loss of a step is the mean over all workers and micro-batches, weighted by this number. A loss with weight 0 is
+    skipped, even if it is NaN.
     """
     logs: Mapping[str, Tensor] = MappingProxyType({})
-    """Scalars to report besides the loss, e.g. its terms: means over the batch, averaged with the loss's weight.
+    """Scalars to report in addition to the loss, e.g. its terms: means over the batch, averaged with ``weight``.
 
-    ``kl`` is reported as train/kl for each step and as validation/kl. Names are the same for every batch of training,
-    and for every batch of an evaluation, whose logs must be means.
+    ``kl`` is reported as train/kl for each step and as validation/kl. Return the same names for every batch of
+    training, and for every batch of an evaluation.
     """
     optimizer: str | None = None
-    """Name of the optimizer that this loss is for, if the experiment has several (``optimizers``)."""
+    """Name of the optimizer that minimizes this loss, if the experiment has several (``optimizers``)."""
     state: Any = None
     """State at the end of the batch that a `Stateful` task gets with the next one; with its graph, which is cut."""
 
@@ -39,30 +39,37 @@ class Task(Protocol):
     """Computation of the loss of one batch, in training and in evaluation."""
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput | Iterator[StepOutput]:
-        """Compute the loss of a batch, which is collate_fn's result on the model's device.
+        """Compute the loss of a batch, which is the result of collate_fn on the model's device.
 
-        With several optimizers it yields a loss for each, and runs on after the optimizer's step. It may also have a
-        method ``pictures(model) -> Mapping[str, Tensor]``, called after each evaluation: images of values from 0 to 1
-        by name, shape (images, channels, height, width), which are logged as samples/NAME-STEP.png.
+        With several optimizers, yield a loss for each optimizer; the code after a yield runs after the optimizer's
+        step. A task may also have a method ``pictures(model) -> Mapping[str, Tensor]``, called after each evaluation.
+        It returns images by name, of shape (images, channels, height, width) with values from 0 to 1. They are logged
+        as samples/NAME-STEP.png.
         """
 
 
 @runtime_checkable
 class InSteps(Protocol):
-    """Task that depends on the place in the training, e.g. for a weight of a term that grows."""
+    """Task that depends on the number of steps or epochs done, e.g. to warm up a loss term."""
 
     def begin_step(self, step: int, *, epoch: int, batch: int) -> None:
-        """Begin an optimizer step: steps and epochs done before, and this rank's batches of the epoch."""
+        """Start an optimizer step.
+
+        Args:
+            step: optimizer steps done before.
+            epoch: epochs done before.
+            batch: batches of this epoch that this rank has done.
+        """
 
 
 @runtime_checkable
 class OwnEvaluation(Protocol):
-    """Task that evaluates in another way than it trains, with other logs."""
+    """Task whose evaluation differs from its training, with other logs."""
 
     def own_evaluation(self, split: str) -> AbstractContextManager[Mapping[str, str]]:
         """Return a context in which calls evaluate a split: validation or test.
 
-        It yields the paths in the model of metrics that the calls update, by the name to report.
+        It yields a mapping from the name to report to the path of a metric in the model that the calls update.
         """
 
 

@@ -46,7 +46,7 @@ _OF_THE_FOUND = 0.1
 """Part of what was found that random numbers must make up, so that it isn't a loss that isn't a mean."""
 _LEAST_TOLD = 0.4
 """Tolerance beyond which the check finds nothing: five samples have 0.48 of a sum more than their two parts."""
-_NEEDED = "so it could not be checked to be a mean, which any number of workers needs"
+_UNCHECKED = "It must be a mean over the samples, or training depends on the number of workers."
 
 
 def examine(context: TrainContext) -> None:
@@ -74,7 +74,8 @@ def examine(context: TrainContext) -> None:
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             _log.warning("the loss could not be checked", exc_info=error)
             context.unexamined = (
-                f"the loss raised {type(error).__name__} on {_count(context)} samples, {_NEEDED}: {first_line(error)}"
+                f"the loss could not be checked: it raised {type(error).__name__} on {_count(context)} samples: "
+                f"{first_line(error)}. {_UNCHECKED}"
             )
     # A model's own loss is among its outputs; where labels are ignored it is a cross entropy, with gradients of 0.
     if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
@@ -105,9 +106,10 @@ class _Check:
         if not is_divided:
             return
         if not is_conclusive:
-            context.unexamined = f"the loss draws random numbers, {_NEEDED}"
+            context.unexamined = f"the loss could not be checked: it draws random numbers. {_UNCHECKED}"
         elif not isfinite(draws[0].whole.sum):
-            context.unexamined = f"the loss is {draws[0].whole.value} for {count} samples, {_NEEDED}"
+            value = draws[0].whole.value
+            context.unexamined = f"the loss could not be checked: it is {value} for {count} samples. {_UNCHECKED}"
         elif len(draws) == 1:
             try:
                 self._check_gradients(parts, seconds=seconds)
@@ -118,7 +120,9 @@ class _Check:
                     raise
                 _log.info("the gradients could not be checked", exc_info=error)
                 said = f"{type(error).__name__}: {first_line(error)}"
-                context.unexamined = f"the values of the loss were checked to be means, but not its gradients: {said}"
+                context.unexamined = (
+                    f"the loss is a mean over the samples, but its gradients could not be checked: {said}"
+                )
         elif len(self._groups) > 1:  # not at changed weights: detectors sample as many proposals as they find there
             self._check_draws(self._compute_draws(self._parts(1)))
 
@@ -146,17 +150,20 @@ class _Check:
         if context.sharded is not None and (context.order.is_stream or context.strategy.compute_dtype is torch.float16):
             # Ranks have different rows, of which one may fail alone; or gradients vanish without a scaled loss.
             context.unexamined = (
-                "the values of the loss were checked to be means, but not its gradients, with fsdp here"
+                "the loss is a mean over the samples, but its gradients were not checked. With fsdp they can't be "
+                f"checked for {'iterable data' if context.order.is_stream else 'fp16'}."
             )
             return
         if not self._has_time(3 * seconds, limit=_LIMIT_S):
             took = f"a batch of {_count(context)} samples takes {seconds / 4:.1f} s"
-            context.unexamined = f"{took}, so the values of the loss were checked to be means, but not its gradients"
+            context.unexamined = (
+                f"the loss is a mean over the samples, but its gradients were not checked: {took}, which is too slow"
+            )
             return
         if not any(self._is_checked_at(noise, parts) for noise in _NOISE):
             context.unexamined = (
-                "the loss raised an error or was not finite at changed weights, so it was checked to be a mean at the "
-                "initial weights only, where all samples may have the same loss"
+                "the loss is a mean over the samples at the initial weights. It could not be checked at other weights, "
+                "where it raised an error or was not finite. At the initial weights all samples may have the same loss."
             )
         if self._has_time(3 * seconds, limit=_LIMIT_S):
             self._check_draw(self._differentiated(parts), parts)
@@ -226,21 +233,21 @@ class _Check:
         if draw.gradients > tolerance:
             drawn = f", whose gradients differ by {draw.gradients:.1%}"
         seen = f"{values[0]} for {_count(context)} samples, {values[1]} and {values[2]} for its two parts{drawn}"
-        how = "return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
+        how = "Return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
         if context.gathers and context.gives_weight:
-            how = "return the loss of all rows without StepOutput.weight"
+            how = "Return the loss of all rows without StepOutput.weight"
         if not context.gives_weight and _is_close(whole.value, sum(part.value for part in parts), 2 * tolerance):
-            raise _error(context, f"is a sum over the samples ({seen}); return their mean")
+            raise _error(context, f"is a sum over the samples ({seen}); return the mean over the samples")
         if (several := _micro_batches(context)) > 1:
             raise _error(
                 context,
-                f"is not the mean over the samples ({seen}), so that {several} micro-batches give a different loss "
-                f"than one; {how}, or, if it compares samples with each other, gather them with "
-                "pipeline.tasks.gathered",
+                f"is not the mean over the samples ({seen}). With {several} micro-batches it differs from the loss of "
+                f"the whole batch. {how}. If the loss compares samples with each other, gather them with "
+                "pipeline.tasks.gathered.",
             )
 
 
-_IN_A_TASK = "write a `task:` that returns its divisor as StepOutput.weight"
+_IN_A_TASK = "Use a `task:` that returns its divisor as StepOutput.weight"
 
 
 def _micro_batches(context: TrainContext) -> int:

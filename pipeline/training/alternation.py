@@ -133,8 +133,8 @@ def _backward(runs: Sequence[_Run], parts: Mapping[str, TrainContext]) -> str | 
 
 
 def _independent(name: str) -> ExperimentError:
-    message = f"yielded a loss that depends on no parameter of optimizers.{name}: it would train nothing"
-    return ExperimentError.of("task", f"{message}; don't detach what this loss is to change, or correct its params")
+    message = f"yielded a loss that does not depend on any parameter of optimizers.{name}"
+    return ExperimentError.of("task", f"{message}; remove a detach() or no_grad(), or correct optimizers.{name}.params")
 
 
 def _loss(context: TrainContext, runs: Sequence[_Run]) -> Tensor:

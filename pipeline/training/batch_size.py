@@ -52,7 +52,7 @@ def find(trial: Tuning, *, rank: Rank) -> BatchSizes:
     samples = setup.order.samples
     if not (share := samples // trial.replicas):
         raise ExperimentError.of(
-            "data", f"{trial.replicas} devices can't share a training set of size {samples}; use fewer parallel.workers"
+            "data", f"the training set has {samples} samples for {trial.replicas} devices; use fewer parallel.workers"
         )
     most = min(share, trial.max_batch_size or share)
     # Batch norm needs at least two values.
@@ -86,7 +86,7 @@ class Search:
 
     def run(self, *, also: int) -> list[BatchCandidate]:
         """Try sizes, including ``also`` if a larger one fits, and return all candidates in ascending order."""
-        with ProgressReporter("trying batch sizes, up to", unit="samples") as self._progress:
+        with ProgressReporter("trying batch sizes", unit="samples") as self._progress:
             self._try_out(also=also)
         refused = [BatchCandidate(batch_size=size, fits=False) for size in self._refused]
         return sorted([*self._measured(), *refused], key=lambda one: one.batch_size)
@@ -126,7 +126,7 @@ class Search:
     def _measured(self) -> list[BatchCandidate]:
         """Measure all sizes that fit, alternately, so that drift of the machine affects all equally."""
         rates: dict[int, list[float]] = {size: [] for size in sorted(self._rates)}
-        with ProgressReporter("measuring what fits", total=_ROUNDS * len(rates), unit="windows") as progress:
+        with ProgressReporter("measuring batch sizes", total=_ROUNDS * len(rates), unit="windows") as progress:
             for _ in range(_ROUNDS):
                 for size, windows in rates.items():
                     windows.append(self._bench.rate(size))

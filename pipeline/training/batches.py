@@ -109,7 +109,7 @@ class Batches:
         """
         loader = self._source.validation if validation else self._source.train
         if loader is None:
-            raise ExperimentError.of("data", "has no validation set")
+            raise ExperimentError.of("data", "there is no validation set")
         return loader.read(list(samples))
 
     def reader(self, split: Split | None) -> Callable[[Sequence[int]], Any]:

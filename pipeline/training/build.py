@@ -165,7 +165,9 @@ def _build_task(
     learned = learned_by(task)
     if learned is not None:
         if is_sharded and trainable(learned) and experiment.train.precision == "fp16":
-            raise ExperimentError.of("train.precision", "fp16 with fsdp supports no loss with parameters; write bf16")
+            raise ExperimentError.of(
+                "train.precision", "fp16 with fsdp does not support a loss with parameters; use bf16"
+            )
         take_from_first(learned, rank=rank)
     return task, learned
 

@@ -76,7 +76,7 @@ def compile_parts(
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
-            message = "needs a C++ compiler on CPU, and this node has none; install g++, or name yours in CXX"
+            message = "needs a C++ compiler on the CPU, but none was found; install g++, or set CXX to a compiler"
             raise ExperimentError.of(_KEY, message) from error
     if not keeps_compiled:
         torch._dynamo.reset()  # of an earlier trial in this process
@@ -109,12 +109,14 @@ def explained(how: Compile | None) -> Iterator[None]:
         yield
     except FailOnRecompileLimitHit as error:
         message = (
-            f"inputs have more than {_SIZES} sizes, each compiled separately; write train.compile: {{dynamic: true}}"
+            f"inputs have more than {_SIZES} shapes, and each is compiled separately; set train.compile: "
+            "{dynamic: true}"
         )
         raise ExperimentError.of(_KEY, message) from error
     except TorchDynamoException as error:
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         message = (
-            f"torch can't compile this model: {said[:300]}; see the rank's log for more, or write train.compile: false"
+            f"torch can't compile this model: {said[:300]}. Set train.compile: false, or find the cause in the rank's "
+            "log."
         )
         raise ExperimentError.of(_KEY, message) from error

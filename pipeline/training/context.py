@@ -180,7 +180,7 @@ class TrainContext:
         if options is None or not isinstance(self.trial, Training):
             return None
         if not self.batches.has_validation:
-            raise ExperimentError.of(KEY, f"follows {options.metric}, but there is no validation set; remove it")
+            raise ExperimentError.of(KEY, f"monitors {options.metric}, but there is no validation set; remove it")
         return EarlyStopping(options, direction=self.direction(options.metric, options.mode, key=f"{KEY}.metric"))
 
     def direction(self, metric: str, mode: Mode, *, key: str) -> Direction:

@@ -44,20 +44,20 @@ def costs(context: TrainContext) -> Costs:
     if context.gathers:
         raise ExperimentError.of(
             "task",
-            "compares all samples of a global batch (pipeline.tasks.gathered), which each worker does: its cost on "
-            "more workers can't be predicted; measure with pipeline compare",
+            "calls pipeline.tasks.gathered, so that each worker compares all samples of a global batch. The cost of "
+            "this on more workers can't be predicted. Measure it with pipeline compare.",
         )
     if context.order.is_stream:
         raise ExperimentError.of(
             "data",
-            f"{context.experiment.data.target} is a stream, whose batches can't be timed in other sizes; "
-            "measure with pipeline compare, or predict with indexed data such as pipeline.data.arrays",
+            f"{context.experiment.data.target} is iterable, so other batch sizes can't be timed. Measure with "
+            "pipeline compare, or predict with a map-style dataset such as pipeline.data.arrays.",
         )
     if context.order.samples < context.order.global_batch_size:
         raise ExperimentError.of(
             "data",
             f"an epoch has {context.order.samples} samples, fewer than the global batch of "
-            f"{context.order.global_batch_size}: a step can't be measured; lower train.global_batch_size",
+            f"{context.order.global_batch_size}, so no step can be measured; lower train.global_batch_size",
         )
     rank = context.rank
     with without_updates(context):

@@ -52,20 +52,21 @@ def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
     if not context.rank.is_first or not isinstance(context.trial, Training):
         return
     if names:
+        one = len(names) == 1
         message = (
-            f"model: the {told} differ{'s' * (len(names) == 1)} between workers after a step: each updates "
-            "from its own share of the batch, and rank 0's is kept. To train as one process, update from "
-            "pipeline.tasks.gathered(...), which has the rows of all workers"
+            f"model: {told} {'differs' if one else 'differ'} between workers. Each worker updates "
+            f"{'it' if one else 'them'} from its part of the batch, and only rank 0's value is saved. To use the whole "
+            f"batch, compute the update from pipeline.tasks.gathered(...)."
         )
         outbox.event(Warned(trial=context.trial.name, message=message))
         return
     now = prints(_buffers(context)) if context.before_step else {}
     if changed := [name for name, value in context.before_step.items() if now.get(name) != value]:
         message = (
-            f"model: a step changes the {_listed(changed)}. With train.gradient_accumulation this happens "
-            f"{context.accumulation} times in a step, each time for a part of the batch. If training depends on it, "
-            "it differs from training with the whole batch. Update it once in a step, or remove "
-            "train.gradient_accumulation"
+            f"model: {_listed(changed)} {'changes' if len(changed) == 1 else 'change'} in each forward pass. With "
+            f"train.gradient_accumulation this happens {context.accumulation} times in a step, each time for a part of "
+            "the batch. If the loss depends on it, training differs from training with the whole batch. Update it once "
+            "in a step, or remove train.gradient_accumulation."
         )
         outbox.event(Warned(trial=context.trial.name, message=message))
 

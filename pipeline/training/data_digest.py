@@ -52,11 +52,11 @@ class DataDigest(Frozen):
     @property
     def notes(self) -> tuple[str, ...]:
         """Note on samples that can't be compared."""
-        reasons = {"differ each time they are read": self.unstable, "could not be read, or not in time": self.unread}
+        reasons = {"differ each time they are read": self.unstable, "could not be read in time": self.unread}
         left_out = " and ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
         if not left_out:
             return ()
-        return (f"a resumed training compares {len(self.samples)} samples with those of before: {left_out}",)
+        return (f"a resumed run checks {len(self.samples)} samples for changes. {left_out}",)
 
 
 class DataChange(NamedTuple):

@@ -80,7 +80,7 @@ def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
         message = f"needs samples by their index, but the {what} set is iterable; give it __getitem__ and __len__"
         raise ExperimentError.of("order.contiguous", message)
     if experiment.loader.num_workers:
-        message = f"but the {what} set is iterable, and loader processes would each read all of it; write 0"
+        message = f"but the {what} set is iterable, and each DataLoader worker would read all of it; set 0"
         raise ExperimentError.of("loader.num_workers", f"is {experiment.loader.num_workers}, {message}")
     if not (samples := counted_length(dataset, what=what)):
         raise ExperimentError.of("data", f"the {what} set is empty; it needs at least one sample")

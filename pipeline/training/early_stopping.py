@@ -32,8 +32,9 @@ class EarlyStopping:
             return ""
         waited = f"in {counted(self._waited, 'evaluation')}"
         if self._best is None:
-            return f"{self._options.metric} was not a number {waited}"
-        return f"{self._options.metric} has not improved on {figure(self._best)} of step {self._best_step} {waited}"
+            return f"{self._options.metric} was NaN {waited}"
+        best = f"{figure(self._best)} (step {self._best_step})"
+        return f"{self._options.metric} has not improved from {best} {waited}"
 
     def judge(self, values: Mapping[str, float], *, step: int) -> None:
         """Compare the values of an evaluation after ``step`` steps with the best so far; a NaN is no improvement.
@@ -43,7 +44,7 @@ class EarlyStopping:
         """
         metric = self._options.metric
         if metric not in values:
-            raise ExperimentError.of(f"{KEY}.metric", f"is {metric}, but the evaluation reports {', '.join(values)}")
+            raise ExperimentError.of(f"{KEY}.metric", f"{metric} is not reported; name one of {', '.join(values)}")
         value, sign = values[metric], 1 if self._direction == "max" else -1
         is_better = self._best is None or sign * (value - self._best) > self._options.min_delta
         if is_better and not math.isnan(value):

@@ -124,7 +124,7 @@ def evaluate(context: TrainContext, *, split: Split = "validation", show: Show |
     if isinstance(context.task, OwnEvaluation) and split == "validation":  # whose logs no check could know
         for key, metric in followed(context.experiment).items():
             if metric not in values:
-                raise ExperimentError.of(key, f"is {metric}, but the evaluation reports {', '.join(values)}")
+                raise ExperimentError.of(key, f"{metric} is not reported; name one of {', '.join(values)}")
     context.wrapped.train()
     return values
 
@@ -155,8 +155,8 @@ def own_evaluation(context: TrainContext, *, split: Split) -> Iterator[_OwnMetri
     if not paths:
         return
     if context.sharded is not None:  # whose ranks evaluate as many batches each, some of them twice
-        message = "logs metrics, which fsdp would update with repeated batches; log their values, or write ddp"
-        raise ExperimentError.of("task", f"{message} ({', '.join(paths)})")
+        message = f"logs metrics ({', '.join(paths)}), which are wrong with fsdp, since it repeats batches"
+        raise ExperimentError.of("task", f"{message}. Log the values of the metrics, or use ddp.")
     metrics = {name: cast("Metric", context.model.get_submodule(path)) for name, path in sorted(paths.items())}
     lists.merge(nn.ModuleList(metrics.values()))
 
@@ -278,14 +278,14 @@ def _judged(collection: "MetricCollection", *, logs: Sequence[str], follows: Map
             continue
         for value in values:
             if (written := mlflow_name(value)) in taken:
-                message = f"reports {PREFIX}{value}, as {taken[written]} does; rename one of them"
+                message = f"reports {PREFIX}{value}, and so does {taken[written]}; rename one of them"
                 yield Problem(f"metrics.{name}", message)
             if not isinstance(result, Mapping):  # torchmetrics renames equal keys of several mappings
                 taken[written] = f"metrics.{name}"
         for key, metric in follows.items():
             if source_of(metric, computed) == name and metric.removeprefix(PREFIX) not in values:
                 known = ", ".join(f"{PREFIX}{value}" for value in list(values)[:8]) or "no number"
-                yield Problem(key, f"is {metric}, but metrics.{name} reports {known}")
+                yield Problem(key, f"{metric} is not reported; metrics.{name} reports {known}")
 
 
 def _computed(metric: "Metric") -> Iterator[Any]:

@@ -145,7 +145,7 @@ def _exported(module: nn.Module, example: Example) -> torch.export.ExportedProgr
         program = torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
         if not program.range_constraints:
             raise ValueError(
-                "the model takes the number of samples as a constant, e.g. by len(x) or a loop; use x.shape[0]"
+                "the model uses the number of samples as a constant, e.g. by len(x) or a loop; use x.shape[0]"
             )
         return program
     # torch takes a size of 1 for a constant anyway, and logs that it does.

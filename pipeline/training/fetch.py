@@ -49,8 +49,8 @@ def _not_a_batch(indices: list[int], samples: list[Any], error: Exception) -> Ex
     seen = f"they are {' and '.join(shapes[:3])}" if ragged else f"{type(error).__name__}: {error}".splitlines()[0]
     return ExperimentError.of(
         "data",
-        f"samples {format_indices(indices)} can't be stacked into a batch: {seen}; "
-        "give all samples the same shape, or write a loader.collate for different sizes",
+        f"samples {format_indices(indices)} can't be stacked into a batch: {seen}. Give all samples the same shape, or "
+        "set loader.collate to a function that pads them.",
     )
 
 

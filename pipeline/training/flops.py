@@ -43,7 +43,7 @@ def count(context: TrainContext, held: HeldStep, *, outbox: Outbox) -> Flops | N
     if problems := [(place, counted.problem) for place, counted in zip(places, ranks, strict=True) if counted.problem]:
         if context.rank.is_first:
             where = f" on {problems[0][0]}" if context.rank.world_size > 1 else ""
-            message = f"the operations of a step could not be counted{where}, so there are no FLOP/s: {problems[0][1]}"
+            message = f"could not count the FLOPs of a step{where}, so none are reported: {problems[0][1]}"
             outbox.event(Warned(time=time.time(), trial=context.trial.name, message=message, subject="measuring"))
         return None
     forget_local_steps(context, held)

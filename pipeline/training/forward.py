@@ -47,8 +47,8 @@ def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
     """Return a task's output with its weight in full precision; see `forward` for errors."""
     if output.loss.ndim:
         if (replicas := len(context.gpus)) > 1 and output.loss.shape == (replicas,):
-            message = f"is {context.trial.strategy}, and the model returns a separate loss on each of {replicas} GPUs"
-            raise ExperimentError.of("parallel.strategy", f"{message}. These cannot be combined exactly. Use ddp")
+            message = f"with {context.trial.strategy}, the model returns a separate loss on each of {replicas} GPUs"
+            raise ExperimentError.of("parallel.strategy", f"{message}. They cannot be combined exactly. Use ddp.")
         raise _refused(context, f"returned {_shape(output.loss)}; it must be a scalar, the mean over the samples")
     gives_weight = output.weight is not None
     if context.gives_weight is None:
@@ -82,7 +82,7 @@ def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) ->
             raise _called_otherwise(error, batch) from error
         raise
     if isinstance(output, Iterator):
-        raise _refused(context, "yields its losses, which takes several optimizers; write optimizers: in the file")
+        raise _refused(context, "yields losses, which needs several optimizers; set optimizers: in the file")
     return output
 
 
@@ -115,14 +115,14 @@ def _unused(names: Sequence[str], context: TrainContext) -> ExperimentError:
     if frozen:
         return ExperimentError.of(
             "parallel.options.find_unused_parameters",
-            f"is false, but {listed(frozen)} had requires_grad=True when training started, and now has False. Write "
-            "true, so that ddp trains without it, or freeze it from the start with train.freeze",
+            f"is false, but requires_grad of {listed(frozen)} was set to False after training started. Set "
+            "find_unused_parameters: true, or freeze the parameters from the start with train.freeze.",
         )
     said = listed(names) if names else "a parameter"
     return ExperimentError.of(
         "parallel.options.find_unused_parameters",
-        f"is false, but {said} got no gradient in a step on rank {context.rank.rank}; write true if the model uses "
-        "them in some batches only, else leave them out of the model, or freeze them with train.freeze",
+        f"is false, but {said} got no gradient in a step on rank {context.rank.rank}. Set it to true if the model uses "
+        "the parameters in some batches only. Otherwise remove them, or freeze them with train.freeze.",
     )
 
 
@@ -136,7 +136,8 @@ def _called_otherwise(error: Exception, batch: Any) -> ExperimentError:
     inputs = described(batch[0])
     return ExperimentError.of(
         "model",
-        f"is called with one argument, a batch's inputs, {inputs}, but {error}; write a `task:` that calls it",
+        f"is called with one argument, the batch's inputs ({inputs}), but {error}. Set `task:` to a class that calls "
+        "the model with its arguments.",
     )
 
 
@@ -157,24 +158,24 @@ def lone_sample_error(context: TrainContext, micro_batch: MicroBatch) -> Experim
     split = [f"{rank.world_size} workers"] * (rank.world_size > 1) + [f"{parts} micro-batches each"] * (parts > 1)
     shared = f" ({', '.join(split)})" if split else ""
     if isinstance(order, StreamOrder):
-        return _too_small(rank.rank, batch, shared, f"write a size that divides the {order.samples} rows of an epoch")
+        return _too_small(rank.rank, batch, shared, f"Set a size that divides the {order.samples} rows of an epoch")
     needed = 2 * rank.world_size * parts
     if order.is_endless:  # all batches have the same size
-        return _too_small(rank.rank, batch, shared, f"write {needed} or more, which leaves at least 2 everywhere")
+        return _too_small(rank.rank, batch, shared, f"Set {needed} or more, so that each rank gets at least 2")
     sizes = [size for size in range(1, order.samples + 1) if _smallest(size, order.samples) >= needed]
     if sizes:
         closest = min(sizes, key=lambda size: abs(size - order.global_batch_size))
-        remedy = f"write {closest}, which leaves at least 2 everywhere"
+        remedy = f"Set {closest}, so that each rank gets at least 2"
     else:
-        remedy = f"there are only {order.samples} samples: use fewer workers or micro-batches"
+        remedy = f"With only {order.samples} samples, use fewer workers or micro-batches"
     return _too_small(rank.rank, batch, shared, remedy)
 
 
 def _too_small(rank: int, batch: int, shared: str, remedy: str) -> ExperimentError:
     return ExperimentError.of(
         "train.global_batch_size",
-        f"rank {rank} gets one sample of a global batch of {batch}{shared}; "
-        f"BatchNorm needs the variance of several: {remedy}, or use a layer without batch statistics, e.g. GroupNorm",
+        f"rank {rank} gets one sample of a global batch of {batch}{shared}, but BatchNorm needs at least 2. {remedy}, "
+        "or use a layer without batch statistics, e.g. GroupNorm.",
     )
 
 

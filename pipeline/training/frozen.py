@@ -60,8 +60,9 @@ def check_unchanged(context: "TrainContext", *, step: int) -> None:
         raise ExperimentError.of(
             "model",
             f"{listed(names)} require a gradient after step {step}, but did not when training started, or have been "
-            "replaced. The optimizer only trains the parameters that require a gradient at the start. Train in two "
-            "runs: freeze them in the first (train.freeze), and start the second from its weights (train.start_from)",
+            "replaced. The optimizer only trains parameters that require a gradient at the start. Train in two runs: "
+            "freeze the parameters in the first (train.freeze), and start the second from its weights "
+            "(train.start_from).",
         )
 
 

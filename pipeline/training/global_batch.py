@@ -29,7 +29,7 @@ def evaluation_pass(context: TrainContext, micro_batch: MicroBatch) -> Pass:
     def find() -> GlobalBatch:
         _refuse(context)
         if not context.gathers:
-            message = "calls pipeline.tasks.gathered in evaluation only; call it in training, too"
+            message = "calls pipeline.tasks.gathered in evaluation only; also call it in training"
             raise ExperimentError.of("task", message)
         return _global_batch(context, micro_batch, communicates=True)
 
@@ -58,7 +58,7 @@ def _refuse(context: TrainContext) -> None:
     """
     task = "the task compares all samples of a global batch (pipeline.tasks.gathered)"
     if context.accumulation > 1:
-        message = f"is {context.accumulation}, but {task}, of which a micro-batch has only some; remove it"
+        message = f"is {context.accumulation}, but {task}, and a micro-batch has only a part of them; remove it"
         raise ExperimentError.of("train.gradient_accumulation", message)
     if context.strategy.local_updates is not None:
         message = f"lets each worker step on its own samples, but {task}; remove it"
@@ -69,5 +69,5 @@ def _refuse(context: TrainContext) -> None:
         )
         raise ExperimentError.of("task", f"{message}; do without one of them")
     if context.order.is_stream:
-        message = f"is a stream, but {task}, which is supported for datasets that are read by index; write such a one"
+        message = f"is iterable, but {task}; use a map-style dataset"
         raise ExperimentError.of("data", message)

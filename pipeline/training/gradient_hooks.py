@@ -24,7 +24,7 @@ def format_warning(names: Sequence[str], *, micro_batches: int) -> str:
     return (
         f"model: gradients of {listed(names)} have hooks. A hook gets the gradient of one of the step's "
         f"{micro_batches} micro-batches, not of the global batch. If it is not linear, such as clamp, training depends "
-        "on the number of workers and micro-batches. Use train.clip_grad_norm, or an optimizer that changes gradients"
+        "on the number of workers and micro-batches. Use train.clip_grad_norm, or an optimizer that changes gradients."
     )
 
 

@@ -140,8 +140,9 @@ class IterableLoader:
                     self._reader = reader
                     return
                 warn(
-                    "the state_dict of the training set doesn't bring back the samples before the checkpoint (that of "
-                    "a shuffle buffer lacks its samples): it is read again up to there"
+                    "the state_dict of the training set does not restore its position exactly, e.g. because it lacks "
+                    "the samples of a shuffle buffer. The training set is read again from the start of the epoch up to "
+                    "the checkpoint."
                 )
             self._reader = self._new_reader(epoch=epoch)
             with ProgressReporter("reading up to the checkpoint", total=index, unit="samples", silent=silent) as told:
@@ -150,8 +151,8 @@ class IterableLoader:
                     told.by(1)
         if saved is not None and fingerprint(list(self._reader.latest)) != saved["print"]:
             warn(
-                "the training set yields other samples than before the checkpoint, so the training continues with "
-                "others than it would have without an interruption; seed what it shuffles, by set_epoch if by epoch"
+                "the training set returned different samples after resuming. Training continues, but not exactly as "
+                "without the interruption. Seed the shuffle; if it depends on the epoch, implement set_epoch()."
             )
 
     def _restored(self, saved: Mapping[str, Any], *, epoch: int, index: int) -> SampleReader | None:
@@ -196,8 +197,8 @@ class IterableLoader:
         reader.skip_to(end if self._samples is None else min(end, self._samples))
         if reader.index == self._samples and not reader.is_over():
             raise TrainingError(
-                f"the {self._what} set yields more samples than its length, {self._samples}; correct its __len__, or "
-                "remove it and write train.steps"
+                f"the {self._what} set returned more samples than its length, {self._samples}; correct its __len__, or "
+                "remove it and set train.steps"
             )
         passes, state = self._began
         self._marks.append(_Mark(reader.epoch, reader.index, list(reader.latest), passes, state))

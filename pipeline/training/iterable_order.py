@@ -48,13 +48,13 @@ class IterableOrder(SampleOrder):
         train, length = experiment.train, stated_length(dataset)
         if experiment.order is not None:
             raise ExperimentError.of(
-                "order", "has no effect on an iterable dataset, which has an order of its own; shuffle there, remove it"
+                "order", "does not apply to an iterable dataset. Remove it, and shuffle in the dataset."
             )
         if experiment.loader.num_workers:
-            message = "which would read an iterable dataset apart from each other; write 0: the worker itself reads it"
+            message = "but the training set is iterable, and each DataLoader worker would read all of it; set 0"
             raise ExperimentError.of("loader.num_workers", f"is {experiment.loader.num_workers}, {message}")
         if length is None and train.steps is None:
-            message = "but the training set is iterable and has no length (__len__); write train.steps in place of this"
+            message = "but the training set is iterable and has no length (__len__); set train.steps instead"
             raise ExperimentError.of("train.epochs", f"is {train.epochs}, {message}")
         if length == 0:
             raise ExperimentError.of("data", "the training set is empty; it needs at least one sample")
@@ -77,12 +77,12 @@ def promises(dataset: Any) -> tuple[str, ...]:
     """Return what holds for an iterable training set, and on what condition; empty for other datasets."""
     if not is_iterable(dataset):
         return ()
-    how = "continues by its state_dict" if offers_state(dataset) else "reads it again up to its step"
+    how = "restores the dataset's state_dict" if offers_state(dataset) else "reads the dataset again up to its step"
     return (
-        "the training set is iterable: each worker reads all of it and takes its share of every global batch. Any "
-        "number of workers trains the same if it yields the same samples in each process; four of the first 16 are "
+        "the training set is iterable. Each worker reads all samples and uses its part of every global batch. Training "
+        "does not depend on the number of workers if each process reads the same samples. Four of the first 16 are "
         "compared",
-        f"a resumed training {how}, and compares the last samples before with those of then",
+        f"a resumed run {how}, and compares the last samples before the checkpoint",
     )
 
 
@@ -91,11 +91,13 @@ def notes(dataset: Any, experiment: Experiment) -> tuple[str, ...]:
     told = list(promises(dataset))
     checkpoint, train = experiment.checkpoint, experiment.train
     if is_iterable(dataset) and stated_length(dataset) is None:
-        told.append("the training set has no length: the training is one epoch, in which it may be read several times")
+        told.append("the training set has no length. Training is one epoch, which may read the dataset several times")
         if checkpoint.keep and checkpoint.every_steps is None and checkpoint.every_minutes is None:
-            told.append("only the end of the training is saved; write checkpoint.every_steps for more checkpoints")
+            told.append("a checkpoint is saved only when training ends; set checkpoint.every_steps to save more")
         if train.evaluate_every_steps is None:
-            told.append("only the end of the training is evaluated; write train.evaluate_every_steps for more")
+            told.append(
+                "validation runs only when training ends; set train.evaluate_every_steps to validate more often"
+            )
     return tuple(told)
 
 

@@ -94,7 +94,7 @@ class SampleReader:
         if found is None:
             raise TrainingError(
                 f"the {self._what} set has no sample {self.index + len(self.ahead)}, counted from 0, in epoch "
-                f"{self.epoch + 1}: each iteration must yield as many samples as its length, at least one"
+                f"{self.epoch + 1}. Each iteration must return as many samples as its length, at least one."
             )
         self.ahead.append(found[0])
         return found[0]

@@ -82,16 +82,17 @@ def refuse_hidden_rates(
     own = any("lr" in group.settings for group in groups)
     if own and isinstance(scheduler, OneCycleLR | CyclicLR) and target not in OWN_RATES:
         name = _torchs_name(scheduler)
-        remedy = f"name torch.optim.lr_scheduler.{name} itself, with a list of rates"
+        remedy = f"Set scheduler._target_ to torch.optim.lr_scheduler.{name}, with a list of rates"
         raise ExperimentError.of(
-            "scheduler", f"{target} builds a {name}, whose rates replace those of optimizer.groups; {remedy}"
+            "scheduler", f"{target} returned a {name}, whose rates override optimizer.groups. {remedy}."
         )
     if factor != 1 and isinstance(scheduler, OneCycleLR | CyclicLR) and target not in OWN_RATES:
         raise ExperimentError.of(
             "scheduler",
-            f"{target} builds a {type(scheduler).__name__}, whose rates replace those of the optimizer, so "
-            f"train.lr_scaling would have no effect; name torch.optim.lr_scheduler.{_torchs_name(scheduler)} itself, "
-            "or write train.lr_scaling.rule: none and scale the rates in your code",
+            f"{target} returned a {type(scheduler).__name__}, whose rates override the optimizer's, so "
+            "train.lr_scaling would have no effect. Set scheduler._target_ to "
+            f"torch.optim.lr_scheduler.{_torchs_name(scheduler)}, or set train.lr_scaling.rule: none and scale the "
+            "rates in your code.",
         )
 
 
@@ -104,7 +105,7 @@ def _scaled(value: Any, factor: float, *, name: str) -> Any:
     if isinstance(value, list | tuple):
         return [_scaled(each, factor, name=name) for each in value]
     if not isinstance(value, int | float):
-        raise ExperimentError.of(f"scheduler.{name}", f"is {value!r}; train.lr_scaling can scale numbers only")
+        raise ExperimentError.of(f"scheduler.{name}", f"is {value!r}, but train.lr_scaling can only scale numbers")
     return value * factor
 
 

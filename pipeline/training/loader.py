@@ -169,11 +169,10 @@ def length(dataset: Dataset[Any], *, what: str) -> int:
     """
     is_rays = type(dataset).__module__.startswith("ray.data.")
     if is_rays or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        instead = "; use pipeline.data.streamed" if is_rays else ", or be a torch.utils.data.IterableDataset"
+        ray, torchs = "use pipeline.data.streamed", "it needs __len__ and __getitem__, or be an IterableDataset"
         raise ExperimentError.of(
             "data",
-            f"the {what} set is {_article(type(dataset).__name__)}; it needs __len__ and __getitem__ (map-style)"
-            f"{instead}",
+            f"the {what} set is {_article(type(dataset).__name__)}, not a torch dataset; {ray if is_rays else torchs}",
         )
     if not (samples := len(cast(Sized, dataset))):
         raise ExperimentError.of("data", f"the {what} set is empty; it needs at least one sample")

@@ -91,13 +91,13 @@ def check(context: TrainContext, outbox: Outbox) -> None:
         in_training, problems = [], []
         if not context.unexamined:  # which says it already
             said = f"{type(error).__name__}: {first_line(error)}"
-            _warn(context, outbox, f"The logs could not be checked to be means: {said}")
+            _warn(context, outbox, f"could not check that logs are means over the samples: {said}")
     problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
     if problems:
         raise ExperimentError(problems)
     if names := [f"train/{one.name}" for one in in_training if one.name != "loss"]:
         what = f"{', '.join(names)} {'is not a mean' if len(names) == 1 else 'are not means'} over the samples"
-        _warn(context, outbox, f"{what}. The mean over workers and micro-batches is reported, which depends on both.")
+        _warn(context, outbox, f"{what}. The reported mean depends on the number of workers and micro-batches.")
 
 
 def _evaluated(context: TrainContext) -> Sequence[Split]:
@@ -228,9 +228,9 @@ def _rejection(split: Split, found: _Found, *, context: TrainContext) -> str:
         given = f", {arguments.replace('=', ': ').lower()}" if arguments else ""
         use = f"name a metric, which gets all samples: metrics: {{{name}: {{_target_: {metric}{given}}}}}"
         if not found.inverse:
-            use += ". A value of a batch can be logged in training only: if model.training"
+            use += ". To log a value per batch, log it in training only (if model.training)"
     remedy = _REMEDIES[found.inverse].format("Return" if name == "loss" else "Log")
-    seen = f"{figure(found.whole)} for a few samples at once, and {figure(found.mean)} as the mean of parts of them"
+    seen = f"{figure(found.whole)} for a batch of samples, but the mean over its parts is {figure(found.mean)}"
     return f"{split}/{name} is not a mean over the samples. It is {seen}. {remedy}. Or {use}"
 
 

@@ -21,9 +21,9 @@ def names_of(logs: Mapping[str, Tensor]) -> tuple[str, ...]:
     taken = set(OF_TRAINING)
     for name in logs:
         if not isinstance(name, str) or not name:
-            raise _refused(f"has the name {name!r}; names are texts")
+            raise _refused(f"has the name {name!r}; use a non-empty string")
         if (written := mlflow_name(name)) in taken:
-            raise _refused(f"has the name {name}, and train/{written} is reported already; choose another name")
+            raise _refused(f"has the name {name}, but train/{written} is already reported; choose another name")
         taken.add(written)
     return tuple(sorted(logs))
 
@@ -36,8 +36,8 @@ def check(logs: Mapping[str, Tensor], *, names: Sequence[str]) -> None:
     """
     if len(logs) != len(names) or not all(name in logs for name in names):
         raise _refused(
-            f"has {_listed(sorted(map(str, logs)))} in one batch and {_listed(names)} in the first; "
-            "return the same names for every batch of training, and for every batch of an evaluation"
+            f"has {_listed(sorted(map(str, logs)))} in one batch, but {_listed(names)} in the first. Return the same "
+            "names for every batch of training, and for every batch of an evaluation."
         )
     for name in names:
         if not isinstance(value := logs[name], Tensor) or value.ndim:

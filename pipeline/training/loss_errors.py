@@ -50,10 +50,10 @@ def explained(error: BaseException) -> str:
     outputs, targets = called.f_locals["input"], called.f_locals["target"]
     if not isinstance(outputs, Tensor):
         return (
-            f"needs a tensor, but the model returned {_kind(outputs)}; write a `task:` that picks what the loss needs"
+            f"needs a tensor, but the model returned {_kind(outputs)}; set `task:` to a class that selects the tensor"
         )
     if not isinstance(targets, Tensor):
-        return f"needs a tensor of targets, but got {_kind(targets)}; write a `task:` that picks what the loss needs"
+        return f"needs a tensor of targets, but got {_kind(targets)}; set `task:` to a class that selects the tensor"
     if called.f_code in _ELEMENTS:
         return _shapes(outputs, targets) or _types(outputs, targets)
     return _classes(outputs, targets, ignored=called.f_locals.get("ignore_index", _IGNORED))
@@ -115,14 +115,14 @@ def _types(outputs: Tensor, targets: Tensor) -> str:
     if outputs.dtype == targets.dtype:
         return ""
     given = f"gets {_tensor('outputs', outputs)} and {_tensor('targets', targets)}"
-    return f"{given}; give both the same type: return targets.float() from the dataset"
+    return f"{given}, but needs the same type for both; return targets.float() from the dataset"
 
 
 def _to(outputs: Sequence[int], targets: Sequence[int]) -> str:
     """Return what torch makes of outputs and targets of two shapes, and what to write instead."""
     spread, remedy = "", "give both the same shape"
     if _grows(outputs, targets):
-        spread = f", which torch spreads to {_both(outputs, targets)}"
+        spread = f", which torch broadcasts to {_both(outputs, targets)}"
     if outputs == (*targets, 1):
         remedy = "return targets.unsqueeze(-1) from the dataset, or outputs.squeeze(-1) from the model"
     elif targets == (*outputs, 1):
@@ -136,11 +136,12 @@ def _classes(outputs: Tensor, targets: Tensor, *, ignored: int) -> str:
     given = f"gets {_tensor('outputs', outputs)} and {_tensor('targets', targets)}"
     if targets.shape == outputs.shape and outputs.ndim > 1:  # probabilities of the classes
         is_wrong = not targets.is_floating_point()
-        return f"{given}; write class numbers, targets.argmax(1), or probabilities, targets.float()" if is_wrong else ""
+        remedy = "use class numbers, targets.argmax(1), or probabilities, targets.float()"
+        return f"{given}; {remedy}" if is_wrong else ""
     if targets.is_floating_point() or targets.dtype not in (torch.int64, torch.uint8):
-        return f"{given}; class numbers are int64: return targets.long() from the dataset"
+        return f"{given}, but class numbers must be int64; return targets.long() from the dataset"
     if targets.shape != (needed := (*outputs.shape[:1], *outputs.shape[2:]) if outputs.ndim > 1 else torch.Size()):
-        return f"{given}; such outputs of {count} classes need targets of shape {tuple(needed)}"
+        return f"{given}; for {count} classes, targets must have the shape {tuple(needed)}"
     if targets.is_cuda:  # after a failed assertion on the device nothing can be read from it
         return ""
     return _range(targets[targets != ignored], given=given, count=count)
@@ -153,10 +154,10 @@ def _range(numbers: Tensor, *, given: str, count: int) -> str:
         return ""
     remedy = f"give the model {high + 1} outputs, or number the classes from 0"
     if low < 0:
-        remedy = f"number the classes from 0, or write ignore_index: {low} if such targets are to be left out"
+        remedy = f"number the classes from 0, or set ignore_index: {low} to ignore these targets"
     elif low > 0 and high == count:
         remedy = "number the classes from 0, e.g. targets - 1"
-    return f"{given}: targets from {low} to {high}, but {count} classes have the numbers 0 to {count - 1}; {remedy}"
+    return f"{given}. Targets are from {low} to {high}, but {count} classes are numbered 0 to {count - 1}; {remedy}"
 
 
 def _tensor(name: str, tensor: Tensor) -> str:

@@ -25,7 +25,7 @@ def check_free_memory(device: torch.device, *, needed: int) -> None:
         return
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if (free := torch.cuda.mem_get_info(device)[0] + cached) < needed:
-        message = f"the training's next step needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free"
+        message = f"the next training step needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free"
         raise torch.OutOfMemoryError(message)
 
 

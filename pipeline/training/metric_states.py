@@ -232,11 +232,11 @@ def _is_not_distributed() -> bool:
 def unmergeable(metric: "Metric", *, before: Mapping[str, str]) -> str:
     """Return what of a user's metric workers would not merge; empty if there is nothing."""
     if hidden := [key for key, value in vars(metric).items() if key != "_modules" and _holds_metrics(value)]:
-        return f"has metrics in the list or dict {', '.join(hidden)}. Put them into torch.nn.ModuleList or ModuleDict"
+        return f"has metrics in the list or dict {', '.join(hidden)}. Put them into torch.nn.ModuleList or ModuleDict."
     if changed := [key for key, value in attributes_outside_states(metric).items() if before.get(key) != value]:
         return (
-            f"counts in {', '.join(changed)}, which is not merged over workers. Declare it with "
-            "add_state(..., dist_reduce_fx=...)"
+            f"updates {', '.join(changed)}, which is not merged over workers. Declare it with "
+            "add_state(..., dist_reduce_fx=...)."
         )
     return ""
 

@@ -56,8 +56,8 @@ def direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -
         judge = judges.get(source_of(metric, judges) or "")
         kind = judge.__name__ if isinstance(judge, type) else type(judge).__name__
         section = key.rpartition(".")[0]
-        message = f"is {metric}, and {kind} doesn't say whether larger or smaller is better; write {section}.mode: "
-        raise ExperimentError.of(key, f"{message}max, or min")
+        message = f"{kind} does not declare whether higher {metric} is better. Set {section}.mode to max or min."
+        raise ExperimentError.of(key, message)
     return known
 
 
@@ -76,7 +76,7 @@ def _checked(metric: Any, *, name: str) -> "Metric":
     if not isinstance(metric, Metric):
         raise ExperimentError.of(
             f"metrics.{name}",
-            f"is a {type(metric).__name__}; write a metric of torchmetrics, which is correct across ranks",
+            f"is a {type(metric).__name__}; use a torchmetrics metric, which is correct across ranks",
         )
     return metric
 
@@ -175,10 +175,10 @@ def _axes(metric: "Metric | None", result: Tensor | float) -> tuple[str, ...]:
 
 def _without_number(name: str, result: object, metric: "Metric | None") -> Problem:
     who = type(metric).__name__ if metric is not None else name
-    message = (
-        f"{who} computes a {type(result).__name__}; use a metric that computes a number, one for each class, or a "
+    message = f"{who} returned a {type(result).__name__}. Use a metric that returns a number, a number for each class, "
+    return Problem(
+        f"metrics.{name}" if metric is not None else "metrics", f"{message}or a ROC or precision-recall curve."
     )
-    return Problem(f"metrics.{name}" if metric is not None else "metrics", f"{message}ROC or precision-recall curve")
 
 
 def curve_of(metric: "Metric", result: Any) -> Curve | None:

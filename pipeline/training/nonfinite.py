@@ -33,8 +33,8 @@ def check_weights(context: TrainContext, *, step: int) -> None:
     weights = [weight for weight in weights if weight.is_floating_point() or weight.is_complex()]
     if not all(gather(are_finite(weights), rank=context.rank)):
         raise NonFiniteError(
-            f"weights are not finite after step {step}, though its loss is: a gradient was not finite in that step or "
-            "shortly before; write train.on_nonfinite: skip to skip such steps. " + REMEDY,
+            f"weights are not finite after step {step}, although its loss is finite. A gradient was not finite in this "
+            f"step or shortly before. {REMEDY}. To skip such steps, set train.on_nonfinite: skip.",
             step=step,
         )
 
@@ -86,7 +86,8 @@ class Finiteness:
             if self.is_exhausted:
                 steps = self.skipped[-self._in_a_row :]
                 raise TrainingError(
-                    f"{len(steps)} steps in a row were skipped because they were not finite: {some(steps)}. {REMEDY}"
+                    f"{len(steps)} steps in a row were skipped because a loss or gradient was not finite: "
+                    f"{some(steps)}. {REMEDY}."
                 )
             return
         if self.trial.experiment.train.precision == "fp16" or self.trial.options.get("local_sgd_period"):
@@ -95,7 +96,7 @@ class Finiteness:
             if not (math.isfinite(loss) and math.isfinite(norm)) and not self.trial.leaves_out(first + index):
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
                 where = self._where(first + index, own[index])
-                raise NonFiniteError(f"the {what} in {where}. {REMEDY}", step=first + index)
+                raise NonFiniteError(f"the {what} in {where}. {REMEDY}.", step=first + index)
 
     def judge_validation(self, loss: float, *, step: int, epoch: int) -> None:
         """Check the validation loss after ``step`` steps; the weights are finite, the loss is equal on all ranks.
@@ -108,13 +109,15 @@ class Finiteness:
         """
         if math.isfinite(loss):
             return
-        what = f"the validation loss is {loss} after epoch {epoch} (step {step}), though the weights are finite"
+        what = f"the validation loss is {loss} after epoch {epoch} (step {step}), although the weights are finite"
         if self.trial.experiment.train.on_nonfinite == "skip":
             self.unmeasured.append(epoch)
             if len(self.unmeasured) == 1:
-                self._warn(f"{what}; training continues with train.on_nonfinite: skip")
+                self._warn(f"{what}. Training continues because of train.on_nonfinite: skip.")
             return
-        raise TrainingError(f"{what}. Look at the validation samples. {REMEDY}; train.on_nonfinite: skip only warns")
+        raise TrainingError(
+            f"{what}. Check the validation samples. {REMEDY}. To continue with a warning, set train.on_nonfinite: skip."
+        )
 
     def summarize(self) -> None:
         """Warn of all skipped steps and evaluations, at the end of the training."""
@@ -123,13 +126,14 @@ class Finiteness:
                 f"the validation loss was not finite after {len(self.unmeasured)} epochs: {some(self.unmeasured)}"
             )
         if len(self.skipped) > 1:
-            self._warn(f"{len(self.skipped)} steps were skipped because they were not finite: {some(self.skipped)}")
+            steps = some(self.skipped)
+            self._warn(f"{len(self.skipped)} steps were skipped because a loss or gradient was not finite: {steps}")
 
     def _tell_first(self, losses: Sequence[float], *, own: Tensor, first: int) -> None:
         self._has_told, step = True, self.skipped[0]
         loss = losses[step - first]
         what = "gradients are not finite" if math.isfinite(loss) else f"the loss is {loss}"
-        self._warn(f"{what} in {self._where(step, own[step - first])}; this step is skipped, and so will be later ones")
+        self._warn(f"{what} in {self._where(step, own[step - first])}. Skipped this step. Later ones are also skipped.")
 
     def _where(self, step: int, share: Tensor) -> str:
         """Return the step and the samples that may be the cause, as text. Collective."""
@@ -140,8 +144,8 @@ class Finiteness:
         where = f"step {step} (epoch {epoch + 1}); "
         if self.rank.world_size == 1 or not blamed:
             return f"{where}its global batch is {noun} {some(batch)}"
-        shares = (f"of {place}, {noun} {some(self._share(batch, rank))}" for rank, place in blamed)
-        return f"{where}not finite: the share {', '.join(shares)}"
+        shares = (f"{place}, {noun} {some(self._share(batch, rank))}" for rank, place in blamed)
+        return f"{where}not finite: {', '.join(shares)}"
 
     def _share(self, batch: Sequence[int], rank: int) -> list[int]:
         share: list[int] = self.order.share(np.array(batch), rank=rank, world_size=self.rank.world_size).tolist()

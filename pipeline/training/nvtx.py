@@ -38,7 +38,7 @@ def annotated(context: TrainContext, outbox: Outbox) -> AbstractContextManager[N
         nvtx.mark("pipeline")  # type: ignore[no-untyped-call]
     except RuntimeError:
         if context.rank.is_first:
-            message = "measure.nvtx has no effect: this torch was built without CUDA, which NVTX belongs to"
+            message = "measure.nvtx has no effect, since this torch was built without CUDA"
             outbox.event(Warned(time=time.time(), trial=context.trial.name, message=message))
         return nullcontext()
     return _annotated(context)

@@ -53,7 +53,7 @@ def check_averaging(optimizer: Optimizer, *, trial: Trial) -> None:
         return
     name = type(optimizer).__name__
     if trial.experiment.train.ema is not None:
-        raise ExperimentError.of("train.ema", f"averages the weights, as {name} does itself; remove train.ema")
+        raise ExperimentError.of("train.ema", f"averages the weights, but {name} also does; remove train.ema")
     if trial.options.get("local_sgd_period") is not None:
         raise ExperimentError.of(
             "optimizer",
@@ -68,8 +68,8 @@ def _refuse_closure(optimizer: Optimizer) -> None:
     if closure is not None and closure.default is closure.empty:
         raise ExperimentError.of(
             "optimizer",
-            f"{type(optimizer).__name__} evaluates the loss several times in a step (its step() needs a closure), but "
-            "a step here has one forward and backward pass over the global batch; use e.g. torch.optim.AdamW",
+            f"the step() of {type(optimizer).__name__} needs a closure, which is not supported. Use an optimizer that "
+            "needs one forward and backward pass, e.g. torch.optim.AdamW.",
         )
 
 
@@ -90,12 +90,12 @@ def _refuse_gradients(again: Callable[[list[nn.Parameter]], Any], *, model: nn.M
     try:
         optimizer.step()
     except Exception as error:  # an optimizer may raise anything
-        whose = f"{', '.join(names[:3])} of the model (sparse: true)" if names else "no module of the model"
+        whose = f"{', '.join(names[:3])} (sparse: true)" if names else "none"
         raise ExperimentError.of(
             "optimizer",
-            f"{type(optimizer).__name__} can't take the model's gradients: {' '.join(str(error).split())}. Those of "
-            f"{whose} are sparse; write torch.optim.SGD or Adagrad without weight_decay, which take dense and sparse "
-            "ones, or sparse: false",
+            f"{type(optimizer).__name__} does not support the model's gradients: {' '.join(str(error).split())}. "
+            f"Sparse gradients: {whose}. Use torch.optim.SGD or Adagrad without weight_decay, which support dense and "
+            "sparse gradients, or set sparse: false.",
         ) from error
 
 

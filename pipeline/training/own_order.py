@@ -108,7 +108,7 @@ class _Declared:
         weights = per_sample.checked(values, samples=self._plain.samples, key=key, source=source)
         per_sample.refuse(weights, weights < 0, key=key, source=source, wanted="numbers of at least 0")
         if not weights.any():
-            raise ExperimentError.of(key, f"{source} has no number greater than 0, so that no sample could be drawn")
+            raise ExperimentError.of(key, f"{source} has no number greater than 0, so no sample can be drawn")
         return weights / weights.max(), weights
 
     def _lengths(self, given: Any) -> Numbers:
@@ -121,7 +121,7 @@ class _Declared:
 
     def _called(self, component: Component, *, key: str) -> tuple[Any, str]:
         values = self._seeded(components.bound(component, key=key, allowed=self._allowed), 0)(self._dataset)
-        return values, f"what {component.target} returned"
+        return values, f"the result of {component.target}"
 
     def _reader(self, key: str) -> Reader:
         return Reader(self._dataset, key=key, seed=self._plain.seed, silent=self._silent)
@@ -163,8 +163,8 @@ class _OfFunction:
         if not np.array_equal(call(0), self._call(0)):
             raise ExperimentError.of(
                 "order",
-                f"{target} returned other indices when it was called again for the same epoch, so that a resumed "
-                "training would differ; draw only from the generator that it gets",
+                f"{target} returned different indices when called again for the same epoch, so a resumed run would "
+                "differ. Draw only from the generator that it receives.",
             )
 
     def __call__(self, epoch: int, _: torch.Generator) -> Indices:
@@ -173,7 +173,7 @@ class _OfFunction:
             raise ExperimentError.of(
                 "order",
                 f"{self._target} returned {len(drawn):,} indices for epoch {epoch}, but {self._count:,} for epoch 0; "
-                "return equally many for each epoch, so that the steps of the training are known",
+                "return the same number for each epoch",
             )
         return drawn
 
@@ -237,15 +237,15 @@ def _indices(drawn: Any, *, epoch: int, samples: int, target: str) -> Indices:
         indices = np.empty((), dtype=object)
     if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
         kind = type(drawn).__name__ + (f" of {indices.dtype} numbers" if indices.ndim == 1 else "")
-        raise ExperimentError.of("order", f"{where} a {kind} for epoch {epoch}; it must return indices, integers")
+        raise ExperimentError.of("order", f"{where} a {kind} for epoch {epoch}; it must return integer indices")
     if not indices.size:
-        raise ExperimentError.of("order", f"{where} no indices for epoch {epoch}; an epoch needs at least one")
+        raise ExperimentError.of("order", f"{where} no indices for epoch {epoch}; return at least one")
     is_outside = (indices < 0) | (indices >= samples)
     if is_outside.any():
         place = int(is_outside.argmax())
         raise ExperimentError.of(
             "order",
-            f"{where} index {indices[place]} at place {place} for epoch {epoch}, but samples are numbered from 0 to "
+            f"{where} index {indices[place]} at position {place} for epoch {epoch}, but samples are numbered from 0 to "
             f"{samples - 1}",
         )
     return indices.astype(np.int64)

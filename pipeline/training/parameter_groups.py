@@ -95,10 +95,10 @@ def check_settings(optimizer: Optimizer, groups: Sequence[ParameterGroup], *, ha
             known = [one for one in optimizer.defaults if one != "params"]
             if name not in known:
                 meant = did_you_mean(name, known) or f"; it has {', '.join(known)}"
-                problems.append(Problem(key, f"{type(optimizer).__name__} has no such setting{meant}"))
+                problems.append(Problem(key, f"{type(optimizer).__name__} has no setting {name}{meant}"))
             elif index >= len(built) or built[index].get(name) != value:
-                message = f"is {value}, but the {type(optimizer).__name__} that was built doesn't have it; let it take"
-                problems.append(Problem(key, f"{message} parameter groups as torch's optimizers do"))
+                message = f"is {value}, but the {type(optimizer).__name__} ignored it; accept parameter groups"
+                problems.append(Problem(key, f"{message} in its constructor, as torch's optimizers do"))
     if problems:
         raise ExperimentError(problems)
 
@@ -112,6 +112,6 @@ def _problems(groups: Sequence[ParameterGroup], divided: Divided, *, named: Name
         elif not parameters:
             of = [one for name, one in named.items() if matches(group.patterns, name)]
             why = "in an earlier group" if any(one.requires_grad for one in of) else "frozen"
-            each = "each parameter that it matches is"
+            each = "all parameters that it matches are"
             problems.append(Problem(key, f"is {', '.join(group.patterns)}, but {each} {why}; remove the group"))
     return problems

@@ -44,8 +44,8 @@ def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any,
         kind = f"tuple of {len(splits)}" if isinstance(splits, tuple) else type(splits).__name__
         raise ExperimentError.of(
             "data",
-            f"{experiment.data.target} returned a {kind}; "
-            "it must return a tuple: training set, validation set (or None) and, if there is one, test set",
+            f"{experiment.data.target} returned a {kind}. Return a tuple of a training set, a validation set or None, "
+            "and optionally a test set.",
         )
     train, validation, *rest = splits
     return train, validation, rest[0] if rest else None
@@ -74,11 +74,11 @@ def seeded_model(create: Create, experiment: Experiment, *, device: torch.device
         layer = model.get_submodule(lazy[0])
         raise ExperimentError.of(
             "model",
-            f"the {type(layer).__name__} {lazy[0]!r} has no size before its first batch, but workers need equal "
-            "weights before that; write its size, or call the model in its constructor, on zeros of a sample's shape",
+            f"the {type(layer).__name__} {lazy[0]!r} has no size before its first batch, but workers need the weights "
+            "earlier. Set its size, or call the model on zeros of a sample's shape in its constructor.",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters; nothing to train")
+        raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters")
     return in_double(model) if experiment.train.precision == "fp64" else model
 
 
@@ -139,9 +139,9 @@ def _find_gpus(trial: Trial, *, device: torch.device, rank: Rank) -> range:
     if device.index + count > visible:
         raise ExperimentError.of(
             "parallel.gpus_per_worker",
-            f"{trial.strategy} is planned with {counted(count, 'GPU')} in one process, but rank {rank.rank} on "
-            f"{rank.node} can use {visible}. Make the others visible with CUDA_VISIBLE_DEVICES, or set "
-            f"gpus_per_worker: {max(1, visible)}",
+            f"{trial.strategy} needs {counted(count, 'GPU')} in one process, but rank {rank.rank} on {rank.node} can "
+            f"use {visible}. Make the others visible with CUDA_VISIBLE_DEVICES, or set gpus_per_worker: "
+            f"{max(1, visible)}.",
         )
     return range(device.index, device.index + count)
 
@@ -192,7 +192,7 @@ def optimizer(
     is_own = declared.target == lightning_module.OPTIMIZER
     optimizer = create(preferred, model if is_own else trained, key="optimizer")
     if not isinstance(optimizer, Optimizer):
-        raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+        raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     parameter_groups.check_settings(optimizer, groups, has_own=bool(divided.own))
     optimizers.check(optimizer, again=lambda toys: create(preferred, toys, key="optimizer"), model=whole)
     optimizers.train(optimizer)
@@ -213,7 +213,7 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
     if scheduler is None and experiment.scheduler.target == lightning_module.SCHEDULER:
         return None
     if not isinstance(scheduler, LRScheduler):
-        raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}; it must be a torch LRScheduler")
+        raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}, not a torch LRScheduler")
     groups = experiment.optimizer.groups if experiment.optimizer is not None else ()
     refuse_hidden_rates(scheduler, target=experiment.scheduler.target, factor=factor, groups=groups)
     if not isinstance(scheduler, ReduceLROnPlateau):
@@ -222,7 +222,7 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
         return scheduler
     follows = f"ReduceLROnPlateau follows {experiment.train.followed_by_plateau}"
     if experiment.train.scheduler_interval == "step":
-        raise ExperimentError.of("scheduler", f"{follows}; write train.scheduler_interval: epoch")
+        raise ExperimentError.of("scheduler", f"{follows}; set train.scheduler_interval: epoch")
     if not validates:
-        raise ExperimentError.of("scheduler", f"{follows}, but there is no validation set; use another")
+        raise ExperimentError.of("scheduler", f"{follows}, but there is no validation set; use another scheduler")
     return scheduler

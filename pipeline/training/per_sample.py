@@ -143,11 +143,11 @@ class Reader:
             raise self._refused(f"sample {index} is a {type(field).__name__} without a length") from None
 
     def _no_classes(self, seen: str) -> ExperimentError:
-        return self._refused(f"{seen}, but balanced needs the number of a class for each sample")
+        return self._refused(f"{seen}, but balanced needs a class number for each sample")
 
     def _refused(self, seen: str) -> ExperimentError:
-        remedy = "write _target_: with a function of the training set that returns a number for each sample"
-        return ExperimentError.of(self._key, f"{seen}; {remedy}")
+        remedy = "Set _target_ to a function that gets the training set and returns a number for each sample"
+        return ExperimentError.of(self._key, f"{seen}. {remedy}.")
 
 
 def checked(values: Any, *, samples: int, key: str, source: str) -> Numbers:
@@ -166,11 +166,11 @@ def checked(values: Any, *, samples: int, key: str, source: str) -> Numbers:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError):
         kind = type(values).__name__
-        raise ExperimentError.of(key, f"{source} is a {kind}; it must be a number for each sample") from None
+        raise ExperimentError.of(key, f"{source} is a {kind}, not a number for each sample") from None
     if numbers.shape != (samples,):
         count = f"{len(numbers):,} numbers" if numbers.ndim == 1 else f"the shape {numbers.shape}"
         raise ExperimentError.of(
-            key, f"{source} has {count}, but the training set has {samples:,} samples; write one for each"
+            key, f"{source} has {count}, but the training set has {samples:,} samples; use one number for each sample"
         )
     refuse(numbers, ~np.isfinite(numbers), key=key, source=source, wanted="finite numbers")
     return numbers
@@ -180,4 +180,4 @@ def refuse(numbers: Numbers, is_wrong: npt.NDArray[np.bool_], *, key: str, sourc
     """Raise ExperimentError with the first number that is wrong, if there is one."""
     if is_wrong.any():
         index = int(is_wrong.argmax())
-        raise ExperimentError.of(key, f"{source} has {numbers[index]:g} for sample {index}; write {wanted}")
+        raise ExperimentError.of(key, f"{source} has {numbers[index]:g} for sample {index}; use {wanted}")

@@ -39,7 +39,7 @@ def log(context: TrainContext, outbox: Outbox, *, step: int) -> None:
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             _log.warning("the task could not draw", exc_info=error)
             drawn = {}
-            message = f"the task's pictures could not be drawn, the training is not affected: {first_line(error)}"
+            message = f"the task's pictures could not be drawn: {first_line(error)}. Training is not affected."
             outbox.event(Warned(trial=context.trial.name, message=message, subject="pictures"))
         finally:
             context.wrapped.train()

@@ -30,13 +30,13 @@ def check_direction(mode: str, train: Train, *, judges: Mapping[str, Any]) -> No
     direction = known_direction(metric, judges=judges)
     if direction is None or direction == mode:
         return
-    better = "larger" if direction == "max" else "smaller"
+    better = "higher" if direction == "max" else "lower"
     names = [name for name in (f"{PREFIX}{each}" for each in judges) if known_direction(name, judges=judges) == mode]
     other = f", or set {KEY}{f': {names[0]}' if names else ' to another metric'}"
     raise ExperimentError.of(
         "scheduler.mode",
         f"is {mode}, but ReduceLROnPlateau follows {metric}, whose {better} values are better. "
-        f"Write mode: {direction}{other if train.scheduler_metric is None else ''}",
+        f"Set mode: {direction}{other if train.scheduler_metric is None else ''}.",
     )
 
 
@@ -61,5 +61,5 @@ def advance(context: TrainContext, values: Mapping[str, float]) -> None:
         return
     metric = context.experiment.train.followed_by_plateau
     if metric not in values:
-        raise ExperimentError.of(KEY, f"is {metric}, but the evaluation reports {', '.join(values)}")
+        raise ExperimentError.of(KEY, f"{metric} is not reported; name one of {', '.join(values)}")
     context.scheduler.step(from_first(lambda: values[metric], rank=context.rank))

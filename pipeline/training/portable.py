@@ -62,7 +62,7 @@ class PortableModel:
         except RuntimeError as error:
             said = " ".join(str(error).split())[:300]
             raise UsageError(
-                f"the weights don't fit {self.experiment.model.target}: {said}; use the code that it was trained with"
+                f"the weights don't match {self.experiment.model.target}: {said}. Use the code of the training run."
             ) from error
 
 
@@ -111,7 +111,7 @@ def of_result(
         inputs = torch.load(example, map_location="cpu", weights_only=True) if example.exists() else None
         reference = Reference.load(folder)
     except Exception as error:  # whatever torch raises for a damaged file
-        raise UsageError(f"{weights} can't be read: {first_line(error)}; write --checkpoint last") from error
+        raise UsageError(f"{weights} can't be read: {first_line(error)}; use --checkpoint last") from error
     return PortableModel(
         experiment=experiment,
         allowed=allowed,
@@ -138,12 +138,11 @@ def write_model(model: PortableModel, form: str, folder: Path) -> None:
         return
     if model.example is None:
         raise UsageError(
-            f"--format {form}: it needs example inputs, but the task doesn't call the model with tensors alone; "
-            "write --format safetensors"
+            f"--format {form}: the model's inputs are not only tensors, so it can't be traced; use --format safetensors"
         )
     single = model.example if isinstance(model.example, Tensor) else None
     if form == "onnx" and single is None:
-        raise UsageError("--format onnx: the model has named inputs; write --format torch-export or safetensors")
+        raise UsageError("--format onnx: the model has named inputs; use --format torch-export or safetensors")
     try:
         if form == "onnx" and single is not None:
             write_onnx(module, single, path)
@@ -154,5 +153,5 @@ def write_model(model: PortableModel, form: str, folder: Path) -> None:
     except Exception as error:  # whatever torch can't trace in a user's model
         raise UsageError(
             f"--format {form}: torch can't trace {model.experiment.model.target}: {first_line(error)}; "
-            "write --format safetensors"
+            "use --format safetensors"
         ) from error

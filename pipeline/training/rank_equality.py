@@ -24,7 +24,7 @@ _FEW = 4
 """Samples of each set to compare: sets that were split or shuffled differently differ in almost all samples."""
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
-_GENERATORS = "torch's, NumPy's and Python's global generators are seeded alike on all ranks"
+_GENERATORS = "The global generators of torch, NumPy and Python have the same seed on all ranks"
 
 
 class Readable(Protocol):
@@ -52,7 +52,7 @@ def check_data(sets: Mapping[str, tuple[Readable, int]], *, rank: Rank) -> None:
     sizes = gather((rank.place, {name: samples for name, (_, samples) in sets.items()}), rank=rank)
     if len({tuple(own.items()) for _, own in sizes}) > 1:
         told = "; ".join(f"{place} has {_sizes(own)}" for place, own in sizes)
-        raise _different_data(f"ranks have sets of different sizes: {told}")
+        raise _different_data(f"the datasets differ in size between ranks ({told})")
     first = gather(_sampled(sets), rank=rank)
     if not (places := _differing(first)):
         return
@@ -75,8 +75,8 @@ def check_order(order: SampleOrder, *, rank: Rank) -> None:
     if _differing(prints):
         raise ExperimentError.of(
             "order",
-            f"differs {_between(prints, '', rank=rank)}, which would train on other samples. Draw from a seeded "
-            f"generator ({_GENERATORS}), and let nothing depend on the rank{hash_hint()}",
+            f"differs {_between(prints, '', rank=rank)}. Draw from a seeded generator, and do not use the rank in it. "
+            f"{_GENERATORS}{hash_hint()}.",
         )
 
 
@@ -104,8 +104,8 @@ def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = Fal
             continue
         raise ExperimentError.of(
             key,
-            f"{place} differs {_between(prints, place, rank=rank)}: each rank would train with its own. Draw it from a "
-            f"seeded generator ({_GENERATORS}), or keep it in a buffer, which is broadcast from rank 0{hash_hint()}",
+            f"{place} differs {_between(prints, place, rank=rank)}. Draw it from a seeded generator, or keep it in a "
+            f"buffer, which is broadcast from rank 0. {_GENERATORS}{hash_hint()}.",
         )
 
 
@@ -133,7 +133,7 @@ def hash_hint() -> str:
     """Return what to do about the order of sets, for messages; empty where all processes have the same hashes."""
     if os.environ.get("PYTHONHASHSEED", "random") != "random":
         return ""
-    return ". If it iterates over a set of texts, sort them, or set PYTHONHASHSEED to a number for all processes"
+    return ". If the code iterates over a set of strings, sort them, or set PYTHONHASHSEED to a number in all processes"
 
 
 def fingerprint(value: Any) -> str:
@@ -234,6 +234,6 @@ def _sizes(own: Mapping[str, int]) -> str:
 def _different_data(how: str) -> ExperimentError:
     return ExperimentError.of(
         "data",
-        f"{how}. Ranks would train on some samples twice and validate on samples that they have trained on. Seed the "
-        f"generator that splits or shuffles ({_GENERATORS}), and let nothing depend on the rank{hash_hint()}",
+        f"{how}. Some samples would be trained on twice, and others would leak into validation. Seed the generator "
+        f"that splits or shuffles the data, and do not use the rank in it. {_GENERATORS}{hash_hint()}.",
     )

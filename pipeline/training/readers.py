@@ -208,7 +208,7 @@ class Samples(Dataset[Any]):
         is_list = isinstance(samples, list | tuple) and len(samples) == len(indices)
         if not is_list and (self._collate is None or self._draws):
             seen = type(samples).__name__ + (f" of {len(samples)}" if hasattr(samples, "__len__") else "")
-            message = f"__getitems__ returned a {seen} for {len(indices)} samples. Return a list with one item for each"
+            message = f"__getitems__ returned a {seen} for {len(indices)} samples; return a list with an item for each"
             return Unusable(ExperimentError.of("data", message))
         return samples  # type: ignore[no-any-return] # a custom collate function may take a batch of any type
 
@@ -223,8 +223,8 @@ class Samples(Dataset[Any]):
         alone, at_once = (len(micro_batch.indices) / (end - begin) for begin, end in pairwise(times))
         self._note = (
             "data: the dataset draws random numbers, so __getitems__ gets one sample at a time, with a seed for each. "
-            f"This reads {alone:,.0f} samples/s; whole batches would be read at {at_once:,.0f} samples/s. "
-            "To read whole batches, draw in loader.collate instead"
+            f"This reads {alone:,.0f} samples/s instead of {at_once:,.0f} samples/s with whole batches. To read whole "
+            "batches, draw random numbers in loader.collate instead."
         )
         return samples
 

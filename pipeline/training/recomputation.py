@@ -39,7 +39,7 @@ def apply(model: nn.Module, wanted: Patterns, *, is_compiled: bool) -> tuple[str
     for name in names:
         module = model.get_submodule(name)
         if is_compiled and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
-            message = f"{name} has batch statistics, which a compiled model would update twice; remove train.compile"
+            message = f"{name} has batch statistics, which a compiled model updates twice; remove train.compile"
             raise ExperimentError.of(_KEY, message)
         module.__class__ = _recomputing(type(module), is_compiled=is_compiled)  # type: ignore[arg-type]
     return names
@@ -57,10 +57,12 @@ def choose(model: nn.Module, wanted: Patterns) -> tuple[str, ...]:
     modules = {name: module for name, module in model.named_modules() if name}
     found = repeated(model) if wanted is True else {name for one in patterns for name in _matching(one, modules)}
     if not found:
-        raise ExperimentError.of(_KEY, f"true finds no repeated blocks in the model; name modules: {_some(modules)}")
+        raise ExperimentError.of(
+            _KEY, f"the model has no repeated blocks; name modules instead of true: {_some(modules)}"
+        )
     for name in found:
         if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
-            raise ExperimentError.of(_KEY, f"{name} is a container that is never called itself; write {name}.*")
+            raise ExperimentError.of(_KEY, f"{name} is a container without a forward; set {name}.*")
     return tuple(name for name in modules if name in found and not _is_inside(name, found))
 
 
@@ -129,7 +131,5 @@ def _again(module: nn.Module) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, count
         for name, buffer in module.named_buffers():
             if buffer._version != before.get(id(buffer), buffer._version):
-                message = (
-                    f"a forward pass of {type(module).__name__} changes its buffer {name}, which recomputing repeats"
-                )
-                raise ExperimentError.of(_KEY, f"{message}; name modules without such a buffer")
+                message = f"recomputing {type(module).__name__} would update its buffer {name} twice"
+                raise ExperimentError.of(_KEY, f"{message}; name modules that don't update buffers")

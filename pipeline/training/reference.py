@@ -33,8 +33,8 @@ _ACROSS = 2e-2
 _SEEDS = (0, 1)
 _CPU = torch.device("cpu")
 _MOST_NAMED = 4
-_REMEDY = "Keep it in a persistent buffer (register_buffer) and train again"
-_OTHER_CODE = "Use the code and the packages that it was trained with"
+_REMEDY = "Keep it in a persistent buffer (register_buffer) and train again."
+_OTHER_CODE = "Use the code and the package versions of the training run."
 
 
 class ModelCall(NamedTuple):
@@ -130,7 +130,7 @@ def check(module: nn.Module, reference: Reference) -> None:
         ExperimentError: it computes something else; names the attributes and buffers that differ.
     """
     if reference.changing:
-        raise _not_equal(f"Each call changes {_named(reference.changing)}, and with it the outputs. {_REMEDY}")
+        raise _not_equal(f"Each call changes {_named(reference.changing)}, and the outputs depend on it. {_REMEDY}")
     if reference.outputs is None or reference.call is None:
         return
     try:
@@ -142,12 +142,14 @@ def check(module: nn.Module, reference: Reference) -> None:
     if _are_close(outputs, reference.outputs, module=module, is_exact=reference.is_exact):
         return
     if names := _differing(reference.prints, _prints(module)):
-        raise _not_equal(f"The state_dict lacks {_named(names)}, whose value differs. {_REMEDY}")
+        raise _not_equal(f"The value of {_named(names)} differs, and the state_dict lacks it. {_REMEDY}")
     raise _not_equal(f"No attribute differs. {_OTHER_CODE}")
 
 
 def _not_equal(why: str) -> ExperimentError:
-    return ExperimentError.of("model", f"built again from its weights, it differs from the evaluated model. {why}")
+    return ExperimentError.of(
+        "model", f"rebuilt from its weights, the model has other outputs than the evaluated model. {why}"
+    )
 
 
 def _prints(module: nn.Module) -> dict[str, str]:

@@ -100,8 +100,8 @@ def changed_matmul_precision(context: TrainContext, outbox: Outbox) -> None:
     declared, used = context.experiment.train.matmul_precision, matmul_precision()
     if declared not in (None, used) and context.rank.is_first:
         message = (
-            f"train.matmul_precision is {declared}, but code of the experiment sets {used}, which is used. "
-            "Remove torch.set_float32_matmul_precision or fp32_precision there, or the key here"
+            f"train.matmul_precision is {declared}, but user code set {used}, which is used. Remove "
+            "torch.set_float32_matmul_precision or fp32_precision there, or train.matmul_precision from the file."
         )
         outbox.event(Warned(trial=context.trial.name, message=message))
 
@@ -117,8 +117,8 @@ def averaging(context: TrainContext, outbox: Outbox) -> None:
         return
     if (share := context.averages.share_of_start(context.total_steps)) > MUCH:
         message = (
-            f"train.ema: after {context.total_steps} steps the averages will still consist of {int(100 * share)}% "
-            "initial weights; write a smaller decay"
+            f"train.ema: after {context.total_steps} steps, {int(100 * share)}% of the averages are still initial "
+            "weights. Lower the decay."
         )
         outbox.event(Warned(trial=context.trial.name, message=message))
 

@@ -45,7 +45,7 @@ def restored(trial: Evaluation, *, rank: Rank) -> Restored:
     state = resuming.chosen(context, storage, manifest)
     if isinstance(state, str):
         place = storage.place(manifest.name)
-        raise TrainingError(f"{place} can't be used: {state}; write --checkpoint with another step")
+        raise TrainingError(f"{place} can't be used: {state}; set --checkpoint to another step")
     restore_weights(context, state)
     begin_step(context, step=manifest.step - 1)  # as when the training evaluated this step
     return Restored(context, manifest, state.values.get(unsaved_state.KEY) or {})
@@ -102,7 +102,7 @@ def epoch_of(manifest: Manifest) -> int:
 def _manifest(storage: Storage, step: int) -> Manifest:
     manifest = entry_of(storage, step).manifest
     if manifest is None:
-        raise TrainingError(f"{storage.address} has no complete checkpoint of step {step} any more")
+        raise TrainingError(f"{storage.address} no longer has a complete checkpoint of step {step}")
     return manifest
 
 
@@ -116,7 +116,7 @@ def _split(context: TrainContext, wanted: Split | None) -> Split:
     for split in splits:
         if context.batches.has(split):
             return split
-    there = "write --split validation" if context.batches.has("validation") else "there is nothing to evaluate"
+    there = "; use --split validation" if context.batches.has("validation") else ""
     if wanted == "validation" and context.batches.has("test"):
-        there = "write --split test"
-    raise ExperimentError.of("data", f"has no {wanted or 'test or validation'} set; {there}")
+        there = "; use --split test"
+    raise ExperimentError.of("data", f"there is no {wanted or 'test or validation'} set to evaluate{there}")

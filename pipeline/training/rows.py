@@ -79,5 +79,5 @@ def _error(asked: str, rows: int | None, *, left_out: Sequence[int]) -> Experime
         "loader.collate",
         f"returned {rows} rows for {asked}{named}. Losses are weighted by the number of samples, so their mean "
         "would be wrong. Leave samples out in the dataset, e.g. torch.utils.data.Subset(dataset, readable), "
-        "or return the divisor of the loss as StepOutput.weight",
+        "or return the divisor of the loss as StepOutput.weight.",
     )

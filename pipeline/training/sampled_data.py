@@ -36,7 +36,7 @@ def read_digest(source: Source, *, budget_s: float = _BUDGET_S) -> DataDigest:
     samples: dict[str, SampleDigest] = {}
     unstable = unread = 0
     end = time.monotonic() + budget_s
-    with ProgressReporter("comparing samples", total=SAMPLES, unit="samples") as progress:
+    with ProgressReporter("checking samples for changes", total=SAMPLES, unit="samples") as progress:
         for name, readings in _readings(source, sizes):
             if time.monotonic() > end:
                 unread += 1

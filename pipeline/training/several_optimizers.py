@@ -88,7 +88,9 @@ class Schedulers(LRScheduler):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if missing := sorted(state_dict.keys() ^ self.named.keys()):
-            raise ValueError(f"the scheduler of {missing[0]} is in only one of experiment and checkpoint")
+            raise ValueError(
+                f"the scheduler of {missing[0]} is either in the experiment or in the checkpoint, not in both"
+            )
         for name, one in self.named.items():
             one.load_state_dict(state_dict[name])
 
@@ -113,12 +115,12 @@ def build(
         with _keys_of(name):
             optimizer = parts.optimizer(create, own, model=model, learned=learned, chosen=chosen[name])
             if has_modes(optimizer):
-                message = f"{type(optimizer).__name__} keeps a second set of weights, as one optimizer alone can"
-                raise ExperimentError.of("optimizer", f"{message}; use another, e.g. torch.optim.Adam")
+                message = f"{type(optimizer).__name__} keeps a second set of weights, so it can't be one of several"
+                raise ExperimentError.of("optimizer", f"{message} optimizers; use another, e.g. torch.optim.Adam")
             scheduler = parts.scheduler(create, own, optimizer=optimizer, validates=validates)
             if isinstance(scheduler, ReduceLROnPlateau):
-                message = "is a ReduceLROnPlateau, which follows one validation loss, but each optimizer has its own"
-                raise ExperimentError.of("scheduler", f"{message}; use another")
+                message = "is a ReduceLROnPlateau, which is not supported with several optimizers"
+                raise ExperimentError.of("scheduler", f"{message}; use another scheduler")
         optimizers[name] = optimizer
         if scheduler is not None:
             schedulers[name] = scheduler
@@ -169,15 +171,15 @@ def _misdivided(
     for name, optimizer in optimizers.items():
         others = [own for own, names in owners.items() if name in names[1:]]
         if others:
-            message = f"{listed(others)} {_are(others)} in optimizers.{owners[others[0]][0]}, too; a parameter has one"
-            yield Problem(f"optimizers.{name}.params", f"{message} optimizer: write patterns that don't overlap")
+            message = f"{listed(others)} {_are(others)} also in optimizers.{owners[others[0]][0]}.params"
+            yield Problem(f"optimizers.{name}.params", f"{message}; use patterns that don't overlap")
         elif not chosen[name] and not without_match(optimizer.patterns, list(named)):
-            message = f"is {', '.join(optimizer.patterns)}, but each parameter that it matches is frozen"
+            message = f"is {', '.join(optimizer.patterns)}, but all parameters that it matches are frozen"
             yield Problem(f"optimizers.{name}.params", f"{message}; remove the optimizer")
     rest = [own for own, names in owners.items() if not names and named[own].requires_grad]
     if rest and not any(_unmatched(optimizers, named)):
-        message = f"{listed(rest)} {_are(rest)} in none of {', '.join(optimizers)}; add a pattern to params"
-        yield Problem("optimizers", f"{message}, or freeze with train.freeze what isn't trained")
+        message = f"{listed(rest)} {_are(rest)} in none of {', '.join(optimizers)}. Add a pattern to params, or freeze"
+        yield Problem("optimizers", f"{message} with train.freeze the parameters that aren't trained.")
 
 
 def _are(names: Sequence[str]) -> str:

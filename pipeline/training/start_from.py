@@ -62,7 +62,7 @@ def load(model: nn.Module, trial: Trial, *, rank: Rank, device: torch.device) ->
     if initial is None:
         if isinstance(trial, Training) and trial.resume:
             return None
-        raise ExperimentError.of(_KEY, "has not been found; start the training by pipeline run")
+        raise ExperimentError.of(_KEY, "its weights were not loaded by the driver; start training with pipeline run")
     found = from_first(lambda: fit(model, start, initial), rank=rank)
     own = model.state_dict()
     from_first(lambda: _copy(found, Path(initial.path), into=own), rank=rank)
@@ -86,8 +86,8 @@ def fit(model: nn.Module, start: StartFrom, initial: Weights) -> Fit:
     found = found._replace(missing=tuple(name for name in found.missing if id(own[name]) not in tied))
     if not found.taken:
         meant = f"; did you mean {rename}?" if (rename := _likely_rename(found)) else ""
-        there = f"it has {listed(list(names.values()))}, the model {listed(list(own))}"
-        raise ExperimentError.of(_KEY, f"nothing in {initial.source} fits the model: {there}{meant}")
+        there = f"The file has {listed(list(names.values()))}. The model has {listed(list(own))}{meant or '.'}"
+        raise ExperimentError.of(_KEY, f"no tensor in {initial.source} matches the model. {there}")
     if start.strict and (problems := list(_differences(found, initial))):
         raise ExperimentError(problems)
     return found
@@ -127,8 +127,8 @@ def _joined(new: str, rest: str) -> str:
 
 def _unused_rename(old: str, names: Sequence[str]) -> Problem:
     beginnings = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)))
-    meant = did_you_mean(old, beginnings) or f"; they are {listed(beginnings)}"
-    return Problem(f"{_KEY}.rename", f"{old}: no saved name begins so, or a longer one does{meant}")
+    meant = did_you_mean(old, beginnings) or f"; names start with {listed(beginnings)}"
+    return Problem(f"{_KEY}.rename", f"{old} matches no saved name, or a longer key matches it{meant}")
 
 
 def _compared(own: Shapes, saved: Mapping[str, str], shapes: Shapes) -> Fit:
@@ -139,7 +139,7 @@ def _compared(own: Shapes, saved: Mapping[str, str], shapes: Shapes) -> Fit:
         missing=tuple(name for name in own if name not in there),
         unused=tuple(name for name in there if name not in own),
         misshapen={
-            name: f"{there[name]} there, {shape} in the model"
+            name: f"{there[name]} in the file, {shape} in the model"
             for name, shape in own.items()
             if name in there and there[name] != shape
         },
@@ -150,14 +150,14 @@ def _differences(found: Fit, initial: Weights) -> Iterator[Problem]:
     """Yield one problem for each kind of difference, with the renaming that was probably meant."""
     meant = _likely_rename(found)
     if found.missing:
-        remedy = f"; did you mean {meant}?" if meant else "; strict: false leaves them as initialised"
+        remedy = f"; did you mean {meant}?" if meant else "; set strict: false to initialize them"
         yield Problem(_KEY, f"{initial.source} lacks {listed(found.missing)}, which the model has{remedy}")
     if found.unused:
-        remedy = "" if meant and found.missing else "; strict: false leaves them out"
+        remedy = "" if meant and found.missing else "; set strict: false to ignore them"
         yield Problem(_KEY, f"{initial.source} has {listed(found.unused)}, which the model lacks{remedy}")
     if found.misshapen:
         shapes = listed([f"{name}: {shape}" for name, shape in found.misshapen.items()])
-        remedy = "; strict: false leaves them as initialised"
+        remedy = "; set strict: false to initialize them"
         yield Problem(_KEY, f"{initial.source} has other shapes than the model: {shapes}{remedy}")
 
 
@@ -218,4 +218,6 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         said = " ".join(str(error).split())[:200]
-        raise ExperimentError.of(_KEY, f"{path} can't be read where rank 0 runs: {said}; name another file") from error
+        raise ExperimentError.of(
+            _KEY, f"{path} can't be read on the node of rank 0: {said}; name another file"
+        ) from error

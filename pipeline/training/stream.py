@@ -100,19 +100,19 @@ class StreamLoader:
         """End the pass; raise if rows remain at the end of an epoch."""
         last = -(-self._stream.rows // self._order.global_batch_size) - 1
         if self._at[1] == last and next(self._pass, None) is not None:
-            raise self._miscounted("there are more of them")
+            raise self._miscounted("more rows arrived")
         self._pass.close()
 
     def _miscounted(self, how: str) -> TrainingError:
         where = f"but {how} in step {self._at[1] + 1} of an epoch"
         return TrainingError(
-            f"{self._stream.rows} rows were counted, {where}; does the pipeline yield the same rows each time?"
+            f"the dataset had {self._stream.rows} rows when counted, {where}. Make it return the same rows each time."
         )
 
     def _reached(self, micro_batch: MicroBatch) -> Any:
         while self._at[1] < self._step(micro_batch):
             if not self._advance(micro_batch.epoch) and micro_batch.weight:
-                raise self._miscounted("there is none left")
+                raise self._miscounted("no rows are left")
         return self._block
 
     def _advance(self, epoch: int) -> bool:
@@ -121,7 +121,7 @@ class StreamLoader:
         try:
             block = next(self._pass, None)
         except Exception as error:
-            message = f"the stream of rows can't be read: {last_line(error)}"
+            message = f"the Ray dataset can't be read: {last_line(error)}"
             raise TrainingError(message, traceback.format_exc()) from error
         if block is None:
             return False
@@ -130,7 +130,7 @@ class StreamLoader:
 
     def _cut(self, block: Any, rows: slice) -> Any:
         if block is None or _rows(block) < min(rows.stop, self._order.share_size):
-            raise self._miscounted("there are fewer")
+            raise self._miscounted("fewer rows arrived")
         return tree_map(lambda leaf: leaf[rows], block)
 
 

@@ -28,16 +28,16 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 """Error of DDP about parameters without a gradient, and where it counts them, among those that require one."""
 
-_OTHER_TYPE = "a layer's inputs have another type than its weights; return inputs.float() from the dataset"
+_OTHER_TYPE = "the inputs and weights of a layer have different types; return inputs.float() from the dataset"
 _HINTS = (
     (
         "device-side assert",
-        "an index is outside of its range on the GPU, usually a target that is no class; parallel.device=cpu shows it",
+        "an index is out of range on the GPU, usually a target that is not a class; use parallel.device=cpu to see it",
     ),
-    ("index out of range in self", "an embedding got a number that its table doesn't have; compare num_embeddings"),
+    ("index out of range in self", "an embedding got an index out of range; compare the index with num_embeddings"),
     (
         "but expected Float",
-        "the targets of the loss have another type than the model's outputs; return targets.float() from the dataset",
+        "the targets and the model's outputs have different types; return targets.float() from the dataset",
     ),
     ("must have the same dtype, but got", _OTHER_TYPE),  # linear layers
     ("mixed dtype", _OTHER_TYPE),  # normalization

@@ -170,7 +170,9 @@ class Watchdog:
 
     def _warn(self) -> None:
         self._warned = True
-        message = f"{self._heartbeat().stall}; still waiting, press Ctrl-C to stop. It is at\n{self._stack()}"
+        message = (
+            f"{self._heartbeat().stall}. Still waiting. Press Ctrl-C to stop. The stack of the rank:\n{self._stack()}"
+        )
         self._outbox.event(Warned(trial=self._trial.name, message=message.rstrip()))
 
     def _heartbeat(self) -> Heartbeat:

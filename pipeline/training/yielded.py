@@ -34,11 +34,14 @@ def outputs(context: TrainContext, module: nn.Module, batch: Any) -> Iterator[St
         names.append(_checked(context, output))
         known = context.losses_of
         if known is not None and tuple(names) != known[: len(names)]:
-            raise _refused(f"yields losses of {', '.join(names)} for a batch, but {', '.join(known)} for the first one")
+            raise _refused(
+                f"yielded losses for {', '.join(names)}, but for {', '.join(known)} in the first batch; yield the same "
+                "losses for every batch"
+            )
         yield output
     declared = context.experiment.optimizers
     if missing := [name for name in declared if name not in names]:
-        raise _refused(f"yields no loss for optimizers.{missing[0]}; yield one for each optimizer, for every batch")
+        raise _refused(f"yielded no loss for optimizers.{missing[0]}; yield one for each optimizer, for every batch")
     context.losses_of = tuple(names)
 
 
@@ -55,7 +58,7 @@ def combined(parts: Sequence[StepOutput]) -> StepOutput:
     taken = {f"{metric}_{part.optimizer}" for metric in OF_OPTIMIZERS for part in parts}
     for part in parts:
         if clashing := taken.intersection(part.logs):
-            raise _refused(f"logs {min(clashing)} twice, or as a metric that is reported already; choose another name")
+            raise _refused(f"logs {min(clashing)}, which is already reported; choose another name")
         taken |= part.logs.keys()
         logs |= part.logs
     loss = reduce(Tensor.add, (part.loss for part in parts))
@@ -70,13 +73,15 @@ def _checked(context: TrainContext, output: object) -> str:
     if output.optimizer is None or output.optimizer not in declared:
         named = "no optimizer" if output.optimizer is None else f"optimizer {output.optimizer!r}"
         raise _refused(
-            f"yielded a loss for {named}; write StepOutput(..., optimizer=NAME), one of {', '.join(declared)}"
+            f"yielded a loss for {named}; use StepOutput(..., optimizer=NAME) with one of {', '.join(declared)}"
         )
     if cast(Any, output.loss).ndim:
         shape = tuple(output.loss.shape)
         raise _refused(f"yielded a loss of shape {shape}; it must be a scalar, the mean over the samples")
     if output.weight is not None:
-        raise _refused("yielded a StepOutput.weight; with several optimizers, each loss is the mean over the samples")
+        raise _refused(
+            "yielded a StepOutput.weight, which several optimizers don't support; yield the mean over the samples"
+        )
     name: str = output.optimizer
     return name
 

@@ -64,14 +64,14 @@ def test_batch_norm_with_one_sample_says_which_batch_would_do(of_three: dict[str
     errors = of_three["batch norm"]
     for rank in range(WORLD):
         assert errors[rank] == (
-            f"train.global_batch_size: rank {rank} gets one sample of a global batch of 2 (3 workers); "
-            "BatchNorm needs the variance of several: write 11, which leaves at least 2 everywhere, "
-            "or use a layer without batch statistics, e.g. GroupNorm"
+            f"train.global_batch_size: rank {rank} gets one sample of a global batch of 2 (3 workers), "
+            "but BatchNorm needs at least 2. Set 11, so that each rank gets at least 2, "
+            "or use a layer without batch statistics, e.g. GroupNorm."
         )
 
 
 def test_batch_norm_with_too_few_samples_for_any_batch(of_three: dict[str, dict[int, Any]]) -> None:
-    assert "there are only 2 samples: use fewer workers" in of_three["batch norm, 2 samples"][0]
+    assert "With only 2 samples, use fewer workers" in of_three["batch norm, 2 samples"][0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -35,7 +35,7 @@ class TestErrors:
     def test_without_a_compiler_on_a_node(self) -> None:
         import torch._inductor.config
 
-        message = r"train.compile: needs a C\+\+ compiler on CPU, and this node has none"
+        message = r"train.compile: needs a C\+\+ compiler on the CPU, but none was found"
         with (
             torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
             pytest.raises(ExperimentError, match=message),

@@ -96,7 +96,7 @@ def _compare(rank: Rank) -> None:
         assert train(trial(**sections), rank=rank, outbox=outbox).coupling == expected, name
         warned = [event.message for event in outbox.events if isinstance(event, Warned)]
         assert len(warned) == (rank.is_first and name == "own mean"), warned
-        assert all(message.startswith("model: the buffer mean differs between workers") for message in warned)
+        assert all(message.startswith("model: buffer mean differs between workers") for message in warned)
     with pytest.raises(ExperimentError) as refused:
         train(trial(model={"_target_": "toys.Spare"}), rank=rank, outbox=toys.Kept())
     (problem,) = refused.value.problems
@@ -106,7 +106,7 @@ def _compare(rank: Rank) -> None:
         train(trial(model={"_target_": "toys.Switching", "learns": [True, False]}), rank=rank, outbox=toys.Kept())
     (problem,) = refused.value.problems
     assert problem.key == "parallel.options.find_unused_parameters"
-    assert problem.message.startswith("is false, but body.weight, body.bias had requires_grad=True when training")
+    assert problem.message.startswith("is false, but requires_grad of body.weight, body.bias was set to False")
     with pytest.raises(ExperimentError, match=r"model: body\.weight, body\.bias require a gradient after step 3"):
         train(trial(model={"_target_": "toys.Switching", "learns": [False, True]}), rank=rank, outbox=toys.Kept())
 
@@ -130,7 +130,10 @@ def test_what_sees_a_part_of_the_batch_is_named() -> None:
     """Hooks on gradients before the first step, and a buffer that each micro-batch changes after it."""
     for model, said in (
         ("clamped", "model: gradients of weight have hooks. A hook gets the gradient of one of the step's 2 micro-"),
-        ("Centred", "model: a step changes the buffers mean, steps. With train.gradient_accumulation this happens 2"),
+        (
+            "Centred",
+            "model: buffers mean, steps change in each forward pass. With train.gradient_accumulation this happens 2",
+        ),
     ):
         for accumulation in (1, 2):
             outbox, sections = toys.Kept(), {"model": {"_target_": f"{HERE}.{model}"}}

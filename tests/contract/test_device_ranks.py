@@ -44,7 +44,7 @@ def _count(rank: Rank) -> None:
     context = build(trial, rank=rank)
     assert count(context, held_step(context), outbox=outbox) is None
     said = [event.message for event in outbox.events if isinstance(event, Warned)]
-    expected = "the operations of a step could not be counted on rank 1, so there are no FLOP/s: no room on this rank"
+    expected = "could not count the FLOPs of a step on rank 1, so none are reported: no room on this rank"
     assert said == ([expected] if rank.is_first else [])
     barrier(rank)
 

@@ -68,7 +68,7 @@ def _refused_alike(rank: Rank, root: Path) -> None:
     initial = Weights(path=str(root / "lost.safetensors"), source="lost") if rank.is_first else None
     own = {"strategy": "ddp", "workers": rank.world_size, "initial": initial}
     with pytest.raises(
-        ExperimentError, match=r"train\.start_from: .*lost\.safetensors can't be read where rank 0 runs"
+        ExperimentError, match=r"train\.start_from: .*lost\.safetensors can't be read on the node of rank 0"
     ):
         train(trial.model_copy(update=own), rank=rank, outbox=toys.Kept())
 

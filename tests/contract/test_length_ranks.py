@@ -75,7 +75,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_all_ranks_end_at_the_step_of_one_process(found: dict[str, Any], workers: int, name: str) -> None:
     alone = found["1"]
     assert LAST_KEPT < alone["steps"] < 60
-    assert alone["stopped_early"].startswith("validation/loss has not improved on")
+    assert alone["stopped_early"].startswith("validation/loss has not improved from")
     for rank in range(workers):
         own = found[f"{workers} {name} {rank}"]
         assert own["steps"] == alone["steps"]

@@ -151,8 +151,8 @@ def test_ragged_samples_are_named_with_their_shapes(workers: int, kind: Callable
     ragged = toys.Plain([(kind((2, length)), 0) for length in (3, 3, 4)])
 
     assert str(failure(ragged, 2, 1, workers=workers)) == (
-        "data: samples 2, 1 can't be stacked into a batch: they are (2, 3) and (2, 4); "
-        "give all samples the same shape, or write a loader.collate for different sizes"
+        "data: samples 2, 1 can't be stacked into a batch: they are (2, 3) and (2, 4). "
+        "Give all samples the same shape, or set loader.collate to a function that pads them."
     )
 
 

@@ -102,5 +102,5 @@ def test_all_ranks_stop_alike(tmp_path: Path) -> None:
     assert "metrics.count: Outside counts in rows, which is not merged over workers. Declare it with" in outside
     assert "metrics.count: Listed has metrics in the list or dict inner. Put them into torch.nn.ModuleList" in listed
     assert nan.startswith("TrainingError: the validation loss is nan after epoch 1 (step 3), though")
-    assert texts.startswith("ExperimentError: metrics.roc: Texts computes a str; use a metric that computes a number")
+    assert texts.startswith("ExperimentError: metrics.roc: Texts returned a str. Use a metric that returns a number")
     assert [folder.name for folder in (tmp_path / "checkpoints-0").iterdir()] == ["step-00000002"]

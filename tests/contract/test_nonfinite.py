@@ -148,7 +148,7 @@ def test_skipped_steps_are_counted_and_told(outcomes: Outcomes, world: int) -> N
     assert outcome.series("train/skipped_steps") == {4: 1.0, 8: 2.0}
     assert {step for step, loss in outcome.series("train/loss").items() if loss != loss} == set(bad)
     assert first.startswith(f"the loss is nan in step {bad[0]} (epoch 1); ")
-    assert summary == f"2 steps were skipped because they were not finite: {bad[0]}, {bad[1]}"
+    assert summary == f"2 steps were skipped because a loss or gradient was not finite: {bad[0]}, {bad[1]}"
 
 
 @worlds
@@ -162,7 +162,7 @@ def test_batch_statistics_stay_finite(outcomes: Outcomes, world: int) -> None:
 def test_it_stops_after_ten_in_a_row(outcomes: Outcomes, world: int) -> None:
     (error,) = outcomes["always", world].texts(Failed)
     assert error.startswith(
-        "10 steps in a row were skipped because they were not finite: 1, 2, 3, 4, 5, 6, 7, 8 ... (10"
+        "10 steps in a row were skipped because a loss or gradient was not finite: 1, 2, 3, 4, 5, 6, 7, 8 ... (10"
     )
 
 
@@ -173,7 +173,7 @@ def test_the_rank_and_its_samples_are_named(outcomes: Outcomes) -> None:
     assert alone.startswith(f"the loss is nan in step {BAD_STEP} (epoch 1); its global batch is samples {batch[0]}, ")
     share = ", ".join(map(str, batch[1::2]))
     assert shared.startswith(
-        f"the loss is nan in step {BAD_STEP} (epoch 1); not finite: the share of rank 1 on node1, samples {share}. "
+        f"the loss is nan in step {BAD_STEP} (epoch 1); not finite: rank 1 on node1, samples {share}. "
     )
     assert BAD in batch[1::2]
 

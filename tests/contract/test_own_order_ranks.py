@@ -52,5 +52,5 @@ def test_sharded_models_carry_the_state_of_their_rows(alone: Alone, two: Any) ->
 
 def test_what_differs_between_ranks_is_refused(two: Any) -> None:
     order, stream = two[1]
-    assert order.startswith("order: differs between rank 0 and rank 1, which would train on other samples")
+    assert order.startswith("order: differs between rank 0 and rank 1. Draw from a seeded generator")
     assert re.match(r"data: sample \d+ of the training set differs between rank 0 and rank 1", stream)

@@ -82,13 +82,13 @@ FILES = [
 
 COMPONENTS = [
     Wrong("data raises", 2, ("data: lab.from_a_file raised FileNotFoundError",), lab("lab.points", "lab.from_a_file")),
-    Wrong("data is no pair", 2, ("it must return a tuple",), lab("lab.points", "lab.alone")),
+    Wrong("data is no pair", 2, ("Return a tuple",), lab("lab.points", "lab.alone")),
     Wrong("empty dataset", 2, ("the training set is empty",), lab("lab.points", "lab.no_samples")),
     Wrong("ragged batches", 2, ("can't be stacked into a batch",), lab("lab.points", "lab.ragged")),
     Wrong("model without parameters", 2, ("no trainable parameters",), lab("lab.Net", "torch.nn.Identity")),
     Wrong("model is no module", 2, ("it must return a torch.nn.Module",), lab("lab.Net", "lab.not_a_module")),
     Wrong("loss is not a scalar", 2, ("loss", "not a scalar"), lab("torch.nn.CrossEntropyLoss", "lab.per_sample")),
-    Wrong("loss is a sum", 2, ("use reduction: mean",),
+    Wrong("loss is a sum", 2, ("set reduction: mean",),
           lab("torch.nn.CrossEntropyLoss", "torch.nn.CrossEntropyLoss, reduction: sum")),
     Wrong("negative learning rate", 2, ("optimizer: torch.optim.SGD raised ValueError",), lab("lr: 0.1", "lr: -0.1")),
     Wrong("loss is NaN", 1, ("the loss is nan in step 1 (epoch 1)",),

@@ -164,7 +164,7 @@ def test_what_powersgd_has_not_sent_is_sent_later(root: Path) -> None:
 def test_what_powersgd_has_not_sent_means_nothing_to_another_number_of_workers(root: Path) -> None:
     (warning,) = _messages(root, "powersgd alone")
 
-    assert warning.startswith("the rank-local state of ddp was dropped: the checkpoint comes from 2 workers")
+    assert warning.startswith("the rank-local state of ddp was dropped, since the checkpoint is from 2 workers")
     assert list(_losses(_events(root, "powersgd alone"), after=5)) == [6, 7, 8]
 
 

@@ -37,7 +37,7 @@ def test_an_outage_is_told_once_and_training_goes_on(s3: S3, draw: random.Random
     assert len(outbox.series("train/loss")) == 12
     assert len(messages) == 2
     assert f"could not be saved in s3://{BUCKET}/run: EndpointConnectionError" in messages[0]
-    assert "can be saved again: step-000000" in messages[1]
+    assert "can be saved again. step-000000" in messages[1]
     assert saved[-1] == 12
     assert not set(range(down + 1, down + 3)) & set(saved)
 

@@ -97,7 +97,7 @@ def test_an_evaluation_that_fails_is_no_failure_of_the_run(there: Callable[..., 
     ended = there("evaluate", "latest", "--split", "test", "--quiet")
     assert ended.code == 2
     assert "experiment.yaml" in ended.stderr
-    assert "data: has no test set; write --split validation" in ended.stderr
+    assert "data: there is no test set to evaluate; use --split validation" in ended.stderr
     assert read_state(folder).status == "FINISHED"
     (run,) = store.runs("toy")
     assert (run.info.status, run.data.tags.get("error")) == ("FINISHED", None)

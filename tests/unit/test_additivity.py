@@ -30,21 +30,21 @@ def built(*, accumulation: int = 1, **sections: Any) -> TrainContext:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_sum_is_refused(accumulation: int) -> None:
-    with pytest.raises(ExperimentError, match=r"loss: is a sum over the samples \(.* for 5 .*return their mean"):
+    with pytest.raises(ExperimentError, match=r"loss: is a sum over the samples \(.* for 5 .*return the mean"):
         built(loss={"_target_": "weighed.summed"}, accumulation=accumulation)
 
 
 def test_a_loss_that_compares_samples_is_refused_where_a_step_has_several_micro_batches() -> None:
     with pytest.raises(
         ExperimentError,
-        match=r"loss: is not the mean over the samples .* 2 micro-batches give a different loss than one",
+        match=r"loss: is not the mean over the samples .* With 2 micro-batches it differs from the loss of",
     ):
         built(loss={"_target_": "weighed.compared"}, accumulation=2)
     built(loss={"_target_": "weighed.compared"})
 
 
 def test_a_task_that_divides_by_something_else_must_say_so() -> None:
-    with pytest.raises(ExperimentError, match=r"task: is not the mean .*return its divisor as StepOutput\.weight"):
+    with pytest.raises(ExperimentError, match=r"task: is not the mean .*Return its divisor as StepOutput\.weight"):
         built(**BOXES, task={"_target_": "weighed.Uncounted"}, accumulation=2)
     assert built(**BOXES, task={"_target_": "weighed.Detection"}, accumulation=2).gives_weight
 
@@ -109,7 +109,7 @@ def test_a_loss_that_draws_random_numbers_is_judged_by_its_mean(of: str, what: s
 
 def test_a_loss_that_fails_at_changed_weights_is_taken_with_a_warning() -> None:
     said = built(**LINE, loss={"_target_": "weighed.of_zeros"}, accumulation=2).unexamined
-    assert said.startswith("the loss raised an error or was not finite at changed weights, so it was checked to be")
+    assert said.startswith("the loss is a mean over the samples at the initial weights")
 
 
 def test_noise_that_only_gradients_show_is_no_other_loss() -> None:
@@ -132,11 +132,11 @@ def test_a_loss_that_draws_random_numbers_may_be_a_little_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "why"), [("weighed.swinging", "draws random numbers"), ("weighed.undefined", "is nan for 5 samples")]
+    ("loss", "why"), [("weighed.swinging", "it draws random numbers"), ("weighed.undefined", "it is nan for 5 samples")]
 )
 def test_a_loss_whose_draws_tell_nothing_is_taken_with_a_warning(loss: str, why: str) -> None:
     said = built(loss={"_target_": loss}, accumulation=2).unexamined
-    assert said.startswith(f"the loss {why}, so it could not be checked to be a mean")
+    assert said.startswith(f"the loss could not be checked: {why}")
     assert built(loss={"_target_": loss}).unexamined == ""
 
 
@@ -167,7 +167,7 @@ def test_torchs_own_losses_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_smoothing_with_a_class_that_counts_nothing_is_refused() -> None:
-    with pytest.raises(ExperimentError, match="loss: label_smoothing with a weight of 0"):
+    with pytest.raises(ExperimentError, match="loss: label_smoothing with a class weight of 0"):
         Supervised(torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0]), label_smoothing=0.1))
 
 
@@ -199,7 +199,7 @@ def test_ignored_labels_must_be_declared() -> None:
     """Only then are the others counted, which takes an exchange."""
     sections = {"model": {**BOXES["model"], "out_features": 4}, "data": {"_target_": "weighed.points", "ignored": 3}}
     plain = {"_target_": "torch.nn.CrossEntropyLoss"}
-    with pytest.raises(ExperimentError, match=r"loss: some targets are -100, .* write ignore_index: -100"):
+    with pytest.raises(ExperimentError, match=r"loss: some targets are -100, .* Set ignore_index: -100"):
         next(_first(built(**sections, loss=plain)))
     assert next(_first(built(**sections, loss={**plain, "ignore_index": -100})))
 
@@ -212,7 +212,7 @@ def test_a_loss_that_fails_on_few_samples_is_told_of() -> None:
     """It may be a sum, which would train something else on more workers, and nobody has seen it."""
     context = built(loss={"_target_": "weighed.of_many"})
 
-    assert context.unexamined.startswith("the loss raised ValueError on 5 samples, so it could not be checked")
+    assert context.unexamined.startswith("the loss could not be checked: it raised ValueError on 5 samples")
     assert built(loss={"_target_": "weighed.compared"}).unexamined == ""
 
 
@@ -223,5 +223,5 @@ def test_the_warning_reaches_the_user_before_the_first_step() -> None:
 
     kinds = [event.kind for event in outbox.events]
     (warned,) = [event for event in outbox.events if isinstance(event, Warned)]
-    assert warned.message.endswith("8 samples at least")
+    assert "8 samples at least" in warned.message
     assert kinds.index("warned") < kinds.index("first_step")

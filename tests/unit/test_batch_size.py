@@ -346,7 +346,7 @@ def test_batch_norm_starts_at_two() -> None:
 
 def test_fewer_samples_than_devices_are_refused() -> None:
     many = trial(data={"_target_": "toys.regression", "samples": 3}).model_copy(update={"workers": 4})
-    with pytest.raises(ExperimentError, match="4 devices can't share a training set of size 3"):
+    with pytest.raises(ExperimentError, match="the training set has 3 samples for 4 devices"):
         find(many, rank=Rank())
 
 

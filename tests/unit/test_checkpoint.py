@@ -238,15 +238,13 @@ class TestDamage:
 
         assert resumed(outbox) == []
         assert len(warnings(outbox)) == 6
-        assert "starts from the beginning" in warnings(outbox)[-1]
+        assert "starts from step 0" in warnings(outbox)[-1]
         assert outbox.series("train/loss") == original[1].series("train/loss")
 
     def test_no_checkpoint_leads_to_the_beginning(self, tmp_path: Path) -> None:
         outbox = run(tmp_path / "none", resume=True)
 
-        assert [f"no complete checkpoint in {tmp_path / 'none'}: training starts from the beginning"] == warnings(
-            outbox
-        )
+        assert [f"no complete checkpoint in {tmp_path / 'none'}. Training starts from step 0."] == warnings(outbox)
 
     def test_leftovers_go_with_the_next_whole_one(self, tmp_path: Path) -> None:
         (tmp_path / folder_name(77)).mkdir()
@@ -374,7 +372,7 @@ class TestStorage:
         first, second = warnings(outbox)
         assert "could not be saved" in first
         assert "the storage doesn't answer" in first
-        assert f"can be saved again: {folder_name(4)}" in second
+        assert f"can be saved again. {folder_name(4)}" in second
         assert steps(address) == saved(outbox), "nothing half-written is left"
 
     def test_that_breaks_before_the_end_is_in_the_result(self, gated: type[Gated], tmp_path: Path) -> None:
@@ -394,7 +392,7 @@ class TestStorage:
     def test_that_cannot_be_read_stops_a_resume(self, copy: Path) -> None:
         (copy / folder_name(5) / FILE_NAME).unlink()
         (copy / folder_name(5) / FILE_NAME).mkdir()
-        with pytest.raises(TrainingError, match=r"can't be read: IsADirectoryError.*resume when they can"):
+        with pytest.raises(TrainingError, match=r"can't be read: IsADirectoryError.*Resume when"):
             run(copy, resume=True)
 
     def test_needs_free_space_in_the_temporary_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,9 +403,7 @@ class TestStorage:
             free = iter([10**9] * checks)
             monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free, 10)))
 
-        lack = (
-            f"the temporary folder {gettempdir()} has 0.0 MiB free, but {{}} needs 0.0 MiB; on every node, set TMPDIR"
-        )
+        lack = f"the temporary folder {gettempdir()} has 0.0 MiB free, but {{}} needs 0.0 MiB. Set TMPDIR"
         fill_after(0)
         with pytest.raises(TrainingError, match=lack.format("a checkpoint")):
             run(f"{address}-full")
@@ -430,7 +426,7 @@ class TestStorage:
             Storage("s4://bucket/x")
 
     def test_with_a_password_is_refused_and_not_repeated(self) -> None:
-        with pytest.raises(ExperimentError, match="AWS_SECRET_ACCESS_KEY in the environment") as error:
+        with pytest.raises(ExperimentError, match="password in the environment") as error:
             Storage("s3://me:sesame@bucket/x")
         assert "sesame" not in str(error.value)
 
@@ -445,9 +441,7 @@ class TestStorage:
 
         assert saved(outbox) == [1, STEPS]
         (warning,) = warnings(outbox)
-        assert warning.startswith(
-            f"skipped checkpoint {folder_name(2)}: the previous one is still being written to gated://"
-        )
+        assert warning.startswith(f"skipped checkpoint {folder_name(2)} because the previous checkpoint is still")
         assert steps(f"gated://{tmp_path.name}") == [1, STEPS]
 
     def test_has_a_folder_for_each_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

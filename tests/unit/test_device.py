@@ -155,7 +155,7 @@ class TestCounting:
     def test_a_model_that_can_not_be_counted_is_told_once(self) -> None:
         flops, (warning,) = counted(model={"_target_": "test_device.Refuses"})
         assert flops is None
-        assert warning == "the operations of a step could not be counted, so there are no FLOP/s: no mode here"
+        assert warning == "could not count the FLOPs of a step, so none are reported: no mode here"
 
     def test_nothing_of_the_training_changes(self) -> None:
         context = build(toys.trial(model={"_target_": "toys.Branches"}, train={"precision": "fp32"}), rank=Rank())

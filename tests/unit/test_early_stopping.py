@@ -64,7 +64,7 @@ def test_training_ends_and_says_why(tmp_path: Path) -> None:
     assert result.epochs == len(losses)
     assert all(best - value <= 0.02 for value in losses[-2:])
     assert result.stopped_early == (
-        f"validation/loss has not improved on {best:.4g} of step {result.steps - 6} in 2 evaluations"
+        f"validation/loss has not improved from {best:.4g} (step {result.steps - 6}) in 2 evaluations"
     )
     assert result.whole_training == 22 * len(losses)
     assert len(kept.series("train/loss")) == result.steps
@@ -109,5 +109,5 @@ def test_a_curve_of_the_last_evaluation_is_kept(tmp_path: Path) -> None:
 
 
 def test_without_a_validation_set_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"train\.early_stopping: follows validation/loss, but there is no"):
+    with pytest.raises(ExperimentError, match=r"train\.early_stopping: monitors validation/loss, but there is no"):
         run(tmp_path, train=UNTIL_FLAT, data={"_target_": "toys.regression", "validation": 0})

@@ -157,14 +157,14 @@ def test_all_that_a_result_consists_of_is_restored(
 def test_data_without_that_set_is_refused(run: Path) -> None:
     two = opened(run, "data._target_=toys.regression").experiment
     assert evaluated(run, 9, experiment=two).split == "validation"
-    with pytest.raises(ExperimentError, match="data: has no test set; write --split validation"):
+    with pytest.raises(ExperimentError, match="data: there is no test set to evaluate; use --split validation"):
         evaluated(run, 9, experiment=two, split="test")
-    with pytest.raises(ExperimentError, match="data: has no test or validation set; there is nothing to evaluate"):
+    with pytest.raises(ExperimentError, match="data: there is no test or validation set to evaluate"):
         evaluated(run, 9, experiment=opened(run, "data={_target_: toys.regression, validation: 0}").experiment)
 
 
 def test_a_model_that_does_not_match_is_told(run: Path) -> None:
-    with pytest.raises(ExperimentError, match="model: doesn't match the one in the checkpoint"):
+    with pytest.raises(ExperimentError, match="model: doesn't match its state in the checkpoint"):
         evaluated(run, 6, experiment=opened(run, "model={_target_: toys.wide_net}").experiment)
 
 
@@ -253,5 +253,5 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path)
     (folder / "checkpoints" / folder_name(6) / "state.safetensors").write_bytes(b"")
-    with pytest.raises(TrainingError, match=r"state.safetensors has 0 bytes .*; write --checkpoint with another step"):
+    with pytest.raises(TrainingError, match=r"state.safetensors has 0 bytes .*; set --checkpoint to another step"):
         evaluated(folder, 6)

@@ -101,7 +101,7 @@ def test_a_table_may_have_fewer_parts() -> None:
         ({"test_fraction": 1.0}, r"data\.test_fraction: is 1\.0; write a number from 0 \(none\) to less than 1"),
         (
             {"test_fraction": 0.6, "validation_fraction": 0.4},
-            r"data\.test_fraction: is 0\.6, and validation_fraction 0",
+            r"data\.test_fraction: is 0\.6, and data\.validation_fraction is 0",
         ),
     ],
 )

@@ -158,12 +158,9 @@ def test_what_leaves_computes_what_was_evaluated(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (
-            {"_target_": "toys.CountedCalls", "always": False},
-            "The state_dict lacks calls, whose value differs",
-        ),
-        ({"_target_": "toys.CountedCalls", "always": True}, "Each call changes calls, and with it the outputs"),
-        ({"_target_": "toys.Centered"}, "The state_dict lacks mean, whose value differs"),
+        ({"_target_": "toys.CountedCalls", "always": False}, "The value of calls differs, and the state_dict lacks"),
+        ({"_target_": "toys.CountedCalls", "always": True}, "Each call changes calls, and the outputs depend on it"),
+        ({"_target_": "toys.Centered"}, "The value of mean differs, and the state_dict lacks it"),
     ],
 )
 def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
@@ -171,7 +168,7 @@ def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, model=model, exports=True)
-    expected = rf"model: built again from its weights, it differs from the evaluated model\. {message}"
+    expected = rf"model: rebuilt from its weights, the model has other outputs than the evaluated model\. {message}"
     for leave in (
         partial(exported, folder, tmp_path / "result"),
         partial(Trained.load, folder),
@@ -232,7 +229,7 @@ def test_a_folder_that_cannot_be_written(run: Path) -> None:
 
 
 def test_weights_of_other_code_are_told(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"the weights don't fit toys.wide_net: .*; use the code that it was trained"):
+    with pytest.raises(UsageError, match=r"the weights don't match toys.wide_net: .* Use the code of the training run"):
         exported(run, tmp_path / "out", overrides=["model={_target_: toys.wide_net}"])
     assert not (tmp_path / "out").exists()
 
@@ -241,7 +238,7 @@ def test_weights_of_other_code_are_told(run: Path, tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_traced_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, model={"_target_": "toys.Undecided", "in_features": 3, "out_features": 1})
-    with pytest.raises(UsageError, match=r"torch can't trace toys.Undecided: .*; write --format safetensors"):
+    with pytest.raises(UsageError, match=r"torch can't trace toys.Undecided: .*; use --format safetensors"):
         exported(folder, tmp_path / "out", "torch-export")
 
 
@@ -287,7 +284,7 @@ def test_inputs_that_are_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, task={"_target_": "toys.ComparedTask", "more": 2.5}, **COMPARED)
     assert exported(folder, tmp_path / "out").inputs is None
-    with pytest.raises(UsageError, match="--format torch-export: it needs example inputs, but the task doesn't call"):
+    with pytest.raises(UsageError, match="--format torch-export: the model's inputs are not only tensors"):
         exported(folder, tmp_path / "program", "torch-export")
 
 

@@ -67,12 +67,12 @@ def test_the_first_label_of_a_language_model_does_not_count(task: FromModel) -> 
 @pytest.mark.parametrize(
     ("task", "model", "said"),
     [
-        (FromModel(shifted=False), TinyForCausalLM(), "output with the next label, .*; write shifted: true"),
-        (FromModel(shifted=True), toys.LossOfItsOwn(), "output with the same label, .*; write shifted: false"),
+        (FromModel(shifted=False), TinyForCausalLM(), "output with the next label, .*; set shifted: true"),
+        (FromModel(shifted=True), toys.LossOfItsOwn(), "output with the same label, .*; set shifted: false"),
     ],
 )
 def test_a_weight_that_is_not_that_of_the_loss_is_refused(task: FromModel, model: nn.Module, said: str) -> None:
-    with pytest.raises(ExperimentError, match=rf"task\.shifted: the loss of the model compares each {said}"):
+    with pytest.raises(ExperimentError, match=rf"task\.shifted: the model compares each {said}"):
         task(model, BATCH)
 
 
@@ -100,10 +100,10 @@ def test_labels_that_are_floats_and_losses_without_labels_are_means_over_samples
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ((1, 2), r"data: a batch is a tuple of 2: int, int, not a mapping; return mappings such as {input_ids"),
+        ((1, 2), r"data: a batch is a tuple of 2: int, int, not a mapping. Return mappings such as {input_ids"),
         (
             {"input_ids": torch.tensor([1])},
-            "needs a model that returns a loss, but it returned logits for a batch of input_ids, which has no labels",
+            "the model returned no loss, but logits, for a batch of input_ids, which has no labels",
         ),
     ],
 )

@@ -76,13 +76,17 @@ class TestGroups:
             (
                 gpt(),
                 "Block",
-                r"no part of the model is a Block; its classes are Embedding, Dropout, Sequential, _Block",
+                r"the model has no module of class Block; it has Embedding, Dropout, Sequential, _Block",
             ),
-            (Tied(), "ModuleList", "ModuleList is never called itself"),
-            (Tied(), "auto", r"blocks.0.weight and blocks.2.weight are one parameter, in the group blocks.0 and in"),
+            (Tied(), "ModuleList", "ModuleList is a container without a forward"),
+            (
+                Tied(),
+                "auto",
+                r"blocks.0.weight and blocks.2.weight are one shared parameter, in the group blocks.0 and in",
+            ),
             (Scaled(torch.ones(())), "auto", r"scale is a scalar, which can't be sharded; give it the shape \(1,\)"),
             (Scaled(torch.ones(2, 3).T), "auto", "scale is not contiguous"),
-            (Mixed(), "auto", "parameters in the group of the rest are torch.float32 and torch.float64"),
+            (Mixed(), "auto", "parameters in the group of all other parameters are torch.float32 and torch.float64"),
         ],
     )
     def test_that_cannot_be_are_refused(self, model: nn.Module, wanted: str, message: str) -> None:
@@ -142,5 +146,7 @@ def test_an_option_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPa
     assert fsdp.Strategy.refuse(options, device="cpu") is None
     monkeypatch.setattr(fsdp, "_SETS_ZEROS", False)
     refusal = fsdp.Strategy.refuse(options, device="cpu")
-    assert refusal == f"zero_unused_gradients needs torch 2.13, here is {torch.__version__}; remove it or install that"
+    assert (
+        refusal == f"zero_unused_gradients needs torch 2.13, but {torch.__version__} is installed; upgrade or remove it"
+    )
     assert fsdp.Strategy.refuse(fsdp.Options(), device="cpu") is None

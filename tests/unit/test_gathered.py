@@ -38,7 +38,7 @@ def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
         (
             "ByView",
             {},
-            r"task: called pipeline\.tasks\.gathered with .* shape \(16, 4\); it needs 8 rows, one for each",
+            r"task: called pipeline\.tasks\.gathered with .* shape \(16, 4\)\. It needs 8 rows, one for each",
         ),
         ("InEvaluation", {}, r"task: calls pipeline\.tasks\.gathered in evaluation only"),
     ],
@@ -52,13 +52,15 @@ def test_what_is_not_gathered_is_told_before_the_first_step() -> None:
     with pytest.raises(ExperimentError, match=r"task: is not the mean over the samples .* pipeline\.tasks\.gathered"):
         trained("AgainstOwn", train={"gradient_accumulation": 2})
     trained("AgainstOwn")
-    with pytest.raises(ExperimentError, match=r"; return the loss of all rows without StepOutput\.weight, or"):
+    with pytest.raises(ExperimentError, match=r"\. Return the loss of all rows without StepOutput\.weight\."):
         trained("WeighsAll", train={"gradient_accumulation": 2})
 
 
 def test_a_prediction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
-    with pytest.raises(ExperimentError, match=r"task: compares all samples .* measure with pipeline compare"):
+    with pytest.raises(
+        ExperimentError, match=r"task: calls pipeline\.tasks\.gathered, .* Measure it with pipeline compare"
+    ):
         trained("Similar", kind=Probe, max_steps=2)
 
 

@@ -121,12 +121,12 @@ def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path) ->
 def test_a_state_that_lacks_a_shuffle_buffer_is_told_and_not_used(tmp_path: Path) -> None:
     whole, again, (warning,) = resumed(tmp_path, "Buffered", stopped=5)
     assert again == whole
-    assert "doesn't bring back the samples before the checkpoint" in warning
+    assert "does not restore its position exactly" in warning
 
 
 def test_other_samples_than_before_are_told(tmp_path: Path) -> None:
     _, _, warnings = resumed(tmp_path, "Unseeded", stopped=2)
-    assert "yields other samples than before the checkpoint" in warnings[-1]
+    assert "returned different samples after resuming" in warnings[-1]
 
 
 def test_a_finished_training_on_a_stream_may_be_longer(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ class _Numbers(toys.SizedStream):
     ("sections", "message"),
     [
         ({"data": data("Plain")}, r"train\.epochs: is 2, but the training set is iterable and has no length"),
-        ({"data": data("Sized"), "order": {"weights": "balanced"}}, "order: has no effect on an iterable dataset"),
-        ({"data": data("Sized"), "loader": {"num_workers": 2}}, r"loader\.num_workers: is 2, which would read an iter"),
+        ({"data": data("Sized"), "order": {"weights": "balanced"}}, "order: does not apply to an iterable dataset"),
+        ({"data": data("Sized"), "loader": {"num_workers": 2}}, r"loader\.num_workers: is 2, but the training set is"),
         (
             {"data": {"_target_": "toy_streams.with_sized_validation"}, "loader": {"num_workers": 2}},
             r"loader\.num_workers: is 2, but the validation set is iterable",
@@ -229,7 +229,7 @@ def test_what_a_stream_can_not_do_is_refused(sections: dict[str, Any], message: 
     ("stream", "message"),
     [
         (data("Failing"), "sample 10 of the training set can't be read: OSError: the connection broke"),
-        (data("Longer", by=1), "the training set yields more samples than its length, 22; correct its __len__"),
+        (data("Longer", by=1), "the training set returned more samples than its length, 22; correct its __len__"),
         (data("Longer", by=-1), "the training set has no sample 21, counted from 0, in epoch 1"),
     ],
 )
@@ -244,14 +244,18 @@ def test_a_stream_that_ends_early_or_late_is_told(stream: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("kind", "train", "expected"),
     [
-        ("Sized", {}, ["22 training samples, 10 validation samples", "3 per epoch, 6 in 2 epochs", "reads it again"]),
+        (
+            "Sized",
+            {},
+            ["22 training samples, 10 validation samples", "3 per epoch, 6 in 2 epochs", "reads the dataset again"],
+        ),
         (
             "Stateful",
             ENDLESS,
             [
                 *("a training set without a length, 10 validation samples", "steps        9 steps, 8 samples each"),
-                *("continues by its state_dict", "only the end of the training is evaluated; write train.evaluate"),
-                "only the end of the training is saved; write checkpoint.every_steps",
+                *("restores the dataset's state_dict", "validation runs only when training ends; set train.evaluate"),
+                "a checkpoint is saved only when training ends; set checkpoint.every_steps",
             ],
         ),
     ],
@@ -262,10 +266,10 @@ def test_the_plan_says_what_is_promised(kind: str, train: dict[str, Any], expect
     plan = make_plan(experiment, Resources(cpus=2, memory_mb=1000), with_baseline=False)
     text = describe(plan, sizes)
     assert all(part in text for part in expected), text
-    assert "Any number of workers trains the same if it yields the same samples in each process" in text
+    assert "does not depend on the number of workers if each process reads the same samples" in text
 
 
 def test_the_result_says_what_is_promised() -> None:
     notes = toys.trained(data=data("Sized"))[0].data_notes
-    assert notes[0].startswith("the training set is iterable: each worker reads all of it")
+    assert notes[0].startswith("the training set is iterable. Each worker reads all samples")
     assert toys.trained()[0].data_notes == ()

@@ -112,7 +112,7 @@ def test_a_checkpoint_of_before_has_nothing_of_it_and_can_be_resumed() -> None:
     restore(context, State({name: one.clone() for name, one in state.tensors.items()}, values))
 
     assert [len(group["params"]) for group in context.optimizer.param_groups] == [2, 1]
-    with pytest.raises(ExperimentError, match="loss: has different parameters or buffers than in the checkpoint"):
+    with pytest.raises(ExperimentError, match="loss: has other parameters or buffers than in the checkpoint"):
         restore(context, State(state.tensors, {**state.values, "task": {}}))
 
 

@@ -46,7 +46,7 @@ def test_an_interval_of_the_module_that_the_file_doesnt_follow_is_refused() -> N
 
 def test_a_scheduler_of_the_module_follows_the_log_that_the_file_names() -> None:
     train_ = {"scheduler_interval": "epoch", "epochs": 3}
-    with pytest.raises(ExperimentError, match=r"monitors val_f1, .*; write train.scheduler_metric: validation/val_f1"):
+    with pytest.raises(ExperimentError, match=r"monitors val_f1, .*; set train.scheduler_metric: validation/val_f1"):
         trained("PlateauLit", train=train_)
     with pytest.raises(ExperimentError, match=r"scheduler.mode: is max, but ReduceLROnPlateau follows validation/loss"):
         trained("PlateauLit", train={**train_, "scheduler_metric": "validation/loss"})
@@ -61,19 +61,21 @@ def test_a_log_can_be_followed_if_the_file_says_which_direction_is_better(tmp_pa
     highest = max(outbox.points("validation/val_f1"), key=lambda point: point.value)
     assert result is not None
     assert result.step == highest.step == 3  # the first of two epochs
-    with pytest.raises(ExperimentError, match=r"checkpoint.best: is validation/f2, but .* validation/val_f1"):
+    with pytest.raises(ExperimentError, match=r"checkpoint.best: validation/f2 is not reported; .* validation/val_f1"):
         trained(checkpoint={**best, "best": "validation/f2"})
 
 
 def test_several_optimizers_are_refused_with_what_to_write() -> None:
     with pytest.raises(
-        ExperimentError, match=r"SeveralLit.configure_optimizers returns 2 optimizers.* write optimizers: and a task"
+        ExperimentError, match=r"SeveralLit.configure_optimizers returned 2 optimizers.* use optimizers:"
     ):
         trained("SeveralLit")
 
 
 def test_a_step_without_loss_is_refused() -> None:
-    with pytest.raises(ExperimentError, match=r"SilentLit.validation_step returned NoneType as its loss; return it"):
+    with pytest.raises(
+        ExperimentError, match=r"SilentLit.validation_step returned NoneType as its loss; return a tensor"
+    ):
         trained("SilentLit")
 
 
@@ -103,11 +105,17 @@ def test_the_module_is_left_as_it_was() -> None:
     ("change", "message"),
     [
         ({"module": "HookedLit"}, r"lit.yaml:3: task.module._target_: HookedLit.on_train_epoch_end isn't supported"),
-        ({"module": "HookedLit"}, r"HookedLit.train_dataloader isn't supported: name a function .* in data:"),
-        ({"module": "ManualLit"}, r"ManualLit.automatic_optimization is False: manual optimization isn't supported"),
-        ({"module": "StillManualLit"}, r"StillManualLit.automatic_opt.*; for several write optimizers: and a task"),
-        ({"module": "PlainLit"}, r"optimizer: missing; PlainLit has no configure_optimizers"),
-        ({"more": "optimizer: {_target_: torch.optim.SGD, lr: 0.1}"}, r"lit.yaml:5: optimizer: is given, but Lit.conf"),
+        ({"module": "HookedLit"}, r"HookedLit.train_dataloader isn't supported. Set data: to a function"),
+        ({"module": "ManualLit"}, r"ManualLit.automatic_optimization is False. Manual optimization isn't supported"),
+        (
+            {"module": "StillManualLit"},
+            r"StillManualLit.automatic_opt.* For several optimizers, use optimizers: and a task",
+        ),
+        ({"module": "PlainLit"}, r"optimizer: missing. Set it, or add configure_optimizers to PlainLit"),
+        (
+            {"more": "optimizer: {_target_: torch.optim.SGD, lr: 0.1}"},
+            r"lit.yaml:5: optimizer: Lit.configure_optimizers also",
+        ),
         (
             {"more": "scheduler: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}"},
             r"lit.yaml:5: scheduler: is",

@@ -219,7 +219,7 @@ def test_batches_are_read_at_once_unless_the_dataset_draws() -> None:
     assert [size for size in plain.asked if size > 1] == [3, 2] * 2
     assert [size for size in drawing.asked if size > 1] == [3]  # for the note
     note = reader.take_note()
-    assert re.search(r"This reads [\d,]+ samples/s; whole batches would be read at [\d,]+ samples/s\.", note)
+    assert re.search(r"This reads [\d,]+ samples/s instead of [\d,]+ samples/s with whole batches\.", note)
     assert reader.take_note() == ""
 
 
@@ -249,7 +249,7 @@ def test_a_batch_in_one_piece_needs_a_collate_function() -> None:
         def __getitems__(self, indices: list[int]) -> Any:
             return {"x": torch.tensor(indices)}
 
-    assert "__getitems__ returned a dict of 1 for 2 samples. Return a list" in str(failure(Whole("nothing"), 0, 1))
+    assert "__getitems__ returned a dict of 1 for 2 samples; return a list" in str(failure(Whole("nothing"), 0, 1))
     ((_, batch),) = loader(Whole("nothing"), collate=lambda batch: batch["x"]).batches([micro_batch(4, 5)])
     assert batch.tolist() == [4, 5]
 
@@ -296,7 +296,7 @@ def test_collate_makes_a_batch_of_ragged_samples() -> None:
     ("build", "message"),
     [
         (toys.empty, "data: the training set is empty; it needs at least one sample"),
-        (lambda: (iter(()), None), "data: the training set is a tuple_iterator; it needs __len__ and __getitem__ (map"),
+        (lambda: (iter(()), None), "data: the training set is a tuple_iterator, not a torch dataset; it needs __len__"),
     ],
 )
 def test_data_must_be_map_style_and_not_empty(build: Callable[[], Any], message: str) -> None:

@@ -34,9 +34,9 @@ def test_training_and_validation_report_them() -> None:
 @pytest.mark.parametrize(
     ("logs", "message"),
     [
-        ({"loss": ones(())}, "has the name loss, and train/loss is reported already; choose another name"),
-        ({"a?": ones(()), "a!": ones(())}, "has the name a!, and train/a_ is reported already"),
-        ({3: ones(())}, "has the name 3; names are texts"),
+        ({"loss": ones(())}, "has the name loss, but train/loss is already reported; choose another name"),
+        ({"a?": ones(()), "a!": ones(())}, "has the name a!, but train/a_ is already reported"),
+        ({3: ones(())}, "has the name 3; use a non-empty string"),
     ],
 )
 def test_a_name_that_is_taken_is_refused(logs: Any, message: str) -> None:
@@ -49,7 +49,7 @@ def test_a_name_that_is_taken_is_refused(logs: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("logs", "message"),
     [
-        ({}, "has nothing in one batch and kl in the first; return the same names for every batch"),
+        ({}, "has nothing in one batch, but kl in the first. Return the same names for every batch"),
         ({"kl": 0.5}, "has a float as kl; it must be a scalar tensor"),
         ({"kl": ones(3)}, "has a tensor of shape (3,) as kl; it must be a scalar tensor"),
     ],
@@ -65,7 +65,7 @@ def test_a_log_named_as_a_metric_is_refused_after_the_first_step() -> None:
     context = build(toys.trial(loss=None, task=TASK, metrics={"twice": {"_target_": "toy_metrics.Count"}}), rank=Rank())
     evaluate(context)
 
-    with pytest.raises(ExperimentError, match=r"reports validation/twice, as StepOutput\.logs does; rename one"):
+    with pytest.raises(ExperimentError, match=r"reports validation/twice, and so does StepOutput\.logs; rename one"):
         prepare(context)
 
 
@@ -113,8 +113,8 @@ def test_a_log_of_training_that_is_not_a_mean_is_marked_once() -> None:
     _, logged = toys.trained(loss=None, task=TASK)
 
     assert [event.message for event in logged.events if isinstance(event, Warned)] == [
-        "train/count is not a mean over the samples. The mean over workers and micro-batches is reported, which "
-        "depends on both."
+        "train/count is not a mean over the samples. The reported mean depends on the number of workers and "
+        "micro-batches."
     ]
 
 

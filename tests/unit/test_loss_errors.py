@@ -29,19 +29,19 @@ def raised(call: Callable[[], object]) -> BaseException:
 @pytest.mark.parametrize(
     ("outputs", "targets", "said"),
     [
-        (CLASSES, torch.tensor([0, 1, 2, 3]), "targets from 0 to 3, but 3 classes have the numbers 0 to 2; give the "
+        (CLASSES, torch.tensor([0, 1, 2, 3]), "Targets are from 0 to 3, but 3 classes are numbered 0 to 2; give the "
          "model 4 outputs, or number the classes from 0"),
-        (CLASSES, torch.tensor([1, 2, 3, 1]), "targets from 1 to 3, but 3 classes have the numbers 0 to 2; number the "
+        (CLASSES, torch.tensor([1, 2, 3, 1]), "Targets are from 1 to 3, but 3 classes are numbered 0 to 2; number the "
          "classes from 0, e.g. targets - 1"),
-        (CLASSES, torch.tensor([-1, 2, -100, 1]), "targets from -1 to 2, but 3 classes have the numbers 0 to 2; number "
-         "the classes from 0, or write ignore_index: -1 if such targets are to be left out"),
-        (CLASSES, torch.zeros(4), "targets of shape (4,) (float32); class numbers are int64: return targets.long() "
-         "from the dataset"),
-        (CLASSES, torch.zeros(4, dtype=torch.int32), "(int32); class numbers are int64"),
-        (CLASSES, torch.zeros(4, 1, dtype=torch.int64), "such outputs of 3 classes need targets of shape (4,)"),
-        (CLASSES, torch.zeros(4, 3, dtype=torch.int64), "write class numbers, targets.argmax(1), or probabilities"),
-        ((CLASSES, None), torch.zeros(4), "the model returned a tuple of 2: Tensor (4, 3), NoneType; write a `task:`"),
-        ({"out": CLASSES}, torch.zeros(4), "the model returned a mapping with the keys out; write a `task:`"),
+        (CLASSES, torch.tensor([-1, 2, -100, 1]), "Targets are from -1 to 2, but 3 classes are numbered 0 to 2; number "
+         "the classes from 0, or set ignore_index: -1 to ignore these targets"),
+        (CLASSES, torch.zeros(4), "targets of shape (4,) (float32), but class numbers must be int64; return "
+         "targets.long() from the dataset"),
+        (CLASSES, torch.zeros(4, dtype=torch.int32), "(int32), but class numbers must be int64"),
+        (CLASSES, torch.zeros(4, 1, dtype=torch.int64), "for 3 classes, targets must have the shape (4,)"),
+        (CLASSES, torch.zeros(4, 3, dtype=torch.int64), "use class numbers, targets.argmax(1), or probabilities"),
+        ((CLASSES, None), torch.zeros(4), "the model returned a tuple of 2: Tensor (4, 3), NoneType; set `task:`"),
+        ({"out": CLASSES}, torch.zeros(4), "the model returned a mapping with the keys out; set `task:`"),
         (CLASSES, [0, 1, 2, 0], "needs a tensor of targets, but got a list of 4: int, int, int, int"),
     ],
 )  # fmt: skip
@@ -63,8 +63,9 @@ def test_shapes_that_don_t_fit_are_told(loss: Callable[[Tensor, Tensor], Tensor]
 @pytest.mark.parametrize("loss", [functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy])
 def test_types_that_don_t_fit_are_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     error = raised(lambda: loss(torch.ones(4), torch.ones(4, dtype=torch.int64)))
-    assert explained(error).endswith("targets of shape (4,) (int64); give both the same type: return targets.float() "
-                                     "from the dataset")  # fmt: skip
+    assert explained(error).endswith(
+        "(int64), but needs the same type for both; return targets.float() from the dataset"
+    )
 
 
 def test_other_errors_keep_torch_s_words() -> None:
@@ -82,18 +83,18 @@ def refused(**sections: Any) -> str:
 
 def test_a_target_that_is_no_class_is_a_mistake_in_the_experiment() -> None:
     assert refused(**ENTROPY, model=LINEAR) == (
-        "loss: gets outputs of shape (8, 2) (float64) and targets of shape (8,) (int64): targets from 0 to 2, but 2 "
-        "classes have the numbers 0 to 1; give the model 3 outputs, or number the classes from 0"
+        "loss: gets outputs of shape (8, 2) (float64) and targets of shape (8,) (int64). Targets are from 0 to 2, but "
+        "2 classes are numbered 0 to 1; give the model 3 outputs, or number the classes from 0"
     )
 
 
 def test_a_model_that_returns_a_tuple_needs_a_task() -> None:
     said = refused(**ENTROPY, model={"_target_": "torch.nn.LSTM", "input_size": 3, "hidden_size": 3})
-    assert said.startswith("loss: needs a tensor, but the model returned a tuple of 2: Tensor (8, 3), tuple; write a `")
+    assert said.startswith("loss: needs a tensor, but the model returned a tuple of 2: Tensor (8, 3), tuple; set `")
 
 
 FLAT = {"model": {"_target_": "toys.flat_net"}}
-SPREAD = "targets of shape (8, 1){}, which torch spreads to (8, 8); return targets.squeeze(-1) from the dataset, or"
+SPREAD = "targets of shape (8, 1){}, which torch broadcasts to (8, 8); return targets.squeeze(-1) from the dataset, or"
 
 
 @pytest.mark.parametrize("name", ["MSELoss", "L1Loss", "HuberLoss", "SmoothL1Loss", "PoissonNLLLoss", "SoftMarginLoss"])
@@ -118,14 +119,11 @@ def test_what_broadcasts_to_no_more_elements_is_trained() -> None:
 @pytest.mark.parametrize(
     ("fails", "said"),
     [
-        (lambda: nn.Embedding(4, 2)(torch.tensor([4])), "; an embedding got a number that its table doesn't have"),
-        (lambda: _double_targets().backward(), "; the targets of the loss have another type than the model's outputs"),
-        (lambda: nn.Linear(2, 1)(torch.ones(3, 2, dtype=torch.float64)), "; a layer's inputs have another type than"),
-        (
-            lambda: nn.Conv1d(2, 1, 1)(torch.ones(3, 2, 4).byte()),
-            "; a layer's inputs have another type than its weights",
-        ),
-        (lambda: nn.LayerNorm(2)(torch.ones(3, 2, dtype=torch.float64)), "; a layer's inputs have another type"),
+        (lambda: nn.Embedding(4, 2)(torch.tensor([4])), "; an embedding got an index out of range"),
+        (lambda: _double_targets().backward(), "; the targets and the model's outputs have different types"),
+        (lambda: nn.Linear(2, 1)(torch.ones(3, 2, dtype=torch.float64)), "; the inputs and weights of a layer have"),
+        (lambda: nn.Conv1d(2, 1, 1)(torch.ones(3, 2, 4).byte()), "; the inputs and weights of a layer have"),
+        (lambda: nn.LayerNorm(2)(torch.ones(3, 2, dtype=torch.float64)), "; the inputs and weights of a layer have"),
         (lambda: CLASSES @ CLASSES, ""),
         (lambda: _raise(RuntimeError("index out of range in self")), ""),
     ],
@@ -142,8 +140,8 @@ def test_usual_errors_of_torch_have_a_hint(fails: Callable[[], object], said: st
 )
 def test_a_model_with_other_arguments_is_told_how_it_is_called(data: str, inputs: str) -> None:
     said = refused(model=BILINEAR, data={"_target_": data})
-    assert said.startswith(f"model: is called with one argument, a batch's inputs, {inputs}, but ")
-    assert "forward() missing 1 required positional argument: 'input2'; write a `task:` that calls it" in said
+    assert said.startswith(f"model: is called with one argument, the batch's inputs ({inputs}), but ")
+    assert "forward() missing 1 required positional argument: 'input2'. Set `task:` to a class" in said
 
 
 def _double_targets() -> Any:

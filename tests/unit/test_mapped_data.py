@@ -131,7 +131,7 @@ class TestTokens:
             ({"train": "empty.bin"}, r"data\.train: empty\.bin can't be mapped"),
             (
                 {"train": "x.npy"},
-                r"data\.train: x\.npy holds float32 of shape \(10, 3, 2\); write a one-dimensional array",
+                r"data\.train: x\.npy holds float32 of shape \(10, 3, 2\); it must be one-dimensional",
             ),
             (
                 {"length": 10},

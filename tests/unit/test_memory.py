@@ -41,7 +41,7 @@ def test_a_gpu_has_room_for_the_next_step_or_not(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     assert find_passing_bytes(GPU) == 20
     check_free_memory(GPU, needed=15)
-    with pytest.raises(torch.OutOfMemoryError, match="the training's next step needs"):
+    with pytest.raises(torch.OutOfMemoryError, match="the next training step needs"):
         check_free_memory(GPU, needed=16)
 
 

@@ -76,8 +76,8 @@ class TestWhichValuesAreGood:
         sweep = f"metrics: {{{text}}}\nsweep: {{metric: {metric}, parameters: {{optimizer.lr: {{grid: [0.1]}}}}}}\n"
         if expected is None:
             (told,) = refused(lambda: preflight.check(read(sweep)))
-            assert told.startswith("e.yaml:10: sweep.metric: is validation/mine, and Count doesn't say whether")
-            assert told.endswith("write sweep.mode: max, or min")
+            assert told.startswith("e.yaml:10: sweep.metric: Count does not declare whether higher validation/mine is")
+            assert told.endswith("Set sweep.mode to max or min.")
         else:
             assert planning.make(read(sweep)).direction == expected
 
@@ -88,7 +88,7 @@ class TestWhichValuesAreGood:
     def test_both_choices_are_refused_at_once(self, read: Any) -> None:
         sweep = "sweep: {metric: validation/rest, parameters: {optimizer.lr: {grid: [0.1]}}}\n"
         file = read(f"metrics: {{{SPECIFICITY}}}\ncheckpoint: {{best: validation/rest}}\n{sweep}")
-        assert [told.partition(": is")[0] for told in refused(lambda: preflight.check(file))] == [
+        assert [told.rpartition(": ")[0] for told in refused(lambda: preflight.check(file))] == [
             "e.yaml:10: checkpoint.best",
             "e.yaml:11: sweep.metric",
         ]
@@ -133,7 +133,7 @@ class TestCheckedAhead:
 
     def test_data_that_is_no_pair(self, read: Any) -> None:
         file = read("", "data._target_=toys.quadruple")
-        said = "e.yaml:3: data: toys.quadruple returned a tuple of 4; it must return a tuple: training"
+        said = "e.yaml:3: data: toys.quadruple returned a tuple of 4. Return a tuple of a training"
         assert refused(lambda: preflight.check(file, with_data=True))[0].startswith(said)
         assert refused(lambda: runner.dry_run(file, with_baseline=False))[0].startswith(said)
 
@@ -161,7 +161,7 @@ class TestAValidationLossThatIsNotFinite:
         sections = {**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": chosen}}
         trial = toys.trial(**sections).model_copy(update={"checkpoints": str(tmp_path)})
         outbox = toys.Kept()
-        with pytest.raises(TrainingError, match=r"validation loss is nan after epoch 1 \(step 3\), though") as caught:
+        with pytest.raises(TrainingError, match=r"validation loss is nan after epoch 1 \(step 3\), although") as caught:
             toys.train(trial, rank=toys.Rank(), outbox=outbox)
         assert not isinstance(caught.value, NonFiniteError), "there is no batch that a rollback could leave out"
         assert math.isnan(outbox.series("validation/loss")[-1])
@@ -172,8 +172,8 @@ class TestAValidationLossThatIsNotFinite:
         result, outbox = toys.trained(**{**self.SECTIONS, "train": {"epochs": 3, "on_nonfinite": "skip"}})
         assert result.steps == 9
         assert [event.message for event in outbox.events if isinstance(event, Warned)] == [
-            "the validation loss is nan after epoch 1 (step 3), though the weights are finite; training continues with "
-            "train.on_nonfinite: skip",
+            "the validation loss is nan after epoch 1 (step 3), although the weights are finite. Training continues "
+            "because of train.on_nonfinite: skip.",
             "the validation loss was not finite after 3 epochs: 1, 2, 3",
         ]
 
@@ -260,22 +260,22 @@ class TestWhatMetricsCompute:
             ),
             (
                 {"metrics": {"words": {"_target_": "toy_metrics.Texts"}}},
-                ["metrics.words: Texts computes a str; use a metric that computes a number, one for each class, or"],
+                ["metrics.words: Texts returned a str. Use a metric that returns a number, a number for each class,"],
             ),
             (
                 {"metrics": {"f": metric("MulticlassF1Score", average="none"), "f_1": metric("MulticlassF1Score")}},
-                ["metrics.f_1: reports validation/f_1, as metrics.f does; rename one of them"],
+                ["metrics.f_1: reports validation/f_1, and so does metrics.f; rename one of them"],
             ),
             (
                 {
                     "metrics": {"f": metric("MulticlassF1Score", average="none")},
                     "checkpoint": {"best": "validation/f"},
                 },
-                ["checkpoint.best: is validation/f, but metrics.f reports validation/f_0, validation/f_1, "],
+                ["checkpoint.best: validation/f is not reported; metrics.f reports validation/f_0, validation/f_1, "],
             ),
             (
                 {"metrics": {"roc": metric("MulticlassROC")}, "checkpoint": {"best": "validation/roc", "mode": "max"}},
-                ["checkpoint.best: is validation/roc, but metrics.roc reports no number"],
+                ["checkpoint.best: validation/roc is not reported; metrics.roc reports no number"],
             ),
         ],
     )

@@ -167,7 +167,7 @@ def test_gpt_scales_what_adds_to_the_residual_stream():
 
 
 def test_gpt_with_an_uneven_width_is_refused():
-    with pytest.raises(ExperimentError, match=r"model\.heads: is 5, which doesn't divide the width of 12"):
+    with pytest.raises(ExperimentError, match=r"model\.heads: is 5, which doesn't divide model\.width: 12"):
         gpt(heads=5)
 
 

@@ -187,7 +187,7 @@ class TestSparseGradients:
         ("model", "optimizer", "said"),
         [
             ("Mixed", _optimizer("AdamW"), "does not support sparse gradients"),
-            ("Mixed", _optimizer("SGD", weight_decay=0.1), "words of the model (sparse: true) are sparse"),
+            ("Mixed", _optimizer("SGD", weight_decay=0.1), "Sparse gradients: words (sparse: true)"),
             ("Mixed", _optimizer("SparseAdam"), "does not support dense gradients"),
             ("", _optimizer("SparseAdam"), "does not support dense gradients"),
         ],
@@ -205,8 +205,8 @@ class TestSparseGradients:
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     assert _refused(optimizer=_optimizer("LBFGS")) == (
         "optimizer",
-        "LBFGS evaluates the loss several times in a step (its step() needs a closure), but a step here has one "
-        "forward and backward pass over the global batch; use e.g. torch.optim.AdamW",
+        "the step() of LBFGS needs a closure, which is not supported. Use an optimizer that needs one forward and "
+        "backward pass, e.g. torch.optim.AdamW.",
     )
 
 
@@ -287,7 +287,7 @@ class TestOptimizersWithModes:
     def test_are_not_averaged_twice(self) -> None:
         assert _refused(optimizer=self.FREE, train={"ema": True}) == (
             "train.ema",
-            "averages the weights, as ScheduleFree does itself; remove train.ema",
+            "averages the weights, but ScheduleFree also does; remove train.ema",
         )
         local = _trial(optimizer=self.FREE).model_copy(update={"options": {"local_sgd_period": 2}})
         with pytest.raises(ExperimentError, match="which local SGD doesn't average"):

@@ -259,23 +259,23 @@ REFUSED: dict[str, tuple[dict[str, Any], Dataset[Any], str]] = {
     "too few weights": ({"weights": [1.0, 2.0]}, PLAIN, "order.weights: the list has 2 numbers, but .* has 4 samples"),
     "negative": (
         {"weights": {"_target_": "toy_orders.weights", "of": [1, -2, 1, 1]}}, PLAIN,
-        "order.weights: what toy_orders.weights returned has -2 for sample 1; write numbers of at least 0",
+        "order.weights: the result of toy_orders.weights has -2 for sample 1; use numbers of at least 0",
     ),
     "not finite": (
         {"weights": {"_target_": "toy_orders.weights", "of": [1, 1, ".nan", 1]}}, PLAIN,
-        "order.weights: what toy_orders.weights returned has nan for sample 2; write finite numbers",
+        "order.weights: the result of toy_orders.weights has nan for sample 2; use finite numbers",
     ),
     "all zero": (
         {"weights": {"_target_": "toy_orders.weights", "of": [0] * 4}}, PLAIN,
-        "order.weights: what toy_orders.weights returned has no number greater than 0",
+        "order.weights: the result of toy_orders.weights has no number greater than 0",
     ),
     "no numbers": (
         {"weights": {"_target_": "toy_orders.weights", "of": "abc"}}, PLAIN,
-        "order.weights: what toy_orders.weights returned is a str; it must be a number for each sample",
+        "order.weights: the result of toy_orders.weights is a str, not a number for each sample",
     ),
     "table of weights": (
         {"weights": {"_target_": "toy_orders.weights", "of": [[1], [1]]}}, PLAIN,
-        r"order.weights: what toy_orders.weights returned has the shape \(2, 1\)",
+        r"order.weights: the result of toy_orders.weights has the shape \(2, 1\)",
     ),
     "targets are vectors": ({"weights": "balanced"}, PLAIN, r"order.weights: a target has the shape \(3,\), but bal"),
     "targets of different shapes": (
@@ -290,14 +290,14 @@ REFUSED: dict[str, tuple[dict[str, Any], Dataset[Any], str]] = {
     "no length": ({"bucket_by": "length"}, Plain([(1, 2)]), "order.bucket_by: sample 0 is a int without a length"),
     "outside": (
         {"_target_": "toy_orders.given", "indices": [0, 3, 4]}, PLAIN,
-        "order: toy_orders.given returned index 4 at place 2 for epoch 0, but samples are numbered from 0 to 3",
+        "order: toy_orders.given returned index 4 at position 2 for epoch 0, but samples are numbered from 0 to 3",
     ),
-    "below": ({"_target_": "toy_orders.given", "indices": [0, -1]}, PLAIN, "returned index -1 at place 1"),
+    "below": ({"_target_": "toy_orders.given", "indices": [0, -1]}, PLAIN, "returned index -1 at position 1"),
     "none": ({"_target_": "toy_orders.given", "indices": []}, PLAIN, "returned no indices for epoch 0"),
     "shares": ({"_target_": "toy_orders.given", "indices": [0.5]}, PLAIN, "a list of float64 numbers for epoch 0; it"),
     "a number": ({"_target_": "toy_orders.given", "indices": 3}, PLAIN, "returned a int for epoch 0; it must return"),
     "raises": ({"_target_": "toy_orders.fails"}, PLAIN, "order: toy_orders.fails raised LookupError: no such curric"),
-    "other each time": ({"_target_": "toy_orders.other_each_time"}, PLAIN, "returned other indices when it was called"),
+    "other each time": ({"_target_": "toy_orders.other_each_time"}, PLAIN, "returned different indices when"),
 }  # fmt: skip
 
 

@@ -329,7 +329,7 @@ def test_what_does_not_fit_is_refused(resources: Resources, parallel: dict[str, 
         ),
         (
             {"parallel": ddp(2, options={"sync_batch_norm": True})}, "parallel.options",
-            "sync_batch_norm needs GPUs: torch's SyncBatchNorm refuses CPU; remove it",
+            "sync_batch_norm needs GPUs, since torch's SyncBatchNorm does not support the CPU; remove it",
         ),
         (
             {"resources": SERVER, "parallel": {"strategy": "dp"}, **LOSS_OF_THE_MODEL}, "parallel.strategy",

@@ -142,7 +142,7 @@ def test_a_checkpoint_from_before_micro_batches_had_seeds_is_resumed_with_a_note
 
     assert [event.step for event in again.events if isinstance(event, Resumed)] == [1]
     (note,) = (event.message for event in again.events if isinstance(event, Warned))
-    assert "each micro-batch now has its own seed" in note
+    assert "each micro-batch now has a separate seed" in note
 
 
 def test_a_checkpoint_holds_buffers_that_a_state_dict_leaves_out(tmp_path: Path) -> None:

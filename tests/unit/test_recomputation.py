@@ -129,7 +129,7 @@ class TestChoice:
         [
             ("block.*", r"the model has no module block\.\*; did you mean blocks\.\d\?"),
             (("first", "encoder"), "the model has no module encoder; it has first, blocks, blocks.0"),
-            ("blocks", r"blocks is a container that is never called itself; write blocks\.\*"),
+            ("blocks", r"blocks is a container without a forward; set blocks\.\*"),
         ],
     )
     def test_of_what_is_not_there_is_refused(self, wanted: Any, message: str) -> None:
@@ -138,12 +138,14 @@ class TestChoice:
         assert [problem.key for problem in error.value.problems] == ["train.activation_checkpointing"]
 
     def test_of_repeated_blocks_where_nothing_repeats_is_refused(self) -> None:
-        with pytest.raises(ExperimentError, match="true finds no repeated blocks in the model; name modules: 0, 1"):
+        with pytest.raises(
+            ExperimentError, match="the model has no repeated blocks; name modules instead of true: 0, 1"
+        ):
             choose(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), True)
 
 
 def test_a_module_whose_buffer_would_be_changed_twice_is_refused() -> None:
-    with pytest.raises(ExperimentError, match="Counting changes its buffer calls, which recomputing repeats"):
+    with pytest.raises(ExperimentError, match="recomputing Counting would update its buffer calls twice"):
         toys.trained(model={"_target_": "toys.counting_net"}, train={"activation_checkpointing": "0"})
 
 

@@ -60,7 +60,7 @@ def test_unknown_names(name: str) -> None:
 
 
 def test_a_strategy_whose_state_could_not_be_restored_is_refused_where_it_is_written() -> None:
-    with pytest.raises(TypeError, match=r"Forgetful has a state_dict; resuming needs load_state_dict, too"):
+    with pytest.raises(TypeError, match="Forgetful has state_dict, so it also needs load_state_dict"):
 
         class Forgetful(Strategy):
             def wrap(self, model: nn.Module) -> nn.Module:

@@ -56,7 +56,7 @@ def test_several_processes_have_separate_gpus(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("visible")
 def test_fewer_gpus_than_planned_are_an_error() -> None:
     with pytest.raises(
-        ExperimentError, match=r"parallel.gpus_per_worker: dp is planned with 9 GPUs in one process, but rank 0 on a "
+        ExperimentError, match=r"parallel.gpus_per_worker: dp needs 9 GPUs in one process, but rank 0 on a "
         r"can use 8. Make the others visible with CUDA_VISIBLE_DEVICES, or set gpus_per_worker: 8",
     ):  # fmt: skip
         dp(gpus=9)
@@ -102,5 +102,5 @@ def test_each_draws_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_separate_losses_are_refused() -> None:
     context = build(toys.trial().model_copy(update={"strategy": "dp"}), rank=Rank())
     context.strategy.gpus = range(2)
-    with pytest.raises(ExperimentError, match=r"parallel.strategy: is dp, and the model returns a separate loss on ea"):
+    with pytest.raises(ExperimentError, match=r"parallel.strategy: with dp, the model returns a separate loss on each"):
         accepted(context, StepOutput(torch.ones(2), None, None))

@@ -231,11 +231,11 @@ class TestAnotherExperiment:
     @pytest.mark.parametrize(
         ("sections", "key", "message"),
         [
-            ({"train": {"global_batch_size": 4}}, "train.global_batch_size", "is 4, but the checkpoint's steps have 8"),
-            ({"data": {"_target_": "toys.regression", "samples": 30}}, "data", "has 4 steps in an epoch, but 3 when"),
+            ({"train": {"global_batch_size": 4}}, "train.global_batch_size", "cannot change from 8 to 4 when resuming"),
+            ({"data": {"_target_": "toys.regression", "samples": 30}}, "data", "an epoch has 4 steps, but had 3 when"),
             ({"model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}}, "model", "size mismatch"),
-            ({"model": {"_target_": "toys.batch_norm_net"}}, "model", "doesn't match the one in the checkpoint"),
-            ({"scheduler": SCHEDULERS["milestones"]["scheduler"]}, "scheduler", "is in only one of experiment and"),
+            ({"model": {"_target_": "toys.batch_norm_net"}}, "model", "doesn't match its state in the checkpoint"),
+            ({"scheduler": SCHEDULERS["milestones"]["scheduler"]}, "scheduler", "is either in the experiment or in"),
         ],
     )  # fmt: skip
     def test_is_refused(self, tmp_path: Path, sections: dict[str, Any], key: str, message: str) -> None:
@@ -317,7 +317,7 @@ class TestAnAllowedChange:
         result, outbox = run(tmp_path, resume=True, optimizer=adam, train={"epochs": 3})
 
         (warning,) = (event.message for event in outbox.events if isinstance(event, Warned))
-        assert warning == ("the optimizer class differs from step-00000006; its state was reset")
+        assert warning == "the optimizer class differs from step-00000006, so the optimizer starts without state"
         assert result.steps == 9
 
 
@@ -339,7 +339,7 @@ class TestState:
         outbox = toys.Kept()
         trial = toys.trial(scheduler={"_target_": "toys.CodeInState"}).model_copy(update={"checkpoints": str(tmp_path)})
         with pytest.raises(
-            ExperimentError, match=r"scheduler: its state holds a function \(secret\).*checkpoint.keep: 0"
+            ExperimentError, match=r"scheduler: its state has a function \(secret\).*checkpoint.keep: 0"
         ):
             train(trial, rank=Rank(), outbox=outbox)
         assert "started" not in outbox.kinds()

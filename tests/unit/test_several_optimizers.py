@@ -137,18 +137,18 @@ def test_a_training_resumed_within_an_epoch_is_the_same_to_the_bit(tmp_path: Any
     [
         (
             "name",
-            "task: yielded a loss for no optimizer; write StepOutput(..., optimizer=NAME), one of critic, generator",
+            "task: yielded a loss for no optimizer; use StepOutput(..., optimizer=NAME) with one of critic, generator",
         ),
-        ("missing", "task: yields no loss for optimizers.generator; yield one for each optimizer, for every batch"),
+        ("missing", "task: yielded no loss for optimizers.generator; yield one for each optimizer, for every batch"),
         (
             "detached",
-            "task: yielded a loss that depends on no parameter of optimizers.generator: it would train nothing",
+            "task: yielded a loss that does not depend on any parameter of optimizers.generator",
         ),
-        ("independent", "task: yielded a loss that depends on no parameter of optimizers.generator"),
-        ("taken", "task: logs loss_critic twice, or as a metric that is reported already; choose another name"),
+        ("independent", "task: yielded a loss that does not depend on any parameter of optimizers.generator"),
+        ("taken", "task: logs loss_critic, which is already reported; choose another name"),
         (
             "weight",
-            "task: yielded a StepOutput.weight; with several optimizers, each loss is the mean over the samples",
+            "task: yielded a StepOutput.weight, which several optimizers don't support",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_task_of_several_optimizers_and_one_of_one_are_not_mixed_up() -> None:
     every = {"one": {**toy_gans.ADAM, "params": "*"}}
     with pytest.raises(ExperimentError, match=r"task: returned a StepOutput; with optimizers, yield a StepOutput"):
         _trained(task={"_target_": "toys.SquaredTask"}, optimizers=every, schedulers={})
-    with pytest.raises(ExperimentError, match=r"task: yields its losses, which takes several optimizers"):
+    with pytest.raises(ExperimentError, match=r"task: yields losses, which needs several optimizers"):
         _trained(optimizer=toy_gans.ADAM, optimizers={}, schedulers={})
 
 
@@ -175,11 +175,11 @@ def test_a_task_of_several_optimizers_and_one_of_one_are_not_mixed_up() -> None:
         ),
         (
             ["*", "task:scale"], "generator.*", "optimizers.generator.params",
-            "generator.0.weight, generator.0.bias, generator.2.weight, generator.2.bias are in optimizers.critic, too",
+            "generator.0.weight, generator.0.bias, generator.2.weight, generator.2.bias are also in optimizers.critic",
         ),
         (
             ["critic.*"], "generator.*", "optimizers",
-            "task:scale is in none of critic, generator; add a pattern to params, or freeze with train.freeze what",
+            "task:scale is in none of critic, generator. Add a pattern to params, or freeze with train.freeze the",
         ),
     ],
 )  # fmt: skip
@@ -236,7 +236,7 @@ def test_strategies_that_call_the_whole_model_are_refused() -> None:
     experiment = toys.experiment(**toy_gans.SECTIONS, parallel=parallel, compare=[{"strategy": "dp"}])
     assert [(problem.key, problem.message.partition(",")[0]) for problem in _strategy_problems(experiment)] == [
         ("parallel.options", "static_graph is an option of torch's DDP"),
-        ("compare[0].strategy", "divides the calls of a whole model"),
+        ("compare[0].strategy", "wraps the whole model"),
     ]
 
 

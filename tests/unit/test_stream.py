@@ -176,13 +176,14 @@ def test_what_the_pipeline_raises_is_said() -> None:
     stream = RowStream(rows=4, keeps_order=True, schema="", open=failing)
     plan = order(4, share=2, workers=1)
 
-    with pytest.raises(TrainingError, match=r"^the stream of rows can't be read: file: x\.parquet$") as caught:
+    with pytest.raises(TrainingError, match=r"^the Ray dataset can't be read: file: x\.parquet$") as caught:
         list(StreamLoader(stream, order=plan, pin_memory=False).batches(plan.micro_batches(0, rank=0, world_size=1)))
     assert "OSError" in caught.value.details
 
 
 @pytest.mark.parametrize(
-    ("there", "how"), [(5, "are fewer in step 2"), (6, "is none left in step 3"), (10, "are more of")]
+    ("there", "how"),
+    [(5, "fewer rows arrived in step 2"), (6, "no rows are left in step 3"), (10, "more rows arrived")],
 )
 def test_other_rows_than_were_counted_are_told(there: int, how: str) -> None:
     plan = order(9, share=3, workers=1)
@@ -190,5 +191,5 @@ def test_other_rows_than_were_counted_are_told(there: int, how: str) -> None:
 
     micro_batches = [plan.micro_batches(epoch, rank=0, world_size=1) for epoch in range(2)]
 
-    with pytest.raises(TrainingError, match=f"9 rows were counted, but there {how}"):
+    with pytest.raises(TrainingError, match=f"had 9 rows when counted, but {how}"):
         list(chain.from_iterable(map(reader.batches, micro_batches)))

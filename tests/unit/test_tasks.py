@@ -61,7 +61,7 @@ def test_supervised_trains_a_transformers_model():
 )
 @pytest.mark.parametrize("task", [Supervised(nn.CrossEntropyLoss()), LanguageModel()], ids=["supervised", "language"])
 def test_a_batch_that_is_no_pair_is_refused(task, batch, what):
-    with pytest.raises(ExperimentError, match=what + r".*write a `task:`") as caught:
+    with pytest.raises(ExperimentError, match=what + r".*set `task:`") as caught:
         task(nn.Identity(), batch)
 
     assert caught.value.problems[0].key == "data"
@@ -69,7 +69,7 @@ def test_a_batch_that_is_no_pair_is_refused(task, batch, what):
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_a_loss_that_is_no_mean_is_refused(reduction):
-    with pytest.raises(ExperimentError, match=f"loss: reduction '{reduction}' .* use reduction: mean"):
+    with pytest.raises(ExperimentError, match=f"loss: reduction '{reduction}' .* set reduction: mean"):
         Supervised(nn.CrossEntropyLoss(reduction=reduction))
 
 

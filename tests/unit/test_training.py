@@ -245,9 +245,9 @@ def test_reduce_on_plateau_follows_the_metric_that_the_file_names() -> None:
 
     follows = "ReduceLROnPlateau follows"
     for wrong, message in (
-        ({"scheduler_metric": None}, f"is max, but {follows} validation/loss, whose smaller values are better. Write "
+        ({"scheduler_metric": None}, f"is max, but {follows} validation/loss, whose lower values are better. Set "
          "mode: min, or set train.scheduler_metric: validation/r2"),
-        ({"mode": "min"}, f"is min, but {follows} validation/r2, whose larger values are better. Write mode: max"),
+        ({"mode": "min"}, f"is min, but {follows} validation/r2, whose higher values are better. Set mode: max"),
     ):  # fmt: skip
         scheduler = {**plateau, **{key: value for key, value in wrong.items() if key == "mode"}}
         own = {**train, **{key: value for key, value in wrong.items() if key != "mode"}}
@@ -468,8 +468,7 @@ def test_samples_that_cannot_be_compared_are_counted() -> None:
     assert set(digest.samples) == {f"sample {index} of the training set" for index in (3, 7, 11, 15, 19)}
     assert (digest.unstable, digest.unread) == (11, 6)
     assert context.batches.notes == (
-        "a resumed training compares 5 samples with those of before: 11 differ each time they are read and 6 could not "
-        "be read, or not in time",
+        "a resumed run checks 5 samples for changes. 11 differ each time they are read and 6 could not be read in time",
     )
 
 
@@ -531,21 +530,21 @@ def test_a_large_batch_is_not_listed_whole() -> None:
     [
         ({"loss": {"_target_": "toys.PerSample"}}, "loss", "is a tensor of shape (5, 1), not a scalar"),
         ({"task": {"_target_": "toys.PerSampleTask"}, "loss": None}, "task", "tensor of shape (5, 1)"),
-        ({"loss": {"_target_": "torch.nn.MSELoss", "reduction": "sum"}}, "loss", "use reduction: mean"),
+        ({"loss": {"_target_": "torch.nn.MSELoss", "reduction": "sum"}}, "loss", "set reduction: mean"),
         ({"model": {"_target_": "torch.nn.Identity"}}, "model", "torch.nn.Identity has no trainable parameters"),
         ({"model": {"_target_": "toys.frozen_net"}}, "model", "toys.frozen_net has no trainable parameters"),
         ({"model": {"_target_": "toys.not_a_model"}}, "model", "returned a dict; it must return a torch.nn.Module"),
-        ({"data": {"_target_": "toys.one_set"}}, "data", "returned a Plain; it must return a tuple"),
+        ({"data": {"_target_": "toys.one_set"}}, "data", "returned a Plain. Return a tuple"),
         ({"data": {"_target_": "toys.singles"}}, "data", "a batch has 1 parts, not (inputs, targets)"),
         ({"data": {"_target_": "toys.empty"}}, "data", "the training set is empty"),
         ({"data": {"_target_": "toys.stream"}}, "train.epochs", "the training set is iterable and has no length"),
         (
             {"metrics": {"a": {"_target_": "toys.accuracy_function"}}},
             "metrics.a",
-            "is a function; write a metric of torchmetrics",
+            "is a function; use a torchmetrics metric",
         ),
-        ({"optimizer": {"_target_": "toys.Stretched"}}, "optimizer", "is a Stretched; it must be a torch.optim"),
-        ({"scheduler": {"_target_": "toys.Stretched"}}, "scheduler", "is a Stretched; it must be a torch LRScheduler"),
+        ({"optimizer": {"_target_": "toys.Stretched"}}, "optimizer", "is a Stretched, not a torch.optim"),
+        ({"scheduler": {"_target_": "toys.Stretched"}}, "scheduler", "is a Stretched, not a torch LRScheduler"),
         (
             {"scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
             "scheduler",

@@ -259,7 +259,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "generator": (
         {"data": {"_target_": f"{HERE}.noisy", "scale": 0.1}},
-        ["training set.generator (Generator) changes: the first sample differs"],
+        ["training set.generator (Generator) changes: its first sample differs"],
     ),
 }
 
@@ -288,7 +288,7 @@ class Connected(nn.Linear):
 def test_attributes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     *_, messages = run(tmp_path, model={"_target_": f"{HERE}.Connected"})
     (message,) = messages
-    assert message.startswith("State outside of checkpoints cannot be found: reading the attributes of")
+    assert message.startswith("could not check for state outside of checkpoints. Reading the attributes")
     assert "OSError: no connection" in message
 
 
@@ -385,4 +385,4 @@ def test_a_result_of_the_best_step_says_what_is_of_the_last(tmp_path: Path) -> N
     best = {"best": "validation/loss", "mode": "max", "keep": 1}
     result, *_ = run(tmp_path, model=keeping("list"), data={"_target_": "toys.with_test"}, checkpoint=best)
     (note,) = result.data_notes
-    assert note.startswith("the result has the weights of step 3, but model.list of step 6: checkpoints do not")
+    assert note.startswith("the result has the weights of step 3, but model.list of step 6. Checkpoints do not")

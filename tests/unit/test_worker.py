@@ -73,7 +73,7 @@ def test_code_that_sets_another_precision_is_told() -> None:
         outbox=outbox,
     )
     (told,) = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert told.startswith("train.matmul_precision is highest, but code of the experiment sets high, which is used")
+    assert told.startswith("train.matmul_precision is highest, but user code set high, which is used")
     assert torch.get_float32_matmul_precision() == "highest"
 
 

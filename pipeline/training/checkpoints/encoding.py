@@ -49,8 +49,8 @@ def split(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Json:
     part, _, place = name.partition("/")
     raise ExperimentError.of(
         part,
-        f"its state holds a {type(value).__name__} ({place}), which a checkpoint can't store without executing code "
-        "on loading; give it a state_dict() of numbers, strings and tensors, or write checkpoint.keep: 0",
+        f"its state has a {type(value).__name__} ({place}), which can't be loaded without executing code. Return only "
+        "numbers, strings and tensors from state_dict(), or train without checkpoints (checkpoint.keep: 0).",
     )
 
 

@@ -126,11 +126,11 @@ class CheckpointManager:
         if found is None and self._context.loaded is None and self._context.experiment.train.start_from is not None:
             raise ExperimentError.of(
                 "train.start_from",
-                f"was not loaded, as the run resumes, but {self._storage.address} has no checkpoint that can be used; "
-                "start a new run without --resume",
+                f"was not loaded because the run resumes, but {self._storage.address} has no usable checkpoint. Start "
+                "a new run without --resume.",
             )
         if found is None:
-            self._warn(f"no complete checkpoint in {self._storage.address}: training starts from the beginning")
+            self._warn(f"no complete checkpoint in {self._storage.address}. Training starts from step 0.")
             return 0
         manifest = found.manifest
         if self._context.rank.world_size > 2 or self._context.strategy.state_dict() is not None:
@@ -138,12 +138,12 @@ class CheckpointManager:
             # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
             dry_run(self._context)
         if trainable(self._context.learned) and found.state.values.get("task") is None:
-            self._warn(f"{manifest.name} has no parameters of the loss or task: they start untrained")
+            self._warn(f"{manifest.name} has no parameters of the loss or task. They start untrained.")
         if manifest.format < 2 and self._context.accumulation > 1:
             self._warn(
                 f"{manifest.name} was saved by an earlier version. With train.gradient_accumulation, each micro-batch "
-                "now has its own seed. If the model draws random numbers, e.g. for dropout, they differ from that "
-                "version's. Training continues"
+                "now has a separate seed. If the model draws random numbers, e.g. for dropout, they differ from the "
+                "earlier version. Training continues."
             )
         overrides = Overrides.of(self._context)
         if (local := self._context.strategy.local_updates) is not None:
@@ -161,8 +161,8 @@ class CheckpointManager:
         order = self._context.order
         if isinstance(order, StreamOrder) and order.deals_evenly and manifest.step % order.steps_per_epoch:
             self._warn(
-                "the rest of this epoch may repeat some rows and miss others: with data.order: free, rows come in the "
-                "order in which they are read; data.order: kept resumes exactly"
+                "the rest of this epoch may repeat some rows and miss others, since data.order: free has no fixed "
+                "order. To resume exactly, set data.order: kept in new runs."
             )
         return manifest.step
 
@@ -224,12 +224,12 @@ class CheckpointManager:
         self.wait()
         manifest = from_first(lambda: self._writer.best if self._writer else None, rank=context.rank)
         if manifest is None or manifest.metric is None:
-            self._warn(f"no checkpoint has a value of {key}: the result has the weights of the last step")
+            self._warn(f"no checkpoint has a value of {key}. The result has the weights of the last step.")
             return None
         state = resuming.chosen(context, storage, manifest)
         if isinstance(state, str):
             place = storage.place(manifest.name)
-            self._warn(f"{place}, the best checkpoint, can't be used: {state}; the result has the last step's weights")
+            self._warn(f"the best checkpoint, {place}, can't be used: {state}. The result has the last step's weights.")
             return None
         self.notes = from_first(lambda: self._stale(manifest, state), rank=context.rank)
         restore_weights(context, state)
@@ -258,8 +258,8 @@ class CheckpointManager:
         if not names:
             return ()
         return (
-            f"the result has the weights of step {manifest.step}, but {listed(names)} of step {self._meter.step}: "
-            "checkpoints do not contain this state. If outputs depend on it, test metrics and the saved model do not "
+            f"the result has the weights of step {manifest.step}, but {listed(names)} of step {self._meter.step}. "
+            "Checkpoints do not contain this state. If outputs depend on it, test metrics and the saved model do not "
             f"belong to step {manifest.step}",
         )
 
@@ -280,8 +280,8 @@ class CheckpointManager:
         if self._storage is not None and not self._is_behind:
             self._is_behind = True
             self._warn(
-                f"skipped checkpoint {folder_name(step)}: the previous one is still being written to "
-                f"{self._storage.address}; training continues, later checkpoints may be skipped, too"
+                f"skipped checkpoint {folder_name(step)} because the previous checkpoint is still being written to "
+                f"{self._storage.address}. Training continues. Later checkpoints may also be skipped."
             )
 
     def _new_writer(self, storage: Storage) -> AsyncCheckpointWriter | None:

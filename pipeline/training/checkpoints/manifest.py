@@ -195,7 +195,7 @@ def verify(storage: Storage, entry: Entry, *, use: Callable[[Path], object] = la
         OSError: the storage can't be read (or the file system's own exception).
     """
     if entry.manifest is None:
-        return "it has no valid manifest, so it was never completed or is damaged"
+        return "it has no valid manifest, so it is incomplete or damaged"
     with storage.fetched(entry.name) as folder:
         damage = _damage(entry.manifest, folder)
         if damage is None:

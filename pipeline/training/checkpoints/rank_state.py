@@ -46,10 +46,10 @@ def load(context: TrainContext, state: State, *, warn: Callable[[str], None]) ->
         )
         return
     if saved is None or saved["of"] != _owner(context):
-        before = f"{saved['of']['workers']} workers" if saved else "a run without it"
+        before = f"{saved['of']['workers']} workers" if saved else "a run without this state"
         warn(
-            f"the rank-local state of {context.trial.strategy} was dropped: the checkpoint comes from {before} or "
-            "from different parallel.options; the losses will differ from those of an uninterrupted run"
+            f"the rank-local state of {context.trial.strategy} was dropped, since the checkpoint is from {before} or "
+            "from different parallel.options. Training continues, but losses differ from an uninterrupted run."
         )
         return
     rank = context.rank.rank

@@ -104,8 +104,8 @@ def _check_data(context: TrainContext, manifest: Manifest, *, warn: Warn) -> Non
     if change.is_rounding or is_allowed or context.order.is_stream:
         warn(f"data: {change.message}")
         return
-    remedy = "bring back the same samples, or add --allow-changed to continue with these"
-    raise ExperimentError.of("data", f"{change.message}; {remedy}{hash_hint()}")
+    remedy = "Restore the samples, or add --allow-changed to continue with the changed samples"
+    raise ExperimentError.of("data", f"{change.message}. {remedy}{hash_hint()}.")
 
 
 def _reader(context: TrainContext, states: list[State]) -> Callable[[Path], None]:
@@ -128,7 +128,7 @@ def _choose(
             if damage is None and entry.manifest is not None:
                 older = tuple(other.manifest for other in found[number + 1 :] if other.manifest is not None)
                 return entry.manifest, older
-            warn(f"{storage.place(entry.name)} can't be used: {damage}; trying the previous checkpoint")
+            warn(f"{storage.place(entry.name)} can't be used: {damage}. Trying the previous checkpoint.")
     return None
 
 
@@ -141,8 +141,8 @@ def _readable(storage: Storage) -> Iterator[None]:
         raise  # already has a message for the user
     except Exception as error:
         raise TrainingError(
-            f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}; "
-            "resume when they can, or train from the beginning without --resume"
+            f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}. Resume when the "
+            "storage is available, or start a new run without --resume."
         ) from error
 
 
@@ -182,14 +182,14 @@ def _check(context: TrainContext, manifest: Manifest) -> None:
     if manifest.global_batch_size != context.order.global_batch_size:
         raise ExperimentError.of(
             "train.global_batch_size",
-            f"is {context.order.global_batch_size}, but the checkpoint's steps have {manifest.global_batch_size} "
-            f"samples; write {manifest.global_batch_size}, or train from the beginning",
+            f"cannot change from {manifest.global_batch_size} to {context.order.global_batch_size} when resuming. Set "
+            f"it back to {manifest.global_batch_size}, or start a new run without --resume.",
         )
     if manifest.steps_per_epoch != context.order.steps_per_epoch and not context.order.is_endless:
         raise ExperimentError.of(
             "data",
-            f"has {context.order.steps_per_epoch} steps in an epoch, but {manifest.steps_per_epoch} when the "
-            "checkpoint was saved; bring back the same samples, or train from the beginning",
+            f"an epoch has {context.order.steps_per_epoch} steps, but had {manifest.steps_per_epoch} when the "
+            "checkpoint was saved. Restore the samples, or start a new run without --resume.",
         )
 
 
@@ -233,7 +233,7 @@ class Overrides:
         if is_another:
             for optimizer in each_of(context.optimizer):
                 optimizer.state.clear()
-            warn(f"the optimizer class differs from {manifest.name}; its state was reset")
+            warn(f"the optimizer class differs from {manifest.name}, so the optimizer starts without state")
         if context.scheduler is not None and self.scheduler is not None:
             self._reschedule(context, manifest=manifest)
 

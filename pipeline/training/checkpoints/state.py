@@ -86,7 +86,10 @@ def restore(context: TrainContext, state: State) -> None:
     _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
     _restore_strides(context)
     if (context.scheduler is None) != (parts["scheduler"] is None):
-        raise ExperimentError.of("scheduler", "is in only one of experiment and checkpoint; make them the same")
+        raise ExperimentError.of(
+            "scheduler",
+            "is either in the experiment or in the checkpoint, not in both. Restore the experiment of the checkpoint.",
+        )
     if context.scheduler is not None:
         _load("scheduler", context.scheduler, parts["scheduler"])
     if context.scaler.is_enabled() and parts["scaler"]:
@@ -130,7 +133,7 @@ def _load_learned(context: TrainContext, saved: Mapping[str, Tensor] | None) -> 
     if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
         raise ExperimentError.of(
             _task_key(context),
-            "has different parameters or buffers than in the checkpoint; restore the earlier definition",
+            "has other parameters or buffers than in the checkpoint; restore the earlier definition",
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])
@@ -169,7 +172,7 @@ def _load(key: str, part: Any, state: Any) -> None:
         part.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # what torch raises if it doesn't fit
         place = "train.precision" if key == "scaler" else key
-        raise ExperimentError.of(place, f"doesn't match the one in the checkpoint: {error}") from error
+        raise ExperimentError.of(place, f"doesn't match its state in the checkpoint: {error}") from error
 
 
 def _restore_strides(context: TrainContext) -> None:
@@ -203,9 +206,7 @@ def _numbered(context: TrainContext, state: Mapping[str, Any]) -> dict[str, Any]
     state = {**state, "param_groups": [*state["param_groups"], *_groups_since(context, state)]}
     saved = {name for group in state["param_groups"] for name in group["params"]}
     if missing := sorted(saved ^ numbers.keys()):
-        raise ExperimentError.of(
-            "model", f"has different parameters than in the checkpoint, for instance {', '.join(missing[:3])}"
-        )
+        raise ExperimentError.of("model", f"has other parameters than in the checkpoint, e.g. {', '.join(missing[:3])}")
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in _regrouped(context, state)]
     # torch raises if the number of groups differs.
     for group, own in zip(groups, context.optimizer.param_groups, strict=False):

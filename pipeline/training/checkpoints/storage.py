@@ -50,8 +50,8 @@ class Storage:
         if urlsplit(address).password is not None:
             raise ExperimentError.of(
                 _KEY,
-                f"{without_credentials(address)}: a password in the address would be recorded with it; put it "
-                "where the protocol's package looks, e.g. AWS_SECRET_ACCESS_KEY in the environment",
+                f"{without_credentials(address)} has a password, which would be recorded with the run. Set the "
+                "password in the environment, e.g. AWS_SECRET_ACCESS_KEY.",
             )
         try:
             self._fs, self._root = fsspec.core.url_to_fs(address)
@@ -59,7 +59,7 @@ class Storage:
             raise ExperimentError.of(_KEY, f"{address} needs a package: {error} (on every node)") from error
         except ValueError as error:
             raise ExperimentError.of(
-                _KEY, f"{address}: {error}; write a folder, or an address such as s3://bucket/folder"
+                _KEY, f"{address}: {error}. Use a folder, or an address such as s3://bucket/folder."
             ) from error
         self.is_local = isinstance(self._fs, LocalFileSystem)
 
@@ -171,7 +171,7 @@ def check_free_space(checkpoint: str, *, size: int) -> None:
     if (free := shutil.disk_usage(folder).free) < size:
         raise TrainingError(
             f"the temporary folder {folder} has {free / 2**20:,.1f} MiB free, but {checkpoint} needs "
-            f"{size / 2**20:,.1f} MiB; on every node, set TMPDIR to a folder with more space"
+            f"{size / 2**20:,.1f} MiB. Set TMPDIR to a folder with more space on every node."
         )
 
 

@@ -64,8 +64,8 @@ class UnsavedState:
         self._named.update(names)
         for some, remedy in _by_remedy(self._context, names):
             self._warn(
-                f"{listed(some)} changed before the checkpoint, which does not contain the change. The resumed "
-                f"training started without it. If the loss depends on it, the training differs. {remedy}"
+                f"{listed(some)} changed before the checkpoint, which does not contain the change. The resumed run "
+                f"started without it. If the loss depends on it, training differs. {remedy}."
             )
 
     def check(self) -> dict[str, str]:
@@ -80,7 +80,7 @@ class UnsavedState:
         self._named.update(new)
         for names, remedy in _by_remedy(self._context, new):
             kinds = [f"{name} ({now[name].kind})" if name in now else name for name in names]
-            self._warn(f"{listed(kinds)} {_consequence(names[0])}. {remedy}")
+            self._warn(f"{listed(kinds)} {_consequence(names[0])}. {remedy}.")
         return {name: now[name].digest for name in changed}
 
     def _has_changed(self, name: str, now: Attribute, *, varying: Sequence[str]) -> bool:
@@ -129,8 +129,8 @@ def attributes(
     except Exception as error:  # noqa: BLE001 - user code may raise anything, in repr or len; no reason to stop
         _log.warning("the attributes of the experiment's objects can't be compared", exc_info=error)
         warn(
-            f"State outside of checkpoints cannot be found: reading the attributes of the experiment's objects raised "
-            f"{type(error).__name__}: {first_line(error)}. A resumed training may differ"
+            f"could not check for state outside of checkpoints. Reading the attributes of the experiment's objects "
+            f"raised {type(error).__name__}: {first_line(error)}. A resumed run may differ."
         )
         return {}
 
@@ -153,7 +153,7 @@ def describe_stale_model(context: TrainContext, saved: Mapping[str, str]) -> str
         return ""
     return (
         f"{listed(names)} changed before the checkpoint, which does not contain the change. If outputs depend on it, "
-        f"the exported model computes something else than the training did. {_MODULE}"
+        f"the outputs of the exported model differ from training. {_MODULE}"
     )
 
 
@@ -163,7 +163,7 @@ def find_stale(context: TrainContext, saved: Mapping[str, str], *, split: str) -
     names = [name for name in differing(saved, attributes(context)) if not name.startswith(others)]
     return [
         f"{listed(some)} changed before the checkpoint, which does not contain the change. The evaluation ran "
-        f"without it. If outputs depend on it, the results differ from the training's. {remedy}"
+        f"without it. If outputs depend on it, the results differ from training. {remedy}"
         for some, remedy in _by_remedy(context, names)
     ]
 
@@ -171,12 +171,12 @@ def find_stale(context: TrainContext, saved: Mapping[str, str], *, split: str) -
 def _consequence(name: str) -> str:
     if name.startswith(_SETS):
         return (
-            "changes: the first sample differs when it is read again with the same seed. A resumed training and "
-            "`pipeline evaluate` read other samples"
+            "changes: its first sample differs when read again with the same seed. A resumed run and `pipeline "
+            "evaluate` read other samples"
         )
     return (
-        "changed in training, and checkpoints do not contain the change. A resumed training and `pipeline evaluate` "
-        "start without it. If the loss or an output depends on it, their results differ"
+        "changed in training, and checkpoints do not contain the change. A resumed run and `pipeline evaluate` start "
+        "without it. If the loss or an output depends on it, their results differ"
     )
 
 

@@ -116,7 +116,9 @@ class AsyncCheckpointWriter:
             self._prune()
         except Exception as error:  # noqa: BLE001 (as above)
             _log.warning("old checkpoints can't be removed", exc_info=error)
-            self._warn(f"old checkpoints in {self._storage.address} can't be removed: {_reason(error)}")
+            self._warn(
+                f"old checkpoints in {self._storage.address} can't be removed: {_reason(error)}. Training continues."
+            )
 
     def _write(self, job: CheckpointJob) -> tuple[StoredFile, ...]:
         """Write all files but the manifest. Collective if the model is sharded."""
@@ -143,7 +145,7 @@ class AsyncCheckpointWriter:
         self.complete = [one for one in self.complete if one.step != manifest.step] + [manifest]
         if self._in_trouble:
             self._in_trouble = False
-            self._warn(f"checkpoints can be saved again: {manifest.name} is complete")
+            self._warn(f"checkpoints can be saved again. {manifest.name} is complete.")
         seconds = time.perf_counter() - job.began
         saved = CheckpointSaved(
             trial=self._trial,
@@ -164,8 +166,8 @@ class AsyncCheckpointWriter:
         if not self._in_trouble:
             self._in_trouble = True
             self._warn(
-                f"{name} could not be saved in {self._storage.address}: {_reason(error)}; "
-                "training continues, and the next checkpoint will be tried as usual"
+                f"{name} could not be saved in {self._storage.address}: {_reason(error)}. Training continues, and the "
+                "next checkpoint is tried as usual."
             )
         with suppress(Exception):  # the storage is in trouble; the next checkpoint that is saved removes it
             self._discard(name)
