@@ -259,9 +259,12 @@ class TrialResult(Frozen):
     whole_training: int = 0
     """Samples of the whole training, as far as it went, whose first steps a measurement takes; 0 if unknown."""
     samples_per_second: Spread
-    """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded."""
+    """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded.
+
+    That of the slots if there are any; a training's own windows are in its metrics alone.
+    """
     step_ms: Spread
-    """Milliseconds of one optimizer step, in the same windows."""
+    """Milliseconds of one optimizer step at this throughput."""
     slots: tuple[float, ...] = ()
     """Samples per second in the slots that were measured in turn with those of other trials, in order."""
     slots_s: float | None = None

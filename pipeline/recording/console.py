@@ -3,10 +3,12 @@
 A failure is not shown here: the command line prints it once everything has ended.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import rich.console
+from rich.text import Text
 
 from pipeline.config.values import Direction
 from pipeline.protocol import events
@@ -19,6 +21,9 @@ from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_
 from pipeline.recording.trial_progress import Evaluations, TrialProgress, figures
 from pipeline.system import stages
 from pipeline.wording import counted
+
+_LABEL = re.compile(r"[A-Z]{3,}(?=  )")
+"""Label at the beginning of a screen's line, e.g. RESULT."""
 
 
 class Console:
@@ -127,11 +132,20 @@ class Printable(Protocol):
 
     @property
     def verdict(self) -> str:
-        """Result in one line, printed last."""
+        """Result in one line."""
+
+
+def print_screen(lines: Sequence[str], *, stdout: rich.console.Console) -> None:
+    """Print the lines of a screen, which are as long as they may be; the title and labels are bold."""
+    for index, line in enumerate(lines):
+        text = Text(line, style="" if index else "bold")
+        if label := _LABEL.match(line):
+            text.stylize("bold yellow" if label[0] == "WARNING" else "bold", *label.span())
+        stdout.print(text, soft_wrap=True)
 
 
 def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
-    """Print title, tables and what is said about them; the verdict is printed last, see `print_verdict`."""
+    """Print a whole report: title, tables and notes."""
     stdout.print(headed(report.opening, width=stdout.width))
     for table in report.tables:
         stdout.print()
