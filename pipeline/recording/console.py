@@ -14,11 +14,11 @@ from pipeline.config.values import Direction
 from pipeline.protocol import events
 from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
 from pipeline.protocol.trial import Evaluation, Training, Trial
-from pipeline.recording.display import Lines, LiveDisplay, Shown
+from pipeline.recording.display import LONGEST, Lines, LiveDisplay, Shown
 from pipeline.recording.notebook import NotebookDisplay
 from pipeline.recording.outlook import Schedule
 from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_report_table, write
-from pipeline.recording.trial_progress import Evaluations, TrialProgress, figures
+from pipeline.recording.trial_progress import Evaluations, TrialProgress, figures, fitted
 from pipeline.system import stages
 from pipeline.wording import counted
 
@@ -57,7 +57,7 @@ class Console:
             case Finished():
                 self.close()
                 self._schedule.update(event)
-                write(self._stdout, f"{self._label}: {_finished(event)}")
+                write(self._stdout, f"{self._label}: {fitted(_finished(event), width=LONGEST - len(self._label) - 2)}")
             case events.Evaluated():
                 self.close()
                 write(self._stdout, f"{self._label}: {', '.join(figures(event.values))}")
@@ -105,14 +105,14 @@ def _waiting(event: TrialOpened, trial: Trial | None) -> str:
     return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
 
 
-def _finished(event: Finished) -> str:
+def _finished(event: Finished) -> list[str]:
     result, ready = event.result, event.time_to_first_step_s
     reached = figures({**result.metrics, "throughput/samples_per_second": result.samples_per_second.median})
     best = [] if result.best is None else [str(result.best)]
     compiled = [] if result.compile_s is None else [f"compiled in {result.compile_s:.1f} s"]
     first = [] if ready is None else [f"first step after {ready:.1f} s"]
     stopped = [f"stopped early: {result.stopped_early}"] if result.stopped_early else []
-    return ", ".join([f"done, {result.steps:,} steps", *stopped, *reached, *best, *compiled, *first])
+    return [f"done, {result.steps:,} steps", *stopped, *reached, *best, *compiled, *first]
 
 
 class Printable(Protocol):

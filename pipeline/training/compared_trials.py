@@ -21,7 +21,7 @@ from pipeline.errors import Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import AnyEvent, Finished, Outbox, Phase, Warned
 from pipeline.protocol.trial import Baseline, Reference, Trial
-from pipeline.protocol.trial_result import TrialResult
+from pipeline.protocol.trial_result import Spread, TrialResult
 from pipeline.training.batches import MicroBatches
 from pipeline.training.build import build
 from pipeline.training.clock import synchronize
@@ -84,6 +84,14 @@ class Player:
         return max(self.seconds.pop() / steps, _SHORTEST_S)
 
 
+def rates_over(slots: Sequence[float], *, batch: int) -> dict[str, Spread]:
+    """Return throughput and step time over slots, by the names of `TrialResult`."""
+    return {
+        "samples_per_second": estimates.geometric_spread(slots),
+        "step_ms": estimates.spread([1000 * batch / rate for rate in slots]),
+    }
+
+
 class _Failure(NamedTuple):
     """Reason for which a trial could not be measured."""
 
@@ -142,8 +150,7 @@ class ComparedTrials:
                 later,
                 result,
                 slots=tuple(rates),
-                samples_per_second=estimates.geometric_spread(rates),
-                step_ms=estimates.spread([1000 * size / rate for rate in rates]),
+                **rates_over(rates, batch=size),
             )
 
     def measure_alone(self) -> None:

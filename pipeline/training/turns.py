@@ -20,12 +20,10 @@ import torch.distributed as dist
 
 from pipeline.config.schema import Loader, Measure
 from pipeline.errors import Stopped
-from pipeline.protocol import estimates
 from pipeline.protocol.estimates import LEAST_PAIRS
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Rank, Training, Trial
-from pipeline.protocol.trial_result import Spread
 from pipeline.system.other_load import OtherLoad
 from pipeline.training.build import forget_memory
 from pipeline.training.collectives import gather
@@ -52,10 +50,6 @@ class InTurn(NamedTuple):
     """Seconds that all slots took."""
     other_cores: float
     """Cores of this rank's machine that other processes used meanwhile."""
-    samples_per_second: Spread
-    """Throughput over all slots, which replaces the one that the training had."""
-    step_ms: Spread
-    """Step time at this throughput."""
 
 
 class Schedule(NamedTuple):
@@ -152,13 +146,10 @@ def _in_turn(main: Player, others: ComparedTrials, *, queue: "_Queue", outbox: O
     _play(players, schedule, context=context, queue=queue, outbox=outbox)
     slots_s, other_cores = load.seconds, _other_cores(load, rank=rank)
     slowest = [max(times) for times in zip(*gather(main.seconds, rank=rank), strict=True)]
-    size = trial.experiment.train.global_batch_size
-    samples = {name: steps * size for name, steps in schedule.steps.items()}
+    samples = {name: steps * trial.experiment.train.global_batch_size for name, steps in schedule.steps.items()}
     if rank.is_first:
         others.finish({name: [samples[name] / seconds for seconds in players[name].seconds] for name in players})
-    slots = tuple(samples[trial.name] / seconds for seconds in slowest)
-    rate = estimates.geometric_spread(slots)
-    return InTurn(slots, slots_s, other_cores, rate, estimates.spread([1000 * size / each for each in slots]))
+    return InTurn(tuple(samples[trial.name] / seconds for seconds in slowest), slots_s, other_cores)
 
 
 def _scheduled(trial: Trial, step_s: Mapping[str, float], *, outbox: Outbox | None) -> Schedule:

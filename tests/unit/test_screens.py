@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from samples import HARDWARE, in_turn, spread, trial
 
-from pipeline.config.schema import Parallel
+from pipeline.config.parallel import Parallel
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
 from pipeline.report.advise import advise

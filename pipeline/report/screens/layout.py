@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 80, 24
-_LABEL = 9
+LABEL = 9
 """Width of the labels at the left, e.g. "RESULT"."""
 _GAP = "  "
 _NARROWEST = 12
@@ -71,14 +71,14 @@ def label(name: str, *texts: str) -> tuple[str, ...]:
     lines: list[str] = []
     for text in texts:
         first = name if not lines else ""
-        lines += wrap(text, first=f"{first:<{_LABEL}}", rest=" " * _LABEL)
+        lines += wrap(text, first=f"{first:<{LABEL}}", rest=" " * LABEL)
     return tuple(lines)
 
 
 def label_command(name: str, words: Sequence[str]) -> tuple[str, ...]:
     """Return a shell command with a label at the left; a command of several lines can be pasted."""
-    first, *others = wrap_command(words, width=WIDTH - _LABEL)
-    return (f"{name:<{_LABEL}}{first}", *(f"{'':<{_LABEL}}{line}" for line in others))
+    first, *others = wrap_command(words, width=WIDTH - LABEL)
+    return (f"{name:<{LABEL}}{first}", *(f"{'':<{LABEL}}{line}" for line in others))
 
 
 def wrap_command(words: Sequence[str], *, width: int) -> tuple[str, ...]:

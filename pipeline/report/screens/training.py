@@ -10,7 +10,7 @@ from pipeline.report.claims import BUSY, Doubt, Outcome, classify_speedup, compa
 from pipeline.report.ratios import is_wide
 from pipeline.report.report import Report
 from pipeline.report.row_names import are_several, count_workers, name_row
-from pipeline.report.screens.layout import Block, Places, assemble, label, label_command, wrap
+from pipeline.report.screens.layout import LABEL, WIDTH, Block, Places, assemble, label, label_command, wrap
 from pipeline.report.screens.rows import format_loss_notes, format_step_time, format_table
 from pipeline.report.sentences import iter_metric_names, iter_training_notes
 from pipeline.report.tables import amount, efficiency, low_to_high
@@ -50,8 +50,11 @@ def format_screen(report: Report, places: Places) -> tuple[str, ...]:
 def format_places(places: Places) -> tuple[str, ...]:
     """Return where the report is, and the commands that show more."""
     page = label("Report", places.page) if places.page else label("Folder", places.folder)
-    mlflow = f"    MLflow: {places.mlflow}" if places.mlflow else ""
-    return (*page, *label("More", f"pipeline show {places.run} --full{mlflow}"))
+    more = f"pipeline show {places.run} --full"
+    together = f"{more}    MLflow: {places.mlflow}"
+    if places.mlflow and len(together) <= WIDTH - LABEL:
+        return (*page, *label("More", together))
+    return (*page, *label("More", more), *(label("MLflow", places.mlflow) if places.mlflow else ()))
 
 
 def shorten_hardware(hardware: str) -> str:
@@ -165,13 +168,16 @@ def _notes(report: Report, places: Places, *, doubt: Doubt | None, has_advice: b
     notes = [f"{note[0].upper()}{note[1:]}." for note in main.data_notes]
     has_wide = any(row.ratio is not None and is_wide(row.ratio) for row in report.rows)
     if doubt is None and has_wide and main.other_cores is not None and main.other_cores > BUSY:
-        again = f"Measure again on an idle machine for narrower intervals: pipeline measure {places.run}"
-        notes.append(f"Other processes used {main.other_cores:.1f} CPU cores during the measurement. {again}")
+        notes.append(
+            f"Other processes used {main.other_cores:.1f} CPU cores during the measurement. Measure again on an idle "
+            f"machine for narrower intervals:\npipeline measure {places.run}"
+        )
     suggestion = next((one for one in report.advice if not one.measured), None)
     if suggestion is not None and not has_advice and doubt is None:
         notes.append(f"{suggestion.reason.rstrip('.')}: {suggestion.change}.")
     for note in notes[:_MOST_NOTES]:
-        yield from wrap(note)
+        for line in note.split("\n"):  # a command is not wrapped into a text
+            yield from wrap(line)
 
 
 def _format_quick(report: Report, places: Places) -> tuple[str, ...]:
