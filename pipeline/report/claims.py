@@ -26,7 +26,7 @@ class Doubt(NamedTuple):
     remedy: str = ""
     """Action of the user; empty if there is none."""
     command: str = ""
-    """Verb and options that measure again, e.g. "measure --budget-s 120"; empty if there is none."""
+    """Words that measure again, with RUN or FILE, e.g. "measure RUN --budget-s 120"; empty if there are none."""
 
 
 def classify_speedup(row: Row, baseline: Row) -> Outcome:
@@ -132,20 +132,23 @@ def explain_doubt(row: Row, *, main: Row, baseline: Row) -> Doubt:
     stop = "Stop them, or measure" if is_busy else "Measure"
     if pairs is None:
         if is_busy or is_wide(row.ratio):
-            return Doubt(
-                reason, f"{'Stop them, and measure' if is_busy else 'Measure'} again on an idle machine:", "measure"
-            )
+            again = "Stop them, and measure" if is_busy else "Measure"
+            return Doubt(reason, f"{again} again on an idle machine:", "measure RUN")
         return Doubt("The speedup is too close to 1x to measure on this machine")
     longer_s = math.ceil(main.slots_s * pairs / size / 10) * 10
-    return Doubt(reason, f"{stop} longer (about {duration(longer_s)}):", f"measure --budget-s {longer_s}")
+    return Doubt(reason, f"{stop} longer (about {duration(longer_s)}):", f"measure RUN --budget-s {longer_s}")
 
 
 def _explain_missing_interval(row: Row, baseline: Row) -> Doubt:
     if row.role == "cell":
-        return Doubt("It was measured once, so the noise is unknown", "Measure several times:", "compare --repeats 5")
+        return Doubt(
+            "It was measured once, so the noise is unknown", "Measure several times:", "compare FILE --repeats 5"
+        )
     if baseline.micro_batches is not None or baseline.is_alone:  # which pipeline compare has no memory for
         return Doubt("The baseline did not fit into memory next to the training, so they were not measured alternately")
-    return Doubt("The baseline was not measured alternately with the training", "Measure both in rounds:", "compare")
+    return Doubt(
+        "The baseline was not measured alternately with the training", "Measure both in rounds:", "compare FILE"
+    )
 
 
 def _explain_repeats(row: Row, *, pairs: int | None) -> Doubt:
@@ -154,7 +157,7 @@ def _explain_repeats(row: Row, *, pairs: int | None) -> Doubt:
         return Doubt("The speedup is too close to 1x to measure on this machine")
     reason = f"{row.ratio.size} repeats are too few for this much noise"
     again = "Measure again on an idle machine" if pairs is None else "Measure more often"
-    return Doubt(reason, f"{again}:", f"compare --repeats {pairs or 10}")
+    return Doubt(reason, f"{again}:", f"compare FILE --repeats {pairs or 10}")
 
 
 def _format_slower_range(ratio: Estimate) -> str:

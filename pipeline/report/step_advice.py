@@ -77,7 +77,7 @@ def idle_cores(case: Case, rows: Sequence[Row]) -> Finding | None:
         return None
     used = case.workers_per_node * case.cores_per_worker
     return Finding(
-        reason=f"{name_row(row)}: uses {used} of {case.cores} cores",
+        reason=f"{name_row(row)}: {used} of {case.cores} cores are used",
         values={"parallel.cpus_per_worker": per_worker},
         gain=(1 - used / case.cores) * (1 - row.share_of_communication) / 2,  # threads rarely pay in full
     )

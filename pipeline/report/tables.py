@@ -71,7 +71,7 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row) -> ReportTable:
     ]
     if len(entries) > 1:
         columns += [
-            ("speedup", speedup),
+            ("speedup", _format_narrow_speedup),
             ("scaling efficiency", efficiency),
         ]
     rows = [entry for entry in entries if isinstance(entry, Row)]
@@ -117,8 +117,8 @@ def _notes_on_time(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
         if recovered > main.whole_training:
             steps = math.ceil(recovered / main.global_batch_size)
             yield (
-                f"{name_row(main)} takes {duration(later)} longer to start than {count_workers(base)}. The extra time "
-                f"is recovered after {steps:,} steps."
+                f"Startup with {count_workers(main)} takes {duration(later)} longer than with {count_workers(base)}. "
+                f"The extra time is recovered after {steps:,} steps."
             )
 
 
@@ -153,7 +153,7 @@ def step_parts(rows: Sequence[Row]) -> ReportTable:
         ("configuration", label_row),
         ("total", lambda row: f"{row.step_ms.median:,.{decimals}f}"),
         ("compute", column("compute")),
-        ("exposed communication", column("exposed")),
+        ("exposed comm.", column("exposed")),
         ("data loading", column("data")),
         ("optimizer and other", column("rest")),
         ("unaccounted", column("unaccounted")),
@@ -207,6 +207,13 @@ def speedup(row: Row) -> str:
     if not ratio.size:
         return f"{ratio.value:.2f}x (no CI)"
     return ends_of(ratio) if is_wide(ratio) else f"{ratio.value:.2f}x ({ends_of(ratio)})"
+
+
+def _format_narrow_speedup(row: Row) -> str:
+    """Format the speedup with its interval for a table of many columns, e.g. "1.90x (1.79-2.02)"."""
+    if (ratio := row.ratio) is None or not ratio.size or is_wide(ratio):
+        return speedup(row)
+    return f"{ratio.value:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
 def efficiency(row: Row) -> str:

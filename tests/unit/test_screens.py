@@ -3,19 +3,24 @@
 ``UPDATE_SCREENS=1`` writes these files again, so that a change of a screen is seen in review.
 """
 
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.console
+import samples
 from samples import HARDWARE, in_turn, spread, trial
 
 from pipeline.config.parallel import Parallel
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
+from pipeline.recording.console import print_report
 from pipeline.report.advise import advise
 from pipeline.report.evaluated import EvaluationReport
+from pipeline.report.goodput import Goodput
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.layout import Places
@@ -161,14 +166,32 @@ SCREENS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCREENS)
-def test_a_screen_has_this_text(name: str) -> None:
+def check(name: str, text: str) -> None:
+    """Compare a text with its file."""
     path = Path(__file__).parent / "screens" / f"{name}.txt"
-    command = {"run_quick": "pipeline run experiments/resnet.yaml --quick", "compare": "pipeline compare resnet.yaml"}
-    text = shown(SCREENS[name](), PLACES._replace(command=command.get(name, PLACES.command)))
     if os.environ.get("UPDATE_SCREENS"):
         path.write_text(text)
     assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_screen_has_this_text(name: str) -> None:
+    command = {"run_quick": "pipeline run experiments/resnet.yaml --quick", "compare": "pipeline compare resnet.yaml"}
+    text = shown(SCREENS[name](), PLACES._replace(command=command.get(name, PLACES.command)))
+    check(name, text)
+
+
+@pytest.mark.parametrize("name", ["run_full", "compare_full"])
+def test_a_whole_report_has_this_text(name: str) -> None:
+    """The tables fit 80 columns."""
+    report = advised(samples.report() if name == "run_full" else samples.comparison())
+    spent = Goodput(seconds={"steps": 200.4, "start": 33.4, "input": 33.4, "saving": 32.8})
+    stdout = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    print_report(report.model_copy(update={"goodput": spent}), stdout=stdout)
+    assert isinstance(stdout.file, io.StringIO)
+    lines = [line.rstrip() for line in stdout.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    check(name, "\n".join([*lines, ""]))
 
 
 def shown(report: object, places: Places = PLACES) -> str:

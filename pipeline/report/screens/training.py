@@ -116,18 +116,10 @@ def format_doubt(doubt: Doubt | None, places: Places) -> Iterator[str]:
         return
     yield from label("REASON", doubt.reason)
     if doubt.command:
-        verb, *options = doubt.command.split()
-        words = measuring_command(verb, options, places)
+        file = next(iter(shlex.split(places.command)[2:]), "FILE")
+        words = {"RUN": places.run, "FILE": file}
         yield from label("NEXT", doubt.remedy)
-        yield from label_command("", ["pipeline", *words])
-
-
-def measuring_command(verb: str, options: list[str], places: Places) -> list[str]:
-    """Return the words behind ``pipeline`` that measure a run again."""
-    if verb == "measure":
-        return [verb, places.run, *options]
-    given = shlex.split(places.command)[2:3] or ["FILE"]
-    return [verb, *given, *options]
+        yield from label_command("", ["pipeline", *(words.get(word, word) for word in doubt.command.split())])
 
 
 def format_invalid(outcome: Outcome, places: Places) -> Iterator[str]:
