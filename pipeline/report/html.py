@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from pipeline.config.reported import PREFIX, shown_names
+from pipeline.config.reported import PREFIX, single_names
 from pipeline.config.values import Frozen
 from pipeline.report import FIRST_STEPS, Advice, Row
 from pipeline.report.about import About
@@ -142,7 +142,7 @@ def _tiles(report: Report) -> Iterator[Tile]:
     main = report.main
     if main.ratio is not None:
         yield _speedup_tile(main, report.rows[0])
-    name = next((name for name, count in shown_names(iter_metric_names(main)) if count == 1), "")
+    name = next(iter(single_names(iter_metric_names(main))), "")
     if not report.is_comparison and name:
         when = "at the end" if main.best is None else f"with the {main.best}"
         yield Tile(figure=_figure(main.metrics[name]), label=f"{name} {when}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.config.reported import named, shown_names
+from pipeline.config.reported import named, single_names
 from pipeline.protocol import estimates
 from pipeline.protocol.trial import QUICK_STEPS
 from pipeline.report import Advice, Row, is_clear
@@ -167,7 +167,7 @@ def _is_faster(row: Row, other: Row) -> bool:
 
 def _describe_training(main: Row) -> str:
     """Return the first metric of a training without a speedup, or else its throughput."""
-    name = next((name for name, count in shown_names(iter_metric_names(main)) if count == 1), "")
+    name = next(iter(single_names(iter_metric_names(main))), "")
     reached = f"{name} {figure(main.metrics[name])}" if name else f"{rate(main.samples_per_second)} samples/s"
     return f"{name_row(main)}: {reached}; speedup not measured"
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from pipeline.config.reported import shown_names
+from pipeline.config.reported import group_by_metric, single_names
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.screens.layout import Block, Column, Places, assemble, label, lay_out, wrap
 from pipeline.wording import counted, figure
@@ -32,8 +32,7 @@ def format_screen(report: EvaluationReport, places: Places) -> tuple[str, ...]:
 
 
 def _result(report: EvaluationReport) -> Iterator[str]:
-    single = [name for name, count in shown_names(report.values) if count == 1]
-    ordered = sorted(single, key=lambda name: name.endswith("/loss"))
+    ordered = sorted(single_names(report.values), key=lambda name: name.endswith("/loss"))
     if ordered:
         yield ", ".join(f"{name} {figure(report.values[name])}" for name in ordered)
     best = f", the best {report.best}" if report.best else ""
@@ -52,14 +51,14 @@ def _notes(report: EvaluationReport) -> Iterator[str]:
 def _tables(values: Mapping[str, float]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return the metrics of many values as tables, and a note on each that is too large for one."""
     tables, hidden = [], []
-    for metric, count in shown_names(values):
-        if count == 1:
+    for metric, names in group_by_metric(values).items():
+        if len(names) == 1:
             continue
         table = _matrix(metric, values) or _classes(metric, values)
         if table:
             tables.append(table)
         else:
-            hidden.append(f"{metric} has {count} values: see pipeline evaluate --json.")
+            hidden.append(f"{metric} has {len(names)} values: see pipeline evaluate --json.")
     return tables, hidden
 
 

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator
 
-from pipeline.config.reported import shown_names
+from pipeline.config.reported import single_names
 from pipeline.protocol.trial import QUICK_STEPS
 from pipeline.report import FIRST_STEPS, Row
 from pipeline.report.claims import BUSY, Doubt, Outcome, classify_speedup, compare_rows, explain_doubt, headline
@@ -104,7 +104,7 @@ def _describe_missing(report: Report) -> str:
 
 def format_metrics(row: Row) -> tuple[str, ...]:
     """Return the final metrics in a line, the test set's first; a metric of many values is left to the report."""
-    names = [name for name, count in shown_names(iter_metric_names(row)) if count == 1 and name in row.metrics]
+    names = single_names(iter_metric_names(row))
     shown = ", ".join(f"{name} {figure(row.metrics[name])}" for name in names[:_MOST_METRICS])
     when = "last epoch" if row.best is None else f"weights of step {row.best.step:,}, the best {row.best.metric}"
     return (f"{shown} ({when})",) if shown else ()
