@@ -5,7 +5,7 @@ from pathlib import Path
 import rich.console
 
 from pipeline.errors import UsageError
-from pipeline.recording import journal, runs
+from pipeline.recording import also, journal, runs
 from pipeline.recording.console import Printable, print_report, print_screen, print_verdict
 from pipeline.recording.folder import id_of
 from pipeline.recording.outcome import TrackingOutcome, places_of
@@ -50,6 +50,7 @@ def find_places(folder: Path) -> Places:
         page=str(page) if page.is_file() else "",
         mlflow=_describe_store(folder, opened.tracking_uri if opened else ""),
         command=opened.command if opened else "",
+        others=tuple(also.places(folder)),
     )
 
 

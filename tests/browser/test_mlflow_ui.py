@@ -20,6 +20,8 @@ from playwright.sync_api import Page, expect, sync_playwright
 from projects import project, run
 from stores import free_port
 
+from pipeline.recording.outcome import places_of
+
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium here; install it: {INSTALL}"),
@@ -39,7 +41,7 @@ class Shown(NamedTuple):
     run: Run
     """As MLflow has it."""
     said: str
-    """What ``pipeline run`` has printed."""
+    """What ``pipeline run`` and ``pipeline show --full`` have printed."""
     address: str
     """Of the UI."""
     links: list[str]
@@ -71,6 +73,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     store = f"sqlite:///{cwd}/mlflow.db"
     client = MlflowClient(tracking_uri=store, registry_uri=store)
     (main,) = client.search_runs(["1"], filter_string="tags.role = 'main'")
+    (folder,) = (cwd / "runs").iterdir()
+    said += places_of(folder)
     with ui(cwd) as (address, links):
         yield Shown(cwd, store, main, said, address, links)
 

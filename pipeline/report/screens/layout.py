@@ -45,6 +45,8 @@ class Places(NamedTuple):
     """How to open MLflow, e.g. "pipeline ui"; empty if the run is not tracked."""
     command: str = ""
     """Command that made the run; empty if it was made from Python."""
+    others: tuple[str, ...] = ()
+    """Lines on other trackers, e.g. the command that opens TensorBoard."""
 
 
 def assemble(blocks: Sequence[Block]) -> tuple[str, ...]:

@@ -53,8 +53,9 @@ def format_places(places: Places) -> tuple[str, ...]:
     more = f"pipeline show {places.run} --full"
     together = f"{more}    MLflow: {places.mlflow}"
     if places.mlflow and len(together) <= WIDTH - LABEL:
-        return (*page, *label("More", together))
-    return (*page, *label("More", more), *(label("MLflow", places.mlflow) if places.mlflow else ()))
+        return (*page, *label("More", together), *places.others)
+    mlflow = label("MLflow", places.mlflow) if places.mlflow else ()
+    return (*page, *label("More", more), *mlflow, *places.others)
 
 
 def shorten_hardware(hardware: str) -> str:
