@@ -21,6 +21,7 @@ MOST = 5
 """Largest number of recommendations."""
 WORTH = 1.05
 """Smallest ratio of throughputs that is worth a change, even if a smaller one exceeds the noise."""
+_OPTION = "parallel.options."
 _TINY_MS = 10.0
 """Compute time of a step below which a model is called small, as any gradient synchronization takes long next to it."""
 
@@ -34,10 +35,23 @@ def advise(report: Report, *, experiment: Experiment, cores: int | None) -> tupl
         cores: number of cores of each node; None if unknown.
     """
     own = declared(report, experiment)
-    findings = sorted(
-        _findings(report, own, experiment=experiment, cores=cores), key=lambda one: (not one.is_measured, -one.gain)
-    )
+    found = _findings(report, own, experiment=experiment, cores=cores)
+    useful = [one for one in found if one.is_measured or not _is_settled(one, own, rows=report.rows)]
+    findings = sorted(useful, key=lambda one: (not one.is_measured, -one.gain))
     return tuple(finding.advice for finding in _agreeing(findings)[:MOST])
+
+
+def _is_settled(finding: Finding, own: Row, *, rows: Sequence[Row]) -> bool:
+    """Return True if another row has the options or the batch size that a finding suggests to try."""
+    options = {key.removeprefix(_OPTION): value for key, value in finding.values.items() if key.startswith(_OPTION)}
+    batch = finding.values.get("train.global_batch_size", own.global_batch_size)
+    if not options and batch == own.global_batch_size:
+        return False
+    others = (row for row in rows if (row.strategy, row.workers) == (own.strategy, own.workers) and row != own)
+    return any(
+        row.global_batch_size == batch and all(row.options.get(name) == value for name, value in options.items())
+        for row in others
+    )
 
 
 def declared(report: Report, experiment: Experiment) -> Row:

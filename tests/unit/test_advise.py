@@ -416,6 +416,17 @@ def test_idle_cores_want_threads() -> None:
     assert one.change == "not measured: try parallel.cpus_per_worker=4"
 
 
+def test_a_batch_or_an_option_that_was_measured_is_no_suggestion() -> None:
+    """Weak scaling has measured the batch of 128, a cell the hook."""
+    slow = {"communication": 100, "gradient_mb": 10, "nodes": SPREAD_OUT}
+    hooked = DDP_2.model_copy(update={"name": "hooked", "options": {"communication_hook": "powersgd"}})
+    ends = [(BASELINE, measured(BASELINE, 100)), (DDP_2, measured(DDP_2, 190, **slow))]
+    asked = [one.overrides for one in advised(*ends)]
+    assert asked[0] == "parallel.options.communication_hook=powersgd"
+    assert asked[1].startswith("train.global_batch_size=128 ")
+    assert advised(*ends, (WEAK, measured(WEAK, 180, **slow)), (hooked, measured(hooked, 190))) == ()
+
+
 def test_more_cores_that_were_measured_need_no_question() -> None:
     """One process on both cores was no faster than on one."""
     baseline, more = measured(BASELINE, 100), measured(ALL_CORES, 100)
