@@ -12,7 +12,7 @@ from pipeline.recording.outcome import TrackingOutcome, places_of
 from pipeline.recording.store import is_server, resolve_uri, ui_address
 from pipeline.recording.terminal import Terminal, linked
 from pipeline.report.screens import format_screen
-from pipeline.report.screens.layout import Places
+from pipeline.report.screens.screen_layout import Places
 
 _RUNS = Path("runs")
 """Folder in which commands look for runs by their name."""

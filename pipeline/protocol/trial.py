@@ -171,7 +171,7 @@ class Training(Trial):
             return f"trains {QUICK_STEPS} steps of {length}, evaluates, and saves a checkpoint"
         if self.train_only:
             return f"trains {length}"
-        return f"trains {length}; measures throughput, waiting for gradients and data, peak memory"
+        return f"trains {length}; measures throughput, step-time breakdown, peak memory"
 
     @override
     def steps_of(self, total: int) -> int:

@@ -320,7 +320,7 @@ class Advice(Frozen):
     reason: str
     """Sentence about the measurement behind the advice."""
     change: str
-    """Action to take; ends with ``overrides`` if there are any, e.g. "train with loader.num_workers=2"."""
+    """Action to take; ends with ``overrides`` if there are any, e.g. "set loader.num_workers=2"."""
     key: str = ""
     """Key of the experiment file to change; empty if the machine is to be changed."""
     overrides: str = ""

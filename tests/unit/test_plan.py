@@ -395,7 +395,7 @@ tracking     sqlite:///mlflow.db
 
 trials, in this order:
   main       ddp x 3 with torchrun: 3 workers, CPU, 2 threads each, 2 or 3 samples per worker in 2 micro-batches
-             trains 2 epochs; measures throughput, waiting for gradients and data, peak memory
+             trains 2 epochs; measures throughput, step-time breakdown, peak memory
   then       baseline single, reference single, 6 cores
              in turn with ddp x 3, at most 16 pairs of slots in about 30 s; rank 0 holds 2 more copies of the model
 note: no GPU here: workers compute on CPU"""

@@ -23,7 +23,7 @@ from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.goodput import Goodput
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
-from pipeline.report.screens.layout import Places
+from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import State, Swept, SweptReport, SweptTrial
 
 FOLDER = "runs/20261125-211028-resnet-digits-3c35"

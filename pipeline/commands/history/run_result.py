@@ -16,7 +16,7 @@ from pipeline.report.forecast import Forecast
 from pipeline.report.report import Report, comparison_json, run_json
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.report.screens import format_screen
-from pipeline.report.screens.layout import Places
+from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import FILE_NAME as SWEEP_NAME
 from pipeline.report.swept import SweptReport
 from pipeline.report.tuned import FILE_NAME as TUNING_NAME

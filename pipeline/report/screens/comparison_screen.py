@@ -8,9 +8,9 @@ from pipeline.report.claims import classify_speedup, describe_speedup, explain_d
 from pipeline.report.ratios import is_wide
 from pipeline.report.report import Report
 from pipeline.report.row_names import name_row
-from pipeline.report.screens.layout import Block, Places, assemble, label, label_command, wrap
-from pipeline.report.screens.rows import format_loss_notes, format_step_times, format_table
-from pipeline.report.screens.training import format_doubt, format_invalid, format_places, shorten_hardware
+from pipeline.report.screens.run_screen import format_doubt, format_invalid, format_places, shorten_hardware
+from pipeline.report.screens.screen_layout import Block, Places, assemble, label, label_command, wrap
+from pipeline.report.screens.screen_tables import format_loss_notes, format_step_times, format_table
 from pipeline.report.sentences import find_fastest
 from pipeline.report.tables import amount, efficiency
 from pipeline.wording import counted

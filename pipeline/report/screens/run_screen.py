@@ -10,8 +10,8 @@ from pipeline.report.claims import BUSY, Doubt, Outcome, classify_speedup, compa
 from pipeline.report.ratios import is_wide
 from pipeline.report.report import Report
 from pipeline.report.row_names import are_several, count_workers, name_row
-from pipeline.report.screens.layout import LABEL, WIDTH, Block, Places, assemble, label, label_command, wrap
-from pipeline.report.screens.rows import format_loss_notes, format_step_time, format_table
+from pipeline.report.screens.screen_layout import LABEL, WIDTH, Block, Places, assemble, label, label_command, wrap
+from pipeline.report.screens.screen_tables import format_loss_notes, format_step_time, format_table
 from pipeline.report.sentences import iter_metric_names, iter_training_notes
 from pipeline.report.tables import amount, efficiency, low_to_high
 from pipeline.wording import counted, figure

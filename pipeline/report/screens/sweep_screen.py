@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pipeline.report.screens.layout import Block, Column, Places, assemble, label, label_command, lay_out, wrap
+from pipeline.report.screens.screen_layout import Block, Column, Places, assemble, label, label_command, lay_out, wrap
 from pipeline.report.swept import LEFT, STATES, Swept, SweptReport, SweptTrial, figure, short_names, shown
 
 _MOST_TRIALS = 10

@@ -9,7 +9,7 @@ from pipeline.report.loss_differences import describe_loss, explain_loss
 from pipeline.report.ratios import format_level, is_wide
 from pipeline.report.report import Report
 from pipeline.report.row_names import count_workers, label_row
-from pipeline.report.screens.layout import Block, Column, Places, lay_out, wrap
+from pipeline.report.screens.screen_layout import Block, Column, Places, lay_out, wrap
 from pipeline.report.tables import amount, efficiency, speedup, training_s
 from pipeline.wording import duration
 
