@@ -1,5 +1,6 @@
 """The end of a command on the terminal: the screen of its report, its result in a line, or where to look."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import rich.console
@@ -27,7 +28,8 @@ def print_end(report: Printable | None, folder: Path, *, terminal: Terminal) -> 
     elif report is not None:
         print_result(report, folder, stdout=terminal.result)
     elif not terminal.progress.quiet:
-        terminal.result.print(linked(places_of(folder)), soft_wrap=True)
+        with suppress(OSError, UsageError):  # the folder is gone, or the disk is full: the error says so
+            terminal.result.print(linked(places_of(folder)), soft_wrap=True)
 
 
 def print_result(report: Printable, folder: Path, *, stdout: rich.console.Console) -> None:
@@ -42,7 +44,9 @@ def print_result(report: Printable, folder: Path, *, stdout: rich.console.Consol
 
 def find_places(folder: Path) -> Places:
     """Return where a run's results are, and the names for commands that go on with them."""
-    opened = journal.opened(folder / journal.FILE_NAME)
+    opened = None
+    with suppress(OSError, UsageError):  # the result is printed nevertheless
+        opened = journal.opened(folder / journal.FILE_NAME)
     page = folder / "report.html"
     return Places(
         folder=str(folder),
