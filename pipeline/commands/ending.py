@@ -21,23 +21,28 @@ _STORE = "sqlite:///mlflow.db"
 """Store that ``pipeline ui`` opens by default."""
 
 
-def print_end(report: Printable | None, folder: Path, *, terminal: Terminal) -> None:
-    """Print what a command ends with: its report, with ``--quiet`` the result alone; without one, where to look."""
+def print_end(report: Printable | None, folder: Path, *, terminal: Terminal, is_verbose: bool = False) -> None:
+    """Print what a command ends with: its report, or without one, where to look.
+
+    With ``--quiet`` it is the result alone. With ``--verbose`` the whole report precedes the screen.
+    """
     if report is not None and terminal.progress.quiet:
         print_verdict(report, stdout=terminal.result)
     elif report is not None:
-        print_result(report, folder, stdout=terminal.result)
+        print_result(report, folder, stdout=terminal.result, is_verbose=is_verbose)
     elif not terminal.progress.quiet:
         with suppress(OSError, UsageError):  # the folder is gone, or the disk is full: the error says so
             terminal.result.print(linked(places_of(folder)), soft_wrap=True)
 
 
-def print_result(report: Printable, folder: Path, *, stdout: rich.console.Console) -> None:
+def print_result(report: Printable, folder: Path, *, stdout: rich.console.Console, is_verbose: bool = False) -> None:
     """Print the screen of a report; a report that has none is printed as a whole."""
-    if lines := format_screen(report, find_places(folder)):
-        print_screen(lines, stdout=stdout)
+    screen = format_screen(report, find_places(folder))
+    if is_verbose or not screen:
+        print_report(report, stdout=stdout)
+    if screen:
+        print_screen(["", *screen] if is_verbose else screen, stdout=stdout)
         return
-    print_report(report, stdout=stdout)
     stdout.print(linked(places_of(folder)), soft_wrap=True)
     print_verdict(report, stdout=stdout)
 

@@ -253,7 +253,7 @@ def invoked(
                 yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
     finally:
         for ended in folders:
-            print_end(shown[-1] if shown else None, ended, terminal=terminal)
+            print_end(shown[-1] if shown else None, ended, terminal=terminal, is_verbose=verbose)
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:

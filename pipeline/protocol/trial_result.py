@@ -133,7 +133,7 @@ class Held(Frozen):
     """Memory of parameters, gradients and optimizer state."""
 
     mb: tuple[float, ...]
-    """MB of each rank's tensors on any device, in rank order."""
+    """MiB of each rank's tensors on any device, in rank order."""
     cut: str = ""
     """Groups of the sharded model, e.g. "12 x Block, the rest"; empty if every rank holds all of it."""
 

@@ -137,8 +137,9 @@ class Printable(Protocol):
 
 def print_screen(lines: Sequence[str], *, stdout: rich.console.Console) -> None:
     """Print the lines of a screen, which are as long as they may be; the title and labels are bold."""
-    for index, line in enumerate(lines):
-        text = Text(line, style="" if index else "bold")
+    title = next((line for line in lines if line), "")
+    for line in lines:
+        text = Text(line, style="bold" if line == title else "")
         if label := _LABEL.match(line):
             text.stylize("bold yellow" if label[0] == "WARNING" else "bold", *label.span())
         stdout.print(text, soft_wrap=True)
