@@ -42,12 +42,15 @@ class Result:
 
     @property
     def speedup(self) -> float | None:
-        """Throughput of the training, or of the fastest cell, over the baseline's; None if no speedup is claimed."""
+        """Throughput over the baseline's; None if no speedup was measured.
+
+        Of a comparison it is the speedup of the configuration with most workers.
+        """
         return self.report.speedup
 
     @property
     def efficiency(self) -> float | None:
-        """Speedup over the ratio of devices, 1 is linear; None if no speedup is claimed."""
+        """Speedup over the ratio of devices, 1 is linear; None if no speedup was measured."""
         return self.report.efficiency
 
     @property
@@ -100,5 +103,6 @@ class ComparisonResult(Result):
 
     @property
     def best(self) -> Row:
-        """Cell with the highest speedup; the baseline if no other cell could be measured."""
-        return self.report.main
+        """Configuration with the highest speedup in strong scaling; the baseline if none could be measured."""
+        cells = [row for row in self.report.rows if row.role == "cell" and row.scaling == "strong"]
+        return max(cells, key=lambda row: row.speedup or 0.0, default=self.report.rows[0])

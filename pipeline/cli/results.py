@@ -70,16 +70,18 @@ def show(
     run: RunArgument,
     *,
     directory: Directory = Path("runs"),
+    full: Annotated[bool, typer.Option("--full", help="Print the whole report: all tables, notes and links.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running run until it ends.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the report of a run, or its progress while it runs."""
+    """Show the result of a run, or its progress while it runs."""
     import rich.console
 
+    from pipeline.commands.ending import print_result
     from pipeline.commands.history import running
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import result_of
-    from pipeline.recording.console import print_report, print_verdict
+    from pipeline.recording.console import print_report
     from pipeline.recording.outcome import places_of
     from pipeline.recording.terminal import headed, linked
 
@@ -102,15 +104,17 @@ def show(
         return
     if summary.status not in ("FINISHED", "RUNNING"):
         console.print(f"{summary.run}: {_state(summary)}", style="yellow", markup=False)
-    if result is not None:
+    if result is not None and full:
         print_report(result.report, stdout=console)
         if result.command:
             console.print(result.command, markup=False, soft_wrap=True)
+    elif result is not None:
+        print_result(result.report, summary.folder, stdout=console)
     if added := [line(event) for event in evaluations(summary.folder)]:
         console.print("", headed(["Evaluated later", *added], width=console.width), "", sep="\n")
-    console.print(linked(places_of(summary.folder, is_running=summary.status == "RUNNING")), soft_wrap=True)
-    if result is not None:
-        print_verdict(result.report, stdout=console)
+    if result is None or full:
+        is_running = summary.status == "RUNNING"
+        console.print(linked(places_of(summary.folder, is_running=is_running)), soft_wrap=True)
 
 
 def _watched(summary: "RunSummary", console: "rich.console.Console", *, as_json: bool) -> bool:

@@ -84,7 +84,8 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
 def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Direction]:
     """Return the direction in which each validation metric is better, by reported name: ``checkpoint.best`` first.
 
-    Metrics whose class doesn't tell are left out.
+    Metrics whose class does not define it are left out. With several optimizers, which may train adversaries, all are
+    left out but ``checkpoint.best``: a discriminator's accuracy is good neither if it is high nor if it is low.
 
     Raises:
         ExperimentError: a metric can't be found.
@@ -96,11 +97,12 @@ def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str,
             found[f"{PREFIX}{name}"] = "max" if is_higher else "min"
     found[f"{PREFIX}loss"] = "min"
     best, mode = experiment.checkpoint.best, experiment.checkpoint.mode
+    others = {} if experiment.optimizers else {name: each for name, each in found.items() if name != best}
     if best is None:
-        return found
-    own = found.pop(best, found.get(f"{PREFIX}{source_of(best, experiment.metrics)}"))
+        return others
+    own = found.get(best, found.get(f"{PREFIX}{source_of(best, experiment.metrics)}"))
     direction = own if mode == "auto" else mode
-    return found if direction is None else {best: direction, **found}
+    return others if direction is None else {best: direction, **others}
 
 
 def best_direction(experiment: Experiment, *, allowed: tuple[str, ...]) -> Direction:

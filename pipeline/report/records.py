@@ -1,4 +1,4 @@
-"""The figures of a report for programs: `--json` of `pipeline run` and `pipeline compare`, and tables for MLflow."""
+"""The numbers of a report for programs: `--json` of `pipeline run` and `pipeline compare`, and tables for MLflow."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -163,7 +163,7 @@ class RunRecord(Frozen):
     """Name of the experiment."""
     hardware: str
     verdict: str
-    """Result in one line, the last line in the terminal."""
+    """Result in one line, as ``--quiet`` prints it."""
     main: CellRecord
     """The training."""
     baseline: CellRecord | None

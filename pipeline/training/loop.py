@@ -24,6 +24,7 @@ from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
 from pipeline.training.collectives import from_first, gather
+from pipeline.training.compared_trials import rates_over
 from pipeline.training.context import TrainContext
 from pipeline.training.costs import costs
 from pipeline.training.dry_run import compile_ahead, held_step
@@ -155,7 +156,7 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     if isinstance(trial, Training) and trial.compared_with:
         in_turn = partial(measure_in_turn, context, step_ms=step_ms, since=since, outbox=outbox, complete=complete)
         if found := afterwards.measure("the speedup", in_turn):
-            more |= found._asdict()
+            more |= found._asdict() | rates_over(found.slots, batch=trial.experiment.train.global_batch_size)
     return result.model_copy(update=more)
 
 

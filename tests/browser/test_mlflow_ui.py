@@ -20,6 +20,8 @@ from playwright.sync_api import Page, expect, sync_playwright
 from projects import project, run
 from stores import free_port
 
+from pipeline.recording.outcome import places_of
+
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium here; install it: {INSTALL}"),
@@ -39,7 +41,7 @@ class Shown(NamedTuple):
     run: Run
     """As MLflow has it."""
     said: str
-    """What ``pipeline run`` has printed."""
+    """What ``pipeline run`` and ``pipeline show --full`` have printed."""
     address: str
     """Of the UI."""
     links: list[str]
@@ -71,6 +73,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     store = f"sqlite:///{cwd}/mlflow.db"
     client = MlflowClient(tracking_uri=store, registry_uri=store)
     (main,) = client.search_runs(["1"], filter_string="tags.role = 'main'")
+    (folder,) = (cwd / "runs").iterdir()
+    said += places_of(folder)
     with ui(cwd) as (address, links):
         yield Shown(cwd, store, main, said, address, links)
 
@@ -144,10 +148,10 @@ def test_the_printed_link_opens_the_run_with_its_description(shown: Shown, pages
     ) as page:
         page.get_by_text("Show more").click()
         expect(page.get_by_role("heading", name=str(shown.run.info.run_name))).to_be_visible()
-        expect(page.locator("strong", has_text=re.compile(r"^ddp x 2: .*x to .* of single"))).to_be_visible()
-        table = page.locator("table").filter(has_text="same loss")
+        expect(page.locator("strong", has_text=re.compile(r"^2 workers \(ddp\): .*x to .*x"))).to_be_visible()
+        table = page.locator("table").filter(has_text="loss vs. baseline")
         expect(table.locator("tbody tr")).to_have_count(3)
-        for row, title in enumerate(["single", "single, 2 cores", "ddp x 2"]):
+        for row, title in enumerate(["1 worker (baseline)", "1 process, both cores", "2 workers (ddp)"]):
             expect(table.locator("tbody tr").nth(row).locator("td").first).to_have_text(title)
         for child in CHILDREN:
             expect(page.get_by_role("link", name=child, exact=True)).to_be_visible()

@@ -130,18 +130,18 @@ def test_a_wide_terminal_has_a_line_for_each_run(tmp_path: Path) -> None:
     long_and_short(tmp_path)
     assert shown(200, tmp_path) == [
         "run                                                experiment                    what     status    "
-        "metric           samples/s   duration  speedup                                 began",
+        "metric           samples/s   duration  speedup                       began",
         "20260301-110000-a-long-name-of-an-experiment-bbbb  a-long-name-of-an-experiment  ddp x 2  FINISHED  "
-        "accuracy 0.9861     18,470  1 min 0 s  1.50x (1.40x to 1.60x)                  2 h ago",
+        "accuracy 0.9861     18,470  1 min 0 s  1.50x (1.40x to 1.60x)        2 h ago",
         "20260301-120000-digits-aaaa                        digits                        ddp x 2  KILLED    "
-        "-                      100          -  1.01x (0.93x to 1.09x), could be noise  2 h ago",
+        "-                      100          -  inconclusive, 0.93x to 1.09x  2 h ago",
     ]
     assert shown(160, tmp_path)[1].startswith(f"{LONG}  ddp x 2  FINISHED  accuracy")  # without the experiment
-    assert shown(150, tmp_path)[1].endswith("1.50x (1.40x to 1.60x)")  # nor the time
+    assert shown(140, tmp_path)[1].endswith("1.50x (1.40x to 1.60x)")  # nor the time
     assert shown(80, tmp_path, is_terminal=False) == shown(200, tmp_path)  # a pipe is as wide as it needs to be
 
 
-def test_a_speedup_with_a_wide_interval_is_shown_as_in_the_verdict(tmp_path: Path) -> None:
+def test_a_speedup_with_a_wide_interval_is_shown_as_in_the_result(tmp_path: Path) -> None:
     run(tmp_path, "20260301-120000-digits-aaaa", interval=(0.17, 0.71), speedup=0.34)
     assert "  0.17x to 0.71x  2 h ago" in shown(200, tmp_path)[1]
     assert shown(80, tmp_path)[-1].endswith(" 0.17x to 0.71x")
@@ -156,7 +156,7 @@ def test_a_narrow_terminal_has_each_id_whole_in_a_line_of_its_own(tmp_path: Path
         LONG,
         "    ddp x 2 FINISHED accuracy 0.9861    18,470 1 min 0 s 1.50x",
         "20260301-120000-digits-aaaa",
-        "    ddp x 2 KILLED   -                     100         - could be noise",
+        "    ddp x 2 KILLED   -                     100         - inconclusive",
     ]
     assert shown(20, tmp_path) == lines  # nothing is cut
 
