@@ -32,12 +32,12 @@ def find_other_versions(node: NodeFacts, *, here: NodeFacts) -> list[str]:
         version = node.versions[package]
         if own is not None and version != own:
             has = f"it has {package} {version}" if version else f"it has no {package}"
-            remedy = f"on that node: pip install {package}=={own}"
+            remedy = f"On that node: pip install {package}=={own}"
             if package == "Python":
-                remedy = "use the same on all, e.g. one container image"
+                remedy = "Use the same Python on all nodes, e.g. by one container image."
             elif package == "ddp-pipeline":
-                remedy = f"on that node: {INSTALL_SAME_COMMIT}"
-            problems.append(f"{has}, this machine {own}; {remedy}")
+                remedy = f"On that node, {INSTALL_SAME_COMMIT}"
+            problems.append(f"{has}, and this machine has {own}. {remedy}")
     return problems
 
 

@@ -64,7 +64,7 @@ class Outage:
     def end(self) -> None:
         """End the outage, if there is one."""
         if self.reason:
-            self._warn(f"MLflow accepts {self._what} again. All {self._what} that waited were sent")
+            self._warn(f"MLflow accepts {self._what} again. All {self._what} that waited were sent.")
         self.reason = ""
 
 

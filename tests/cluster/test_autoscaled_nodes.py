@@ -33,7 +33,7 @@ TYPES = {
 SECOND = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD}
 """What ``ray up`` sets for the second version."""
 DDP = ["parallel.strategy=ddp", "parallel.device=cpu", "parallel.cpus_per_worker=1", "checkpoint.every_steps=5"]
-WAITS = "Waiting up to 600 s (parallel.queue_timeout_s)"
+WAITS = "Waiting up to 600 s (parallel.queue_timeout_s)."
 
 
 @pytest.fixture

@@ -28,9 +28,9 @@ def test_all_that_differs_is_said_at_once() -> None:
     older = TORCH.model_copy(update={"version": "2.12.1"})
 
     assert find_other_versions(node("old", python="3.10.2", torch=older, pipeline=None), here=DRIVER) == [
-        "it has Python 3.10, this machine 3.11; use the same on all, e.g. one container image",
-        "it has torch 2.12.1, this machine 2.13.0; on that node: pip install torch==2.13.0",
-        "it has no ddp-pipeline, this machine 0.1.0; on that node: install it from this machine's commit: "
+        "it has Python 3.10, and this machine has 3.11. Use the same Python on all nodes, e.g. by one container image.",
+        "it has torch 2.12.1, and this machine has 2.13.0. On that node: pip install torch==2.13.0",
+        "it has no ddp-pipeline, and this machine has 0.1.0. On that node, install it from this machine's commit: "
         "pip install git+https://HOST/REPOSITORY@COMMIT",
     ]
 

@@ -38,7 +38,7 @@ def test_between_nodes_another_torch_is_named_and_a_slow_link_measured(tmp_path:
     assert [node.node for node in examination.nodes] == ["node0", "node1"]
     (problem,) = examination.problems
     own = torch.__version__.partition("+")[0]
-    assert problem.what == f"node1 ({nodes.host(1)}) has torch 2.12.1, this machine {own}"
+    assert problem.what == f"node1 ({nodes.host(1)}) has torch 2.12.1, and this machine has {own}"
     (interface,) = [finding for finding in examination.findings if finding.subject == "interface"]
     assert interface.what.startswith("runs use eth0 (")
     assert examination.link is not None

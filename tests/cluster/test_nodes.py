@@ -110,14 +110,19 @@ def test_a_node_of_another_make_is_left_out_while_the_others_have_room(nodes: No
     assert sorted(node.split()[0] for node in started(ran).devices) == ["node0", "node1"]
     warnings = [event.message for event in ran.events if isinstance(event, Warned)]
     assert sum(there in warning for warning in warnings) == 2
-    assert any(f"no workers are placed on {there} torch {OTHER_TORCH}, this machine 2." in each for each in warnings)
+    assert any(
+        f"no workers are placed on {there} torch {OTHER_TORCH}, and this machine has 2." in each for each in warnings
+    )
 
     refused = run(nodes, on_the_head, *TWO, "parallel.workers=3")
     assert refused.code == 3
     assert refused.folder is None
     assert "strict_spread needs a node for each of 3 workers" in refused.stderr
-    assert f"{there} torch {OTHER_TORCH}, this machine 2." in refused.stderr
-    assert f"{there} ddp-pipeline {OTHER_RELEASE}, this machine 0.1.0; on that node: install it from" in refused.stderr
+    assert f"{there} torch {OTHER_TORCH}, and this machine has 2." in refused.stderr
+    assert (
+        f"{there} ddp-pipeline {OTHER_RELEASE}, and this machine has 0.1.0. On that node, install it from"
+        in refused.stderr
+    )
     assert "node1" not in refused.stderr
 
 

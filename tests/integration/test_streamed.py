@@ -263,7 +263,7 @@ def test_what_ray_cannot_stream_is_refused(trials: Trials, changes: list[str], m
             r"parallel\.launcher: is torchrun, but pipeline\.data\.streamed is read by Ray",
         ),
         (["parallel.launcher=inprocess"], r"parallel\.launcher: is inprocess, but .* write launcher: ray"),
-        (["parallel.workers=5"], r"train\.global_batch_size: is 24 and can't be divided equally among 5 workers"),
+        (["parallel.workers=5"], r"train\.global_batch_size: is 24, which 5 workers can't share equally"),
         (["parallel.workers=[1,6]"], r"train\.global_batch_size: is 24, which 5 workers can't"),
         (["loader.num_workers=1"], r"loader\.num_workers: has no effect on pipeline\.data\.streamed"),
     ],

@@ -24,7 +24,7 @@ from pipeline.planning.resources import format_unfit
 HERE = facts_here()
 SILENT = "it didn't answer within 60 s"
 OTHER = HERE.model_copy(update={"ray": "2.9.0"})
-VERSION = f"it has ray 2.9.0, this machine {HERE.ray}; on that node: pip install ray=={HERE.ray}"
+VERSION = f"it has ray 2.9.0, and this machine has {HERE.ray}. On that node: pip install ray=={HERE.ray}"
 STORAGE = Answer(storage="the storage is not shared")
 
 

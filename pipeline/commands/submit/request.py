@@ -117,15 +117,15 @@ def notes(request: Request, *, launcher: str = "ray", same_environment: bool = F
     """
     experiment = request.file.experiment
     if experiment.parallel.launcher != launcher:
-        yield f"parallel.launcher is {experiment.parallel.launcher}. On the cluster, {launcher} is used"
+        yield f"parallel.launcher is {experiment.parallel.launcher}. On the cluster, {launcher} is used."
     for name in request.variables:
         if not (same_environment or name in request.environment):
-            yield f"the experiment reads {name} from the cluster's environment. To send its value, use --env {name}"
+            yield f"the experiment reads {name} from the cluster's environment. To send its value, use --env {name}."
     uri = experiment.tracking.uri
     if uri.startswith("sqlite:////"):
-        yield f"tracking.uri is {uri}. Results stay in this file on the node that runs the driver"
+        yield f"tracking.uri is {uri}. Results stay in this file on the node that runs the driver."
     if _LOOPBACK.match(uri):
-        yield f"tracking.uri is {without_credentials(uri)}. On the cluster, this address is another machine"
+        yield f"tracking.uri is {without_credentials(uri)}. On the cluster, this address is another machine."
 
 
 def cpus_of_worker(request: Request) -> int:

@@ -41,7 +41,7 @@ def stop(*, grace_s: float, tell: Callable[[str], None]) -> None:
         while there := running():
             new = [member for member in there if member.pid not in asked]
             if new:
-                tell(f"stopping {counted(len(new), 'trial')} after a checkpoint. To kill them, press Ctrl-C again")
+                tell(f"stopping {counted(len(new), 'trial')} after a checkpoint. To kill them, press Ctrl-C again.")
             for member in new:
                 with suppress(psutil.Error):
                     member.terminate()
