@@ -135,7 +135,7 @@ class Held(Frozen):
     mb: tuple[float, ...]
     """MiB of each rank's tensors on any device, in rank order."""
     cut: str = ""
-    """Groups of the sharded model, e.g. "12 x Block, the rest"; empty if every rank holds all of it."""
+    """Groups of the sharded model, e.g. "12 x Block and all other parameters"; empty if every rank holds all of it."""
 
 
 class Spike(Frozen):
