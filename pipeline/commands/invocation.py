@@ -32,6 +32,7 @@ from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
 from pipeline.report import Row
 from pipeline.report.advise import advise
+from pipeline.report.claims import classify_speedup
 from pipeline.report.goodput import Goodput, WallClock
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
@@ -157,12 +158,12 @@ class Invocation:
         if points := tuple(Point(name, step, value) for name, value in figures.items() if value is not None):
             self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
 
-    def tag(self, row: Row, *, trial: str = "main") -> None:
+    def tag(self, row: Row, *, baseline: Row, trial: str = "main") -> None:
         """Tag a trial with its speedup and the interval of it, for the table of runs in the tracking store."""
         if row.ratio is None:
             return
-        doubt = "" if row.is_resolved else "inconclusive, "
-        tags = {"speedup": f"{doubt}{speedup(row)}"}
+        doubts = {"invalid": "not valid, ", "inconclusive": "inconclusive, "}
+        tags = {"speedup": f"{doubts.get(classify_speedup(row, baseline), '')}{speedup(row)}"}
         self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
 
     def show(self, report: Printable, *, summary: str = "") -> None:

@@ -223,7 +223,7 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
     for row in shown.rows:
         if row != shown.main:
             invocation.log(device.figures(row), trial=row.trial, step=row.steps, epoch=1)
-        invocation.tag(row, trial=row.trial)
+        invocation.tag(row, baseline=shown.rows[0], trial=row.trial)
     invocation.save_report(shown)
     return shown
 

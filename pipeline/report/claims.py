@@ -16,6 +16,9 @@ BUSY = 0.2
 MOST_TIMES = 20
 """Factor on the measuring time beyond which nothing longer is suggested."""
 
+NOT_VALID = "speedup not valid"
+"""Part of a result whose loss differs without a reason."""
+
 Outcome = Literal["none", "invalid", "inconclusive", "faster", "slower"]
 
 
@@ -47,7 +50,7 @@ def describe_speedup(row: Row, baseline: Row) -> str:
     name, base = name_row(row), count_workers(baseline)
     match classify_speedup(row, baseline):
         case "invalid":
-            return f"{name}: speedup not valid, loss differs from the baseline"
+            return f"{name}: {NOT_VALID}, loss differs from the baseline"
         case "inconclusive" if not ratio.size:
             return f"{name}: inconclusive, {ratio.value:.2f}x measured without a confidence interval"
         case "inconclusive":

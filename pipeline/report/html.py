@@ -19,7 +19,7 @@ from pipeline.report.palette import DARK, LIGHT
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.row_names import name_row
-from pipeline.report.sentences import iter_metric_names
+from pipeline.report.sentences import format_ending, iter_metric_names
 from pipeline.report.swept import Swept, SweptReport, figure
 from pipeline.report.tables import amount, efficiency, speedup
 from pipeline.wording import counted, duration
@@ -99,7 +99,7 @@ def _speedups(report: Report, shared: Mapping[str, object]) -> str:
         tiles=tuple(_tiles(report)),
         wall_clock=tuple(_wall_clock(report.goodput)) if report.goodput else (),
         metrics=sorted(report.main.metrics.items(), key=lambda metric: not metric[0].startswith(PREFIX)),
-        advice=[(advice.reason.rstrip("."), *marked(advice)) for advice in report.advice],
+        advice=[(one.reason.rstrip("."), *marked(one), format_ending(one)) for one in report.advice],
         method=tuple(_method(report)),
     )
 

@@ -70,7 +70,7 @@ class Finding(Frozen):
     def advice(self) -> Advice:
         """Finding in words."""
         overrides = pasted(self.values)
-        change = f"{'set' if self.is_measured else 'not measured: try'} {overrides}" if overrides else ""
+        change = f"{'set' if self.is_measured else 'try'} {overrides}" if overrides else ""
         return Advice(
             reason=self.reason,
             change="; ".join(filter(None, [self.change, change])),

@@ -89,7 +89,12 @@ def describe_communication(row: Row) -> Iterator[str]:
 
 def format_advice(advice: Sequence[Advice]) -> tuple[str, ...]:
     """Return lines, each with the measurement and the change."""
-    return tuple(f"{each.reason.rstrip('.')}: {each.change}" for each in advice)
+    return tuple(f"{each.reason.rstrip('.')}: {each.change}{format_ending(each)}" for each in advice)
+
+
+def format_ending(advice: Advice) -> str:
+    """Return what follows settings that this run has not measured; otherwise an empty text."""
+    return "" if advice.measured or not advice.overrides else " (not measured)"
 
 
 def iter_training_notes(main: Row, more: Sequence[str] = ()) -> Iterator[str]:

@@ -235,11 +235,12 @@ def test_the_fragment_of_a_notebook_shows_the_verdict_the_chart_and_what_to_know
 def test_the_advice_on_the_page_ends_in_code_to_paste(tmp_path: Path) -> None:
     advice = Advice(
         reason="Waits 14 ms.",
-        change="not measured: try loader.num_workers=2",
+        change="try loader.num_workers=2",
         key="loader.num_workers",
         overrides="loader.num_workers=2",
+        measured=False,
     )
     page = page_of(report().model_copy(update={"advice": (advice,)}), tmp_path)
-    assert "Waits 14 ms: not measured: try <code>loader.num_workers=2</code></li>" in page
+    assert "Waits 14 ms: try <code>loader.num_workers=2</code> (not measured)</li>" in page
     earlier = advice.model_copy(update={"overrides": "", "change": "write loader.num_workers: 2"})
     assert "write loader.num_workers: 2</li>" in page_of(report().model_copy(update={"advice": (earlier,)}), tmp_path)

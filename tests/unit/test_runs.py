@@ -147,6 +147,16 @@ def test_a_speedup_with_a_wide_interval_is_shown_as_in_the_result(tmp_path: Path
     assert shown(80, tmp_path)[-1].endswith(" 0.17x to 0.71x")
 
 
+def test_a_speedup_of_another_loss_is_not_shown(tmp_path: Path) -> None:
+    folder = run(tmp_path, "20260301-120000-digits-aaaa")
+    assert "1.50x" in shown(200, tmp_path)[1]
+    path = folder / "events.jsonl"
+    path.write_text(
+        path.read_text().replace('"summary":""', '"summary":"**2 workers (ddp): speedup not valid, loss**"')
+    )
+    assert "  not valid  2 h ago" in shown(200, tmp_path)[1]
+
+
 def test_a_narrow_terminal_has_each_id_whole_in_a_line_of_its_own(tmp_path: Path) -> None:
     long_and_short(tmp_path)
     lines = shown(80, tmp_path)

@@ -94,6 +94,15 @@ def advised(report: Report) -> Report:
     return report.model_copy(update={"advice": advise(report, experiment=experiment, cores=2)})
 
 
+def loading() -> Report:
+    """A training that waits for its data, without one process on both cores."""
+    ends = [
+        end("baseline", 329, losses=LOSSES),
+        end("main", 606, noise=0.04, parts=(160.0, 8.8, 40.0, 0.9), losses=LOSSES, metrics=METRICS, slots_s=30.0),
+    ]
+    return advised(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE))
+
+
 def alone(**options: bool) -> Report:
     """A training without any measurement."""
     only = MAIN.model_copy(update={"train_only": True, "launcher": "ray", **options})
@@ -157,6 +166,7 @@ SCREENS: dict[str, Callable[[], object]] = {
     "run_inconclusive": lambda: resnet(rate=349, noise=0.15, other_cores=1.4),
     "run_too_close": lambda: resnet(rate=330, noise=0.02, losses=LOSSES),
     "run_slower": mlp,
+    "run_suggestion": loading,
     "run_other_loss": lambda: resnet(coupling=()),
     "run_train_only": alone,
     "run_quick": lambda: alone(is_quick=True),
@@ -219,6 +229,7 @@ def test_the_result_in_a_line_is_that_of_the_screen() -> None:
         "run_inconclusive": "2 workers (ddp): inconclusive, 0.91x to 1.24x (95% CI)",
         "run_too_close": "2 workers (ddp): inconclusive, 0.98x to 1.03x (95% CI)",
         "run_slower": "2 workers (ddp): 4.0x slower than 1 worker (95% CI 3.0x to 5.2x)",
+        "run_suggestion": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
         "run_other_loss": "2 workers (ddp): speedup not valid, loss differs from the baseline",
         "run_train_only": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
         "run_quick": "2 workers (ddp): quick test passed (2 steps); speedup not measured",

@@ -12,6 +12,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.estimates import Estimate
 from pipeline.recording.run_summary import RunSummary, is_number, value_of
 from pipeline.recording.terminal import listing, print_table, width_of
+from pipeline.report.claims import NOT_VALID
 from pipeline.report.ratios import ends_of, times
 from pipeline.wording import did_you_mean, duration, figure
 
@@ -150,6 +151,8 @@ def _speedup(run: RunSummary, *, is_narrow: bool) -> str:
     """Format the speedup with its interval, as far as the run has one."""
     if run.speedup is None:
         return _NONE
+    if NOT_VALID in run.verdict:
+        return "not valid"
     if run.speedup_low is None or run.speedup_high is None:
         return f"{run.speedup:.2f}x"
     ratio = Estimate(run.speedup, run.speedup_low, run.speedup_high, run.speedup_pairs)

@@ -12,7 +12,7 @@ from pipeline.report.report import Report
 from pipeline.report.row_names import are_several, count_workers, name_row
 from pipeline.report.screens.screen_layout import LABEL, WIDTH, Block, Places, assemble, label, label_command, wrap
 from pipeline.report.screens.screen_tables import format_loss_notes, format_step_time, format_table
-from pipeline.report.sentences import iter_metric_names, iter_training_notes
+from pipeline.report.sentences import format_advice, iter_metric_names, iter_training_notes
 from pipeline.report.tables import amount, efficiency, low_to_high
 from pipeline.wording import counted, figure
 
@@ -38,7 +38,7 @@ def format_screen(report: Report, places: Places) -> tuple[str, ...]:
             Block((*_result(report, outcome), *label("", *iter_training_notes(main, report.training_notes)))),
             Block((*format_doubt(doubt, places), *format_invalid(outcome, places), *advised)),
             format_table(report, places) if has_table else Block(()),
-            Block(tuple(_reference(report, outcome)), rank=2),
+            Block(() if advised else tuple(_reference(report, outcome)), rank=2),
             Block(step_time, rank=3),
             format_loss_notes(report) if has_table else Block(()),
             Block(tuple(_notes(report, places, doubt=doubt, has_advice=bool(advised))), rank=1),
@@ -165,9 +165,10 @@ def _notes(report: Report, places: Places, *, doubt: Doubt | None, has_advice: b
             f"Other processes used {main.other_cores:.1f} CPU cores during the measurement. Measure again on an idle "
             f"machine for narrower intervals:\npipeline measure {places.run}"
         )
-    suggestion = next((one for one in report.advice if not one.measured), None)
-    if suggestion is not None and not has_advice and doubt is None:
-        notes.append(f"{suggestion.reason.rstrip('.')}: {suggestion.change}.")
+    others = (one for one in report.advice if not (one.measured and one.overrides))  # which is behind USE
+    if doubt is None and (other := next(others, None)) and (other.measured or not has_advice):
+        (line,) = format_advice([other])
+        notes.append(f"{line[0].upper()}{line[1:]}")
     for note in notes[:_MOST_NOTES]:
         for line in note.split("\n"):  # a command is not wrapped into a text
             yield from wrap(line)
