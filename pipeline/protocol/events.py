@@ -326,6 +326,12 @@ class Evaluated(Event):
         return f"{self.split} set, {counted(self.samples, 'sample', spec=',')}: {self.weights}"
 
 
+class Checked(Event):
+    """End of the check of an experiment on a few samples."""
+
+    kind: Literal["checked"] = "checked"
+
+
 class ArtifactSaved(Event):
     """File of the run's folder that belongs to the results."""
 
@@ -432,6 +438,7 @@ AnyEvent = Annotated[
     | Finished
     | BatchSizesFound
     | Evaluated
+    | Checked
     | ArtifactSaved
     | ModelSaved
     | ModelExported

@@ -30,6 +30,12 @@ def told_to(tell: Callable[[Advanced], None], *, trial: str = "main") -> Iterato
         _tell, _trial = before
 
 
+def pass_on(event: Advanced) -> None:
+    """Report the progress of another process, such as a child's."""
+    if _tell is not None:
+        _tell(event)
+
+
 class ProgressReporter:
     """Progress of one task; a task of less than half a second is not reported.
 

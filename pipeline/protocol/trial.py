@@ -14,7 +14,7 @@ from typing_extensions import override
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 
-Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning", "evaluation"]
+Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning", "evaluation", "check"]
 Split = Literal["validation", "test"]
 """Held-out set that can be evaluated."""
 Scaling = Literal["strong", "weak"]
@@ -192,6 +192,14 @@ class Training(Trial):
         return step in self.left_out
 
 
+class BatchCheck(Training):
+    """A check of the experiment: built as for a training, then its first steps and evaluations on a few samples."""
+
+    role: Literal["check"] = "check"  # type: ignore[assignment] # each class has its own
+    samples: int
+    """Samples of each micro-batch, and of each held-out set."""
+
+
 class CellMeasurement(Measurement):
     """One cell of a matrix of comparisons."""
 
@@ -249,7 +257,7 @@ EVALUATION: str = Evaluation.model_fields["role"].default
 """Name of the trial that evaluates a checkpoint."""
 ROLES: Mapping[str, type[Trial]] = {
     kind.model_fields["role"].default: kind
-    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Tuning, Evaluation)
+    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Tuning, Evaluation, BatchCheck)
 }  # fmt: skip
 """Classes of trials by role."""
 
