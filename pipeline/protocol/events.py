@@ -466,6 +466,22 @@ def event_from_json(line: bytes | str) -> AnyEvent:
     return _events.validate_json(line)
 
 
+KEEPING = ("run_opened", "first_step", "metrics", "finished", "evaluated", "batch_sizes_found", "run_closed")
+"""Kinds of the events that `keeps_run` looks at."""
+
+
+def keeps_run(event: AnyEvent) -> bool:
+    """Return True if an event shows that its run counts: it has taken a step or has a result, or belongs to a sweep."""
+    match event:
+        case FirstStep() | Metrics() | Finished() | Evaluated() | BatchSizesFound():
+            return True
+        case RunOpened():
+            return bool(event.sweep) or event.tags.get("role") == "sweep"
+        case RunClosed():
+            return event.status == "FINISHED"
+    return False
+
+
 class Outbox(Protocol):
     """Connection of a worker to the driver."""
 
