@@ -40,8 +40,7 @@ def check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
     try:
         return call_in_child(partial(_check, file, with_data), receive=_show)
     except ChildCrashedError as error:
-        message = f"{file.path}: the process of the check {error.how}. It tries a batch and what reads it."
-        return CheckResult(TrainingError(message, error.output))
+        return CheckResult(TrainingError(f"{file.path}: the check crashed: its process {error.how}", error.output))
 
 
 def iter_checks(names: Sequence[str], *, with_data: bool) -> Iterator[tuple[str, Callable[[], CheckResult]]]:
@@ -104,7 +103,7 @@ def _check(file: ExperimentFile, with_data: bool, report: Report) -> CheckResult
 
 
 def _found(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent], None]) -> CheckResult:
-    from pipeline.driver import batch_check, preflight
+    from pipeline.driver import preflight, try_batch
 
     try:
         allowed = preflight.check(file, with_weights=with_data)
@@ -112,12 +111,12 @@ def _found(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent
         if with_data:  # whose problems are reported together with the others
             preflight.check(file, with_data=True)
         raise
-    skipped = batch_check.reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
+    skipped = try_batch.reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
     if skipped and not file.experiment.is_streamed:
         with explained(file):
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data and not skipped:
-        batch_check.try_batch(file, allowed=allowed, receive=receive)
+        try_batch.try_batch(file, allowed=allowed, receive=receive)
     return CheckResult(sweep=_describe_sweep(file, allowed=allowed), skipped=skipped)
 
 

@@ -196,8 +196,10 @@ class BatchCheck(Training):
     """A check of the experiment: built as for a training, then its first steps and evaluations on a few samples."""
 
     role: Literal["check"] = "check"  # type: ignore[assignment] # each class has its own
-    samples: int
-    """Samples of each micro-batch, and of each held-out set."""
+    samples: int = 2
+    """Samples of each micro-batch of the first step."""
+    most_samples: int = 2
+    """Samples of the micro-batches after it, and of each held-out set, as far as there is time for them."""
 
 
 class CellMeasurement(Measurement):

@@ -44,7 +44,7 @@ def reason_to_skip(experiment: Experiment, *, allowed: tuple[str, ...]) -> str:
 def try_batch(file: ExperimentFile, *, allowed: tuple[str, ...], receive: Callable[[AnyEvent], None]) -> None:
     """Take the first steps of a training and evaluate, on a few samples, without a folder and without a run.
 
-    What fails on two samples is tried once more on as many as a worker gets: code may need a batch of its size.
+    An error in a step on two samples counts if samples of a worker's whole batch raise one: code may need its size.
 
     Args:
         file: the experiment.
@@ -56,9 +56,9 @@ def try_batch(file: ExperimentFile, *, allowed: tuple[str, ...], receive: Callab
     """
     with explained(file):
         planned = _plan(file.experiment, resources.detect(), allowed=allowed)
-        few = planned.model_copy(update={"samples": min(_SAMPLES, planned.samples)})
-        outcome = _run(few, receive=receive)
-        if outcome.has_failed and outcome.started is not None and few.samples < planned.samples:
+        few = min(_SAMPLES, planned.samples)
+        outcome = _run(planned.model_copy(update={"samples": few}), receive=receive)
+        if outcome.has_failed and outcome.started is not None and few < planned.samples:
             outcome = _run(planned, receive=receive)
         if outcome.has_failed:
             raise outcome.error
@@ -78,6 +78,7 @@ def _plan(experiment: Experiment, here: Resources, *, allowed: tuple[str, ...]) 
     except ExperimentError:  # perhaps too
         make_plan(experiment, here.model_copy(update={"cpus": _MANY, "gpus": ("GPU",) * _MANY}), train_only=True)
     train, workers = experiment.train, experiment.parallel.workers
+    share = -(-train.global_batch_size // (workers * train.gradient_accumulation))
     uses_gpu = bool(here.gpus) and experiment.parallel.device != "cpu"
     return BatchCheck(
         name="check",
@@ -92,7 +93,8 @@ def _plan(experiment: Experiment, here: Resources, *, allowed: tuple[str, ...]) 
         cpus_per_worker=here.cpus,
         allowed=allowed,
         initial=initial_weights.find(experiment),
-        samples=-(-train.global_batch_size // (workers * train.gradient_accumulation)),
+        samples=share,
+        most_samples=share,
     )
 
 
