@@ -1,5 +1,6 @@
 """``pipeline check``: each file is checked in a child process, so that a crash there is an error like others."""
 
+import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -74,6 +75,7 @@ def _preload(files: Sequence[ExperimentFile]) -> None:
         for module in (*_PRELOADED, *named):
             with suppress(Exception):  # the check reports it
                 importlib.import_module(module)
+    gc.freeze()  # a collection in a child would look through all of it
     stages.end()
 
 
