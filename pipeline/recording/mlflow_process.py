@@ -22,10 +22,11 @@ from time import monotonic
 from typing import BinaryIO
 
 from pipeline.config.values import Frozen, WithEnvironment
-from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json, keeps_run
+from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, keeps_run
 from pipeline.recording.delivery import BATCH_POINTS, Delivery, persist, quiet, size
 from pipeline.recording.journal import FILE_NAME, Feed
 from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.store import create_store
 from pipeline.recording.trackers import Attached, attach_also
 from pipeline.system.process import TASKS
 
@@ -96,7 +97,7 @@ class Writer:
         self._batch = 0  # events being sent
         self._upload_at = 0.0
         self._opened, self._is_open = opened, False
-        self._is_kept = task.adds
+        self._uri, self._is_kept = task.uri, task.adds
         self._parts = self._deliver_all()
 
     def work(self, *, is_beside: bool = False) -> None:
@@ -169,6 +170,9 @@ class Writer:
         batch: list[AnyEvent] = []
         while (event := self.feed.get()) is not None:
             batch.append(event)
+            if isinstance(event, RunOpened):
+                with suppress(Exception):  # takes a second, while workers start; the delivery reports an error
+                    create_store(self._uri or event.tracking_uri)
             if keeps_run(event):
                 self._is_kept = True
                 return batch

@@ -152,7 +152,6 @@ def test_the_command_says_what_a_worker_refused(command: Command, project: Path,
     listed = ("list", "--quiet", f"--directory={folder.parent}")
     assert command(*listed).stdout == ""
     assert command(*listed, "--all").stdout == f"{folder.name}\n"
-    assert not (tmp_path / "mlflow.db").exists()
 
 
 def test_a_missing_file_is_a_usage_error(command: Command) -> None:

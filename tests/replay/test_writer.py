@@ -100,9 +100,10 @@ def test_a_run_that_ends_before_its_first_step_is_not_sent(store: Store, tmp_pat
     writer.feed.end()
     writer.closing.set()
 
-    writer.work()
+    with closing(writer.feed):
+        writer.work()
+        outcome = writer.reply().outcome
 
-    outcome = writer.reply().outcome
     assert outcome is not None
     assert (outcome.run_id, outcome.delivered) == ("", True)
     assert not store.client.get_experiment_by_name("made")
