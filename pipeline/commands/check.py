@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipeline.config.load import ExperimentFile, load
 from pipeline.driver.execute import explained
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
-from pipeline.launchers._head_start import libraries
+from pipeline.launchers._head_start import find_libraries
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced, AnyEvent
 from pipeline.system import stages
@@ -67,7 +67,7 @@ def _preload(files: Sequence[ExperimentFile]) -> None:
 
     numpy's libraries start no threads meanwhile: a process with threads can't be forked.
     """
-    named = dict.fromkeys(library for file in files for library in libraries(file.experiment))
+    named = dict.fromkeys(library for file in files for library in find_libraries(file.experiment))
     if not files:
         return
     stages.begin("importing torch")
@@ -97,14 +97,14 @@ def _check(file: ExperimentFile, with_data: bool, report: Report) -> CheckResult
     try:
         with stages.told_to(report), progress.told_to(receive):
             stages.begin(f"checking {file.path}")
-            return _found(file, with_data=with_data, receive=receive)
+            return _check_here(file, with_data=with_data, receive=receive)
     except TrainingError as error:
         return CheckResult(TrainingError(f"{file.path}: {error}", error.details))
     except PipelineError as error:
         return CheckResult(error)
 
 
-def _found(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent], None]) -> CheckResult:
+def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent], None]) -> CheckResult:
     from pipeline.driver import preflight, try_batch
 
     try:
@@ -113,7 +113,7 @@ def _found(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent
         if with_data:  # whose problems are reported together with the others
             preflight.check(file, with_data=True)
         raise
-    skipped = try_batch.reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
+    skipped = try_batch.find_reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
     if skipped and not file.experiment.is_streamed:
         with explained(file):
             preflight.data_sizes(file.experiment, allowed=allowed)

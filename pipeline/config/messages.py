@@ -102,12 +102,12 @@ def _unknown(parts: tuple[Part, ...], shape: Shape, data: object) -> str:
     fields = shape.fields(section)
     if near := nearest(str(name), fields):
         return f"unknown key; did you mean {near}?"
-    if elsewhere := _elsewhere(parts, shape, data):
+    if elsewhere := _find_elsewhere(parts, shape, data):
         return f"unknown key; did you mean {elsewhere}?"
     return f"unknown key; {keys.join(section) or 'an experiment'} takes {', '.join(fields)}"
 
 
-def _elsewhere(parts: tuple[Part, ...], shape: Shape, data: object) -> str | None:
+def _find_elsewhere(parts: tuple[Part, ...], shape: Shape, data: object) -> str | None:
     """Find the key of another section that an unknown key probably is: an argument in the file, or a known key."""
     name = str(parts[-1])
     for path, _ in keys.walk(data):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pipeline.cluster.node_facts.collect import available_and_total_memory
+from pipeline.cluster.node_facts.collect import find_memory
 from pipeline.config import components
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
@@ -27,7 +27,7 @@ _MOST_OF_MEMORY = 0.5
 _MANY = 2**16
 
 
-def reason_to_skip(experiment: Experiment, *, allowed: tuple[str, ...]) -> str:
+def find_reason_to_skip(experiment: Experiment, *, allowed: tuple[str, ...]) -> str:
     """Return why an experiment can't be tried in a process of this machine, in a sentence; empty if it can."""
     parallel = experiment.parallel
     if parallel.launcher == "ray" and parallel.cluster:
@@ -72,11 +72,11 @@ def _plan(experiment: Experiment, here: Resources, *, allowed: tuple[str, ...]) 
     """
     planned: Trial | None = None
     try:
-        planned = make_plan(experiment, here, allowed=allowed, train_only=True).main
-    except ResourceError:  # another machine will train
+        planned = make_plan(experiment, here, allowed=allowed).main
+    except ResourceError:  # it is meant for another machine
         pass
-    except ExperimentError:  # perhaps too
-        make_plan(experiment, here.model_copy(update={"cpus": _MANY, "gpus": ("GPU",) * _MANY}), train_only=True)
+    except ExperimentError:  # as may be this one
+        make_plan(experiment, here.model_copy(update={"cpus": _MANY, "gpus": ("GPU",) * _MANY}))
     train, workers = experiment.train, experiment.parallel.workers
     share = -(-train.global_batch_size // (workers * train.gradient_accumulation))
     uses_gpu = bool(here.gpus) and experiment.parallel.device != "cpu"
@@ -124,4 +124,4 @@ def _free_bytes(experiment: Experiment) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    return available_and_total_memory()[0]
+    return find_memory()[0]

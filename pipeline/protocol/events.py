@@ -466,11 +466,11 @@ def event_from_json(line: bytes | str) -> AnyEvent:
     return _events.validate_json(line)
 
 
-KEEPING = ("run_opened", "first_step", "metrics", "finished", "evaluated", "batch_sizes_found", "run_closed")
-"""Kinds of the events that `keeps_run` looks at."""
+REASONS_TO_KEEP = ("run_opened", "first_step", "metrics", "finished", "evaluated", "batch_sizes_found", "run_closed")
+"""Kinds of the events that `is_reason_to_keep` looks at."""
 
 
-def keeps_run(event: AnyEvent) -> bool:
+def is_reason_to_keep(event: AnyEvent) -> bool:
     """Return True if an event shows that its run counts: it has taken a step or has a result, or belongs to a sweep."""
     match event:
         case FirstStep() | Metrics() | Finished() | Evaluated() | BatchSizesFound():

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import (
-    KEEPING,
+    REASONS_TO_KEEP,
     AnyEvent,
     RunClosed,
     RunOpened,
     event_from_json,
     event_to_json,
-    keeps_run,
+    is_reason_to_keep,
 )
 from pipeline.system.lock_file import Holder, LockFile, LockHeldError, find_holder
 
@@ -246,8 +246,8 @@ def ending(path: Path) -> RunClosed | None:
 
 
 def is_kept(path: Path) -> bool:
-    """Return True unless a run ended before its first step, in each of its sessions; see `keeps_run`."""
-    return any(map(keeps_run, marked(path, *KEEPING)))
+    """Return True unless a run ended before its first step, in each of its sessions; see `is_reason_to_keep`."""
+    return any(map(is_reason_to_keep, marked(path, *REASONS_TO_KEEP)))
 
 
 def is_listed(path: Path) -> bool:

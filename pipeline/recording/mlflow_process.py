@@ -22,7 +22,7 @@ from time import monotonic
 from typing import BinaryIO
 
 from pipeline.config.values import Frozen, WithEnvironment
-from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, keeps_run
+from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, is_reason_to_keep
 from pipeline.recording.delivery import BATCH_POINTS, Delivery, persist, quiet, size
 from pipeline.recording.journal import FILE_NAME, Feed
 from pipeline.recording.outcome import TrackingOutcome
@@ -173,7 +173,7 @@ class Writer:
             if isinstance(event, RunOpened):
                 with suppress(Exception):  # takes a second, while workers start; the delivery reports an error
                     create_store(self._uri or event.tracking_uri)
-            if keeps_run(event):
+            if is_reason_to_keep(event):
                 self._is_kept = True
                 return batch
         return None

@@ -63,7 +63,7 @@ def call_in_child(function: Callable[[Report], T], *, receive: Report) -> T:
                     return message  # type: ignore[no-any-return] # what the function returned
                 receive(message)
             process.join()
-            raise ChildCrashedError(_end_of(process), _last_lines(Path(output.name)))
+            raise ChildCrashedError(_describe_end(process), _last_lines(Path(output.name)))
         finally:
             _end(process)
 
@@ -108,7 +108,7 @@ def _end(process: BaseProcess) -> None:
     process.close()
 
 
-def _end_of(process: BaseProcess) -> str:
+def _describe_end(process: BaseProcess) -> str:
     code = process.exitcode or 0
     if code >= 0:
         return f"exited with code {code}"

@@ -8,7 +8,7 @@ from pipeline.protocol.trial import BatchCheck, Rank
 from pipeline.training import logs
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import by_step, first_steps
+from pipeline.training.dry_run import first_steps, group_by_step
 from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.loop import advance_by_epoch, check_built
@@ -18,7 +18,7 @@ from pipeline.training.step import optimizer_step
 STEPS = 2
 """Steps to take: ddp raises an error about parameters without a gradient in the step after."""
 _LIMIT_S = 5.0
-"""Seconds that a step may take, as far as the first one tells."""
+"""Seconds that the second step may take, estimated from the first one."""
 
 
 def check_batch(trial: BatchCheck, *, rank: Rank, outbox: Outbox) -> None:
@@ -43,7 +43,7 @@ def check_batch(trial: BatchCheck, *, rank: Rank, outbox: Outbox) -> None:
 
 def _take_steps(context: TrainContext, trial: BatchCheck) -> int:
     """Take the first steps of the training; return how many samples there is time for."""
-    whole_steps = by_step(first_steps(STEPS, context.batches.micro_batches(0)))
+    whole_steps = group_by_step(first_steps(STEPS, context.batches.micro_batches(0)))
     samples = trial.samples
     for step in range(min(STEPS, context.steps)):
         micro_batches = _cut(whole_steps[min(step, len(whole_steps) - 1)], samples)

@@ -152,6 +152,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model": component(OWN + "UnusedPart"), "parallel": {"strategy": "ddp", "launcher": "inprocess"}},
         "find_unused_parameters: is false, but unused.weight",
     ),
+    "the baseline": ({"compare": [{"strategy": "ddp", "workers": 2}]}, "compare.0..workers: is 2, but inprocess runs"),
     "a launcher of one process": (
         {"parallel": {"strategy": "ddp", "launcher": "inprocess", "workers": 2}}, "inprocess runs one process"
     ),
@@ -185,9 +186,9 @@ def test_what_is_not_tried_is_said(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], free: int, said: str
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(try_batch, "available_and_total_memory", lambda: (free, free))
+    monkeypatch.setattr(try_batch, "find_memory", lambda: (free, free))
     experiment = toys.experiment(**sections)
 
-    reason = try_batch.reason_to_skip(experiment, allowed=ALLOWED)
+    reason = try_batch.find_reason_to_skip(experiment, allowed=ALLOWED)
 
     assert (said in reason) if said else not reason
