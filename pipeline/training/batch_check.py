@@ -17,7 +17,7 @@ from pipeline.training.step import optimizer_step
 
 STEPS = 2
 """Steps to take: ddp raises an error about parameters without a gradient in the step after."""
-_LIMIT_S = 5.0
+_LIMIT_S = 2.0
 """Seconds that the second step may take, estimated from the first one."""
 
 
