@@ -40,6 +40,9 @@ def list_(
             help="Sort by a column or a metric, e.g. validation/accuracy; with - before it the largest is first.",
         ),
     ] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Also list the runs that ended before their first step.")
+    ] = False,
     as_json: Json = False,
     quiet: IdsOnly = False,
 ) -> None:
@@ -53,7 +56,7 @@ def list_(
     from pipeline.recording import runs
     from pipeline.recording.run_summary import RunSummary
 
-    found = list(runs.summaries(directory))
+    found = list(runs.summaries(directory, with_unstarted=every))
     if sort and found:
         found = sorted_runs(found, sort)
     if as_json:
@@ -62,6 +65,8 @@ def list_(
         typer.echo("".join(f"{run.run}\n" for run in found), nl=False)
     elif found:
         show_runs(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False), by=sort)
+    elif runs.folders(directory) and not every:
+        typer.echo(f"{directory}: each run ended before its first step. List them with --all.", err=True)
     else:
         typer.echo(f"{directory} has no runs; start one with pipeline run FILE", err=True)
 

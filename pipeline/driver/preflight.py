@@ -15,7 +15,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.reported import PREFIX, source_of
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep
-from pipeline.config.targets import allowed_packages
+from pipeline.config.targets import allowed_packages, list_once
 from pipeline.config.task_consistency import against_state
 from pipeline.config.values import Direction, Mode
 from pipeline.driver import parameters
@@ -43,7 +43,8 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems += _strategy_problems(file.experiment)
     problems += also.problems(file.experiment.tracking.also)
     if rejected := _find_rejected(file, allowed=allowed):
-        raise file.explain(dict.fromkeys([*problems, *rejected]))
+        error = file.explain(dict.fromkeys([*problems, *rejected]))
+        raise ExperimentError(list_once(error.problems, allowed=allowed))
     if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
         problems += _task_problems(file.experiment, allowed=allowed)
     wrong = {problem.key.partition(".")[0] for problem in problems}

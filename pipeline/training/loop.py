@@ -66,13 +66,7 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     meter = Meter(context=context, clock=clock, outbox=outbox)
     manager = CheckpointManager(context, meter=meter, outbox=outbox)
     is_training = isinstance(trial, Training)
-    build_metrics(context)
-    reporting.start(context, outbox)
-    reporting.changed_matmul_precision(context, outbox)
-    if is_training:
-        plateau.check(context)
-        reporting.averaging(context, outbox)
-        log_means.check(context, outbox)
+    check_built(context, outbox)
     compile_ahead(context)
     with manager:
         meter.step = start = manager.resume()
@@ -95,6 +89,21 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
         if isinstance(trial, Training):  # last, as it takes memory, which the result tells, and may fail
             reporting.exported_model(trial, outbox, folder=Path(folder))
     return result
+
+
+def check_built(context: TrainContext, outbox: Outbox) -> None:
+    """Check what was built, before its first step, and report what there is to train. Collective.
+
+    Raises:
+        ExperimentError: a metric can't be built, the scheduler contradicts it, or an evaluation logs no means.
+    """
+    build_metrics(context)
+    reporting.start(context, outbox)
+    reporting.changed_matmul_precision(context, outbox)
+    if isinstance(context.trial, Training):
+        plateau.check(context)
+        reporting.averaging(context, outbox)
+        log_means.check(context, outbox)
 
 
 def evaluate_test(context: TrainContext, *, meter: Meter, best: Best | None) -> None:

@@ -232,6 +232,24 @@ def test_a_run_is_found_by_a_part_of_its_id_by_its_folder_and_as_the_latest(tmp_
     assert runs.find(old.name, tmp_path) == runs.find(str(old), Path("elsewhere")) == old
 
 
+def test_a_run_that_ended_before_its_first_step_is_neither_listed_nor_the_latest(tmp_path: Path) -> None:
+    good = run(tmp_path, "20260301-110000-digits-bbbb")
+    bad = tmp_path / "20260302-120000-digits-aaaa"
+    bad.mkdir()
+    opened = RunOpened(
+        run=bad.name, tracking_uri="sqlite:///m.db", tracking_experiment="digits", tags={}, params={}, trials=("main",)
+    )
+    with closing(Recorder(bad, subscribers=[])) as recorder:
+        recorder.receive(opened)
+        assert [summary.folder for summary in runs.summaries(tmp_path)] == [good, bad]  # it is running
+        recorder.receive(RunClosed(status="FAILED", message="wrong"))
+
+    assert [summary.folder for summary in runs.summaries(tmp_path)] == [good]
+    assert [summary.folder for summary in runs.summaries(tmp_path, with_unstarted=True)] == [good, bad]
+    assert runs.find("latest", tmp_path) == good
+    assert runs.find("aaaa", tmp_path) == bad
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
