@@ -59,13 +59,20 @@ class Result:
         return self.folder / CHART_NAME
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return a row for each trial, with the columns of MLflow's speedup_table.json; None for unknown values."""
+        """Return a row for each trial, with the columns of MLflow's speedup_table.json; None for unknown values.
+
+        Results come first, then metrics, step time, resources, what ran, and details.
+        """
         import pandas as pd
 
         return pd.DataFrame(self.report.table()).set_index("trial")
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return f"{self.report.name}: {self.report.verdict}\n{places_of(self.folder)}"
+
+    def __repr__(self) -> str:
+        """Identify the run only: an interactive Python prints this after `run` has printed the result."""
+        return f"{type(self).__name__}({self.report.name}: {self.folder})"
 
     def _repr_html_(self) -> str:
         return fragment(self.report, self.chart, places=places_of(self.folder))

@@ -61,7 +61,7 @@ def execute(
         outcome = _executed(trial, launcher=launcher, recorder=recorder, file=file, pace=pace)
     for other in trial.compared_with if isinstance(trial, Training) else ():
         if events := [event for event in outcome.beside if event.trial == other.name]:
-            open_trial(other, recorder)
+            open_trial(other, recorder, time=events[0].time)
             for event in events:
                 recorder.receive(event)
     return outcome

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import time as now
 from typing import IO, cast
 
 import rich.console
@@ -189,10 +190,11 @@ def _closed_by_status(
         _close(recorder, end=own, has_failed=status != "FINISHED", warn=warn)
 
 
-def open_trial(trial: Trial, recorder: Recorder) -> None:
-    """Record that a trial is about to be launched."""
+def open_trial(trial: Trial, recorder: Recorder, *, time: float | None = None) -> None:
+    """Record the launch of a trial: that it is about to be launched, or was at ``time``."""
     recorder.receive(
         TrialOpened(
+            time=now() if time is None else time,
             trial=trial.name,
             role=trial.role,
             title=trial.title,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from browser import CHROMIUM, INSTALL, Pages, all_drawn_metrics, cell, columns, names
+from browser import CHROMIUM, INSTALL, Pages, all_drawn_metrics, cell, columns, names, sections
 from command import started
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -29,7 +29,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.width=8", "data.image_size=16", "train.epochs=2", "parallel.launcher=torchrun", "measure.budget_s=8"]
-CHILDREN = ["single, 2 cores", "single"]
+CHILDREN = ["reference: 1 process, 2 cores", "baseline: 1 worker"]
 WIDE = (1920, 900)
 
 
@@ -160,7 +160,13 @@ def test_the_printed_link_opens_the_run_with_its_description(shown: Shown, pages
 
 def test_every_metric_has_a_chart(shown: Shown, pages: Pages) -> None:
     expected = {name for name in shown.run.data.metrics if not name.startswith("system/")}
-    assert {"train/loss", "validation/accuracy", "speedup", "time/compute_ms", "memory/peak_mb"} <= expected
+    assert {
+        "train/loss",
+        "validation/accuracy",
+        "speedup",
+        "workers/time/compute_ms",
+        "workers/memory/peak_mib",
+    } <= expected
     drawn = _charts(pages, shown, "model-metrics", expected)
     assert not [name for name in expected if name not in drawn and name.rpartition("/")[2] not in drawn]
 
@@ -174,6 +180,7 @@ def test_every_system_metric_has_a_chart(shown: Shown, pages: Pages) -> None:
 def _charts(pages: Pages, shown: Shown, tab: str, expected: set[str], *, name: str = "") -> set[str]:
     link = shown.link.replace("?", f"/{tab}?")
     with pages.open(link, ready=lambda page: page.locator(".js-plotly-plot .point"), name=name or tab) as page:
+        assert tab != "model-metrics" or sections(page)[:2] == ["train", "validation"]
         return all_drawn_metrics(page, at_least=expected)
 
 

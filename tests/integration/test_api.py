@@ -63,7 +63,8 @@ def test_a_run_returns_its_figures_and_leaves_the_process_as_it_was(here: Path) 
     assert result.to_pandas().loc["main", "train/loss"] == result.metrics["train/loss"]
     assert result.mlflow_run_id
     assert len(result.mlflow_run_id) == 32
-    assert "speedup not measured" in repr(result)
+    assert "speedup not measured" in str(result)
+    assert repr(result) == f"RunResult(from-a-dict: {result.folder})"
     assert result.chart.read_bytes().startswith(b"\x89PNG")
     assert 'src="data:image/png;base64,' in result._repr_html_()
     result.chart.unlink()

@@ -128,7 +128,11 @@ def test_what_a_training_is_compared_with_is_a_trial_of_its_own_in_the_journal(t
         ("trial_opened", "baseline"), ("metrics", "baseline"), ("finished", "baseline"),
     ]  # fmt: skip
     opened = next(event for event in run.journal if isinstance(event, TrialOpened) and event.trial == "baseline")
-    assert (opened.role, opened.title) == ("baseline", "single")
+    assert (opened.role, opened.title, opened.time) == (
+        "baseline",
+        "single",
+        beside[0].time,
+    )  # not when it was recorded
 
 
 def test_what_could_not_be_measured_beside_a_training_is_no_trial(tmp_path: Path) -> None:
