@@ -76,7 +76,7 @@ def test_what_fails_after_the_training_leaves_its_result(
     assert run.outcome.finished is not None
     assert run.outcome.finished.result == RESULT
     assert [event for event in run.journal if isinstance(event, Finished)] == [run.outcome.finished]
-    assert "the training had finished, the measurements after it are missing" in run.warnings[0]
+    assert "Training has finished, but the measurements after it are missing" in run.warnings[0]
 
 
 def test_a_trial_that_loses_workers_goes_on_as_often_as_it_may(tmp_path: Path) -> None:
