@@ -41,8 +41,9 @@ class PipelineError(Exception):
 
     @property
     def told(self) -> str:
-        """Text that the command line shows."""
-        return f"error: {self}" if "\n" not in str(self) else str(self)
+        """Text that the command line shows, with the notes that were added to the error."""
+        text = f"error: {self}" if "\n" not in str(self) else str(self)
+        return "\n".join([text, *getattr(self, "__notes__", ())])
 
     def _render_traceback_(self) -> list[str]:
         """Show the message in IPython instead of a traceback."""

@@ -42,12 +42,15 @@ class Result:
 
     @property
     def speedup(self) -> float | None:
-        """Throughput of the training, or of the fastest cell, over the baseline's; None if no speedup is claimed."""
+        """Throughput over the baseline's; None if no speedup was measured.
+
+        Of a comparison it is the speedup of the configuration with most workers.
+        """
         return self.report.speedup
 
     @property
     def efficiency(self) -> float | None:
-        """Speedup over the ratio of devices, 1 is linear; None if no speedup is claimed."""
+        """Speedup over the ratio of devices, 1 is linear; None if no speedup was measured."""
         return self.report.efficiency
 
     @property
@@ -56,13 +59,20 @@ class Result:
         return self.folder / CHART_NAME
 
     def to_pandas(self) -> "pd.DataFrame":
-        """Return a row for each trial, with the columns of MLflow's speedup_table.json; None for unknown values."""
+        """Return a row for each trial, with the columns of MLflow's speedup_table.json; None for unknown values.
+
+        Results come first, then metrics, step time, resources, what ran, and details.
+        """
         import pandas as pd
 
         return pd.DataFrame(self.report.table()).set_index("trial")
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return f"{self.report.name}: {self.report.verdict}\n{places_of(self.folder)}"
+
+    def __repr__(self) -> str:
+        """Identify the run only: an interactive Python prints this after `run` has printed the result."""
+        return f"{type(self).__name__}({self.report.name}: {self.folder})"
 
     def _repr_html_(self) -> str:
         return fragment(self.report, self.chart, places=places_of(self.folder))
@@ -100,5 +110,6 @@ class ComparisonResult(Result):
 
     @property
     def best(self) -> Row:
-        """Cell with the highest speedup; the baseline if no other cell could be measured."""
-        return self.report.main
+        """Configuration with the highest speedup in strong scaling; the baseline if none could be measured."""
+        cells = [row for row in self.report.rows if row.role == "cell" and row.scaling == "strong"]
+        return max(cells, key=lambda row: row.speedup or 0.0, default=self.report.rows[0])

@@ -1,9 +1,11 @@
 """Trained model of an earlier run, to answer for new data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from pipeline.recording import runs
 from pipeline.recording.folder import EXPERIMENT_NAME
 from pipeline.system.imports import importable
 from pipeline.training.exported_model import trained_model
+from pipeline.training.placing import to_device
 from pipeline.training.reference import Reference
 
 
@@ -30,6 +33,19 @@ class Trained:
     """Experiment as it was run."""
     model: nn.Module
     """The model in evaluation mode, on the CPU, with the weights of the end of training."""
+
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Any:
+        """Return the model's outputs for a batch of inputs, without gradients, on the model's device.
+
+        Args:
+            batch: inputs without targets, e.g. a tensor with a sample in each row; or a mapping of the names of the
+                model's arguments to tensors.
+        """
+        device = next(self.model.parameters()).device
+        is_double = self.experiment.file.experiment.train.precision == "fp64"
+        inputs = to_device(batch, device=device, dtype=torch.float64 if is_double else None)
+        return self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
 
     @classmethod
     def load(cls, run: str | PathLike[str] = runs.LATEST, *, directory: str | PathLike[str] = "runs") -> "Trained":

@@ -63,7 +63,9 @@ AllowChanged = Annotated[
     bool, typer.Option("--allow-changed", help="Continue even if the experiment or its data has changed.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the output of workers and of Ray.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show the output of workers and of Ray, and the whole report.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, everything else on stderr.")]
 IdsOnly = Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result; warnings go to stderr.")]

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,10 +11,6 @@ from pipeline.cli.arguments import Json, interruptible, problems_of, show
 from pipeline.config.extras import lacking
 from pipeline.errors import PipelineError, UsageError
 from pipeline.system import stages
-from pipeline.system.imports import undisturbed
-
-if TYPE_CHECKING:
-    from pipeline.config.load import ExperimentFile
 
 
 def check(
@@ -26,52 +22,37 @@ def check(
     ],
     *,
     data: Annotated[
-        bool, typer.Option(help="Also load the data; --no-data for a machine that doesn't have it.")
+        bool,
+        typer.Option(help="Also load the data and try a batch; --no-data for a machine that does not have the data."),
     ] = True,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
 ) -> None:
-    """Check experiment files, with their data and each component that they name, without training."""
+    """Check experiment files: their data, each component that they name, and a batch; nothing is trained."""
     import rich.console
 
+    from pipeline.commands.check import iter_checks
     from pipeline.recording import waiting
+    from pipeline.recording.progress_bars import progress_on
 
     errors: dict[str, PipelineError] = {}
     console = rich.console.Console(highlight=False, stderr=True, quiet=quiet)
-    with waiting.shown_on(rich.console.Console(quiet=True) if as_json else console):
-        stages.begin("importing torch")
-        from pipeline.config.load import load
-        from pipeline.recording.progress_bars import progress_on
-
-        with undisturbed():
-            from pipeline.driver import preflight
-
-        for file in files:
-            stages.begin(f"checking {file}")
-            try:
-                experiment = load(file)
-                with progress_on(console):
-                    allowed = preflight.check(experiment, with_data=data, with_weights=data)
-            except PipelineError as error:
-                show(error)
-                errors[file] = error
-            else:
-                stages.end()
-                if not quiet:
-                    typer.echo(f"{file}: ok{_sweep_in(experiment, allowed)}", err=as_json)
+    with interruptible(), waiting.shown_on(rich.console.Console(quiet=True) if as_json else console):
+        for file, check_file in iter_checks(files, with_data=data):
+            with progress_on(console):
+                found = check_file()
+            stages.end()
+            if found.error is not None:
+                show(found.error)
+                errors[file] = found.error
+            elif not quiet:
+                typer.echo(f"{file}: ok{f'; {found.sweep}' if found.sweep else ''}", err=as_json)
+                if found.skipped:
+                    typer.echo(f"  No batch was tried. {found.skipped}", err=as_json)
     if as_json:
         typer.echo(json.dumps([{"file": file, "problems": problems_of(errors.get(file))} for file in files], indent=2))
     if errors:
         raise typer.Exit(next(iter(errors.values())).exit_code)
-
-
-def _sweep_in(file: "ExperimentFile", allowed: tuple[str, ...]) -> str:
-    """Describe the file's sweep, as far as it can be planned without a cluster; empty without a sweep."""
-    if file.experiment.sweep is None:
-        return ""
-    from pipeline.commands.sweep.planning import in_a_line
-
-    return f"; {in_a_line(file, allowed=allowed)}"
 
 
 def schema() -> None:

@@ -40,6 +40,9 @@ def list_(
             help="Sort by a column or a metric, e.g. validation/accuracy; with - before it the largest is first.",
         ),
     ] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Also list the runs that ended before their first step.")
+    ] = False,
     as_json: Json = False,
     quiet: IdsOnly = False,
 ) -> None:
@@ -53,7 +56,7 @@ def list_(
     from pipeline.recording import runs
     from pipeline.recording.run_summary import RunSummary
 
-    found = list(runs.summaries(directory))
+    found = list(runs.summaries(directory, with_unstarted=every))
     if sort and found:
         found = sorted_runs(found, sort)
     if as_json:
@@ -62,6 +65,8 @@ def list_(
         typer.echo("".join(f"{run.run}\n" for run in found), nl=False)
     elif found:
         show_runs(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False), by=sort)
+    elif runs.folders(directory) and not every:
+        typer.echo(f"{directory}: each run ended before its first step. List them with --all.", err=True)
     else:
         typer.echo(f"{directory} has no runs; start one with pipeline run FILE", err=True)
 
@@ -70,16 +75,18 @@ def show(
     run: RunArgument,
     *,
     directory: Directory = Path("runs"),
+    full: Annotated[bool, typer.Option("--full", help="Print the whole report: all tables, notes and links.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running run until it ends.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the report of a run, or its progress while it runs."""
+    """Show the result of a run, or its progress while it runs."""
     import rich.console
 
+    from pipeline.commands.ending import print_result
     from pipeline.commands.history import running
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import result_of
-    from pipeline.recording.console import print_report, print_verdict
+    from pipeline.recording.console import print_report
     from pipeline.recording.outcome import places_of
     from pipeline.recording.terminal import headed, linked
 
@@ -102,15 +109,17 @@ def show(
         return
     if summary.status not in ("FINISHED", "RUNNING"):
         console.print(f"{summary.run}: {_state(summary)}", style="yellow", markup=False)
-    if result is not None:
+    if result is not None and full:
         print_report(result.report, stdout=console)
         if result.command:
             console.print(result.command, markup=False, soft_wrap=True)
+    elif result is not None:
+        print_result(result.report, summary.folder, stdout=console)
     if added := [line(event) for event in evaluations(summary.folder)]:
         console.print("", headed(["Evaluated later", *added], width=console.width), "", sep="\n")
-    console.print(linked(places_of(summary.folder, is_running=summary.status == "RUNNING")), soft_wrap=True)
-    if result is not None:
-        print_verdict(result.report, stdout=console)
+    if result is None or full:
+        is_running = summary.status == "RUNNING"
+        console.print(linked(places_of(summary.folder, is_running=is_running)), soft_wrap=True)
 
 
 def _watched(summary: "RunSummary", console: "rich.console.Console", *, as_json: bool) -> bool:

@@ -97,9 +97,9 @@ class _Comparison:
         invocation.show(report, summary=report.markdown())
         for row in report.rows:
             invocation.log(_figures(row), trial=row.trial, step=row.steps, epoch=1)
-            invocation.tag(row, trial=row.trial)
+            invocation.tag(row, baseline=report.rows[0], trial=row.trial)
         invocation.log(_figures(report.main), step=report.main.steps, epoch=1)
-        invocation.tag(report.main)
+        invocation.tag(report.main, baseline=report.rows[0])
         invocation.save_report(report)
         return report
 

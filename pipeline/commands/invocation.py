@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline import registry
 from pipeline.commands import page
+from pipeline.commands.ending import print_end
 from pipeline.commands.interruption import continuable
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import initial_weights, preflight
@@ -23,7 +24,7 @@ from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording import provenance
-from pipeline.recording.console import Printable, print_report, print_verdict
+from pipeline.recording.console import Printable
 from pipeline.recording.folder import id_of
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership, artifact, recorded
@@ -31,6 +32,7 @@ from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
 from pipeline.report import Row
 from pipeline.report.advise import advise
+from pipeline.report.claims import classify_speedup
 from pipeline.report.goodput import Goodput, WallClock
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
@@ -156,20 +158,19 @@ class Invocation:
         if points := tuple(Point(name, step, value) for name, value in figures.items() if value is not None):
             self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
 
-    def tag(self, row: Row, *, trial: str = "main") -> None:
+    def tag(self, row: Row, *, baseline: Row, trial: str = "main") -> None:
         """Tag a trial with its speedup and the interval of it, for the table of runs in the tracking store."""
         if row.ratio is None:
             return
-        noise = "" if row.is_resolved else ", could be noise"
-        tags = {"speedup": f"{speedup(row, has_interval=True)}{noise}"}
+        doubts = {"invalid": "not valid, ", "inconclusive": "inconclusive, "}
+        tags = {"speedup": f"{doubts.get(classify_speedup(row, baseline), '')}{speedup(row)}"}
         self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
 
     def show(self, report: Printable, *, summary: str = "") -> None:
-        """Print a report; ``summary``, in Markdown, describes the run in the tracking store.
+        """Print a report once its results are where they belong.
 
-        Its verdict is printed last, when the results are where they belong.
+        ``summary``, in Markdown, describes the run in the tracking store.
         """
-        print_report(report, stdout=self.terminal.result)
         self.recorder.summary = summary
         self._shown.append(report)
 
@@ -230,6 +231,7 @@ def invoked(
     directions = preflight.directions(plan.experiment, allowed=plan.main.allowed)
     initial = _initial(plan, resumes=folder is not None)
     shown: list[Printable] = []
+    folders: list[Path] = []
     try:
         with recorded(
             plan,
@@ -242,6 +244,7 @@ def invoked(
             adds=adds,
         ) as recorder:
             results = _Results(recorder.earlier)
+            folders.append(recorder.folder)
             clock = WallClock(plan.main.name, read(recorder.folder / FILE_NAME))
             with (
                 recorder.subscribed(results),
@@ -250,8 +253,8 @@ def invoked(
             ):
                 yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
     finally:
-        if shown:
-            print_verdict(shown[-1], stdout=terminal.result)
+        for ended in folders:
+            print_end(shown[-1] if shown else None, ended, terminal=terminal, is_verbose=verbose)
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:

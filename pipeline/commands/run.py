@@ -213,11 +213,8 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
     measured = Report.of(trials, finished, hardware=invocation.hardware)
     if plan.main.is_elastic:
         told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
-        measured = measured.model_copy(update={"remarks": (*measured.remarks, *told)})
+        measured = measured.model_copy(update={"training_notes": tuple(told)})
     result = invocation.results[plan.main.name]
-    if result.stopped_early:
-        end = f"Training stopped early, after {result.steps:,} steps: {result.stopped_early}."
-        measured = measured.model_copy(update={"remarks": (end, *measured.remarks)})
     measured = measured.model_copy(update={"goodput": invocation.goodput})
     train_only = isinstance(plan.main, Training) and plan.main.train_only
     shown = measured if train_only else invocation.advised(measured)
@@ -226,7 +223,7 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
     for row in shown.rows:
         if row != shown.main:
             invocation.log(device.figures(row), trial=row.trial, step=row.steps, epoch=1)
-        invocation.tag(row, trial=row.trial)
+        invocation.tag(row, baseline=shown.rows[0], trial=row.trial)
     invocation.save_report(shown)
     return shown
 

@@ -17,6 +17,8 @@ from pipeline.wording import did_you_mean, nearest
 
 _CREDENTIALS = re.compile(r"(?<=://).*@")  # also in malformed URIs, which `without_credentials` can't parse
 _LONGEST = 60
+_OPTIMIZER, _OF_OPTIMIZERS = "optimizer", ("lr", "momentum", "weight_decay", "betas")
+"""Arguments that most optimizers take, whether a file names them or not."""
 _NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
 _BOUNDS = {
@@ -38,7 +40,7 @@ def problems(error: ValidationError, model: type[BaseModel], data: object) -> li
         key = keys.join(parts)
         if key in found:  # a union reports an error for each choice
             continue
-        found[key] = Problem(key, _sentence(details, parts, shape))
+        found[key] = Problem(key, _sentence(details, parts, shape, data))
         if len(found) > MOST_PROBLEMS:
             break
     return list(found.values())
@@ -75,11 +77,11 @@ def _parts(details: ErrorDetails, data: object) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape) -> str:
+def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape, data: object) -> str:
     schema = shape.at(parts)
     match details["type"]:
         case "extra_forbidden":
-            return _unknown(parts, shape)
+            return _unknown(parts, shape, data)
         case "missing":
             return _missing(parts, details["input"], schema)
         case "string_pattern_mismatch" if parts[-1] != "_target_":
@@ -95,15 +97,27 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape) -> s
     return _wrong(details["input"], parts, shape)
 
 
-def _unknown(parts: tuple[Part, ...], shape: Shape) -> str:
+def _unknown(parts: tuple[Part, ...], shape: Shape, data: object) -> str:
     *section, name = parts
     fields = shape.fields(section)
     if near := nearest(str(name), fields):
         return f"unknown key; did you mean {near}?"
-    by_name = {key.rpartition(".")[2]: key for key in reversed(tuple(shape.all_keys()))}
-    if near := nearest(str(name), by_name, cutoff=0.8):
-        return f"unknown key; did you mean {by_name[near]}?"
+    if elsewhere := _find_elsewhere(parts, shape, data):
+        return f"unknown key; did you mean {elsewhere}?"
     return f"unknown key; {keys.join(section) or 'an experiment'} takes {', '.join(fields)}"
+
+
+def _find_elsewhere(parts: tuple[Part, ...], shape: Shape, data: object) -> str | None:
+    """Find the key of another section that an unknown key probably is: an argument in the file, or a known key."""
+    name = str(parts[-1])
+    for path, _ in keys.walk(data):
+        if path and path[-1] == name and shape.in_component(path):
+            return keys.join(path)
+    if name in _OF_OPTIMIZERS and _OPTIMIZER in shape.fields(()):
+        return f"{_OPTIMIZER}.{name}"
+    known = {key.rpartition(".")[2]: key for key in reversed(tuple(shape.all_keys()))}
+    near = nearest(name, known, cutoff=0.8)
+    return known[near] if near else None
 
 
 def _missing(parts: tuple[Part, ...], section: object, schema: Schema) -> str:

@@ -31,12 +31,22 @@ def source_of(reported: str, metrics: Container[str]) -> str | None:
     return name
 
 
-def shown_names(names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield each name and 1, or the metric and the number of its values if they are more than four (a matrix)."""
+def group_by_metric(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of the values of each metric: one, or those of classes or of a matrix."""
     by_metric = defaultdict[str, list[str]](list)
     for name in names:
         by_metric[_PLACE.sub("", name)].append(name)
-    for metric, own in by_metric.items():
+    return by_metric
+
+
+def single_names(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics that have one value."""
+    return [values[0] for values in group_by_metric(names).values() if len(values) == 1]
+
+
+def shown_names(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield each name and 1, or the metric and the number of its values if they are more than four (a matrix)."""
+    for metric, own in group_by_metric(names).items():
         yield from [(metric, len(own))] if len(own) > _MOST_VALUES else [(name, 1) for name in own]
 
 

@@ -147,7 +147,7 @@ class Tracking(Section):
     """Registered model that gets the trained model of a finished run as a version, once: its name, or a section with
     an alias. The best trial of a sweep is registered, not every trial."""
     run_name: Annotated[str, Field(min_length=1, max_length=250)] | None = None
-    """Name of the run in MLflow; default: the name of its folder. Trials of a sweep have names of their own."""
+    """Name of the run in MLflow; default: what it is, e.g. "ddp, 2 workers". Trials of a sweep have other names."""
     tags: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./ -]*$", max_length=250)], str] = {}
     """Tags of the run in MLflow, e.g. {team: vision}, beside those of this project, whose names are taken."""
     also: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()

@@ -14,9 +14,12 @@ from pipeline.config import keys, lines
 from pipeline.config.lines import Line
 from pipeline.config.messages import shown
 from pipeline.errors import ExperimentError, Problem, UsageError
-from pipeline.wording import did_you_mean
+from pipeline.wording import nearest
 
 EXTENDS = "extends"
+_USUAL = "experiments"
+"""Folder of a project that has its experiments."""
+_MOST_NAMED = 5
 _MOST_BYTES = 2**20
 _REPLACED_IN = "sweep.parameters"
 _REPLACED = "order"  # a single choice, not several settings
@@ -105,9 +108,9 @@ def _text(path: Path) -> str:
             raise ExperimentError([Problem("", message, str(path))])
         return content.decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such file{_others(path.parent, meant=str(path))}") from None
+        raise UsageError(f"{path}: there is no such file{_others(path.parent, meant=path.name)}") from None
     except IsADirectoryError:
-        raise UsageError(f"{path}: is a folder{_others(path)}") from None
+        raise UsageError(f"{path} is a folder, not an experiment file{_others(path)}") from None
     except UnicodeDecodeError as error:
         message = f"is not UTF-8 text (byte {error.start + 1}); save it as UTF-8"
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -118,9 +121,14 @@ def _text(path: Path) -> str:
 
 
 def _others(folder: Path, *, meant: str = "") -> str:
-    """Suggest the experiment file that was probably meant, or list the existing ones."""
+    """Suggest the experiment file that was probably meant, or list those of a folder and of its experiments/."""
     if not folder.is_dir():
         return f"; the folder {folder} doesn't exist either"
-    there = sorted(str(file) for file in folder.glob("*.y*ml"))
-    hint = did_you_mean(meant, there, cutoff=0.7)
-    return hint or (f"; there are {', '.join(there[:5])}" if there else f"; there is no YAML file in {folder}")
+    there = [*sorted(folder.glob("*.y*ml")), *sorted((folder / _USUAL).glob("*.y*ml"))]
+    by_name = {file.name: file for file in reversed(there)}  # of equal names that of the folder itself
+    if near := nearest(meant, by_name, cutoff=0.7):
+        return f"; did you mean {by_name[near]}?"
+    if not there:
+        return f"; there is no YAML file in {folder}"
+    more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
+    return f"; there are {', '.join(map(str, there[:_MOST_NAMED]))}{more}"

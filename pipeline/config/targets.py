@@ -17,7 +17,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from pipeline.config import built_in
-from pipeline.errors import ExperimentError, UsageError
+from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.system.imports import undisturbed
 from pipeline.wording import did_you_mean, nearest
 
@@ -119,6 +119,14 @@ def find(
     return found
 
 
+def list_once(problems: Iterable[Problem], *, allowed: tuple[str, ...]) -> list[Problem]:
+    """Leave the list of allowed packages in the first of the problems that has it."""
+    listed, found = _listed(allowed), list(problems)
+    first = next((n for n, problem in enumerate(found) if listed in problem.message), len(found))
+    rest = (problem._replace(message=problem.message.replace(listed, "")) for problem in found[first + 1 :])
+    return [*found[: first + 1], *rest]
+
+
 def hiding_library(root: str) -> Path | None:
     """Return the file or folder of the working directory that an import of a library would find."""
     spec = find_spec(root) if root not in sys.modules else None
@@ -159,9 +167,8 @@ class _Search(NamedTuple):
         if root not in roots and (meant := nearest(root, roots, cutoff=0.75)):
             self._fail(f"{root} is not an allowed package; did you mean {'.'.join((meant, *rest))}?")
         own = "myproject" if root in roots or root in sys.stdlib_module_names else root
-        packages = (package for package in self.allowed if package not in _NAMES)
         self._fail(
-            f"{self.target} is in none of the allowed packages ({', '.join(packages)}); "
+            f"{self.target} is in none of the allowed packages{_listed(self.allowed)}; "
             f'for a package of your own, write packages = ["{own}"] below [tool.pipeline] in pyproject.toml'
         )
 
@@ -254,6 +261,11 @@ class _Search(NamedTuple):
 
     def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
         raise ExperimentError.of(self.key, message) from cause
+
+
+def _listed(allowed: tuple[str, ...]) -> str:
+    """Return the allowed packages in brackets, without the single functions of others."""
+    return f" ({', '.join(package for package in allowed if package not in _NAMES)})"
 
 
 def _remedy(target: str) -> str:

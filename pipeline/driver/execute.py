@@ -61,7 +61,7 @@ def execute(
         outcome = _executed(trial, launcher=launcher, recorder=recorder, file=file, pace=pace)
     for other in trial.compared_with if isinstance(trial, Training) else ():
         if events := [event for event in outcome.beside if event.trial == other.name]:
-            open_trial(other, recorder)
+            open_trial(other, recorder, time=events[0].time)
             for event in events:
                 recorder.receive(event)
     return outcome
@@ -92,7 +92,7 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
         except KeyboardInterrupt as interruption:
             if pace.trained is None or isinstance(interruption, Terminated):
                 raise
-            warn("interrupted; the training had finished, the measurements after it are missing")
+            warn("interrupted. Training has finished, but the measurements after it are missing.")
             return _end_as_trained(pace.trained, Outcome(trained=pace.trained), recorder)
         if pace.idle_s is not None:
             warn(f"resumed: {pace.idle_s:.0f} s passed until training caught up with the last reported step")
@@ -133,7 +133,7 @@ def _as_trained(outcome: Outcome, recorder: Recorder) -> Outcome:
     assert outcome.trained is not None
     if outcome.has_ended:
         return outcome
-    message = f"{outcome.error}; the training had finished, the measurements after it are missing"
+    message = f"{str(outcome.error).rstrip('.')}. Training has finished, but the measurements after it are missing."
     _warn(recorder, outcome.trained.trial, message)
     return _end_as_trained(outcome.trained, outcome, recorder)
 

@@ -15,7 +15,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.reported import PREFIX, source_of
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep
-from pipeline.config.targets import allowed_packages
+from pipeline.config.targets import allowed_packages, list_once
 from pipeline.config.task_consistency import against_state
 from pipeline.config.values import Direction, Mode
 from pipeline.driver import parameters
@@ -43,7 +43,8 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems += _strategy_problems(file.experiment)
     problems += also.problems(file.experiment.tracking.also)
     if rejected := _find_rejected(file, allowed=allowed):
-        raise file.explain(dict.fromkeys([*problems, *rejected]))
+        error = file.explain(dict.fromkeys([*problems, *rejected]))
+        raise ExperimentError(list_once(error.problems, allowed=allowed))
     if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
         problems += _task_problems(file.experiment, allowed=allowed)
     wrong = {problem.key.partition(".")[0] for problem in problems}
@@ -84,7 +85,8 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
 def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Direction]:
     """Return the direction in which each validation metric is better, by reported name: ``checkpoint.best`` first.
 
-    Metrics whose class doesn't tell are left out.
+    Metrics whose class does not define it are left out. With several optimizers, which may train adversaries, all are
+    left out but ``checkpoint.best``: a discriminator's accuracy is good neither if it is high nor if it is low.
 
     Raises:
         ExperimentError: a metric can't be found.
@@ -96,11 +98,12 @@ def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str,
             found[f"{PREFIX}{name}"] = "max" if is_higher else "min"
     found[f"{PREFIX}loss"] = "min"
     best, mode = experiment.checkpoint.best, experiment.checkpoint.mode
+    others = {} if experiment.optimizers else {name: each for name, each in found.items() if name != best}
     if best is None:
-        return found
-    own = found.pop(best, found.get(f"{PREFIX}{source_of(best, experiment.metrics)}"))
+        return others
+    own = found.get(best, found.get(f"{PREFIX}{source_of(best, experiment.metrics)}"))
     direction = own if mode == "auto" else mode
-    return found if direction is None else {best: direction, **found}
+    return others if direction is None else {best: direction, **others}
 
 
 def best_direction(experiment: Experiment, *, allowed: tuple[str, ...]) -> Direction:

@@ -75,6 +75,7 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
     """
     name = file.experiment.name
     found = list(runs_named(Path(file.experiment.tracking.directory), name=name, role=role))
+    found.sort(key=lambda run: not journal.is_listed(run[0] / journal.FILE_NAME))  # runs that took a step come first
     own = next((folder for folder, opened in found if not _is_of_another(file, opened.file)), None)
     if found and own is None:
         folder, opened = found[0]

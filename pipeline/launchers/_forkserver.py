@@ -18,12 +18,11 @@ from pathlib import Path
 
 from pipeline.config.values import Frozen, WithEnvironment
 from pipeline.system.imports import undisturbed
-from pipeline.system.process import TASKS
+from pipeline.system.process import can_fork
 
 PRELOADED = ("pipeline.worker.main", "torch._dynamo")
 """torch's optimizers import torch._dynamo."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _MOST_BYTES = 2**16
 
 
@@ -109,12 +108,6 @@ class _Server:
         for stream, file in enumerate(files, start=1):
             os.dup2(file, stream)
             os.close(file)
-
-
-def can_fork() -> bool:
-    """Return whether this process may be forked: it has a single thread and no open GPU device."""
-    files = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return len(list(TASKS.iterdir())) == 1 and not any(file.startswith(_GPUS) for file in files)
 
 
 def main() -> None:

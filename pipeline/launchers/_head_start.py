@@ -35,7 +35,7 @@ def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
         if experiment.parallel.launcher == "torchrun" and outer_launcher() is None:
             stack.enter_context(environment(**hashes))
             stack.callback(_end_unused)
-            _begun.append(Forks(_libraries(experiment)))
+            _begun.append(Forks(find_libraries(experiment)))
         elif experiment.parallel.launcher == "ray":
             from pipeline.launchers._ray import early  # takes half a second
 
@@ -55,7 +55,7 @@ def _end_unused() -> None:
         _begun.pop().__exit__()
 
 
-def _libraries(experiment: Experiment) -> list[str]:
+def find_libraries(experiment: Experiment) -> list[str]:
     """Return the libraries of built-in components, except torch; each worker imports the project's own packages."""
     targets = [component.target for _, component in components.named(experiment)]
     libraries = {target.partition(".")[0] for target in targets if target.startswith(BUILT_IN)} - _LOADED

@@ -328,6 +328,12 @@ class Evaluated(Event):
         return f"{self.split} set, {counted(self.samples, 'sample', spec=',')}: {self.weights}"
 
 
+class Checked(Event):
+    """End of the check of an experiment on a few samples."""
+
+    kind: Literal["checked"] = "checked"
+
+
 class ArtifactSaved(Event):
     """File of the run's folder that belongs to the results."""
 
@@ -434,6 +440,7 @@ AnyEvent = Annotated[
     | Finished
     | BatchSizesFound
     | Evaluated
+    | Checked
     | ArtifactSaved
     | ModelSaved
     | ModelExported
@@ -459,6 +466,22 @@ def event_from_json(line: bytes | str) -> AnyEvent:
         pydantic.ValidationError: the line is not a complete event.
     """
     return _events.validate_json(line)
+
+
+REASONS_TO_KEEP = ("run_opened", "first_step", "metrics", "finished", "evaluated", "batch_sizes_found", "run_closed")
+"""Kinds of the events that `is_reason_to_keep` looks at."""
+
+
+def is_reason_to_keep(event: AnyEvent) -> bool:
+    """Return True if an event shows that its run counts: it has taken a step or has a result, or belongs to a sweep."""
+    match event:
+        case FirstStep() | Metrics() | Finished() | Evaluated() | BatchSizesFound():
+            return True
+        case RunOpened():
+            return bool(event.sweep) or event.tags.get("role") == "sweep"
+        case RunClosed():
+            return event.status == "FINISHED"
+    return False
 
 
 class Outbox(Protocol):

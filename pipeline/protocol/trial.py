@@ -15,7 +15,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.wording import counted
 
-Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning", "evaluation"]
+Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning", "evaluation", "check"]
 Split = Literal["validation", "test"]
 """Held-out set that can be evaluated."""
 Scaling = Literal["strong", "weak"]
@@ -193,6 +193,16 @@ class Training(Trial):
         return step in self.left_out
 
 
+class BatchCheck(Training):
+    """A check of the experiment: built as for a training, then its first steps and evaluations on a few samples."""
+
+    role: Literal["check"] = "check"  # type: ignore[assignment] # each class has its own
+    samples: int = 2
+    """Samples of each micro-batch of the first step."""
+    most_samples: int = 2
+    """Samples of the micro-batches after it, and of each held-out set, as far as there is time for them."""
+
+
 class CellMeasurement(Measurement):
     """One cell of a matrix of comparisons."""
 
@@ -250,7 +260,7 @@ EVALUATION: str = Evaluation.model_fields["role"].default
 """Name of the trial that evaluates a checkpoint."""
 ROLES: Mapping[str, type[Trial]] = {
     kind.model_fields["role"].default: kind
-    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Tuning, Evaluation)
+    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Tuning, Evaluation, BatchCheck)
 }  # fmt: skip
 """Classes of trials by role."""
 

@@ -38,9 +38,9 @@ class StepParts(Frozen):
     held_ms: Spread | None = None
     """A whole step on a batch held in memory, measured alternately with its parts; its spread is their noise."""
     compute_ms: float | None = None
-    """Forward and backward of the slowest rank, without gradient exchange, on a batch held in memory."""
+    """Forward and backward of the slowest rank, without gradient synchronization, on a batch held in memory."""
     exposed_communication_ms: float | None = None
-    """Time that gradient exchange adds to ``compute_ms``; None with one process."""
+    """Time that gradient synchronization adds to ``compute_ms``; None with one process."""
     data_wait_ms: float
     """Wait for batches during training: in each step that of the rank that waited longest, over the step's windows."""
     rest_ms: float | None = None
@@ -133,13 +133,13 @@ class Held(Frozen):
     """Memory of parameters, gradients and optimizer state."""
 
     mb: tuple[float, ...]
-    """MB of each rank's tensors on any device, in rank order."""
+    """MiB of each rank's tensors on any device, in rank order."""
     cut: str = ""
-    """Groups of the sharded model, e.g. "12 x Block, the rest"; empty if every rank holds all of it."""
+    """Groups of the sharded model, e.g. "12 x Block and all other parameters"; empty if every rank holds all of it."""
 
 
 class Spike(Frozen):
-    """A report interval in which gradient exchange took several times its median."""
+    """A report interval in which gradient synchronization took several times its median."""
 
     first_step: int
     """First step of the interval, counted from 1."""
@@ -159,18 +159,18 @@ class Spike(Frozen):
 
     @property
     def sentence(self) -> str:
-        """The spike in words, e.g. "gradient exchange took 310 ms in steps 41 to 50, 12 times its median, ..."."""
+        """The spike in words, e.g. "gradient synchronization took 310 ms per step in steps 41 to 50, ..."."""
         where = f"rank {self.rank} on {self.node}"
         why = f"the other ranks waited for {where}" if self.is_late else f"on all ranks, longest on {where}"
         return (
-            f"gradient exchange took {figure(self.ms, digits=3)} ms a step in steps {self.first_step} to "
+            f"gradient synchronization took {figure(self.ms, digits=3)} ms per step in steps {self.first_step} to "
             f"{self.last_step}, {figure(self.ms / self.median_ms, digits=2)} times its median of "
             f"{figure(self.median_ms, digits=3)} ms: {why}"
         )
 
 
 class Communication(Frozen):
-    """Gradient exchange during a training, as DDP times it: from the first bucket sent to the last received.
+    """Gradient synchronization during a training, as DDP times it: from the first bucket sent to the last received.
 
     The exchange overlaps the backward pass; the part that does not is `StepParts.exposed_communication_ms`.
     """
@@ -259,9 +259,12 @@ class TrialResult(Frozen):
     whole_training: int = 0
     """Samples of the whole training, as far as it went, whose first steps a measurement takes; 0 if unknown."""
     samples_per_second: Spread
-    """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded."""
+    """Throughput over all workers in steady state: warm-up, evaluation and checkpoints excluded.
+
+    That of the slots if there are any; a training's own windows are in its metrics alone.
+    """
     step_ms: Spread
-    """Milliseconds of one optimizer step, in the same windows."""
+    """Milliseconds of one optimizer step at this throughput."""
     slots: tuple[float, ...] = ()
     """Samples per second in the slots that were measured in turn with those of other trials, in order."""
     slots_s: float | None = None
@@ -274,7 +277,7 @@ class TrialResult(Frozen):
     """True if it was measured after the training it is compared with, as memory had no room for both; not in turn."""
     parts: StepParts
     communication: Communication | None = None
-    """Gradient exchange while it trained; None with one process, and where the strategy doesn't time it."""
+    """Gradient synchronization while it trained; None with one process, and where the strategy doesn't time it."""
     peak_memory_mb: tuple[float, ...]
     """Per device on GPUs (allocated), per process on CPU (resident), in rank order; empty if the devices also held
     another trial."""
@@ -322,7 +325,7 @@ class BatchCandidate(Frozen):
     fits: bool
     """True if all ranks have enough memory."""
     samples_per_second: Spread | None = None
-    """Throughput over all workers on batches held in memory, with gradient exchange; None if it doesn't fit."""
+    """Throughput over all workers on batches held in memory, with gradient synchronization; None if it doesn't fit."""
     peak_memory_mb: tuple[float, ...] = ()
     """Per device on GPUs (allocated for this size), per process on CPU (peak resident size so far), in rank order."""
 

@@ -3,22 +3,27 @@
 A failure is not shown here: the command line prints it once everything has ended.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import rich.console
+from rich.text import Text
 
 from pipeline.config.values import Direction
 from pipeline.protocol import events
 from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
 from pipeline.protocol.trial import Evaluation, Training, Trial
-from pipeline.recording.display import Lines, LiveDisplay, Shown
+from pipeline.recording.display import LONGEST, Lines, LiveDisplay, Shown
 from pipeline.recording.notebook import NotebookDisplay
 from pipeline.recording.outlook import Schedule
 from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_report_table, write
-from pipeline.recording.trial_progress import Evaluations, TrialProgress, figures
+from pipeline.recording.trial_progress import Evaluations, TrialProgress, figures, fitted
 from pipeline.system import stages
 from pipeline.wording import approximate, counted
+
+_LABEL = re.compile(r"[A-Z]{3,}(?=  )")
+"""Label at the beginning of a screen's line, e.g. RESULT."""
 
 
 class Console:
@@ -52,7 +57,7 @@ class Console:
             case Finished():
                 self.close()
                 self._schedule.update(event)
-                write(self._stdout, f"{self._label}: {_finished(event)}")
+                write(self._stdout, f"{self._label}: {fitted(_finished(event), width=LONGEST - len(self._label) - 2)}")
             case events.Evaluated():
                 self.close()
                 write(self._stdout, f"{self._label}: {', '.join(figures(event.values))}")
@@ -110,14 +115,14 @@ def _trained(event: events.Trained) -> str:
     return f"{saved}. Measuring the speedup, about {approximate(event.measuring_s)} ({what_stays})"
 
 
-def _finished(event: Finished) -> str:
+def _finished(event: Finished) -> list[str]:
     result, ready = event.result, event.time_to_first_step_s
     reached = figures({**result.metrics, "throughput/samples_per_second": result.samples_per_second.median})
     best = [] if result.best is None else [str(result.best)]
     compiled = [] if result.compile_s is None else [f"compiled in {result.compile_s:.1f} s"]
     first = [] if ready is None else [f"first step after {ready:.1f} s"]
     stopped = [f"stopped early: {result.stopped_early}"] if result.stopped_early else []
-    return ", ".join([f"done, {result.steps:,} steps", *stopped, *reached, *best, *compiled, *first])
+    return [f"done, {result.steps:,} steps", *stopped, *reached, *best, *compiled, *first]
 
 
 class Printable(Protocol):
@@ -137,11 +142,21 @@ class Printable(Protocol):
 
     @property
     def verdict(self) -> str:
-        """Result in one line, printed last."""
+        """Result in one line."""
+
+
+def print_screen(lines: Sequence[str], *, stdout: rich.console.Console) -> None:
+    """Print the lines of a screen, which are as long as they may be; the title and labels are bold."""
+    title = next((line for line in lines if line), "")
+    for line in lines:
+        text = Text(line, style="bold" if line == title else "")
+        if label := _LABEL.match(line):
+            text.stylize("bold yellow" if label[0] == "WARNING" else "bold", *label.span())
+        stdout.print(text, soft_wrap=True)
 
 
 def print_report(report: Printable, *, stdout: rich.console.Console) -> None:
-    """Print title, tables and what is said about them; the verdict is printed last, see `print_verdict`."""
+    """Print a whole report: title, tables and notes."""
     stdout.print(headed(report.opening, width=stdout.width))
     for table in report.tables:
         stdout.print()

@@ -13,6 +13,8 @@ from pipeline.recording.terminal import write
 from pipeline.recording.trial_progress import LOSS, THROUGHPUT, VALIDATION, TrialProgress, facts, figures, fitted, left
 
 _INDENT = "  "
+LONGEST = 120
+"""Characters of a plain line."""
 Shown = Started | FirstStep | Resumed | Metrics | Heartbeat | Trained | Advanced
 Outlook = Callable[[float | None], list[str]]
 """Returns what is known of all trials, given the seconds that this one still takes (None if unknown)."""
@@ -39,10 +41,10 @@ class Lines:
         """Update the progress."""
         match event:
             case Started():
-                self._line(", ".join(facts(event)))
+                self._line(*facts(event))
             case Metrics() if self._progress.started and self._is_due(event):
                 self._printed_at = event.time
-                self._line(", ".join(self._step(event)))
+                self._line(*self._step(event))
             case Heartbeat():
                 self._tell_stage(event.time)
             case Advanced():
@@ -74,8 +76,9 @@ class Lines:
             self._is_told = True
             self._line(f"{self._stage} ...")
 
-    def _line(self, text: str) -> None:
-        write(self._stdout, f"{self._label}: {text}")
+    def _line(self, *parts: str) -> None:
+        """Print the parts that fit a line, the first ones in any case."""
+        write(self._stdout, f"{self._label}: {fitted(parts, width=LONGEST - len(self._label) - 2)}")
 
 
 class LiveDisplay:

@@ -22,11 +22,12 @@ from typing import IO, NamedTuple
 import rich.console
 
 from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
+from pipeline.recording.journal import FILE_NAME, is_kept
 from pipeline.recording.mlflow_process import CLOSE, WriterReply, WriterTask
-from pipeline.recording.outcome import TrackingOutcome, where_to_look
+from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import is_server
-from pipeline.recording.terminal import Terminal, linked
+from pipeline.recording.terminal import Terminal
 from pipeline.system import stages
 
 _START = (
@@ -207,10 +208,9 @@ def flush(
     recorder: Recorder,
     *,
     terminal: Terminal,
-    uri: str,
     warn: Callable[[str], None],
 ) -> None:
-    """Wait until the tracking store has all results, at most a minute or until Ctrl-C; print where they are."""
+    """Wait until the tracking store has all results, at most a minute or until Ctrl-C; say what is missing then."""
     stages.end()
     try:
         if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress) and (late := tracker.late):
@@ -230,8 +230,8 @@ def flush(
         if outcome:
             with suppress(OSError):  # a full disk or a deleted folder: the journal has raised it
                 outcome.keep(recorder.folder)
-        places = where_to_look(recorder.folder, uri, outcome)
-        terminal.result.print(linked(places), soft_wrap=True)
+            if not outcome.delivered and is_kept(recorder.folder / FILE_NAME):  # else the error names the folder
+                warn(outcome.message)
 
 
 def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.Console) -> bool:

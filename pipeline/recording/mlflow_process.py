@@ -22,10 +22,11 @@ from time import monotonic
 from typing import BinaryIO
 
 from pipeline.config.values import Frozen, WithEnvironment
-from pipeline.protocol.events import AnyEvent, RunClosed, event_from_json
+from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, is_reason_to_keep
 from pipeline.recording.delivery import BATCH_POINTS, Delivery, persist, quiet, size
 from pipeline.recording.journal import FILE_NAME, Feed
 from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.store import create_store
 from pipeline.recording.trackers import Attached, attach_also
 from pipeline.system.process import TASKS
 
@@ -35,7 +36,7 @@ _BATCH_S = 1.0
 _UPLOAD_PAUSE_S = 2.0
 _TELL_S = 0.25
 _NICE, _NICE_AT_FIRST = 10, 6
-"""Niceness beside training, and until the store has the run: its page should be there when training begins.
+"""Niceness beside training, and until the store has the run: its page should be there soon after the first step.
 
 On Linux each thread has its own. It can't be taken back without privileges, so at the run's end, for which the user
 waits, another thread continues."""
@@ -96,6 +97,7 @@ class Writer:
         self._batch = 0  # events being sent
         self._upload_at = 0.0
         self._opened, self._is_open = opened, False
+        self._uri, self._is_kept = task.uri, task.adds
         self._parts = self._deliver_all()
 
     def work(self, *, is_beside: bool = False) -> None:
@@ -140,12 +142,14 @@ class Writer:
             if monotonic() >= self._upload_at and not self._delivery.upload():
                 self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # metrics don't wait for files
         yield
-        end = [] if has_ended or self.end is None else [self.end]
+        end = [] if has_ended or self.end is None or not self._is_kept else [self.end]
         if not end or persist(partial(self._delivery.attempt, end), ending=self.closing):
             persist(self._delivery.upload, ending=self.closing)
 
     def _next_batch(self) -> list[AnyEvent] | None:
         """Collect events of about a second, at first those there are; empty if files are due first, None at the end."""
+        if not self._is_kept:
+            return self._until_first_step()
         batch: list[AnyEvent] = []
         points, deadline = 0, self._upload_at if self._delivery.run.uploads else None
         while points < BATCH_POINTS:
@@ -160,6 +164,19 @@ class Writer:
             batch.append(event)
             points += size(event)
         return batch
+
+    def _until_first_step(self) -> list[AnyEvent] | None:
+        """Collect the events up to the first step; None if the run ends before, which leaves nothing in the store."""
+        batch: list[AnyEvent] = []
+        while (event := self.feed.get()) is not None:
+            batch.append(event)
+            if isinstance(event, RunOpened):
+                with suppress(Exception):  # takes a second, while workers start; the delivery reports an error
+                    create_store(self._uri or event.tracking_uri)
+            if is_reason_to_keep(event):
+                self._is_kept = True
+                return batch
+        return None
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from pipeline.protocol.events import (
 from pipeline.protocol.links import Page, completed
 from pipeline.protocol.trial import EVALUATION
 from pipeline.recording import mlflow_entities as entities
+from pipeline.recording.mlflow_names import name_run, name_trial
 from pipeline.recording.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
 from pipeline.recording.mlflow_views import save_runs_view, save_trials_view, shared_params
 from pipeline.recording.model import log_model
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 MAIN = "main"
 """Name of the main trial; its MLflow run is the parent of the measurements'."""
+_BASELINE = "baseline"  # name of its trial
 
 _METRICS_PER_CALL, _PARAMS_PER_CALL = 1000, 100  # MLflow's limits
 _TABLES_TAG = "mlflow.loggedArtifacts"
@@ -139,10 +141,13 @@ class MlflowRun:
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.experiment_id = experiment_id(self._client, event.tracking_experiment, root=artifact_root(uri))
         self._runs = TaggedRuns(self._client, name=event.run, experiment=self.experiment_id, reopens=not self._adds)
-        tags = {"mlflow.source.name": "pipeline", "mlflow.source.type": "LOCAL", **event.tags}
+        source = {"mlflow.source.name": "pipeline", "mlflow.source.type": "LOCAL"}
+        # MLflow shows tags in the order in which a run got them, and people read this one first.
+        speedup = {"speedup": "not measured"} if _BASELINE in event.trials else {}
+        tags = {**source, **speedup, **event.tags}
         if event.sweep:
             tags |= {"mlflow.parentRunId": self._runs.of(event.sweep, trial=MAIN), "sweep": event.sweep}
-        self.run_id = self._runs.open(event, trial=MAIN, title=event.title or event.run, tags=tags)
+        self.run_id = self._runs.open(event, trial=MAIN, title=name_run(event), tags=tags)
         self._errors = {}
         self._logs_model, self._is_member = event.logs_model, bool(event.sweep)
         is_sweep = event.tags.get("role") == "sweep"
@@ -158,8 +163,8 @@ class MlflowRun:
         if event.role == "main":
             self._describe(self.run_id, params=event.params, tags=event.tags)
             return
-        tags = {"mlflow.parentRunId": self.run_id, "role": event.role, **event.tags}
-        run_id = self._runs.open(event, trial=event.trial, title=event.title, tags=tags)
+        tags = {"mlflow.parentRunId": self.run_id, **event.tags, "role": event.role}
+        run_id = self._runs.open(event, trial=event.trial, title=name_trial(event), tags=tags)
         self._children[event.trial] = run_id
         self._describe(run_id, params=event.params)
 

@@ -1,6 +1,7 @@
 """Logging of the trained model to MLflow, with signature and description."""
 
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.uris import without_credentials
 from pipeline.errors import PipelineError
 from pipeline.protocol.events import ModelExported, ModelSaved
+from pipeline.recording.mlflow_runs import RUN_TAG
 from pipeline.recording.model_folder import PROGRAM, first_line, source
 
 if TYPE_CHECKING:
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
     from pipeline.recording.model_folder import Array, Arrays
 
-NAME = "model"
+_NAME = "model"  # of a run without an experiment's name
+_FORBIDDEN = re.compile(r"[/:.%\"']")
 _NOTE_TAG = "mlflow.note.content"
 _REACHED = ("validation/", "test/")
 _log = logging.getLogger(__name__)
@@ -62,7 +65,7 @@ def _log_model(
     from mlflow.models import Model
 
     with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary) / NAME
+        path = Path(temporary) / "model"
         try:
             found = source(saved, exported, folder=folder)
         except PipelineError as error:
@@ -100,7 +103,8 @@ def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
     from mlflow.entities import LoggedModelOutput
 
     run = client.get_run(run_id)
-    logged = client.create_logged_model(run.info.experiment_id, NAME, run_id, params=run.data.params)
+    name = _FORBIDDEN.sub("_", run.data.params.get("name", _NAME))
+    logged = client.create_logged_model(run.info.experiment_id, name, run_id, params=run.data.params)
     client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
     return logged
 
@@ -141,7 +145,7 @@ def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel", *, step:
 
 def _what(run: "Run", path: Path, *, step: int | None) -> str:
     at = "" if step is None else f", with the best weights, those of step {step:,}"
-    source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by {run.info.run_name}{at}."
+    source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by run {run.data.tags[RUN_TAG]}{at}."
     if (path / PROGRAM).exists():
         return f"{source} An exported program of torch.export."
     return f"{source} A pickle: loading it runs code, and needs the packages that it was trained with."

@@ -27,27 +27,30 @@ def command() -> str:
 
 
 def run_tags(plan: Plan) -> dict[str, str]:
-    """Return the tags of the main run."""
+    """Return the tags of the main run; those that people read come first, as MLflow shows them in this order."""
     commit = git("rev-parse", "HEAD")
     return {
         **plan.experiment.tracking.tags,
-        **(trial_tags(plan.main) if plan.command in ("run", "sweep") else {}),  # a sweep's trials are all placed alike
-        **({"role": plan.command} if plan.command != "run" else {}),
-        "config_hash": config_hash(plan.experiment),
+        **(_placement(plan.main) if plan.command in ("run", "sweep") else {}),  # a sweep's trials are all placed alike
         "hardware": hardware(plan),
+        **({"git_commit": commit, "git_dirty": str(bool(git("status", "--porcelain"))).lower()} if commit else {}),
         "user": getpass.getuser(),
         "python": platform.python_version(),
-        **({"git_commit": commit, "git_dirty": str(bool(git("status", "--porcelain"))).lower()} if commit else {}),
+        "config_hash": config_hash(plan.experiment),
+        "role": plan.main.role if plan.command == "run" else plan.command,
     }
 
 
 def trial_tags(trial: Trial) -> dict[str, str]:
     """Return the tags of one trial."""
+    return {**_placement(trial), "role": trial.role}
+
+
+def _placement(trial: Trial) -> dict[str, str]:
     return {
-        "role": trial.role,
         "strategy": trial.strategy,
-        "launcher": trial.launcher,
         "world_size": str(trial.workers),
+        "launcher": trial.launcher,
         "device": trial.device,
         "cpus_per_worker": str(trial.cpus_per_worker),
     }

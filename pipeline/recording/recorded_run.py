@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import time as now
 from typing import IO, cast
 
 import rich.console
@@ -21,11 +22,11 @@ from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import Console
 from pipeline.recording.folder import create, describe, explained, id_of, killed, sweep_of
-from pipeline.recording.journal import FILE_NAME, ending, read
+from pipeline.recording.journal import FILE_NAME, ending, is_kept, read
 from pipeline.recording.mlflow import MlflowSubscriber, flush
 from pipeline.recording.outcome import TrackingOutcome, link_of
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.store import check_store, resolve_uri
+from pipeline.recording.store import check_store, is_server, resolve_uri
 from pipeline.recording.terminal import Terminal, linked
 from pipeline.recording.trackers import attach
 from pipeline.system import stages
@@ -92,7 +93,7 @@ def recorded(
 
     Args:
         plan: trials of the run.
-        terminal: output for progress and warnings, and for the places of the results at the end.
+        terminal: output for progress and warnings.
         tracked: True to send results to the tracking store, False to write to the run's folder only.
         folder: folder of a run to resume, in the journal and in the tracking store; None starts a new run.
         member: role of the run in a sweep, if it is a trial.
@@ -129,7 +130,7 @@ def recorded(
         tracker = (
             _subscribe_mlflow(recorder, also, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
         )
-        stack.callback(flush, tracker, recorder, terminal=terminal, uri=uri, warn=warn)
+        stack.callback(flush, tracker, recorder, terminal=terminal, warn=warn)
         for each in own:
             stack.callback(each.close)
         stack.enter_context(_closed_by_status(recorder, end=end, member=member, warn=warn))
@@ -147,14 +148,15 @@ def recorded(
 def _subscribe_mlflow(
     recorder: Recorder, also: Sequence[str], *, uri: str, terminal: Terminal, warn: Callable[[str], None], adds: bool
 ) -> MlflowSubscriber:
-    """Send the run's events to MLflow and other trackers; print the run's address as soon as MLflow has it."""
+    """Send the run's events to MLflow and other trackers; print the run's address as soon as a server has it."""
     folder, log = recorder.folder, recorder.folder / LOG_NAME
 
     def opened(outcome: TrackingOutcome) -> None:
         recorder.tracking = outcome
         with suppress(OSError):  # for `pipeline show` meanwhile, and if this process is killed
             outcome.lacking("some results", folder=folder, trouble="the driver was killed").keep(folder)
-        terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
+        if is_server(uri):  # the UI of another store has to be started first
+            terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
 
     tracker = MlflowSubscriber(
         folder=folder, log=log, warn=warn, uri=uri, known=recorder.known, adds=adds, opened=opened, also=also
@@ -174,6 +176,11 @@ def _closed_by_status(
         yield
     except BaseException as error:
         status, message = _status(error, member=member)
+        if status == "FAILED" and not is_kept(recorder.folder / FILE_NAME):
+            error.add_note(
+                f"The run ended before its first step. Its logs are in {recorder.folder}.\n"
+                "Only pipeline list --all shows it."
+            )
         raise
     finally:
         summary = recorder.summary
@@ -183,10 +190,11 @@ def _closed_by_status(
         _close(recorder, end=own, has_failed=status != "FINISHED", warn=warn)
 
 
-def open_trial(trial: Trial, recorder: Recorder) -> None:
-    """Record that a trial is about to be launched."""
+def open_trial(trial: Trial, recorder: Recorder, *, time: float | None = None) -> None:
+    """Record the launch of a trial: that it is about to be launched, or was at ``time``."""
     recorder.receive(
         TrialOpened(
+            time=now() if time is None else time,
             trial=trial.name,
             role=trial.role,
             title=trial.title,

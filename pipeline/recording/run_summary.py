@@ -42,7 +42,7 @@ class RunSummary(Frozen):
     workers: int | None
     """Planned number of processes (world size) of a training."""
     speedup: float | None
-    """Speedup, in a comparison the best cell's; None if none is claimed."""
+    """Speedup, in a comparison that of the configuration with most workers; None if none was measured."""
     efficiency: float | None
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -50,7 +50,7 @@ class RunSummary(Frozen):
     speedup_pairs: int = 0
     """Pairs of measurements behind the interval."""
     samples_per_second: float | None = None
-    """Throughput of a training, or of a comparison's best cell."""
+    """Throughput of a training, or of the row that a comparison's speedup is about."""
     metric: str = ""
     """Name of the metric that tells best what was learned; empty if there is none."""
     metrics: Mapping[str, float] = {}

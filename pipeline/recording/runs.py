@@ -20,9 +20,14 @@ def folders(directory: Path) -> list[Path]:
     return sorted(path.parent for path in directory.glob(f"*/{journal.FILE_NAME}"))
 
 
-def summaries(directory: Path) -> Iterator[RunSummary]:
-    """Yield all runs of a directory, the newest last, a sweep before its trials; skip runs that never started."""
+def summaries(directory: Path, *, with_unstarted: bool = False) -> Iterator[RunSummary]:
+    """Yield the runs of a directory, the newest last, a sweep before its trials.
+
+    Runs that ended before their first step are left out, unless ``with_unstarted``.
+    """
     for folder in folders(directory):
+        if not (with_unstarted or journal.is_listed(folder / journal.FILE_NAME)):
+            continue
         for each in (folder, *trials_of(folder)):
             if (summary := summarized(each)) is not None:
                 yield summary
@@ -38,7 +43,7 @@ def find(text: str, directory: Path) -> Path:
     """
     there = folders(directory)
     if text == LATEST and there:
-        return there[-1]
+        return next((folder for folder in reversed(there) if journal.is_listed(folder / journal.FILE_NAME)), there[-1])
     for folder in (Path(text), directory / text):
         if _is_run(folder):
             return folder

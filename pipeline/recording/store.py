@@ -5,6 +5,8 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.config.uris import SQLITE, problem_of, without_credentials
@@ -17,8 +19,8 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
 VIEW = "speedups"
 """Name of the view of runs that `pipeline.recording.mlflow_views` saves, in links to the table of runs."""
-UI_ADDRESS = "http://127.0.0.1:5000"
-"""Default address of ``pipeline ui``."""
+_UI_ADDRESS = "http://127.0.0.1:5000"  # of `pipeline ui` by default
+_UI_TIMEOUT_S = 1.0
 
 
 def resolve_uri(uri: str, *, base: Path) -> str:
@@ -100,9 +102,9 @@ def check_store(uri: str) -> str | None:
 
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
-    """Return the link to a run in MLflow's UI, after the command that serves the UI if there is no server."""
+    """Return the link to a run in MLflow's UI, after the command that serves the UI if none is running."""
     page = run_page(ui_address(uri), experiment_id, run_id)
-    return page if is_server(uri) else f"pipeline ui, then {page}"
+    return page if is_server(uri) or _running_ui(uri) else f"pipeline ui, then {page}"
 
 
 def run_page(address: str, experiment_id: str, run_id: str) -> str:
@@ -130,8 +132,41 @@ def sweep_view(sweep: str) -> str:
 
 
 def ui_address(uri: str) -> str:
-    """Return the address of the UI: the server's, or the default of ``pipeline ui``."""
-    return without_credentials(uri).rstrip("/") if is_server(uri) else UI_ADDRESS
+    """Return the address of the UI: the server's, of the running ``pipeline ui``, or its default."""
+    return without_credentials(uri).rstrip("/") if is_server(uri) else _running_ui(uri) or _UI_ADDRESS
+
+
+@contextmanager
+def ui_recorded(uri: str, address: str) -> Iterator[None]:
+    """Keep the address of ``pipeline ui`` next to a SQLite store while the UI runs, for the links to its pages."""
+    path = sqlite_path(uri)
+    if path is None:
+        yield
+        return
+    file = _ui_file(path)
+    with suppress(OSError):  # a folder that can't be written: links have the default address
+        file.write_text(address, encoding="utf-8")
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def _ui_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}-ui")
+
+
+def _running_ui(uri: str) -> str:
+    """Return the address of the ``pipeline ui`` that serves a SQLite store now; empty if none does."""
+    if (path := sqlite_path(uri)) is None:
+        return ""
+    try:
+        address = _ui_file(path).read_text(encoding="utf-8")
+        with urllib.request.urlopen(f"{address}/health", timeout=_UI_TIMEOUT_S):  # noqa: S310 - written by ui_recorded
+            return address
+    except (OSError, ValueError):  # none was started, or it was killed
+        return ""
 
 
 def _check_server(uri: str) -> str | None:

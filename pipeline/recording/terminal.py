@@ -15,7 +15,7 @@ from rich.text import Text
 
 _ADDRESS = r"https?://\S+"
 _ANY_WIDTH = 10_000
-_NAME_WIDTH = 16  # of the first column; longer titles wrap between words, so that figures need not
+_NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that figures need not
 Item = TypeVar("Item")
 
 

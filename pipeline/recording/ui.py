@@ -19,7 +19,7 @@ from typing import IO
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.mlflow_views import VIEW_TAG
-from pipeline.recording.store import artifact_root, check_store, is_server, runs_link, sqlite_path
+from pipeline.recording.store import artifact_root, check_store, is_server, runs_link, sqlite_path, ui_recorded
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 2.0
@@ -56,9 +56,10 @@ def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) ->
         server = _start(uri, port=port, log=log)
         try:
             _wait_until_healthy(server, address=address, log=log)
-            if ready:
-                ready(address)
-            server.wait()
+            with ui_recorded(uri, address):
+                if ready:
+                    ready(address)
+                server.wait()
         except KeyboardInterrupt:
             pass
         finally:

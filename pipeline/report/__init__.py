@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from pipeline.config.values import Frozen
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
@@ -67,6 +69,10 @@ class Row(Frozen):
     global_batch_size: int
     steps: int
     """Optimizer steps of one measurement or of the whole training."""
+    epochs: int = 0
+    """Epochs of these steps; 0 if unknown."""
+    stopped_early: str = ""
+    """See `TrialResult`."""
     whole_training: int = 0
     """Samples of the whole training, all epochs together; 0 if unknown."""
     slots_s: float | None = None
@@ -79,8 +85,6 @@ class Row(Frozen):
     """Throughput in the windows of one measurement, or in the repeats."""
     repeats: tuple[float, ...]
     """Throughput in each slot, or the median of each repeat, in order."""
-    trained_at: float | None = None
-    """Median throughput of the windows while it trained; None unless the figure is that of slots measured after it."""
     step_ms: Spread
     parts: StepParts
     """Parts of a step, see `TrialResult`, which also describes the fields below; medians over the repeats."""
@@ -129,6 +133,12 @@ class Row(Frozen):
     """Last value of each metric of the training; see `TrialResult`, also for the next field."""
     best: Best | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written_before(cls, values: Any) -> Any:
+        """Read reports of earlier versions, which had a second throughput."""
+        return {name: value for name, value in values.items() if name != "trained_at"}
+
     @classmethod
     def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
         """Build the row of a trial from its finished repeats, not yet compared with a baseline."""
@@ -143,7 +153,6 @@ class Row(Frozen):
             global_batch_size=trial.experiment.train.global_batch_size,
             samples_per_second=_throughput(results),
             repeats=_repeats(results),
-            trained_at=results[0].samples_per_second.median if trial.role == "main" and results[0].slots else None,
             confidence=trial.experiment.measure.interval,
             step_ms=_over([result.step_ms for result in results]),
             parts=_parts_of(results),
@@ -156,6 +165,8 @@ class Row(Frozen):
             **results[0].model_dump(
                 include={
                     "steps",
+                    "epochs",
+                    "stopped_early",
                     "whole_training",
                     "slots_s",
                     "other_cores",
@@ -309,13 +320,17 @@ class Advice(Frozen):
     reason: str
     """Sentence about the measurement behind the advice."""
     change: str
-    """Action to take; ends with ``overrides`` if there are any, e.g. "train with loader.num_workers=2"."""
+    """Action to take; ends with ``overrides`` if there are any, e.g. "set loader.num_workers=2"."""
     key: str = ""
     """Key of the experiment file to change; empty if the machine is to be changed."""
     overrides: str = ""
     """Overrides that make the change, to be pasted behind ``pipeline run FILE``; empty for reports of before."""
     measured: bool = True
-    """True if this run measured the change to be faster; otherwise it is a suggestion to try."""
+    """True if this run measured the change; otherwise it is a suggestion to try."""
+    use: str = ""
+    """What the change switches to, e.g. "1 worker"; empty unless it is another row of the report."""
+    why: str = ""
+    """Reason for a screen that has shown the speedup already; may be empty."""
 
 
 def _precision(trial: Trial, result: TrialResult) -> str:

@@ -9,17 +9,21 @@ from typing import Any, NamedTuple
 
 from pipeline.config.schema import Experiment
 from pipeline.report import Advice, Row, exchange_advice, is_clear, step_advice
+from pipeline.report.breakdown import has_consistent_parts
+from pipeline.report.claims import compare_rows
 from pipeline.report.ratios import times
 from pipeline.report.report import Report
+from pipeline.report.row_names import count_workers, name_row
 from pipeline.report.rule import Case, Finding
 from pipeline.report.tables import amount, rate
 
 MOST = 5
-"""Largest number of pieces of advice; nobody follows a longer list."""
+"""Largest number of recommendations."""
 WORTH = 1.05
 """Smallest ratio of throughputs that is worth a change, even if a smaller one exceeds the noise."""
+_OPTION = "parallel.options."
 _TINY_MS = 10.0
-"""Compute time of a step below which a model is called small, as any gradient exchange takes long next to it."""
+"""Compute time of a step below which a model is called small, as any gradient synchronization takes long next to it."""
 
 
 def advise(report: Report, *, experiment: Experiment, cores: int | None) -> tuple[Advice, ...]:
@@ -31,10 +35,23 @@ def advise(report: Report, *, experiment: Experiment, cores: int | None) -> tupl
         cores: number of cores of each node; None if unknown.
     """
     own = declared(report, experiment)
-    findings = sorted(
-        _findings(report, own, experiment=experiment, cores=cores), key=lambda one: (not one.is_measured, -one.gain)
-    )
+    found = _findings(report, own, experiment=experiment, cores=cores)
+    useful = [one for one in found if one.is_measured or not _is_settled(one, own, rows=report.rows)]
+    findings = sorted(useful, key=lambda one: (not one.is_measured, -one.gain))
     return tuple(finding.advice for finding in _agreeing(findings)[:MOST])
+
+
+def _is_settled(finding: Finding, own: Row, *, rows: Sequence[Row]) -> bool:
+    """Return True if another row has the options or the batch size that a finding suggests to try."""
+    options = {key.removeprefix(_OPTION): value for key, value in finding.values.items() if key.startswith(_OPTION)}
+    batch = finding.values.get("train.global_batch_size", own.global_batch_size)
+    if not options and batch == own.global_batch_size:
+        return False
+    others = (row for row in rows if (row.strategy, row.workers) == (own.strategy, own.workers) and row != own)
+    return any(
+        row.global_batch_size == batch and all(row.options.get(name) == value for name, value in options.items())
+        for row in others
+    )
 
 
 def declared(report: Report, experiment: Experiment) -> Row:
@@ -123,26 +140,39 @@ def _is_faster(row: Row, other: Row) -> bool:
 
 
 def _better(row: Row, case: Case, *, is_faster: bool) -> Better:
-    own = case.row
-    ratio = row.throughput_over(own).value
-    reason = _reason(row, own, is_faster=is_faster)
-    finding = Finding(reason=reason, values=_values(row, case), gain=max(0.0, 1 - 1 / ratio), is_measured=is_faster)
+    ratio = row.throughput_over(case.row).value
+    exposed = _describe_exposed(row, case.row)
+    # the speedup of the declared row has been shown where this is
+    compared = "" if row.role == "baseline" and is_faster else compare_rows(row, case.row)
+    finding = Finding(
+        reason=". ".join(filter(None, [_reason(row, case.row, is_faster=is_faster), exposed])),
+        values=_values(row, case),
+        gain=max(0.0, 1 - 1 / ratio),
+        is_measured=True,
+        use=count_workers(row),
+        why=" ".join(filter(None, [compared, f"{exposed}." if exposed else ""])),
+    )
     return Better(row, 1 / ratio, finding)
 
 
 def _reason(row: Row, own: Row, *, is_faster: bool) -> str:
     rates = f"{rate(row.samples_per_second)} and {rate(own.samples_per_second)} samples/s"
-    sentence = f"{own.title} is not faster than {row.title} beyond the noise ({rates})"
+    sentence = f"{name_row(own)}: not faster than {name_row(row)} beyond the noise ({rates})"
     if is_faster:
-        sentence = f"{row.title} is {times(row.throughput_over(own))} as fast as {own.title} ({rates})"
-    if _size(row) < _size(own):
-        sentence += f", with {row.devices} instead of {own.devices}"
-    if (exposed := own.parts.exposed_communication_ms) and row.workers < own.workers:
-        step = own.step_ms.median
-        sentence += f"; of its steps of {amount(step)} ms, {amount(exposed)} ms are gradient exchange"
-        if (compute := own.parts.compute_ms) is not None and compute < _TINY_MS:
-            sentence += ", too much for a model this small"
-    return sentence
+        sentence = f"{name_row(row)}: {times(row.throughput_over(own))} as fast as {name_row(own)} ({rates})"
+    return f"{sentence}, with {row.devices} instead of {own.devices}" if _size(row) < _size(own) else sentence
+
+
+def _describe_exposed(row: Row, own: Row) -> str:
+    """Say how much of a step fewer workers would save; empty if that is unknown."""
+    exposed, step = own.parts.exposed_communication_ms, own.step_ms.median
+    if not exposed or row.workers >= own.workers or not has_consistent_parts(own):
+        return ""
+    small = own.parts.compute_ms is not None and own.parts.compute_ms < _TINY_MS
+    why = "; this model is too small to hide it" if small else ""
+    return (
+        f"With {count_workers(own)}, {amount(exposed)} ms of each {amount(step)} ms step are exposed communication{why}"
+    )
 
 
 def _values(row: Row, case: Case) -> dict[str, Any]:

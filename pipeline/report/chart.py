@@ -10,11 +10,13 @@ from matplotlib.figure import Figure
 from pipeline.report import Row, Unmeasured
 from pipeline.report.palette import LIGHT, PARTS
 from pipeline.report.picture import EDGE, Canvas, Key, Sheet, fitted, legend_height, text_width
+from pipeline.report.ratios import times
 from pipeline.report.report import Report
-from pipeline.report.tables import amount, rate, speedup
+from pipeline.report.row_names import label_row
+from pipeline.report.tables import amount, rate
 
-_PARTS = ("compute", "waiting for gradients", "data wait", "optimizer, other")
-_UNEXPLAINED = "unexplained"
+_PARTS = ("compute", "exposed communication", "data loading", "optimizer and other")
+_UNEXPLAINED = "unaccounted"
 _PITCH, _HEADING = 46.0, 22.0  # points: from row to row, room for the heading of weak scaling
 _TOP, _BAR, _PART = 16.0, 18.0, 11.0  # points: from a row's top to its bar, heights of a step and of its parts
 _RATE, _DOTS = 11.0, 34.0  # points: height of a throughput's bar, from a row's top to the pairs below that bar
@@ -137,8 +139,8 @@ def _rate_keys(report: Report) -> tuple[Key, ...]:
     main = report.main
     keys = []
     if any(row.speedup_pairs > 1 for row in report.rows):
-        keys.append(Key("one pair with the baseline", LIGHT["ink"], "dot"))
-        keys.append(Key(f"{100 * main.confidence:g}% interval of the speedup", LIGHT["ink"], "interval"))
+        keys.append(Key("one round", LIGHT["ink"], "dot"))
+        keys.append(Key(f"{100 * main.confidence:g}% confidence interval", LIGHT["ink"], "interval"))
     else:
         keys.append(Key("range of windows", LIGHT["ink"], "interval"))
     if any(row.ratio for row in report.rows):
@@ -150,9 +152,7 @@ def _titles(entry: Row | Unmeasured) -> tuple[str, tuple[str, str]]:
     """Return the devices beside a row's name, and its throughput and speedup."""
     if isinstance(entry, Unmeasured):
         return "", ("", "")
-    ratio = speedup(entry, has_interval=False)
-    devices = entry.devices if entry.devices not in entry.title else ""
-    return devices, (rate(entry.samples_per_second), "" if ratio == "-" else ratio)
+    return entry.devices, (rate(entry.samples_per_second), times(entry.ratio) if entry.ratio else "")
 
 
 def _row(
@@ -169,7 +169,7 @@ def _row(
         right -= text_width(strong, size=size, bold=is_figure) + 8
     panel.sheet.text(plain, x=right, y=y, right=True, color=LIGHT["muted" if strong else "ink"])
     free = right - text_width(plain, size=size) - 10 - panel.x
-    title = fitted(entry.title, width=free, size=size, bold=is_main)
+    title = fitted(label_row(entry), width=free, size=size, bold=is_main)
     ink = LIGHT["ink" if isinstance(entry, Row) else "muted"]
     panel.sheet.text(title, x=panel.x, y=y, bold=is_main, color=ink)
     used = text_width(title, size=size, bold=is_main) + 8
@@ -219,7 +219,7 @@ def _step(panel: _Panel, report: Report) -> None:
 
 def _step_keys(report: Report) -> tuple[Key, ...]:
     parts = [_parts(row) for row in report.rows]
-    keys = [Key("step in training", LIGHT["ink"], "frame")]
+    keys = [Key("step", LIGHT["ink"], "frame")]
     keys += [
         Key(name, LIGHT[color], "box")
         for index, (name, color) in enumerate(zip(_PARTS, PARTS, strict=True))

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from statistics import mean
 
 from pipeline.report import Row
+from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.peaks import peaks_of
-from pipeline.report.sentences import best
-from pipeline.report.tables import Column, amount, placed, training_s
+from pipeline.report.row_names import name_row
+from pipeline.report.sentences import find_main_row
+from pipeline.report.tables import Column, amount, training_s
 from pipeline.wording import figure
 
 BUSY = 90.0
@@ -53,7 +55,7 @@ def use(row: Row) -> Iterator[str]:
         yield f"GPUs are busy {busy:.0f}% of the time: {_cause(row, idle=1 - busy / 100)}"
     if (energy := row.energy) is not None:
         part = f" since it was resumed, for {energy.samples:,} samples" if energy.samples < row.whole_training else ""
-        yield f"{figure(energy.kwh, digits=3)} kWh{part}, {figure(energy.joules_per_sample, digits=3)} J for a sample"
+        yield f"{figure(energy.kwh, digits=3)} kWh{part}, {figure(energy.joules_per_sample, digits=3)} J per sample"
 
 
 def completed(rows: Sequence[Row], *, price: float | None) -> list[Row]:
@@ -62,7 +64,7 @@ def completed(rows: Sequence[Row], *, price: float | None) -> list[Row]:
     A row's cost is ``price`` times the device-hours of the whole training, the start included.
     """
     flops = next((row.flops for row in rows if row.flops), None)
-    start_s = best(rows).time_to_first_step_s or 0.0
+    start_s = find_main_row(rows).time_to_first_step_s or 0.0
     return [row.model_copy(update={"flops": row.flops or flops, "cost": _cost(row, price, start_s)}) for row in rows]
 
 
@@ -74,10 +76,10 @@ def _cost(row: Row, price: float | None, start_s: float) -> float | None:
 
 def costs(rows: Sequence[Row], *, price: float | None) -> Iterator[str]:
     """Yield what the training costs with each row, if there is a price."""
-    listed = [f"{figure(row.cost, digits=2)} with {placed(row)}" for row in rows if row.cost is not None]
+    listed = [f"{figure(row.cost, digits=2)} with {name_row(row)}" for row in rows if row.cost is not None]
     if price is not None and listed:
         unit = "core" if rows[0].device == "cpu" else "GPU"
-        yield f"this training costs {', '.join(listed)}, at {figure(price)} for a {unit} and an hour"
+        yield f"this training costs {', '.join(listed)}, at {figure(price)} per {unit} and hour"
 
 
 def columns(rows: Sequence[Row]) -> list[Column[Row]]:
@@ -123,11 +125,11 @@ def _uncounted(row: Row) -> str:
 def _cause(row: Row, *, idle: float) -> str:
     """Return what the parts of a step say about idle GPUs."""
     parts = row.parts
-    if parts.compute_ms is None or parts.rest_ms is None:
-        return "the parts of a step, which would tell the cause, were not measured"
+    if parts.rest_ms is None or not has_consistent_parts(row):
+        return "the cause is unknown, as there is no step-time breakdown"
     ms = {
-        "waiting for data": parts.data_wait_ms,
-        "waiting for gradients": parts.exposed_communication_ms or 0.0,
+        "data loading": parts.data_wait_ms,
+        "exposed communication": parts.exposed_communication_ms or 0.0,
         "the optimizer and other work": parts.rest_ms,
     }
     most = max(ms, key=ms.__getitem__)

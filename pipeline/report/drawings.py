@@ -12,6 +12,7 @@ from pipeline.report.html import Drawn
 from pipeline.report.picture import Draw
 from pipeline.report.report import Report
 from pipeline.report.report_files import CHART_NAME, CURVES_NAME, PAIRS_CHART_NAME, SCALING_NAME, SWEEP_NAME, AnyReport
+from pipeline.report.row_names import name_row
 from pipeline.report.swept import SweptReport
 
 _PARTS = "The parts of a step are measured one by one, apart from the training; they need not add up to its step."
@@ -55,7 +56,7 @@ def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]
     if len(report.entries) > 1 or report.has_parts:
         yield Picture(CHART_NAME, partial(chart.draw, report), report.verdict, _PARTS if report.has_parts else "")
     if report.main.speedup_pairs > 1:
-        label = f"Speedup of {report.main.title} in each round"
+        label = f"Speedup of {name_row(report.main)} in each round"
         yield Picture(PAIRS_CHART_NAME, partial(pairs.draw, report), label)
     if courses:
         draw = partial(curves.draw, courses, title=report.name, best=_index(courses, report.main.trial))

@@ -17,6 +17,8 @@ class EvaluationReport(Frozen):
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 
+    name: str = ""
+    """Name of the experiment."""
     run: str
     """Id of the run."""
     checkpoint: str
@@ -45,6 +47,7 @@ class EvaluationReport(Frozen):
     def of(cls, found: Evaluated, *, run: str, trial: Trial, has_choice: bool) -> "EvaluationReport":
         """Make the report of an evaluation; ``has_choice`` is True if the command named the set."""
         return cls(
+            name=trial.experiment.name,
             run=run,
             checkpoint=found.checkpoint,
             step=found.step,

@@ -32,6 +32,16 @@ Use = Literal["steps", "start", "input", "evaluation", "saving", "redone", "stop
 """Use of a second: a step that counts; what precedes the first step; waiting for batches; evaluation; checkpoints and
 the trained model; steps done again or lost, since training resumed from an earlier step; no attempt at all."""
 USES: tuple[Use, ...] = get_args(Use)
+LABELS: Mapping[Use, str] = {
+    "steps": "training steps",
+    "start": "startup",
+    "input": "data loading",
+    "evaluation": "evaluation",
+    "saving": "checkpointing",
+    "redone": "lost progress",
+    "stopped": "downtime",
+}
+"""Uses in words."""
 _STEP, _DATA_WAIT, _LOSS = "time/step_ms", "time/window_data_wait_ms", "train/loss"
 
 
@@ -69,9 +79,9 @@ class Goodput(Frozen):
     def sentence(self) -> str:
         """Goodput and the rest by name, in whole percents that add up to 100."""
         percents = self.percents
-        rest = [f"{use} {percent}%" for use, percent in percents.items() if percent and use != "steps"]
-        spent = f"{duration(self.seconds.get('steps', 0.0))} of the training's {duration(self.total_s)}"
-        return f"goodput {percents['steps']}%: {spent} were steps that count{''.join(f', {each}' for each in rest)}"
+        rest = ", ".join(f"{LABELS[use]} {percent}%" for use, percent in percents.items() if percent and use != "steps")
+        spent = f"{duration(self.seconds.get('steps', 0.0))} of {duration(self.total_s)}"
+        return f"Goodput {percents['steps']}%: {spent} were spent in training steps{f' ({rest})' if rest else ''}."
 
 
 class WallClock:

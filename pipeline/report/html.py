@@ -8,43 +8,47 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from pipeline.config.reported import PREFIX
+from pipeline.config.reported import PREFIX, single_names
 from pipeline.config.values import Frozen
-from pipeline.report import FIRST_STEPS, Advice
+from pipeline.report import FIRST_STEPS, Advice, Row
 from pipeline.report.about import About
+from pipeline.report.claims import classify_speedup, describe_speedup
 from pipeline.report.forecast import Forecast
-from pipeline.report.goodput import Goodput
+from pipeline.report.goodput import LABELS, Goodput
 from pipeline.report.palette import DARK, LIGHT
-from pipeline.report.ratios import times
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
-from pipeline.report.sentences import learned
+from pipeline.report.row_names import name_row
+from pipeline.report.sentences import format_ending, iter_metric_names
 from pipeline.report.swept import Swept, SweptReport, figure
-from pipeline.report.tables import amount, efficiency
+from pipeline.report.tables import amount, efficiency, speedup
 from pipeline.wording import counted, duration
 
 _WINDOWS = (
-    "Throughput and step time are the median of several windows. The trials were measured one after the other, so the "
-    "range of a speedup goes from the slowest window over the baseline's fastest to the fastest window over the "
-    "baseline's slowest; on a machine whose speed changes it may miss the truth."
+    "Throughput and step time are the median of several windows. The configurations were measured one after the other, "
+    "so the range of a speedup goes from the slowest window over the baseline's fastest to the fastest window over the "
+    "baseline's slowest. On a machine whose speed changes, this range may miss the true value."
 )
-_PAIRS = (
-    "The trials are measured in turn: {what}, so that whatever else the machine does affects them alike. Throughput is "
-    "the geometric mean of the {unit}; a speedup is that of the ratios to the baseline in the same round, with "
-    "Student's t interval, widened for the autocorrelation of the rounds."
+_INTERLEAVED = (
+    "{how} Background load therefore affects all of them. Throughput is the geometric mean over the {unit}. Speedup is "
+    "the geometric mean of the ratios to the baseline in the same round. Its confidence interval is a Student's t "
+    "interval, corrected for autocorrelation."
 )
-_SLOTS = _PAIRS.format(what="short slots of steps, alternately, once the training is over", unit="slots")
-_REPEATS = _PAIRS.format(what="all of them once, then all of them again", unit="repeats")
+_SLOTS = _INTERLEAVED.format(
+    how="After training, the configurations are timed alternately in short intervals.", unit="intervals"
+)
+_REPEATS = _INTERLEAVED.format(how="In each round, all configurations are measured once.", unit="repeats")
 _PARTS = (
-    "Step and data wait are those of the training; data wait is that of the rank that waits longest for its batches. "
-    "The other parts are measured after training, by leaving out one part at a time. Compute: forward and backward of "
-    "the slowest rank on a batch held in memory, without gradient exchange. Waiting for gradients: time added by their "
-    "exchange. Optimizer, other: time added by the optimizer, clipping and bookkeeping. Parts added up: all parts, to "
-    "compare with the step."
+    "Step time is the global batch size divided by the throughput. Data loading is measured during training, on the "
+    "rank that waits longest for its batches. The other parts are measured after training, by leaving out one of them. "
+    "Compute: forward and backward of the slowest rank on a batch held in memory, without gradient synchronization. "
+    "Exposed communication: the time that gradient synchronization adds. Optimizer and other: the time that the "
+    "optimizer, clipping and bookkeeping add. Unaccounted: the step minus these parts. The parts are left out where "
+    "they do not match the step."
 )
 _RESOURCES = (
-    "Peak memory is the allocated memory of a GPU, or the resident memory of a process on CPU. The time to the first "
-    "step begins with the launch of the workers."
+    "Peak memory is the allocated memory of a GPU, or the resident memory of a process on CPU. Startup is the time "
+    "from the launch of the workers to the end of the first step."
 )
 
 
@@ -95,7 +99,7 @@ def _speedups(report: Report, shared: Mapping[str, object]) -> str:
         tiles=tuple(_tiles(report)),
         wall_clock=tuple(_wall_clock(report.goodput)) if report.goodput else (),
         metrics=sorted(report.main.metrics.items(), key=lambda metric: not metric[0].startswith(PREFIX)),
-        advice=[(advice.reason.rstrip("."), *marked(advice)) for advice in report.advice],
+        advice=[(one.reason.rstrip("."), *marked(one), format_ending(one)) for one in report.advice],
         method=tuple(_method(report)),
     )
 
@@ -134,29 +138,35 @@ def _of_forecast(forecast: Forecast) -> Iterator[Tile]:
 
 
 def _tiles(report: Report) -> Iterator[Tile]:
-    """Yield the verdict, the quality of the model, the throughput and the start."""
+    """Yield the speedup, the quality of the model, the throughput and the startup time."""
     main = report.main
     if main.ratio is not None:
-        figure = times(main.ratio)
-        ends = times(main.ratio, confidence=main.confidence).removeprefix(figure)
-        means = "could be noise" if not main.is_resolved else "faster" if main.ratio.value > 1 else "slower"
-        label = f"speedup of {main.title} over {report.rows[0].title}{ends}: {means}"
-        yield Tile(figure=figure, label=label, is_accented=main.is_resolved)
-    if not report.is_comparison and (name := learned(main)):
+        yield _speedup_tile(main, report.rows[0])
+    name = next(iter(single_names(iter_metric_names(main))), "")
+    if not report.is_comparison and name:
         when = "at the end" if main.best is None else f"with the {main.best}"
         yield Tile(figure=_figure(main.metrics[name]), label=f"{name} {when}")
     elif main.efficiency is not None:
         yield Tile(figure=efficiency(main), label="scaling efficiency")
     yield Tile(figure=amount(main.samples_per_second.median), label=f"samples/s on {main.devices}")
     if main.time_to_first_step_s is not None:
-        yield Tile(figure=f"{main.time_to_first_step_s:.1f} s", label="to the first step")
+        yield Tile(figure=f"{main.time_to_first_step_s:.1f} s", label="startup")
+
+
+def _speedup_tile(main: Row, baseline: Row) -> Tile:
+    """Return the speedup, or that it is not valid or inconclusive."""
+    outcome = classify_speedup(main, baseline)
+    assert main.ratio is not None
+    value = "not valid" if outcome == "invalid" else speedup(main).partition(" (")[0]
+    _, _, claim = describe_speedup(main, baseline).partition(": ")
+    return Tile(figure=value, label=f"{name_row(main)}: {claim}", is_accented=outcome in ("faster", "slower"))
 
 
 def _wall_clock(goodput: Goodput) -> Iterator[Bar]:
     """Yield each use of the wall clock that took a whole percent, and the steps."""
     for use, percent in goodput.percents.items():
         if percent or use == "steps":
-            yield Bar(use=use, percent=percent, time=duration(goodput.seconds.get(use, 0.0)))
+            yield Bar(use=LABELS[use], percent=percent, time=duration(goodput.seconds.get(use, 0.0)))
 
 
 def fragment(report: Report, chart: Path, *, places: str) -> str:
@@ -187,6 +197,7 @@ def _template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters["figure"] = _figure
+    environment.filters["name"] = name_row
     return environment.get_template(name)
 
 
@@ -196,21 +207,21 @@ def marked(advice: Advice) -> tuple[str, str]:
 
 
 def _method(report: Report) -> Iterator[str]:
-    strong = "Strong scaling: every trial trains the same global batches."
+    strong = "Strong scaling: every configuration trains the same global batches."
     weak = " Weak scaling: every replica has as many samples of a global batch as the baseline's."
     has_weak = any(entry.scaling == "weak" for entry in report.entries)
     yield (
         f"{strong}{weak if has_weak else ''} Throughput is measured in the steady state, without warm-up, evaluation "
-        "and checkpoints; speedup is throughput over the baseline's; efficiency is speedup over the ratio of devices. "
-        "Each worker has a fixed number of cores: N workers have N times the cores of one."
+        "and checkpoints. Speedup is throughput over the baseline's throughput. Scaling efficiency is speedup over the "
+        "ratio of devices. Each worker has a fixed number of cores: N workers have N times the cores of one."
     )
     has_pairs = len(report.rows[0].repeats) > 1
     yield (_REPEATS if report.is_comparison else _SLOTS) if has_pairs else _WINDOWS
     yield _PARTS
     if any(row.same_training for row in report.rows):
         yield (
-            "The same loss: the losses of the first steps of training lie no further from the baseline's than "
-            f"{report.main.loss_tolerance:g}, relative to the loss where it is above 1; 'at first': only those of "
-            f"the first {FIRST_STEPS} steps."
+            "Loss vs. baseline: the losses of the first training steps are the same if they differ by no more than "
+            f"{report.main.loss_tolerance:g}, relative to the loss where it is above 1. 'Same early' means that "
+            f"only the first {FIRST_STEPS} steps agree."
         )
     yield _RESOURCES

@@ -5,78 +5,77 @@ from itertools import groupby
 
 from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.report import FIRST_STEPS, Row
-from pipeline.report.tables import amount
+from pipeline.report.row_names import name_row
+from pipeline.wording import figure
 
 
 def describe_losses(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
-    """Yield remarks on trainings whose losses differ from the baseline's, in the first steps or later."""
+    """Yield a sentence for all rows whose loss differs for the same reason; the main row's reason is first."""
     baseline = rows[0]
-    first = _reasons(main, baseline)
-    by_reasons = sorted(
-        ((_reasons(row, baseline), row) for row in rows if row.same_training == "no"),
-        key=lambda pair: (pair[0] != first, pair[0]),
+    told = [(describe_loss(row, baseline), row) for row in rows]
+    differing = sorted(
+        ((text, row) for text, row in told if text), key=lambda pair: (_order(pair[1], main=main), pair[0])
     )
-    for reasons, group in groupby(by_reasons, key=lambda pair: pair[0]):
-        different = [row for _, row in group]
-        difference = amount(max(row.first_loss_difference or 0.0 for row in different))
-        losses = (
-            f"{_loss_of(different)} from that of {baseline.title} by up to {difference} in the first {FIRST_STEPS} "
-            "steps"
+    for text, group in groupby(differing, key=lambda pair: pair[0]):
+        yield f"{' and '.join(name_row(row) for _, row in group)}: {text}"
+
+
+def describe_loss(row: Row, baseline: Row) -> str:
+    """Return how a row's loss differs from the baseline's, and why; empty if it does not."""
+    if row.same_training == "at first":
+        difference = figure(row.largest_loss_difference or 0.0, digits=2)
+        return (
+            f"Loss equals the baseline's for {FIRST_STEPS} steps, then drifts by up to {difference} (floating-point "
+            "rounding)."
         )
-        tolerance = amount(different[0].loss_tolerance)
-        yield (
-            f"{losses}: {reasons}."
-            if reasons
-            else (
-                f"Warning: {losses}, rounding explains {tolerance}, and no layer of the model explains the rest: "
-                "this is a different training, so its speedup is meaningless."
-            )
-        )
-    if drifted := [row for row in rows if row.same_training == "at first"]:
-        difference = amount(max(row.largest_loss_difference or 0.0 for row in drifted))
-        yield (
-            f"{_loss_of(drifted)} from that of {baseline.title} by up to {difference}, but not in the first "
-            f"{FIRST_STEPS} steps: training amplifies the rounding of sums in another order."
-        )
+    if row.same_training != "no":
+        return ""
+    differs = f"Loss differs from the baseline's by up to {figure(row.first_loss_difference or 0.0, digits=2)}"
+    if reasons := explain_loss(row, baseline):
+        return f"{differs} in the first {FIRST_STEPS} steps: {reasons}."
+    return (
+        f"{differs} within the first {FIRST_STEPS} steps. Rounding explains at most {figure(row.loss_tolerance)}. The "
+        "two do not train the same model, so ignore the speedup."
+    )
 
 
-def _loss_of(rows: Sequence[Row]) -> str:
-    names = [row.title for row in rows]
-    return f"The loss of {' and of '.join(names)} differs"
-
-
-def _reasons(row: Row, baseline: Row) -> str:
-    """Explain different losses on the same batches by layers and options; empty if they don't explain them."""
+def explain_loss(row: Row, baseline: Row) -> str:
+    """Return the layers and options that explain different losses on the same batches; empty if none does."""
     if max(row.replicas, baseline.replicas) < 2:
         return ""
     masks = [kind for kind in row.coupling if "Dropout" in kind]
-    own = [kind for kind in row.coupling if kind == RANDOM_NUMBERS and not masks]
+    has_random_numbers = RANDOM_NUMBERS in row.coupling and not masks
     statistics = find_statistics(row)
     reasons = [describe_share(kind) for kind in statistics]
     if statistics and (parts := baseline.micro_batches) is not None:
         shared = [describe_share(kind) for kind in statistics if kind != "SyncBatchNorm"]
-        reasons = [*shared, f"the baseline takes the statistics of each of its {parts} micro-batches"]
+        reasons = [*shared, f"the baseline computes the statistics of each of its {parts} micro-batches"]
     hook = row.options.get("communication_hook", "none")
-    local = row.options.get("local_sgd_period")
-    apart = [f"with local_sgd_period: {local} workers train independently between averages"] if local else []
-    rounding = [] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]
+    period = row.options.get("local_sgd_period")
     return ", ".join(
         [
             *reasons,
-            *(f"{kind} draws a mask of its own in each worker" for kind in masks),
-            *(f"a step draws other {kind} in each worker" for kind in own),
-            *rounding,
-            *apart,
+            *(f"{kind} draws a different mask on each worker" for kind in masks),
+            *([f"each worker draws different {RANDOM_NUMBERS}"] if has_random_numbers else []),
+            *([] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]),
+            *([f"with local_sgd_period: {period} workers train independently between averages"] if period else []),
         ]
     )
 
 
 def describe_share(kind: str) -> str:
-    """Say of batch statistics, or of buffers by name, that they are those of a worker's share."""
-    the, use = ("the ", "use" if kind.startswith("buffers") else "uses") if kind.startswith("buffer") else ("", "uses")
-    return f"{the}{kind} {use} each worker's share of the batch"
+    """Say of batch statistics, or of buffers by name, that each worker computes them from its part of the batch."""
+    if kind.startswith("buffer"):
+        verb = "are" if kind.startswith("buffers") else "is"
+        return f"the {kind} {verb} computed separately on each worker"
+    return f"{kind} computes its statistics separately on each worker"
 
 
 def find_statistics(row: Row) -> list[str]:
     """Return the layers of a row's model that compute with statistics of their batch."""
     return [kind for kind in row.coupling if kind != RANDOM_NUMBERS and "Dropout" not in kind]
+
+
+def _order(row: Row, *, main: Row) -> tuple[bool, bool]:
+    """Sort rows that differ from the start before those that drift, the main row first."""
+    return row.same_training == "at first", row != main

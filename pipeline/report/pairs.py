@@ -14,6 +14,7 @@ from pipeline.report.palette import LIGHT
 from pipeline.report.picture import EDGE, Canvas, Key, Sheet, fitted, legend_height
 from pipeline.report.ratios import times
 from pipeline.report.report import Report
+from pipeline.report.row_names import name_row
 
 
 def table(report: Report) -> str:
@@ -22,7 +23,7 @@ def table(report: Report) -> str:
     rows = [row for row in report.rows if len(row.repeats) > 1]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["round", *(f"{row.title}, samples/s" for row in rows), f"speedup of {main.title}"])
+    writer.writerow(["round", *(f"{name_row(row)}, samples/s" for row in rows), f"speedup of {name_row(main)}"])
     for index, ratio in enumerate(_ratios(main, baseline)):
         rates = (f"{row.repeats[index]:.6g}" if index < len(row.repeats) else "" for row in rows)
         writer.writerow([index + 1, *rates, f"{ratio:.5g}"])
@@ -34,14 +35,14 @@ def draw(report: Report, canvas: Canvas) -> Figure:
     main, ratios = report.main, _ratios(report.main, report.rows[0])
     assert main.ratio is not None
     keys = (
-        Key("one pair", LIGHT["ink"], "dot"),
+        Key("one round", LIGHT["ink"], "dot"),
         Key(times(main.ratio, confidence=main.confidence), LIGHT["accent"]),
-        Key(f"as fast as {report.rows[0].title}", LIGHT["muted"], "dashed"),
+        Key(f"as fast as {name_row(report.rows[0])}", LIGHT["muted"], "dashed"),
     )
     width, height = canvas.inner, 110.0
     head = 24 + legend_height(keys, width=width, canvas=canvas)
     sheet = Sheet(canvas, height=head + height + 34)
-    title = fitted(f"Speedup of {main.title} in each round", width=width, size=canvas.text + 0.5, bold=True)
+    title = fitted(f"Speedup of {name_row(main)} in each round", width=width, size=canvas.text + 0.5, bold=True)
     sheet.text(title, x=EDGE, y=13, bold=True, size=0.5)
     sheet.legend(keys, x=EDGE, y=29, width=width)
     axes = sheet.axes(left=46, top=head, width=width - 38, height=height)

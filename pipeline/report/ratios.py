@@ -1,20 +1,22 @@
-"""Ratios with their intervals as text: figure and interval, the interval alone where it says more, its ends."""
+"""Ratios with their confidence intervals as text: value and interval, or the interval alone where it is wide."""
 
 from pipeline.protocol.estimates import Estimate
 
-_WIDE = 0.5
-"""Half-width of an interval, relative to the figure, from which only the interval is shown."""
+_WIDE = 3.0
+"""Ratio of an interval's ends from which the value between them says little."""
 _FAR = 100
-"""Ratio from which the end of an interval far from its figure says only that nothing is known."""
+"""Ratio from which the end of an interval far from its value only says that nothing is known."""
+_ROUNDED_FROM = 2.0
+"""Factor from which one decimal is enough for "4.0x slower"."""
 
 
 def is_wide(estimate: Estimate) -> bool:
-    """Return True if the interval is so wide that the figure says little."""
-    return estimate.high - estimate.low > 2 * _WIDE * estimate.value
+    """Return True if the interval is so wide that the value says little."""
+    return estimate.high > _WIDE * estimate.low
 
 
 def times(ratio: Estimate, *, confidence: float | None = None) -> str:
-    """Format a ratio, e.g. "1.90x", or with its interval "1.90x (95%: 1.79x to 2.02x)"; only that if it is wide.
+    """Format a ratio, e.g. "1.90x", or with its interval "1.90x (95% CI 1.79x to 2.02x)"; only that if it is wide.
 
     Args:
         ratio: the ratio.
@@ -22,19 +24,37 @@ def times(ratio: Estimate, *, confidence: float | None = None) -> str:
     """
     if ratio.size and is_wide(ratio):
         ends = ends_of(ratio)
-        return ends if confidence is None else f"{ends} ({100 * confidence:g}%)"
-    figure = f"{ratio.value:.2f}x"
-    return figure if confidence is None else f"{figure} ({_interval(ratio, confidence=confidence)})"
+        return ends if confidence is None else f"{ends} ({format_level(confidence)} CI)"
+    value = f"{ratio.value:.2f}x"
+    return value if confidence is None else f"{value} ({_interval(ratio, confidence=confidence)})"
+
+
+def format_level(confidence: float) -> str:
+    """Format a confidence level, e.g. "95%"."""
+    return f"{100 * confidence:g}%"
 
 
 def _interval(ratio: Estimate, *, confidence: float) -> str:
-    """Format the interval of a ratio, e.g. "95%: 1.79x to 2.02x", or the range of its windows if it has none."""
+    """Format the interval of a ratio, e.g. "95% CI 1.79x to 2.02x", or the range of its windows if it has none."""
     ends = ends_of(ratio)
-    return f"{100 * confidence:g}%: {ends}" if ratio.size else f"windows from {ends}"
+    return f"{format_level(confidence)} CI {ends}" if ratio.size else f"windows from {ends}"
 
 
 def ends_of(ratio: Estimate) -> str:
-    """Format the ends of a ratio's interval, e.g. "1.79x to 2.02x"; "under 0.01x to over 100x" tells nothing."""
+    """Format the ends of a ratio's interval, e.g. "1.79x to 2.02x" or "under 0.01x to over 100x"."""
     low = f"{ratio.low:.2f}x" if ratio.low >= 1 / _FAR else f"under {1 / _FAR:g}x"
     is_known = ratio.high < max(_FAR, 10 * ratio.value)  # a hundred devices may be that fast
     return f"{low} to {ratio.high:.2f}x" if is_known else f"{low} to over {_FAR}x"
+
+
+def invert(ratio: Estimate) -> Estimate:
+    """Return how many times slower a ratio below 1 is."""
+    high = 1 / ratio.low if ratio.low > 0 else float("inf")
+    return Estimate(1 / ratio.value, 1 / ratio.high, high, ratio.size)
+
+
+def format_slower(value: float) -> str:
+    """Format how many times slower something is, e.g. "1.05x" or "4.0x"."""
+    if value >= _FAR:
+        return f"over {_FAR}x"
+    return f"{value:.2f}x" if value < _ROUNDED_FROM else f"{value:.1f}x"

@@ -1,4 +1,4 @@
-"""The figures of a report for programs: `--json` of `pipeline run` and `pipeline compare`, and tables for MLflow."""
+"""The numbers of a report for programs: `--json` of `pipeline run` and `pipeline compare`, and tables for MLflow."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,8 +12,16 @@ from pipeline.protocol.trial import Role, Scaling, Split
 from pipeline.protocol.trial_result import Best, Communication, Unsaved
 from pipeline.report import Advice, Row, Unmeasured, device
 
-_LEADING = ("title", "samples_per_second", "speedup", "efficiency", "same_training")
+_RESULT = ("title", "samples_per_second", "speedup", "efficiency", "same_training", "speedup_low", "speedup_high")
 """First columns of a table, visible without scrolling."""
+_METRICS = ("test/", "validation/", "train/")
+"""Prefixes of the columns after them."""
+_USED = (
+    *("step_ms", "compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms", "time_to_first_step_s"),
+    *("peak_memory_mb", "tflops", "mfu", "energy_kwh", "energy_j_per_sample", "cost"),
+    *("role", "strategy", "workers", "replicas", "device", "cpus", "scaling", "global_batch_size", "steps"),
+)
+"""Columns after the metrics: time and resources that were used, and what ran. Details are last."""
 _AS_IN_ROW = {"role", "confidence", "peak_memory_mb", "time_to_first_step_s", "compile_s", "matmul_precision"}
 
 
@@ -163,7 +171,7 @@ class RunRecord(Frozen):
     """Name of the experiment."""
     hardware: str
     verdict: str
-    """Result in one line, the last line in the terminal."""
+    """Result in one line, as ``--quiet`` prints it."""
     main: CellRecord
     """The training."""
     baseline: CellRecord | None
@@ -188,7 +196,8 @@ def columns(entries: Sequence[Row | Unmeasured]) -> dict[str, list[Any]]:
     """Return columns for MLflow's ``log_table``: one value per cell, spreads and metrics flat, None if unknown."""
     records = [_flat(entry) if isinstance(entry, Row) else entry.model_dump() for entry in entries]
     known = dict.fromkeys(name for record in records for name in record)
-    names = [*(name for name in _LEADING if name in known), *(name for name in known if name not in _LEADING)]
+    metrics = [name for prefix in _METRICS for name in known if name.startswith(prefix)]
+    names = dict.fromkeys(name for name in (*_RESULT, *metrics, *_USED, *known) if name in known)
     return {name: [record.get(name) for record in records] for name in names}
 
 

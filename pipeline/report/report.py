@@ -1,4 +1,4 @@
-"""The report of a run or a comparison: rows, remarks, advice, and their forms as text, tables and JSON."""
+"""The report of a run or a comparison: rows, notes, advice, and their forms as text, tables and JSON."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,8 +9,7 @@ from pipeline.planning.plan import restriction
 from pipeline.planning.scheduler_units import scheduler_units
 from pipeline.protocol.events import Evaluated, Finished
 from pipeline.protocol.trial import Role, Training, Trial
-from pipeline.report import Advice, Row, Unmeasured, device, records, tables
-from pipeline.report import sentences as summary
+from pipeline.report import Advice, Row, Unmeasured, device, records, sentences, tables
 from pipeline.report.goodput import Goodput
 from pipeline.report.tables import ReportTable
 
@@ -29,13 +28,21 @@ class Report(Frozen):
     order: tuple[str, ...]
     """Trial names of all rows and unmeasured cells, in the order of the tables."""
     remarks: tuple[str, ...] = ()
-    """Caveats of the figures."""
+    """Notes on the numbers."""
     advice: tuple[Advice, ...] = ()
     price_per_device_hour: float | None = None
     """See ``measure.price_per_device_hour``."""
     goodput: Goodput | None = None
     """Use of the training's wall clock; None for a comparison, and in reports of before."""
     hardware: str
+    launcher: str = ""
+    """Launcher of the trials; empty in reports of before."""
+    is_quick: bool = False
+    """True for a run that only tested whether the experiment works."""
+    restriction: str = ""
+    """Option that left the measurements out; empty if something was to be measured."""
+    training_notes: tuple[str, ...] = ()
+    """What happened during the training that changes its result, e.g. another number of workers."""
 
     @classmethod
     def of(
@@ -84,13 +91,15 @@ class Report(Frozen):
             order=tuple(entry.trial for entry in entries),
             hardware=hardware,
             price_per_device_hour=price,
+            launcher=next(iter(once.values())).launcher,
+            is_quick=any(isinstance(trial, Training) and trial.is_quick for trial in once.values()),
+            restriction=next(filter(None, map(restriction, once.values())), ""),
         )
         left_out = (f"{trial} did not finish; it is left out." for trial in missing)
         extras = (f"All trials use {extra}." for extra in next(iter(once.values())).experiment.train.extras)
-        restricted = next(filter(None, map(restriction, once.values())), "")
-        told = summary.remarks(rows, main=report.main, restricted=restricted)
+        remarks = sentences.iter_remarks(rows, main=report.main, restriction=report.restriction)
         units = (f"{note}." for note in scheduler_units(next(iter(once.values())).experiment))
-        return report.model_copy(update={"remarks": (*left_out, *told, *extras, *units)})
+        return report.model_copy(update={"remarks": (*left_out, *remarks, *extras, *units)})
 
     @property
     def is_comparison(self) -> bool:
@@ -106,8 +115,8 @@ class Report(Frozen):
 
     @property
     def main(self) -> Row:
-        """Row that the result is about, see `pipeline.report.sentences.best`."""
-        return summary.best(self.rows)
+        """Row that the result is about, see `pipeline.report.sentences.find_main_row`."""
+        return sentences.find_main_row(self.rows)
 
     @property
     def speedup(self) -> float | None:
@@ -122,39 +131,45 @@ class Report(Frozen):
     @property
     def verdict(self) -> str:
         """Result in one line."""
-        return summary.verdict(self.rows)
+        return sentences.describe_result(self.rows, is_quick=self.is_quick)
 
     @property
     def outcome(self) -> str:
         """Final metrics and costs of the main training; empty for a comparison."""
-        return "" if self.is_comparison else summary.outcome(self.main)
+        return "" if self.is_comparison else sentences.describe_outcome(self.main)
 
     @property
     def opening(self) -> tuple[str, ...]:
         """Lines above the tables in the terminal, the title first."""
-        return self.name, self.hardware
+        return self.name, self.hardware, self.verdict
 
     @property
     def blocks(self) -> tuple[tuple[str, ...], ...]:
-        """Lines below the tables in the terminal, each block with its title: final metrics, caveats, advice."""
+        """Lines below the tables in the terminal, each block with its title: final metrics, notes, recommendations."""
         return tuple((title, *lines) for title, lines in self.notes if lines)
 
     @property
     def notes(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Titles and lines of all that is said below the tables; caveats and advice are numbered."""
+        """Titles and lines of all that is said below the tables; notes and recommendations are numbered."""
         return (
             ("Final metrics", tuple(filter(None, [self.outcome]))),
-            ("Wall clock", (self.goodput.sentence,) if self.goodput else ()),
-            ("Gradient exchange", self.exchange),
-            ("Devices", self.devices),
-            ("Caveats", numbered(self.remarks)),
-            ("Advice", numbered(summary.advised(self.advice))),
+            ("Goodput", (self.goodput.sentence,) if self.goodput else ()),
+            ("Communication", self.communication),
+            ("Compute utilization", self.devices),
+            ("Notes", numbered(self.all_notes)),
+            ("Recommendations", numbered(sentences.format_advice(self.advice))),
         )
 
     @property
-    def exchange(self) -> tuple[str, ...]:
-        """Lines on the gradient exchange while the main row trained; none for a comparison."""
-        return () if self.is_comparison else tuple(summary.exchange(self.main))
+    def all_notes(self) -> tuple[str, ...]:
+        """What happened during the training, and notes on the numbers."""
+        happened = () if self.is_comparison else sentences.iter_training_notes(self.main, self.training_notes)
+        return (*happened, *self.remarks)
+
+    @property
+    def communication(self) -> tuple[str, ...]:
+        """Lines on gradient synchronization while the main row trained; none for a comparison."""
+        return () if self.is_comparison else tuple(sentences.describe_communication(self.main))
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -176,7 +191,7 @@ class Report(Frozen):
     @property
     def results(self) -> ReportTable:
         """Throughput, speedup and efficiency."""
-        return tables.results(self.entries, main=self.main, has_intervals=self.is_comparison)
+        return tables.results(self.entries, main=self.main)
 
     @property
     def step_parts(self) -> ReportTable:
@@ -185,7 +200,7 @@ class Report(Frozen):
 
     @property
     def resources(self) -> ReportTable:
-        """Memory, time to the first step and, in a comparison, operations per second."""
+        """Memory, startup time and, in a comparison, operations per second."""
         return tables.resources(self.rows, more=device.columns(self.rows) if self.is_comparison else ())
 
     def to_json(self) -> str:

@@ -10,6 +10,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.train import Train
 from pipeline.config.values import Frozen
 from pipeline.report import Advice, Row
+from pipeline.report.breakdown import has_consistent_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,11 @@ class Case:
         """Cores that each worker has."""
         return self.row.cpus // self.row.workers
 
+    @property
+    def has_parts(self) -> bool:
+        """True if the parts of a step may be used: they were measured, and agree with the step."""
+        return has_consistent_parts(self.row)
+
     def is_clear(self, ms: float) -> bool:
         """Return True if a part of a step, a median of several rounds, is longer than the noise of the step.
 
@@ -50,10 +56,13 @@ class Finding(Frozen):
     change: str = ""
     """Action to take in addition to ``values`` or instead, in words."""
     is_measured: bool = False
-    """True if this run measured ``values`` to be faster beyond the noise.
+    """True if this run measured ``values``.
 
     Otherwise they are a suggestion to try: shared cores, caches and links may defeat any formula.
     """
+    use: str = ""
+    """See `Advice`, also for the next field."""
+    why: str = ""
     gain: float = 0.0
     """Estimated fraction of a step that the change saves; findings are ordered by it."""
 
@@ -61,13 +70,15 @@ class Finding(Frozen):
     def advice(self) -> Advice:
         """Finding in words."""
         overrides = pasted(self.values)
-        use = f"{'train with' if self.is_measured else 'not measured yet, try'} {overrides}" if overrides else ""
+        change = f"{'set' if self.is_measured else 'try'} {overrides}" if overrides else ""
         return Advice(
             reason=self.reason,
-            change="; ".join(filter(None, [self.change, use])),
+            change="; ".join(filter(None, [self.change, change])),
             key=next(iter(self.values), ""),
             overrides=overrides,
             measured=self.is_measured,
+            use=self.use,
+            why=self.why,
         )
 
 

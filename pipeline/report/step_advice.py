@@ -4,11 +4,13 @@ import math
 from collections.abc import Sequence
 
 from pipeline.report import Row, is_clear
+from pipeline.report.row_names import name_row
 from pipeline.report.rule import Case, Finding, pasted, scaled_rate
 from pipeline.report.tables import Straggler, amount, rate
+from pipeline.wording import counted
 
 DATA_WAIT = 0.1
-"""Share of data wait in a step below which there is no advice: the order of loading and computing explains it."""
+"""Fraction of a step in data loading below which there is no advice: the order of loading and computing explains it."""
 STRAGGLES = 1.25
 """Ratio to the other ranks' time from which a rank is a straggler; equal machines differ by a few percent."""
 
@@ -24,7 +26,7 @@ def straggler(case: Case) -> Finding | None:
     own, rest = amount(slowest.ratio * slowest.others_ms), amount(slowest.others_ms)
     who = f"rank {slowest.rank} on {slowest.node}"
     return Finding(
-        reason=f"{who} takes {own} ms for its own part of a step, the other ranks {rest} ms",
+        reason=f"{who} takes {own} ms per step without waiting for other ranks, the other ranks {rest} ms",
         change=f"find out what slows it down on {slowest.node}; all ranks wait for the slowest rank",
         gain=lost / case.row.step_ms.median,
         is_measured=True,
@@ -32,20 +34,23 @@ def straggler(case: Case) -> Finding | None:
 
 
 def data_wait(case: Case) -> Finding | None:
-    """Suggest more loader processes if steps wait for data."""
+    """Suggest more DataLoader workers if steps wait for data."""
     wait, step = case.row.parts.data_wait_ms, case.row.step_ms.median
-    if case.row.share_of_data_wait < DATA_WAIT or not case.is_clear(wait):
+    if case.row.share_of_data_wait < DATA_WAIT or not case.is_clear(wait) or wait > step:
         return None
     now = case.experiment.loader.num_workers
     # Reading a batch takes `wait` on top in the training process, or keeps each of `now` processes busy for a step.
     needed = math.ceil((now * step or wait) / max(step - wait, step / 8))
     most = max(2, (case.cores or 2) // case.workers_per_node)
     if (loaders := min(max(needed, now + 1), most)) <= now:
-        values, change = {}, f"make reading a sample cheaper; {now} loader processes for {most} cores don't keep up"
+        values, change = (
+            {},
+            f"{counted(now, 'DataLoader worker')} for {counted(most, 'core')} are too slow; speed up __getitem__",
+        )
     else:
         values, change = {"loader.num_workers": loaders}, _where_loaders_run(case, loaders)
     return Finding(
-        reason=f"{case.row.title} waits {amount(wait)} ms of each step of {amount(step)} ms for data",
+        reason=f"{name_row(case.row)}: {amount(wait)} ms of each {amount(step)} ms step are data loading",
         values=values,
         change=change,
         gain=case.row.share_of_data_wait,
@@ -53,13 +58,13 @@ def data_wait(case: Case) -> Finding | None:
 
 
 def _where_loaders_run(case: Case, loaders: int) -> str:
-    """Return a warning if there are no idle cores for loader processes."""
+    """Return a warning if there are no idle cores for DataLoader workers."""
     if case.row.device != "cpu" or case.cores is None:
         return ""
     computing = case.workers_per_node * case.cores_per_worker
     if computing + case.workers_per_node * loaders <= case.cores:
         return ""
-    return "there are no idle cores for loader processes: they help if loading waits for storage, not if it computes"
+    return "no core is idle, so DataLoader workers help only if loading waits for storage"
 
 
 def idle_cores(case: Case, rows: Sequence[Row]) -> Finding | None:
@@ -72,7 +77,7 @@ def idle_cores(case: Case, rows: Sequence[Row]) -> Finding | None:
         return None
     used = case.workers_per_node * case.cores_per_worker
     return Finding(
-        reason=f"{row.title} computes on {used} of {case.cores} cores",
+        reason=f"{name_row(row)}: {used} of {case.cores} cores are used",
         values={"parallel.cpus_per_worker": per_worker},
         gain=(1 - used / case.cores) * (1 - row.share_of_communication) / 2,  # threads rarely pay in full
     )
@@ -88,9 +93,9 @@ def matmul_precision(case: Case) -> Finding | None:
     if case.experiment.train.precision != "fp32" or row.matmul_precision != "highest" or not row.has_tf32:
         return None
     return Finding(
-        reason=f"{row.gpus[0]} computes matrix products in fp32, and has tensor cores for TF32",
+        reason=f"{row.gpus[0]} has tensor cores for TF32, but computes matrix products in fp32",
         values={"train.matmul_precision": "high"},
-        change="TF32 keeps 10 bits of each factor's mantissa, so check that it still trains as well",
+        change="TF32 keeps 10 bits of the mantissa, so check that the model still trains as well",
     )
 
 
@@ -99,7 +104,7 @@ def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
     train = case.experiment.train
     scaling = train.lr_scaling
     if "base_batch_size" in scaling.model_fields_set and train.global_batch_size > scaling.base_batch_size:
-        reason = f"global batches have {train.global_batch_size} samples, the learning rate was chosen for"
+        reason = f"The global batch size is {train.global_batch_size}, but the learning rate was chosen for"
         values = scaled_rate(case.experiment, base=scaling.base_batch_size)
         return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None
     weak = [row for row in rows if row.scaling == "weak" and row.global_batch_size > train.global_batch_size]
@@ -108,8 +113,8 @@ def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
         return None
     values = scaled_rate(case.experiment, base=train.global_batch_size)
     reason = (
-        f"{fastest.title} does {rate(fastest.samples_per_second)} samples/s on global batches of "
-        f"{fastest.global_batch_size}, for which the learning rate wasn't chosen"
+        f"{name_row(fastest)}: {rate(fastest.samples_per_second)} samples/s with a global batch size of "
+        f"{fastest.global_batch_size}, for which the learning rate was not chosen"
     )
     change = f"if you train with {pasted(case.experiment.batch_keys(fastest.global_batch_size))}"
     return Finding(reason=reason, values=values, change=change) if values else None

@@ -18,7 +18,15 @@ TABLE_NAME, CSV_NAME = "sweep_table.json", "sweep.csv"
 State = Literal["finished", "stopped early", "failed", "interrupted", "running", "not begun"]
 LEFT: tuple[State, ...] = ("interrupted", "not begun")
 """States of trials that a resumed sweep continues with."""
-_STATES = {"stopped early": "stopped"}
+STATES: Mapping[State, str] = {
+    "finished": "completed",
+    "stopped early": "stopped early",
+    "failed": "failed",
+    "interrupted": "interrupted",
+    "running": "running",
+    "not begun": "not started",
+}
+"""States in words."""
 _MOST_DESCRIBED = 20
 """Trials in the description of the sweep's run, the best ones; MLflow cuts a description after 8000 characters."""
 
@@ -128,9 +136,9 @@ class SweptReport(Frozen):
     def verdict(self) -> str:
         """Best trial in one line."""
         if (best := self.swept.trial(self.swept.best)) is None:
-            return f"{self.swept.experiment}: no trial finished, so there is no best trial"
+            return "No trial completed, so there is no best trial"
         of = f"trial {best.number} of {len(self.swept.trials)}"
-        return f"{self.swept.experiment}: {of} is best, {self.swept.metric} {figure(best.value)}"
+        return f"Best: {of}, {self.swept.metric} {figure(best.value)} ({assigned(best.values)})"
 
     @property
     def blocks(self) -> tuple[tuple[str, ...], ...]:
@@ -211,7 +219,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def _row(trial: SweptTrial, keys: Sequence[str], *, is_best: bool) -> tuple[str, ...]:
-    state = "best" if is_best else _STATES.get(trial.state, trial.state)
+    state = "best" if is_best else STATES[trial.state]
     values = [shown(trial.values.get(key)) for key in keys]
     return (str(trial.number), *values, figure(trial.value), str(trial.epochs or "-"), state)
 

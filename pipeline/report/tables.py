@@ -1,7 +1,7 @@
 """The tables of a report as text, in the same words for the terminal, for Markdown and for the page."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
@@ -9,13 +9,16 @@ from pipeline.config.values import Frozen
 from pipeline.protocol import estimates
 from pipeline.protocol.trial_result import Spread
 from pipeline.report import Row, Unmeasured, is_clear
-from pipeline.report.ratios import is_wide, times
+from pipeline.report.breakdown import break_down, count_decimals
+from pipeline.report.ratios import ends_of, is_wide
+from pipeline.report.row_names import count_workers, label_row, name_row
 from pipeline.wording import duration
 
-SHORT_MS = 5.0
-"""Step time below which sending metrics to the driver takes more than a few percent."""
 UNEVEN = 1.1
 """Factor from which the values of devices or ranks count as different."""
+
+_SAME_LOSS: Mapping[str | None, str] = {None: "-", "yes": "same", "at first": "same early", "no": "differs"}
+"""Agreement with the baseline's losses, see `Row.same_training`."""
 
 Item = TypeVar("Item")
 Column = tuple[str, Callable[[Item], str]]
@@ -59,30 +62,33 @@ class Straggler(Frozen):
         return cls(rank=rank, node=row.parts.nodes[rank], others_ms=median(others), ratio=ratio.value)
 
 
-def results(entries: Sequence[Row | Unmeasured], *, main: Row, has_intervals: bool) -> ReportTable:
+def results(entries: Sequence[Row | Unmeasured], *, main: Row) -> ReportTable:
     """Build the table of throughput and speedup; an unmeasured cell has a row, too, and its reason below."""
     columns: list[Column[Row]] = [
-        ("strategy", lambda row: row.title),
+        ("configuration", label_row),
         ("devices", lambda row: row.devices),
         ("samples/s", lambda row: amount(row.samples_per_second.median)),
     ]
     if len(entries) > 1:
-        columns += [("speedup", lambda row: speedup(row, has_interval=has_intervals)), ("efficiency", efficiency)]
+        columns += [
+            ("speedup", _format_narrow_speedup),
+            ("scaling efficiency", efficiency),
+        ]
     rows = [entry for entry in entries if isinstance(entry, Row)]
     start_s = main.time_to_first_step_s or 0.0
     if main.whole_training:
-        columns.append(("this training", lambda row: duration(training_s(row, start_s=start_s))))
+        columns.append(("est. training time", lambda row: duration(training_s(row, start_s=start_s))))
     if any(row.same_training for row in rows):
-        columns.append(("same loss", lambda row: row.same_training or "-"))
+        columns.append(("loss vs. baseline", lambda row: _SAME_LOSS[row.same_training]))
     unmeasured = [entry for entry in entries if isinstance(entry, Unmeasured)]
     return ReportTable(
         header=tuple(name for name, _ in columns),
         rows=tuple(_result(entry, columns) for entry in entries),
         emphasis=next((index for index, entry in enumerate(entries) if entry == main), None),
         notes=(
-            *(f"{cell.title} was not measured: {cell.reason.rstrip('.')}." for cell in unmeasured),
+            *(f"{name_row(cell)} was not measured: {cell.reason.rstrip('.')}." for cell in unmeasured),
             *_doubts(rows),
-            *_of_this_training(rows, main=main),
+            *_notes_on_time(rows, main=main),
         ),
     )
 
@@ -93,100 +99,94 @@ def training_s(row: Row, *, start_s: float) -> float:
     return row.whole_training / row.samples_per_second.median + (start_s if own is None else own)
 
 
-def _of_this_training(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
-    """Yield what the column "this training" consists of, and from when on a slower start pays."""
+def _notes_on_time(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
+    """Yield what the estimated training time consists of, and from when on a slower start is recovered."""
     if not main.whole_training:
         return
+    estimated = f"Estimated training time: {main.whole_training:,} samples at this throughput"
     if main.time_to_first_step_s is None:
-        yield (
-            f"This training: the time of {main.whole_training:,} samples, without the start, which was not measured; "
-            "evaluation and checkpoints come on top."
-        )
+        yield f"{estimated}. The startup was not measured; it, evaluation and checkpoints add to it."
         return
     starts = [start for row in rows if (start := row.time_to_first_step_s) is not None]
-    waits = duration(starts[0]) if len(starts) == 1 else f"{duration(min(starts))} to {duration(max(starts))}"
-    yield (
-        f"This training: the time of {main.whole_training:,} samples, with {waits} until the first step; evaluation "
-        "and checkpoints come on top."
-    )
-    base, own = rows[0], main.samples_per_second.median
+    startup = duration(starts[0]) if len(starts) == 1 else f"{duration(min(starts))} to {duration(max(starts))}"
+    yield f"{estimated} plus {startup} startup. Evaluation and checkpoints add to it."
+    base, rate_of_main = rows[0], main.samples_per_second.median
     later = main.time_to_first_step_s - (base.time_to_first_step_s or math.inf)
     if later > 0 and main.ratio is not None and is_clear(main.ratio) and main.ratio.value > 1:
-        pays = later / (1 / base.samples_per_second.median - 1 / own)
-        if pays > main.whole_training:
+        recovered = later / (1 / base.samples_per_second.median - 1 / rate_of_main)
+        if recovered > main.whole_training:
+            steps = math.ceil(recovered / main.global_batch_size)
             yield (
-                f"{main.title} starts {duration(later)} later than {base.title}, which eats its gain: it pays from "
-                f"{math.ceil(pays / main.global_batch_size):,} steps on."
+                f"Startup with {count_workers(main)} takes {duration(later)} longer than with {count_workers(base)}. "
+                f"The extra time is recovered after {steps:,} steps."
             )
 
 
 def _doubts(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the reasons for showing an interval in place of a figure."""
-    wide = [row.title for row in rows if row.ratio and is_wide(row.ratio)]
+    """Yield the reasons for showing an interval instead of a number."""
+    wide = [name_row(row) for row in rows if row.ratio and is_wide(row.ratio)]
     if wide:
         yield (
-            f"{_listed(wide)}: the interval is as wide as the figure itself, so only the interval is shown. The "
-            "machine was busy with other work; measure again when it is idle."
+            f"{_listed(wide)}: too noisy for a single number; the confidence interval is shown instead. Measure again "
+            "on an idle machine."
         )
-    if any(row.efficiency and row.efficiency > 1 for row in rows if row.title not in wide):
+    if any(row.efficiency and row.efficiency > 1 for row in rows if name_row(row) not in wide):
         yield (
-            "An efficiency above 100% comes from noise or from smaller batches, which fit the caches better, so only "
-            "its interval is shown."
+            "An efficiency above 100% is shown as an interval: it is noise, or a cache effect of the smaller "
+            "per-worker batch."
         )
 
 
 def step_parts(rows: Sequence[Row]) -> ReportTable:
-    """Build the table of the parts of a step, with stragglers below."""
-    shortest = min(row.step_ms.median for row in rows)
-    decimals = 0 if shortest >= 1000 else 1 if shortest >= 10 else 2
+    """Build the step-time breakdown, with stragglers below; parts that don't add up to the step are left out."""
+    decimals = count_decimals(min(row.step_ms.median for row in rows))
+    parts = {row.trial: break_down(row, decimals=decimals) for row in rows}
 
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.{decimals}f}"
+    def column(part: str) -> Callable[[Row], str]:
+        def format_part(row: Row) -> str:
+            value = getattr(parts[row.trial], part, None)
+            return "-" if value is None else f"{value:,.{decimals}f}"
+
+        return format_part
 
     columns: list[Column[Row]] = [
-        ("strategy", lambda row: row.title),
-        ("step", lambda row: shown(row.step_ms.median)),
-        ("compute", lambda row: shown(row.parts.compute_ms)),
-        ("waiting for gradients", lambda row: shown(row.parts.exposed_communication_ms)),
-        ("data wait", lambda row: shown(row.parts.data_wait_ms)),
-        ("optimizer, other", lambda row: shown(row.parts.rest_ms)),
-        ("parts added up", lambda row: shown(row.parts.sum_ms)),
+        ("configuration", label_row),
+        ("total", lambda row: f"{row.step_ms.median:,.{decimals}f}"),
+        ("compute", column("compute")),
+        ("exposed comm.", column("exposed")),
+        ("data loading", column("data")),
+        ("optimizer and other", column("rest")),
+        ("unaccounted", column("unaccounted")),
     ]
     stragglers = [(row, found) for row in rows if (found := Straggler.of(row))]
-    missed = [row for row in rows if row.unexplained_ms]
-    unknown = [row.title for row in rows if row.parts.sum_ms is None]
+    inconsistent = [row for row in rows if parts[row.trial] is None and row.parts.sum_ms is not None]
+    unknown = [name_row(row) for row in rows if row.parts.sum_ms is None]
     notes = [
-        f"{row.title}: rank {found.rank} on {found.node} takes {found.ratio:.2f}x the time of the other ranks."
+        f"{name_row(row)}: rank {found.rank} on {found.node} takes {found.ratio:.2f}x the time of the other ranks."
         for row, found in stragglers
     ]
     notes += [
-        f"{row.title}: the parts add up to {amount(row.parts.sum_ms or 0.0)} ms, {amount(abs(row.unexplained_ms))} ms "
-        f"{'less' if row.unexplained_ms > 0 else 'more'} than a step, beyond the noise: {_why(row)}."
-        for row in missed
+        f"{name_row(row)}: the parts are left out. They add up to {amount(row.parts.sum_ms or 0.0)} ms, which does not "
+        f"match the step of {amount(row.step_ms.median)} ms: the machine was busy with other work during one of the "
+        "measurements."
+        for row in inconsistent
     ]
     if unknown:
-        notes.append(f"{_listed(unknown)}: the parts of a step could not be measured.")
-    return from_columns("Where a step's time goes, ms", columns, rows, notes=notes)
-
-
-def _why(row: Row) -> str:
-    """Explain a difference between a step and the sum of its parts."""
-    busy = "the machine was busy with other work, e.g. loader processes, during training or while they were measured"
-    is_short = row.unexplained_ms > 0 and row.step_ms.median < SHORT_MS
-    return f"sending metrics takes a share of a step this short, or {busy}" if is_short else busy
+        notes.append(f"{_listed(unknown)}: the step-time breakdown could not be measured.")
+    return from_columns("Step-time breakdown, ms", columns, rows, notes=notes)
 
 
 def resources(rows: Sequence[Row], *, more: Sequence[Column[Row]] = ()) -> ReportTable:
-    """Build the table of memory, time to the first step and, if measured, GPU utilization, with ``more`` columns.
+    """Build the table of memory, startup time and, if measured, GPU utilization, with ``more`` columns.
 
     Trials that were measured inside another one have no row. Memory of weights, gradients and optimizer has a column if
     it differs between strategies.
     """
     rows = [row for row in rows if row.peak_memory_mb or row.gpu_utilization or row.time_to_first_step_s is not None]
     columns: list[Column[Row]] = [
-        ("strategy", lambda row: row.title),
-        ("peak memory per device, MB", lambda row: low_to_high(row.peak_memory_mb)),
-        ("time to first step, s", lambda row: _seconds(row.time_to_first_step_s)),
+        ("configuration", label_row),
+        ("peak memory/device, MiB", lambda row: low_to_high(row.peak_memory_mb)),
+        ("startup, s", lambda row: _seconds(row.time_to_first_step_s)),
     ]
     if any(row.gpu_utilization for row in rows):
         columns.append(("GPU utilization, %", lambda row: low_to_high(row.gpu_utilization)))
@@ -194,21 +194,26 @@ def resources(rows: Sequence[Row], *, more: Sequence[Column[Row]] = ()) -> Repor
     held = [max(row.held.mb) for row in rows if row.held]
     if held and max(held) > UNEVEN * min(held):
         columns.insert(
-            2, ("weights, gradients, optimizer, MB", lambda row: low_to_high(row.held.mb if row.held else ()))
+            2, ("weights, gradients, optimizer, MiB", lambda row: low_to_high(row.held.mb if row.held else ()))
         )
-    notes = [f"{row.title}: each rank holds a part of {row.held.cut}." for row in rows if row.held and row.held.cut]
-    return from_columns("Memory and start", columns, rows, notes=notes)
+    notes = [f"{name_row(row)}: {row.held.cut} are sharded across ranks." for row in rows if row.held and row.held.cut]
+    return from_columns("Memory and startup", columns, rows, notes=notes)
 
 
-def speedup(row: Row, *, has_interval: bool) -> str:
-    """Format the speedup, e.g. "1.90x" or "1.90x (1.79-2.02)"."""
-    if row.role == "baseline":
-        return "baseline"
+def speedup(row: Row) -> str:
+    """Format the speedup with its interval, e.g. "1.90x (1.79x to 2.02x)"; only the interval if it is wide."""
     if (ratio := row.ratio) is None:
         return "-"
-    if has_interval and not is_wide(ratio):
-        return f"{ratio.value:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
-    return times(ratio)
+    if not ratio.size:
+        return f"{ratio.value:.2f}x (no CI)"
+    return ends_of(ratio) if is_wide(ratio) else f"{ratio.value:.2f}x ({ends_of(ratio)})"
+
+
+def _format_narrow_speedup(row: Row) -> str:
+    """Format the speedup with its interval for a table of many columns, e.g. "1.90x (1.79-2.02)"."""
+    if (ratio := row.ratio) is None or not ratio.size or is_wide(ratio):
+        return speedup(row)
+    return f"{ratio.value:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
 def efficiency(row: Row) -> str:
@@ -230,11 +235,6 @@ def rate(spread: Spread) -> str:
     return amount(spread.median)
 
 
-def placed(row: Row) -> str:
-    """Return title and devices of a row, e.g. "single on 2 cores"."""
-    return f"{row.title.removesuffix(f', {row.devices}')} on {row.devices}"
-
-
 def low_to_high(values: Sequence[float]) -> str:
     """Format the highest of the devices' values, with the lowest if they differ by more than `UNEVEN`."""
     if not values:
@@ -254,7 +254,7 @@ def from_columns(
 def _result(entry: Row | Unmeasured, columns: Sequence[Column[Row]]) -> tuple[str, ...]:
     if isinstance(entry, Row):
         return tuple(text(entry) for _, text in columns)
-    return (entry.title, *("not measured" if name == "speedup" else "-" for name, _ in columns[1:]))
+    return (name_row(entry), *("not measured" if name == "speedup" else "-" for name, _ in columns[1:]))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from pipeline.wording import counted
 FILE_NAME = "tuning.json"
 """File name of a `TunedReport` in a run's folder."""
 
-_HEADER = ("batch per device", "global batch", "samples/s", "peak MB per rank", "remarks")
+_HEADER = ("batch per device", "global batch", "samples/s", "peak MiB per rank", "remarks")
 
 
 class BatchAdvice(NamedTuple):

@@ -31,10 +31,10 @@ def choose(model: nn.Module, wanted: str | tuple[str, ...]) -> Groups:
 
 
 def describe(groups: Groups) -> str:
-    """Return the groups as text, e.g. "12 x Block, the rest"."""
+    """Return the groups as text, e.g. "12 x Block and all other parameters"."""
     counted = Counter(type(module).__name__ for module in groups.values())
     kinds = [f"{count} x {name}" for name, count in counted.items()]
-    return ", ".join([*kinds, "the rest"]) if kinds else "all in one"
+    return f"{', '.join(kinds)} and all other parameters" if kinds else "all parameters in one group"
 
 
 def _of_class(model: nn.Module, wanted: str) -> set[str]:

@@ -85,7 +85,7 @@ class Strategy(base.Strategy):
             return "communication_hook: bf16 needs GPUs, since torch sends bf16 over NCCL only; use fp16 or powersgd"
         changed = ddp.model_fields_set & {"powersgd_rank", "powersgd_start_step"}
         if changed and ddp.communication_hook != "powersgd":
-            return f"{min(changed)} has no effect without communication_hook: powersgd; set both, or remove it"
+            return f"{min(changed)} has no effect. Set communication_hook: powersgd, or remove {min(changed)}."
         return _refuse_local_sgd(ddp)
 
     @override

@@ -9,8 +9,17 @@ from pathlib import Path
 TASKS = Path("/proc/self/task")
 """Folder with the threads of this process; without it, threads have no priority of their own, and nothing tells if a
 process may be forked."""
+_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _OPEN_FILES = 2**16
 """Enough for thousands of workers; a program that closes all possible descriptors takes minutes for a billion."""
+
+
+def can_fork() -> bool:
+    """Return True if this process may be forked: /proc shows a single thread and no open GPU device."""
+    if not TASKS.is_dir():
+        return False
+    files = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return len(list(TASKS.iterdir())) == 1 and not any(file.startswith(_GPUS) for file in files)
 
 
 @contextmanager

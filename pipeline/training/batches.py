@@ -165,6 +165,13 @@ class Batches:
         first = next(self._evaluation(0, samples=self.validation_samples))
         return self.read(first.indices, validation=not isinstance(self._source.validation, StreamLoader))
 
+    def limit_held_out(self, samples: int) -> None:
+        """Evaluate only the first samples of the validation and the test set from now on."""
+        source = self._source
+        self._source = source._replace(
+            validation_samples=min(samples, source.validation_samples), test_samples=min(samples, source.test_samples)
+        )
+
     def take_note(self) -> str:
         """Return a note for the user on how the training set is read, once; empty if there is none."""
         train = self._source.train

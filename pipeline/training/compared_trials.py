@@ -21,7 +21,7 @@ from pipeline.errors import Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import AnyEvent, Finished, Outbox, Phase, Warned
 from pipeline.protocol.trial import Baseline, Reference, Trial
-from pipeline.protocol.trial_result import TrialResult
+from pipeline.protocol.trial_result import Spread, TrialResult
 from pipeline.training.batches import MicroBatches
 from pipeline.training.build import build
 from pipeline.training.clock import synchronize
@@ -105,6 +105,14 @@ def find_first_steps(trial: Compared, *, step_s: float) -> int:
     return max(_FIRST_STEPS, min(trial.max_steps, int(_FIRST_STEPS_S / step_s)))
 
 
+def rates_over(slots: Sequence[float], *, batch: int) -> dict[str, Spread]:
+    """Return throughput and step time over slots, by the names of `TrialResult`."""
+    return {
+        "samples_per_second": estimates.geometric_spread(slots),
+        "step_ms": estimates.spread([1000 * batch / rate for rate in slots]),
+    }
+
+
 class _Failure(NamedTuple):
     """Reason for which a trial could not be measured."""
 
@@ -163,8 +171,7 @@ class ComparedTrials:
                 later,
                 result,
                 slots=tuple(rates),
-                samples_per_second=estimates.geometric_spread(rates),
-                step_ms=estimates.spread([1000 * size / rate for rate in rates]),
+                **rates_over(rates, batch=size),
             )
 
     def measure_alone(self) -> None:

@@ -23,7 +23,7 @@ def dry_run(context: TrainContext, *, with_last: bool = False) -> None:
     buffers = Buffers(context.whole)  # checkpoints lack some of them
     context.wrapped.train()
     chosen = [list(first_steps(1, context.batches.micro_batches(0)))]
-    if with_last and len(micro_batches := _steps(context.batches.micro_batches(0))) > 1:
+    if with_last and len(micro_batches := group_by_step(context.batches.micro_batches(0))) > 1:
         chosen.append(micro_batches[-1])
     stream = context.batches.load(micro_batch for step in chosen for micro_batch in step)
     for _ in chosen:
@@ -45,8 +45,8 @@ def compile_ahead(context: TrainContext) -> None:
         context.strategy.load_state_dict(memory)
 
 
-def _steps(micro_batches: Iterable[MicroBatch]) -> list[list[MicroBatch]]:
-    """Group micro-batches by step."""
+def group_by_step(micro_batches: Iterable[MicroBatch]) -> list[list[MicroBatch]]:
+    """Group micro-batches by step, without an incomplete last one."""
     steps: list[list[MicroBatch]] = [[]]
     for micro_batch in micro_batches:
         steps[-1].append(micro_batch)

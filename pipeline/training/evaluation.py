@@ -84,17 +84,19 @@ def prepare(context: TrainContext) -> None:
         raise ExperimentError(problems)
 
 
-def evaluate(context: TrainContext, *, split: Split = "validation", show: Show | None = None) -> dict[str, float]:
+def evaluate(
+    context: TrainContext, *, split: Split = "validation", show: Show | None = None, with_metrics: bool = True
+) -> dict[str, float]:
     """Compute loss and metrics over a split, by name ("validation/loss"); empty without it. Collective.
 
-    ``show`` receives the curves, on all ranks.
+    ``show`` receives the curves, on all ranks. Some metrics need many samples: ``with_metrics=False`` leaves them out.
     """
     if not context.batches.has(split):
         return {}
     mark(Phase.EVALUATING)
     how = context.experiment.train.compile
     replays = how is not None and how.has_cuda_graphs  # each replay of a CUDA graph overwrites its outputs
-    metrics = context.metrics
+    metrics = context.metrics if with_metrics else None
     shared = SharedMetrics(metrics, rank=context.rank, copies=replays) if metrics is not None else None
     with resulting_weights(context):
         module = evaluation_module(context)

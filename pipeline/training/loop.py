@@ -24,6 +24,7 @@ from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
 from pipeline.training.collectives import from_first, gather
+from pipeline.training.compared_trials import rates_over
 from pipeline.training.context import TrainContext
 from pipeline.training.costs import costs
 from pipeline.training.dry_run import compile_ahead, held_step
@@ -65,13 +66,7 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     meter = Meter(context=context, clock=clock, outbox=outbox)
     manager = CheckpointManager(context, meter=meter, outbox=outbox)
     is_training = isinstance(trial, Training)
-    build_metrics(context)
-    reporting.start(context, outbox)
-    reporting.changed_matmul_precision(context, outbox)
-    if is_training:
-        plateau.check(context)
-        reporting.averaging(context, outbox)
-        log_means.check(context, outbox)
+    check_built(context, outbox)
     compile_ahead(context)
     with manager:
         meter.step = start = manager.resume()
@@ -94,6 +89,21 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
         if isinstance(trial, Training):  # last, as it takes memory, which the result tells, and may fail
             reporting.exported_model(trial, outbox, folder=Path(folder))
     return result
+
+
+def check_built(context: TrainContext, outbox: Outbox) -> None:
+    """Check what was built, before its first step, and report what there is to train. Collective.
+
+    Raises:
+        ExperimentError: a metric can't be built, the scheduler contradicts it, or an evaluation logs no means.
+    """
+    build_metrics(context)
+    reporting.start(context, outbox)
+    reporting.changed_matmul_precision(context, outbox)
+    if isinstance(context.trial, Training):
+        plateau.check(context)
+        reporting.averaging(context, outbox)
+        log_means.check(context, outbox)
 
 
 def evaluate_test(context: TrainContext, *, meter: Meter, best: Best | None) -> None:
@@ -155,7 +165,7 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     if isinstance(trial, Training) and trial.compared_with:
         in_turn = partial(measure_in_turn, context, step_ms=step_ms, since=since, outbox=outbox, complete=complete)
         if found := afterwards.measure("the speedup", in_turn):
-            more |= found._asdict()
+            more |= found._asdict() | rates_over(found.slots, batch=trial.experiment.train.global_batch_size)
     return result.model_copy(update=more)
 
 

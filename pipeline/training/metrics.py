@@ -71,13 +71,19 @@ def known_direction(metric: str, *, judges: Mapping[str, Any]) -> Direction | No
 
 
 def _checked(metric: Any, *, name: str) -> "Metric":
-    from torchmetrics import Metric  # takes as long as torch; a measurement does without
+    from torchmetrics import Metric, MetricCollection  # takes as long as torch; a measurement does without
 
     if not isinstance(metric, Metric):
         raise ExperimentError.of(
             f"metrics.{name}",
             f"is a {type(metric).__name__}; use a torchmetrics metric, which is correct across ranks",
         )
+    try:
+        MetricCollection({name: metric})
+    except KeyError as error:  # a name that its class uses itself, such as "train", or one with a dot
+        raise ExperimentError.of(
+            f"metrics.{name}", f"torchmetrics refuses this name: {error.args[0]}; use another"
+        ) from error
     return metric
 
 

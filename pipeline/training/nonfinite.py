@@ -34,7 +34,7 @@ def check_weights(context: TrainContext, *, step: int) -> None:
     if not all(gather(are_finite(weights), rank=context.rank)):
         raise NonFiniteError(
             f"weights are not finite after step {step}, although its loss is finite. A gradient was not finite in this "
-            f"step or shortly before. {REMEDY}. To skip such steps, set train.on_nonfinite: skip.",
+            f"step or shortly before. {REMEDY}. To skip such steps, set train.on_nonfinite: skip",
             step=step,
         )
 
@@ -96,7 +96,7 @@ class Finiteness:
             if not (math.isfinite(loss) and math.isfinite(norm)) and not self.trial.leaves_out(first + index):
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
                 where = self._where(first + index, own[index])
-                raise NonFiniteError(f"the {what} in {where}. {REMEDY}.", step=first + index)
+                raise NonFiniteError(f"the {what} in {where}. {REMEDY}", step=first + index)
 
     def judge_validation(self, loss: float, *, step: int, epoch: int) -> None:
         """Check the validation loss after ``step`` steps; the weights are finite, the loss is equal on all ranks.

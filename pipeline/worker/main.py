@@ -27,6 +27,7 @@ from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import (
     AnyEvent,
     BatchSizesFound,
+    Checked,
     Evaluated,
     Failed,
     Finished,
@@ -35,11 +36,12 @@ from pipeline.protocol.events import (
     event_to_json,
 )
 from pipeline.protocol.progress import told_to
-from pipeline.protocol.trial import Evaluation, Rank, Training, Trial, Tuning, trial_from_json
+from pipeline.protocol.trial import BatchCheck, Evaluation, Rank, Training, Trial, Tuning, trial_from_json
 from pipeline.system import allocator
 from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
+from pipeline.training.batch_check import check_batch
 from pipeline.training.loader import new_loaders_closed
 from pipeline.training.loop import train
 from pipeline.training.matmul_precision import set_cudnn_benchmark, set_matmul_precision
@@ -127,11 +129,14 @@ def rank_from_environment() -> Rank:
     )
 
 
-def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound | Evaluated:
+def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound | Evaluated | Checked:
     """Run the trial and return its result."""
     if isinstance(trial, Tuning):
         sizes = batch_size.find(trial, rank=rank)
         return BatchSizesFound(trial=trial.name, sizes=sizes)
+    if isinstance(trial, BatchCheck):
+        check_batch(trial, rank=rank, outbox=outbox)
+        return Checked(trial=trial.name)
     with compilation.explained(trial.experiment.train.compile):
         if isinstance(trial, Evaluation):
             return evaluate_checkpoint(trial, rank=rank, outbox=outbox)

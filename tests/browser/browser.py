@@ -137,3 +137,9 @@ def names(page: Page) -> Locator:
 def cell(page: Page, column: str) -> Locator:
     """The cells of a column in the table of runs."""
     return page.locator(f".ag-row [col-id='{column}']")
+
+
+def sections(page: Page) -> list[str]:
+    """The sections of charts, from the top."""
+    found = page.get_by_test_id("experiment-view-compare-runs-section-header").all_inner_texts()
+    return [re.sub(r"\s*\(\d+\).*", "", text, flags=re.DOTALL).strip() for text in found]

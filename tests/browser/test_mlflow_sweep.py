@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from browser import CHROMIUM, INSTALL, PATIENCE_MS, Pages, cell, columns, names
-from playwright.sync_api import Page, expect, sync_playwright
+from browser import CHROMIUM, INSTALL, PATIENCE_MS, Pages, cell, columns, names, sections
+from playwright.sync_api import expect, sync_playwright
 from recordings import recording
 from test_mlflow_ui import ui
 
@@ -69,12 +69,6 @@ def test_the_link_opens_the_trials_only_the_best_first(swept: Shown, pages: Page
         assert columns(page)[2:5] == ["optimizer.lr", "validation/loss", "train/loss"]
         values = cell(page, "metrics.`validation/loss`").all_inner_texts()
         assert [float(value) for value in values] == sorted(float(value) for value in values)
-
-
-def sections(page: Page) -> list[str]:
-    """The sections of charts, from the top."""
-    found = page.get_by_test_id("experiment-view-compare-runs-section-header").all_inner_texts()
-    return [re.sub(r"\s*\(\d+\).*", "", text, flags=re.DOTALL).strip() for text in found]
 
 
 def test_the_charts_of_the_trials_begin_with_parallel_coordinates(swept: Shown, pages: Pages) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from browser import CHROMIUM, INSTALL, Pages, all_drawn_metrics, cell, columns, names
+from browser import CHROMIUM, INSTALL, Pages, all_drawn_metrics, cell, columns, names, sections
 from command import started
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -20,6 +20,8 @@ from playwright.sync_api import Page, expect, sync_playwright
 from projects import project, run
 from stores import free_port
 
+from pipeline.recording.outcome import places_of
+
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium here; install it: {INSTALL}"),
@@ -27,7 +29,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.width=8", "data.image_size=16", "train.epochs=2", "parallel.launcher=torchrun", "measure.budget_s=8"]
-CHILDREN = ["single, 2 cores", "single"]
+CHILDREN = ["reference: 1 process, 2 cores", "baseline: 1 worker"]
 WIDE = (1920, 900)
 
 
@@ -39,7 +41,7 @@ class Shown(NamedTuple):
     run: Run
     """As MLflow has it."""
     said: str
-    """What ``pipeline run`` has printed."""
+    """What ``pipeline run`` and ``pipeline show --full`` have printed."""
     address: str
     """Of the UI."""
     links: list[str]
@@ -71,6 +73,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     store = f"sqlite:///{cwd}/mlflow.db"
     client = MlflowClient(tracking_uri=store, registry_uri=store)
     (main,) = client.search_runs(["1"], filter_string="tags.role = 'main'")
+    (folder,) = (cwd / "runs").iterdir()
+    said += places_of(folder)
     with ui(cwd) as (address, links):
         yield Shown(cwd, store, main, said, address, links)
 
@@ -144,10 +148,10 @@ def test_the_printed_link_opens_the_run_with_its_description(shown: Shown, pages
     ) as page:
         page.get_by_text("Show more").click()
         expect(page.get_by_role("heading", name=str(shown.run.info.run_name))).to_be_visible()
-        expect(page.locator("strong", has_text=re.compile(r"^ddp x 2: .*x to .* of single"))).to_be_visible()
-        table = page.locator("table").filter(has_text="same loss")
+        expect(page.locator("strong", has_text=re.compile(r"^2 workers \(ddp\): .*x to .*x"))).to_be_visible()
+        table = page.locator("table").filter(has_text="loss vs. baseline")
         expect(table.locator("tbody tr")).to_have_count(3)
-        for row, title in enumerate(["single", "single, 2 cores", "ddp x 2"]):
+        for row, title in enumerate(["1 worker (baseline)", "1 process, both cores", "2 workers (ddp)"]):
             expect(table.locator("tbody tr").nth(row).locator("td").first).to_have_text(title)
         for child in CHILDREN:
             expect(page.get_by_role("link", name=child, exact=True)).to_be_visible()
@@ -156,7 +160,13 @@ def test_the_printed_link_opens_the_run_with_its_description(shown: Shown, pages
 
 def test_every_metric_has_a_chart(shown: Shown, pages: Pages) -> None:
     expected = {name for name in shown.run.data.metrics if not name.startswith("system/")}
-    assert {"train/loss", "validation/accuracy", "speedup", "time/compute_ms", "memory/peak_mb"} <= expected
+    assert {
+        "train/loss",
+        "validation/accuracy",
+        "speedup",
+        "workers/time/compute_ms",
+        "workers/memory/peak_mib",
+    } <= expected
     drawn = _charts(pages, shown, "model-metrics", expected)
     assert not [name for name in expected if name not in drawn and name.rpartition("/")[2] not in drawn]
 
@@ -170,6 +180,7 @@ def test_every_system_metric_has_a_chart(shown: Shown, pages: Pages) -> None:
 def _charts(pages: Pages, shown: Shown, tab: str, expected: set[str], *, name: str = "") -> set[str]:
     link = shown.link.replace("?", f"/{tab}?")
     with pages.open(link, ready=lambda page: page.locator(".js-plotly-plot .point"), name=name or tab) as page:
+        assert tab != "model-metrics" or sections(page)[:2] == ["train", "validation"]
         return all_drawn_metrics(page, at_least=expected)
 
 

@@ -23,7 +23,6 @@ SLOW_MBIT = 20
 OTHER_TORCH, OTHER_RELEASE = "2.9.1", "0.0.9"
 WIDE = ["train.precision=fp64", "model={_target_: lab.Talkative, ms: 0, width: 256}", "checkpoint.keep=0"]
 """Half a megabyte of gradients, which a slow link can hold up."""
-HEADER = "Where a step's time goes, ms"
 TWO = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.placement=strict_spread"]
 EVEN = "parallel.resources_per_worker={even: 1}"
 
@@ -101,8 +100,6 @@ def test_a_slow_link_is_exposed_communication(nodes: Nodes, on_the_head: Path, t
     assert held_up.held_ms is not None
     assert held_up.exposed_communication_ms > 0.8 * held_up.held_ms.median
     assert sorted(held_up.nodes) == ["node0", "node1"]
-    row = next(line for line in slow.stdout.splitlines()[slow.stdout.splitlines().index(HEADER) :] if "ddp x 2" in line)
-    assert f"{held_up.exposed_communication_ms:,.1f}" in row.split()
 
 
 def test_a_node_of_another_make_is_left_out_while_the_others_have_room(nodes: Nodes, on_the_head: Path) -> None:

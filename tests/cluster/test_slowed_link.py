@@ -72,7 +72,9 @@ def test_a_link_that_is_slowed_in_the_middle_shows_as_a_spike(
         ranks[0].stdout.close()
         assert [rank.wait(60) for rank in ranks] == [0, 0]
 
-    told = [event.message for event in events if isinstance(event, Warned) and "gradient exchange" in event.message]
+    told = [
+        event.message for event in events if isinstance(event, Warned) and "gradient synchronization" in event.message
+    ]
     (end,) = [event for event in events if isinstance(event, Finished)]
     found = end.result.communication
     assert found is not None

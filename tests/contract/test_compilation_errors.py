@@ -59,7 +59,7 @@ class TestErrors:
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
         how = toys.experiment(train={"compile": True}).train.compile
-        with pytest.raises(ExperimentError, match=r"more than 64 sizes.*\{dynamic: true\}"), explained(how):
+        with pytest.raises(ExperimentError, match=r"more than 64 shapes.*\{dynamic: true\}"), explained(how):
             raise FailOnRecompileLimitHit("recompile_limit reached")
 
     def test_of_others_stay_what_they_are(self) -> None:

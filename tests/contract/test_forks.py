@@ -155,12 +155,12 @@ def test_a_gpu_in_use_cannot_be_forked(tmp_path: Path) -> None:
     device = tmp_path / "nvidia0"
     device.touch()
     code = f"""
-        from pipeline.launchers import _forkserver as forkserver
-        before = forkserver.can_fork()
-        forkserver._GPUS = ({str(tmp_path)!r},)
+        from pipeline.system import process
+        before = process.can_fork()
+        process._GPUS = ({str(tmp_path)!r},)
         with open({str(device)!r}):
-            print(before, forkserver.can_fork())
-        print(forkserver.can_fork())
+            print(before, process.can_fork())
+        print(process.can_fork())
     """
     done = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
 

@@ -336,4 +336,4 @@ def test_what_ranks_hold_is_in_the_result(root: Path) -> None:
     assert sum(own.mb) * 2**20 - 2 * steps == pytest.approx(whole.mb[0] * 2**20 - steps)
     assert max(own.mb) < 0.8 * whole.mb[0]
     assert copied.mb == (whole.mb[0], whole.mb[0])
-    assert (own.cut, whole.cut) == ("all in one", "")
+    assert (own.cut, whole.cut) == ("all parameters in one group", "")

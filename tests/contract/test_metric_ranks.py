@@ -99,8 +99,8 @@ def test_all_ranks_stop_alike(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     nan, texts, outside, listed = first
-    assert "metrics.count: Outside counts in rows, which is not merged over workers. Declare it with" in outside
+    assert "metrics.count: Outside updates rows, which is not merged over workers. Declare it with" in outside
     assert "metrics.count: Listed has metrics in the list or dict inner. Put them into torch.nn.ModuleList" in listed
-    assert nan.startswith("TrainingError: the validation loss is nan after epoch 1 (step 3), though")
+    assert nan.startswith("TrainingError: the validation loss is nan after epoch 1 (step 3), although")
     assert texts.startswith("ExperimentError: metrics.roc: Texts returned a str. Use a metric that returns a number")
     assert [folder.name for folder in (tmp_path / "checkpoints-0").iterdir()] == ["step-00000002"]

@@ -144,7 +144,14 @@ def test_it_is_refused_once_it_is_built(
 def test_the_command_says_what_a_worker_refused(command: Command, project: Path, tmp_path: Path) -> None:
     store = (f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs")
     wrong = COMPONENTS[0]._replace(more=store)
-    assert_refused(run(command, project, wrong), wrong)
+    ended = run(command, project, wrong)
+    assert_refused(ended, wrong)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"Its logs are in {folder}.\nOnly pipeline list --all shows it.\n" in ended.stderr
+    assert (folder / "log.txt").read_text()
+    listed = ("list", "--quiet", f"--directory={folder.parent}")
+    assert command(*listed).stdout == ""
+    assert command(*listed, "--all").stdout == f"{folder.name}\n"
 
 
 def test_a_missing_file_is_a_usage_error(command: Command) -> None:

@@ -65,7 +65,7 @@ def ran(cluster: Cluster) -> Ran:
 def finished(cluster: Cluster, process: subprocess.Popen[str], *, said: str = "") -> Ran:
     output = said + process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 0, output
-    name = output.rpartition("run      runs/")[2].split()[0]
+    name = output.rpartition("Report   runs/")[2].partition("/")[0]
     runs = search(cluster, "tags.role = 'main'")
     (run,) = [run for run in runs if name in json.dumps(run["data"]["tags"])]
     return Ran(output, run)

@@ -76,7 +76,7 @@ def test_a_tiny_model(tmp_path: Path) -> None:
     assert "parallel.strategy" in keys(advice)
     chosen = advice[keys(advice).index("parallel.strategy")]
     assert "parallel.strategy=single" in chosen.overrides
-    assert "gradient exchange, too much for a model this small" in chosen.reason
+    assert "exposed communication; this model is too small to hide it" in chosen.reason
     assert not any("rank" in one.reason for one in advice)
 
 

@@ -114,16 +114,19 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
     children = {run.info.run_name: run for run in runs if run is not parent}
 
-    assert set(children) == {"single", "ddp x 2", "ddp x 2 (weak)", "single, 2 cores"}
+    assert set(children) == {
+        "baseline: 1 worker", "ddp, 2 workers", "ddp, 2 workers (weak)", "reference: 1 process, 2 cores"
+    }  # fmt: skip
+    assert parent.info.run_name == "comparison"
     assert {run.data.tags["mlflow.parentRunId"] for run in children.values()} == {parent.info.run_id}
     assert {run.info.status for run in runs} == {"FINISHED"}
-    assert children["ddp x 2"].data.metrics["speedup"] == pytest.approx(compared.cell("ddp", 2)["speedup"])
+    assert children["ddp, 2 workers"].data.metrics["speedup"] == pytest.approx(compared.cell("ddp", 2)["speedup"])
     assert parent.data.tags["role"] == "compare"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files >= {"speedup.json", "speedup_table.json", "speedup.png", "report.html", "experiment.yaml", "log.txt"}
     assert "ddp x 2" in parent.data.tags["mlflow.note.content"]
-    assert len(client.get_metric_history(children["ddp x 2"].info.run_id, "train/loss")) == 18
-    (trace,) = client.list_artifacts(children["ddp x 2"].info.run_id, "traces")
+    assert len(client.get_metric_history(children["ddp, 2 workers"].info.run_id, "train/loss")) == 18
+    (trace,) = client.list_artifacts(children["ddp, 2 workers"].info.run_id, "traces")
     assert trace.path == "traces/ddp-2.json.gz"
 
 

@@ -196,6 +196,6 @@ def test_a_node_joins_and_dies(cluster: Cluster, project: Path, tmp_path: Path, 
     assert "MLflow refuses" not in stdout + stderr
     report = Report.model_validate_json((run.folder / "speedup.json").read_text())
     assert report.main.workers == 1
-    assert report.remarks[-1].startswith(
+    assert report.training_notes[-1].startswith(
         f"The number of workers changed: 1 from step 1 on, 2 from step {grown + 1} on, 1 from step {shrunk + 1} on."
     )

@@ -89,7 +89,7 @@ def _check_model(folder: Path, run: Path) -> None:
 
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
     (experiment,) = client.search_experiments(filter_string="name = 'finetune-topics'")
-    (tracked,) = client.search_runs([experiment.experiment_id], filter_string=f"run_name = '{run.name}'")
+    (tracked,) = client.search_runs([experiment.experiment_id], filter_string=f"tags.`pipeline.run` = '{run.name}'")
     assert tracked.data.tags["start_from"].startswith("starts from run ")
     model = client.get_logged_model(tracked.outputs.model_outputs[0].model_id)
     place = Path(model.artifact_location.removeprefix("file://"))

@@ -232,7 +232,9 @@ def test_a_run_says_what_each_worker_holds(command: Callable[..., Any], tmp_path
         f"tracking.directory={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
     )  # fmt: skip
     assert ended.code == 0, ended.output
-    assert "fsdp x 2: each rank holds a part of 3 x Linear, the rest." in " ".join(ended.stdout.split())
+    (folder,) = (tmp_path / "runs").iterdir()
+    whole = " ".join(command("show", str(folder), "--full").stdout.split())
+    assert "2 workers (fsdp): 3 x Linear and all other parameters are sharded across ranks." in whole
 
 
 _WORKERS = ("parallel.strategy=fsdp", "parallel.workers=2", "parallel.launcher=torchrun")

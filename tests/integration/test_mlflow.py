@@ -201,9 +201,8 @@ def contents(uri: str, outcome: TrackingOutcome) -> dict[str, object]:
     """All that a replay could double, by run."""
     client = client_of(uri)
     found: dict[str, object] = {}
-    runs = client.search_runs(
-        [outcome.experiment_id], filter_string=f"tags.`pipeline.run` = '{client.get_run(outcome.run_id).info.run_name}'"
-    )
+    name = client.get_run(outcome.run_id).data.tags["pipeline.run"]
+    runs = client.search_runs([outcome.experiment_id], filter_string=f"tags.`pipeline.run` = '{name}'")
     for run in runs:
         history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
         found[run.info.run_name] = (
@@ -266,10 +265,10 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     assert len(run.data.params["model.layers"]) == 6000
     assert run.data.params["model.layers"].endswith("[cut]")
     assert run.data.metrics["samples_per_second"] == 640.0
-    assert run.data.metrics["memory/peak_mb"] == 120.0
-    assert run.data.metrics["memory/peak_mb_rank_1"] == 120.0
+    assert run.data.metrics["workers/memory/peak_mib"] == 120.0
+    assert run.data.metrics["workers/memory/peak_mib_rank_1"] == 120.0
     assert run.data.metrics["time_to_first_step_s"] == 2.5
-    assert "time/exposed_communication_ms" not in run.data.metrics
+    assert "workers/time/exposed_communication_ms" not in run.data.metrics
     assert [tag.value for given in run.inputs.dataset_inputs for tag in given.tags] == ["train", "validation"]
     assert (child.info.run_name, child.info.status, child.data.params["a"]) == ("single", "FINISHED", "2")
     assert len(client.get_metric_history(child.info.run_id, "train/loss_0")) == 5
@@ -492,10 +491,12 @@ serve({database!r}, port={port}, ready=lambda address: print(address, flush=True
         with urllib.request.urlopen(address, timeout=10) as page:
             assert b"MLflow" in page.read()
         assert ("mlflow-test", runs_link(address, outcome.experiment_id)) in list(pages(address))
+        assert run_link(database, "1", "abc").startswith(f"{address}/#/")
         with pytest.raises(UsageError, match=f"port {port} .*--port"):
             serve(database, port=port)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0
+    assert run_link(database, "1", "abc").startswith("pipeline ui, then http://127.0.0.1:5000/#/")
     with closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))

@@ -61,7 +61,7 @@ def test_a_run_inside_torchrun_speaks_once(
     done, _ = under_torchrun
 
     assert done.stdout.count("starting 2 workers") == 1
-    assert done.stdout.count("\nrun ") == 1
+    assert done.stdout.count("\nReport   ") == 1
 
 
 def test_a_killed_rank_is_named_although_torchrun_ends_the_driver(cwd: Path) -> None:

@@ -42,7 +42,8 @@ def test_the_beginning_of_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: 
     assert float(of_kind("text/plain", trained[-1:])) > 0.8
     told = of_kind("text/html", trained)
     assert "single: done, 46 steps" in told
-    assert "Caveats" not in told  # it is shown where it is asked for
+    assert "Notes" not in told  # it is shown where it is asked for
+    assert "TqdmWarning" not in "".join(output.get("text", "") for output in trained)
     assert 'src="data:image/png;base64,iVBOR' in of_kind("text/html", result)
     assert "".join(output.text for output in kernel) == "True 46\n"  # which arrives in one piece or several
     (folder,) = (tmp_path / "runs").iterdir()

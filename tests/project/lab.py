@@ -1,10 +1,12 @@
 """A user's components: small ones that work, and one for each way in which user code goes wrong."""
 
+import ctypes
 import hashlib
 import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -292,3 +294,20 @@ def augmented(samples: int = 50) -> tuple[TensorDataset, TensorDataset]:
 
 def no_tracker(folder: Path) -> object:
     raise PermissionError("no such account")
+
+
+class Crashing(Net):
+    """Reads address 0, as a library with a bug might."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        ctypes.string_at(0)
+        return super().forward(inputs)
+
+
+class Lingering(Net):
+    """Leaves a thread and a process behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        subprocess.Popen(["sleep", "600"])

@@ -63,8 +63,8 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
     other = there("evaluate", folder.name, "seed=4", "--checkpoint", "last", "--split", "validation")
     assert other.code == 0, other.output
     assert "note: evaluated with another experiment than was trained: seed was 3, is 4" in other.stdout
-    assert "\nValidation set, 10 samples: weights of step 9 (epoch 3)\n" in other.stdout
-    assert other.stdout.splitlines()[-1].startswith("validation/loss ")
+    assert "\n         Weights of step 9 (epoch 3)\n" in other.stdout
+    assert "\nRESULT   validation/loss " in other.stdout
 
     (after,) = store.runs("toy")  # no child
     assert (

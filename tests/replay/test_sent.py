@@ -15,6 +15,7 @@ from pipeline.config.load import load
 from pipeline.config.summary import config_hash, flatten
 from pipeline.protocol.events import Failed, Finished, RunClosed, RunOpened
 from pipeline.protocol.links import link
+from pipeline.recording.mlflow_entities import metric_name
 from pipeline.recording.mlflow_run import MlflowRun
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.sync import sync
@@ -78,7 +79,7 @@ def test_each_run_is_there_whole(sent: Sent, name: str) -> None:
     assert run.data.tags.get("mlflow.note.content", "").startswith(closed.message or closed.summary)
     for metric in ("train/loss", "validation/loss", "throughput/workers"):
         expected = sorted(sent.recordings[name].series(metric))
-        assert str(sent.series(name, metric)) == str(expected)  # as text, since NaN is unlike itself
+        assert str(sent.series(name, metric_name(metric))) == str(expected)  # as text, since NaN is unlike itself
 
 
 def test_sending_again_adds_nothing(sent: Sent, lab: Path) -> None:
@@ -98,9 +99,9 @@ def test_there_is_one_run_with_a_child_for_each_measurement(sent: Sent) -> None:
     assert {child.info.status for child in children.values()} == {"FINISHED"}
     assert "mlflow.parentRunId" not in sent.run("finished").data.tags
     for child in children.values():
-        assert child.data.metrics["throughput/samples_per_second"] > 0
-        assert child.data.metrics["time/step_ms"] > 0
-        assert "time/exposed_communication_ms" not in child.data.metrics  # one process exchanges nothing
+        assert child.data.metrics["workers/throughput/samples_per_second"] > 0
+        assert child.data.metrics["workers/time/step_ms"] > 0
+        assert "workers/time/exposed_communication_ms" not in child.data.metrics  # one process exchanges nothing
         assert "validation/accuracy" not in child.data.metrics
         assert len(sent.store.series(child, "train/loss")) == 18
 
@@ -110,15 +111,15 @@ def test_all_that_was_measured_is_there(sent: Sent) -> None:
     (end,) = (event for event in sent.recordings["finished"].all_of(Finished) if event.trial == "main")
 
     for name in (
-        "train/loss", "train/learning_rate", "validation/loss", "validation/accuracy", "time/data_wait_ms", "speedup",
-        "efficiency", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes",
+        "train/loss", "train/learning_rate", "validation/loss", "validation/accuracy", "workers/time/data_wait_ms",
+        "speedup", "efficiency", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes",
     ):  # fmt: skip
         assert found[name] >= 0
-    assert found["throughput/samples_per_second"] == end.result.samples_per_second.median
-    assert found["time/exposed_communication_ms"] == end.result.parts.exposed_communication_ms
+    assert found["workers/throughput/samples_per_second"] == end.result.samples_per_second.median
+    assert found["workers/time/exposed_communication_ms"] == end.result.parts.exposed_communication_ms
     assert found["time_to_first_step_s"] == end.time_to_first_step_s
-    assert found["memory/peak_mb"] == max(end.result.peak_memory_mb)
-    assert found["memory/peak_mb_rank_1"] == end.result.peak_memory_mb[1]
+    assert found["workers/memory/peak_mib"] == max(end.result.peak_memory_mb)
+    assert found["workers/memory/peak_mib_rank_1"] == end.result.peak_memory_mb[1]
     assert [step for step, _ in sent.series("finished", "train/loss")] == list(range(1, 47))
     assert [step for step, _ in sent.series("finished", "validation/accuracy")] == [23, 46]
     assert found["validation/accuracy"] > 0.85
@@ -162,7 +163,7 @@ def test_the_model_has_a_signature_and_predicts(sent: Sent, monkeypatch: pytest.
     logged = sent.store.client.get_logged_model(output.model_id)
     example = torch.load(folder / "model" / "example.pt")
 
-    assert (logged.name, str(logged.status), logged.source_run_id) == ("model", "READY", run.info.run_id)
+    assert (logged.name, str(logged.status), logged.source_run_id) == ("tiny", "READY", run.info.run_id)
     signature = mlflow.models.get_model_info(logged.model_uri).signature
     assert signature.inputs.inputs[0].shape == (-1, *example.shape[1:])
     assert signature.outputs.inputs[0].shape == (-1, 10)
@@ -217,9 +218,15 @@ def test_the_description_and_the_view_are_made_for_people(sent: Sent) -> None:
 def test_a_figure_of_the_whole_run_is_no_series(sent: Sent) -> None:
     """At step 0 MLflow draws bars, at any other step a line of one dot."""
     run = sent.run("finished")
-    for name in ("speedup", "efficiency", "time/compute_ms", "memory/peak_mb", "memory/peak_mb_rank_1"):
+    for name in (
+        "speedup",
+        "efficiency",
+        "workers/time/compute_ms",
+        "workers/memory/peak_mib",
+        "workers/memory/peak_mib_rank_1",
+    ):
         assert sent.series("finished", name) == [(0, run.data.metrics[name])]
-    assert len(sent.series("finished", "throughput/samples_per_second")) > 1
+    assert len(sent.series("finished", "workers/throughput/samples_per_second")) > 1
 
 
 def test_a_failed_run_has_the_error_of_the_rank_that_failed_first(sent: Sent) -> None:
@@ -240,18 +247,23 @@ def test_steps_done_twice_are_there_once(sent: Sent) -> None:
         recorded = [step for step, _ in sent.recordings[name].series("train/loss")]
         assert recorded == list(range(1, steps + 1))
         assert [step for step, _ in sent.series(name, "train/loss")] == recorded
-    workers = [value for _, value in sent.series("elastic", "throughput/workers")]
+    workers = [value for _, value in sent.series("elastic", "workers/throughput/workers")]
     assert [size for i, size in enumerate(workers) if workers[i - 1 : i] != [size]] == [1, 2, 1]
     assert sent.run("elastic").data.tags["world_size"] == "1"
 
 
 def test_a_comparison_has_a_run_for_each_cell(sent: Sent) -> None:
     report = Report.model_validate_json((sent.recordings["comparison"].folder / "speedup.json").read_text())
-    children = {child.info.run_name: child for child in sent.children("comparison")}
-    assert set(children) == {row.title for row in report.rows}
+    children = {child.data.tags["pipeline.trial"]: child for child in sent.children("comparison")}
+    assert {child.info.run_name for child in children.values()} == {
+        "baseline: 1 worker", "ddp, 1 worker", "ddp, 2 workers", "reference: 1 process, 2 cores"
+    }  # fmt: skip
+    assert set(children) == {row.trial for row in report.rows}
     for row in report.rows:
-        assert children[row.title].data.metrics.get("speedup") == (row.speedup and pytest.approx(row.speedup))
-        assert children[row.title].data.metrics["throughput/samples_per_second"] == row.samples_per_second.median
+        assert children[row.trial].data.metrics.get("speedup") == (row.speedup and pytest.approx(row.speedup))
+        assert (
+            children[row.trial].data.metrics["workers/throughput/samples_per_second"] == row.samples_per_second.median
+        )
 
 
 def test_a_sweep_has_a_run_for_each_trial_and_marks_the_best(sent: Sent) -> None:

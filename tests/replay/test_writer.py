@@ -93,6 +93,24 @@ def test_only_a_writer_beside_training_is_told_to_step_back(store: Store, tmp_pa
     assert told == ([] if has_ended else ["opened"])
 
 
+def test_a_run_that_ends_before_its_first_step_is_not_sent(store: Store, tmp_path: Path) -> None:
+    journaled(tmp_path, [opened(store), RunClosed(time=1.7e9, status="FAILED", message="wrong")])
+    task = WriterTask(folder=tmp_path, log=tmp_path / "log.txt", uri=store.uri, known=0, environment=())
+    writer = Writer(task, warn=print)
+    writer.feed.end()
+    writer.closing.set()
+
+    with closing(writer.feed):
+        writer.work()
+        outcome = writer.reply().outcome
+
+    assert outcome is not None
+    assert (outcome.run_id, outcome.delivered) == ("", True)
+    assert not store.client.get_experiment_by_name("made")
+    with pytest.raises(UsageError, match="nothing to send, the run ended before its first step"):
+        sync(tmp_path, warn=print)
+
+
 def test_an_end_that_the_journal_has_no_room_for_is_written_all_the_same(store: Store, journal: Journal) -> None:
     recording, told = journal("nan-stopped"), list[str]()
     path = recording.folder / journals.FILE_NAME

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 from baking import REPOSITORY, Baked, bake, combinations, command, git, succeed
+from command import call_here
 from pairwise import pairs
 from PIL import Image
 from typer.testing import CliRunner
 
 from pipeline import cli
+from pipeline.commands import check
 from pipeline.commands.new import catalog
 from pipeline.data import example_sentences
 
@@ -155,6 +157,7 @@ def test_editors_find_the_schema_of_every_experiment(baked: tuple[Baked, ...]) -
 
 
 def test_every_experiment_passes_the_check(baked: tuple[Baked, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "call_in_child", call_here)
     for project in baked:
         monkeypatch.chdir(project.folder)
         monkeypatch.setattr(sys, "path", [str(project.folder / "src"), *sys.path])

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from command import call_here
 from hypothesis import given
 from hypothesis import strategies as st
+
+from pipeline.commands import check
 
 torch.set_num_threads(1)
 
@@ -17,3 +20,9 @@ def _hypothesis_in_use() -> None:
         pass
 
     draw()
+
+
+@pytest.fixture(autouse=True)
+def _checks_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``pipeline check`` start no process."""
+    monkeypatch.setattr(check, "call_in_child", call_here)

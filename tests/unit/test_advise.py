@@ -55,7 +55,7 @@ def measured(
         "ranks": tuple(values([pace] * 5, keeps_values=True) for pace in ranks)
         or (spread(1000 * batch / rate),) * trial.workers,
         "nodes": tuple(nodes) or ("node-1",) * trial.workers,
-        **({} if compute is None else {"compute_ms": compute}),
+        "compute_ms": end.result.step_ms.median - (communication or 0) - data_wait - 1 if compute is None else compute,
     }
     parts = end.result.parts.model_copy(update=own)
     return end.model_copy(update={"result": end.result.model_copy(update={"steps": 100, **more, "parts": parts})})
@@ -136,7 +136,7 @@ def test_advice_reads_as_reason_and_change() -> None:
     finding = Finding(reason="it is slow", values={"loader.num_workers": 2}, change="or wait", is_measured=True)
     assert finding.advice == Advice(
         reason="it is slow",
-        change="or wait; train with loader.num_workers=2",
+        change="or wait; set loader.num_workers=2",
         key="loader.num_workers",
         overrides="loader.num_workers=2",
     )
@@ -146,14 +146,14 @@ def test_what_was_not_measured_is_a_question() -> None:
     finding = Finding(reason="it is slow", values={"loader.num_workers": 2})
     assert finding.advice == Advice(
         reason="it is slow",
-        change="not measured yet, try loader.num_workers=2",
+        change="try loader.num_workers=2",
         key="loader.num_workers",
         overrides="loader.num_workers=2",
         measured=False,
     )
     advice = everything_wrong()
     assert [one.measured for one in advice] == [True, False, False, False, False]
-    assert all("train with" not in one.change for one in advice[1:])
+    assert all("set " not in one.change for one in advice[1:])
 
 
 # Strategy and workers
@@ -170,16 +170,19 @@ def tiny(*, single: float, noise: float = 0.0) -> tuple[Advice, ...]:
 
 def test_one_process_with_all_cores_is_faster() -> None:
     (one,) = tiny(single=30_000)
-    assert "single, 2 cores is 4.69x as fast as ddp x 2 (30,000 and 6,400 samples/s)" in one.reason
-    assert "8 ms are gradient exchange, too much for a model this small" in one.reason
-    assert one.change == "train with parallel.strategy=single parallel.workers=1 parallel.cpus_per_worker=2"
+    assert one.reason == (
+        "1 process, both cores: 4.69x as fast as 2 workers (ddp) (30,000 and 6,400 samples/s). With 2 workers, 8 ms "
+        "of each 10 ms step are exposed communication; this model is too small to hide it"
+    )
+    assert (one.use, one.measured) == ("1 process on both cores", True)
+    assert one.change == "set parallel.strategy=single parallel.workers=1 parallel.cpus_per_worker=2"
     assert one.key == "parallel.strategy"
 
 
 def test_a_faster_row_in_micro_batches_is_advised_with_them() -> None:
     ends = (BASELINE, measured(BASELINE, 200, micro_batches=2)), (MAIN, measured(MAIN, 100))
     (one,) = about("parallel.strategy", advised(*ends))
-    assert one.change == "train with parallel.strategy=single parallel.workers=1 train.gradient_accumulation=2"
+    assert one.change == "set parallel.strategy=single parallel.workers=1 train.gradient_accumulation=2"
 
 
 @pytest.mark.parametrize(("single", "noise"), [(5_000, 0.0), (6_600, 0.0), (8_000, 0.25)])
@@ -191,8 +194,8 @@ def test_more_workers_that_bring_nothing() -> None:
     """In the time of one core, two do hardly more."""
     (one, *_) = about("parallel.strategy", run(rate=102))
     assert "with 1 core instead of 2 cores" in one.reason
-    assert one.change == "not measured yet, try parallel.strategy=single parallel.workers=1"
-    assert one.reason.startswith("ddp x 2 is not faster than single beyond the noise (100 and 102 samples/s)")
+    assert (one.change, one.measured) == ("set parallel.strategy=single parallel.workers=1", True)
+    assert one.reason.startswith("2 workers (ddp): not faster than 1 worker beyond the noise (100 and 102 samples/s)")
 
 
 @pytest.mark.parametrize(("noise", "has_pairs"), [(40.0, True), (0.0, False)])
@@ -225,8 +228,8 @@ def comparison(*, dp: float, ddp: float, losses: Sequence[float] = (2.0,) * 5) -
 
 def test_ddp_is_faster_than_dp_on_the_same_gpus() -> None:
     (one,) = comparison(dp=150, ddp=190)
-    assert "ddp x 2 is 1.27x as fast as dp x 2" in one.reason
-    assert one.change == "train with parallel.strategy=ddp parallel.workers=2"
+    assert "2 workers (ddp): 1.27x as fast as 1 process on 2 GPUs (dp)" in one.reason
+    assert one.change == "set parallel.strategy=ddp parallel.workers=2"
 
 
 def test_dp_that_is_as_fast_stays() -> None:
@@ -273,10 +276,9 @@ def test_a_straggler_is_no_reason_to_leave() -> None:
 
 def test_much_exchange_wants_larger_batches() -> None:
     (one,) = run(communication=100)  # of 337 ms
-    assert one.reason == "ddp x 2 spends 100 ms of each step of 337 ms on gradient exchange"
+    assert one.reason == "2 workers (ddp): 100 ms of each 337 ms step are exposed communication"
     assert one.change.endswith(
-        "; not measured yet, try train.global_batch_size=128 "
-        "train.lr_scaling.rule=linear train.lr_scaling.base_batch_size=64"
+        "; try train.global_batch_size=128 train.lr_scaling.rule=linear train.lr_scaling.base_batch_size=64"
     )
 
 
@@ -329,7 +331,7 @@ def test_a_slow_link_wants_fewer_bits(trial: Trial, gradient_mb: float, keys: di
     advice = run(trial=trial, communication=100, gradient_mb=gradient_mb, nodes=SPREAD_OUT, declared=declared)
     (one,) = about("communication_hook", advice)
     assert f"parallel.options.communication_hook={hook}" in one.change
-    assert f"{gradient_mb} MB at about {0.0839 * gradient_mb:.3g} Gbit/s" in one.reason
+    assert f"{gradient_mb} MiB at about {0.0839 * gradient_mb:.3g} Gbit/s" in one.reason
 
 
 @pytest.mark.parametrize(
@@ -386,15 +388,15 @@ def test_waiting_for_data_wants_loaders(now: int, wait: float, cores: int, wante
     """A step is 337 ms; each rank may have half the cores, and two loaders in any case."""
     declared = experiment(loader__num_workers=now)
     (one,) = run(data_wait=wait, declared=declared, cores=cores)
-    assert one.reason == f"ddp x 2 waits {wait} ms of each step of 337 ms for data"
+    assert one.reason == f"2 workers (ddp): {wait} ms of each 337 ms step are data loading"
     assert one.overrides == f"loader.num_workers={wanted}"
-    assert ("no idle cores" in one.change) == (2 + 2 * wanted > cores)
+    assert ("no core is idle" in one.change) == (2 + 2 * wanted > cores)
 
 
 def test_loaders_that_can_t_get_more_have_to_get_faster() -> None:
     (one,) = run(data_wait=100, declared=experiment(loader__num_workers=2), cores=4)
     assert one.key == ""
-    assert "2 loader processes" in one.change
+    assert "2 DataLoader workers for 2 cores" in one.change
 
 
 def test_little_waiting_for_data_is_none() -> None:
@@ -409,8 +411,19 @@ def test_a_wait_that_is_most_of_the_step_is_no_noise() -> None:
 
 def test_idle_cores_want_threads() -> None:
     (one,) = run(declared=experiment(parallel__cpus_per_worker=1), cores=8)
-    assert one.reason == "ddp x 2 computes on 2 of 8 cores"
-    assert one.change == "not measured yet, try parallel.cpus_per_worker=4"
+    assert one.reason == "2 workers (ddp): 2 of 8 cores are used"
+    assert one.change == "try parallel.cpus_per_worker=4"
+
+
+def test_a_batch_or_an_option_that_was_measured_is_no_suggestion() -> None:
+    """Weak scaling has measured the batch of 128, a cell the hook."""
+    slow = {"communication": 100, "gradient_mb": 10, "nodes": SPREAD_OUT}
+    hooked = DDP_2.model_copy(update={"name": "hooked", "options": {"communication_hook": "powersgd"}})
+    ends = [(BASELINE, measured(BASELINE, 100)), (DDP_2, measured(DDP_2, 190, **slow))]
+    asked = [one.overrides for one in advised(*ends)]
+    assert asked[0] == "parallel.options.communication_hook=powersgd"
+    assert asked[1].startswith("train.global_batch_size=128 ")
+    assert advised(*ends, (WEAK, measured(WEAK, 180, **slow)), (hooked, measured(hooked, 190))) == ()
 
 
 def test_more_cores_that_were_measured_need_no_question() -> None:
@@ -425,7 +438,7 @@ def test_more_cores_that_were_measured_need_no_question() -> None:
 
 def test_cores_on_each_of_two_nodes() -> None:
     (one,) = run(declared=experiment(parallel__cpus_per_worker=1), cores=8, nodes=SPREAD_OUT)
-    assert one.change == "not measured yet, try parallel.cpus_per_worker=8"
+    assert one.change == "try parallel.cpus_per_worker=8"
 
 
 @pytest.mark.parametrize(
@@ -453,11 +466,11 @@ def weak(rate: float, **keys: Any) -> tuple[Advice, ...]:
 
 def test_larger_global_batches_want_another_learning_rate() -> None:
     (one,) = weak(250)
-    assert one.reason.startswith("ddp x 2 (weak) does 250 samples/s on global batches of 128")
-    assert "if you train with train.global_batch_size=128; not measured yet, try train.lr_scaling.rule=" in one.change
+    assert one.reason.startswith("2 workers (ddp, weak): 250 samples/s with a global batch size of 128")
+    assert "if you train with train.global_batch_size=128; try train.lr_scaling.rule=" in one.change
     (other,) = run(declared=experiment(train__lr_scaling={"base_batch_size": 32}))
-    assert other.reason == "global batches have 64 samples, the learning rate was chosen for 32"
-    assert other.change == ("not measured yet, try train.lr_scaling.rule=linear train.lr_scaling.base_batch_size=32")
+    assert other.reason == "The global batch size is 64, but the learning rate was chosen for 32"
+    assert other.change == ("try train.lr_scaling.rule=linear train.lr_scaling.base_batch_size=32")
 
 
 def test_a_learning_rate_that_follows_or_has_no_reason_to() -> None:
@@ -471,7 +484,9 @@ SINGLE = experiment(parallel__strategy="single", parallel__workers=1)
 
 def test_a_straggler_is_named() -> None:
     (one,) = run(ranks=(200, 300), nodes=SPREAD_OUT)
-    assert one.reason == "rank 1 on node-2 takes 300 ms for its own part of a step, the other ranks 200 ms"
+    assert (
+        one.reason == "rank 1 on node-2 takes 300 ms per step without waiting for other ranks, the other ranks 200 ms"
+    )
     assert one.key == ""
 
 
@@ -518,5 +533,5 @@ def test_fp32_beside_idle_tensor_cores(has_tf32: bool, keys: dict[str, Any], use
     found = about("train.matmul_precision", advice)
     assert [one.overrides for one in found] == (["train.matmul_precision=high"] if is_given else [])
     for one in found:
-        assert one.reason == ("NVIDIA A100-SXM4-40GB computes matrix products in fp32, and has tensor cores for TF32")
+        assert one.reason == "NVIDIA A100-SXM4-40GB has tensor cores for TF32, but computes matrix products in fp32"
         assert not one.measured

@@ -54,7 +54,7 @@ def test_each_sample_is_dealt_once_with_its_weight(samples: int, batch: int) -> 
 
 def test_the_size_that_is_advised_works() -> None:
     sections = {"model": BATCH_NORM, **data(22)}
-    with pytest.raises(ExperimentError, match=r"global batch of 1 \(2 micro-batches each\); .* write 6, which"):
+    with pytest.raises(ExperimentError, match=r"global batch of 1 \(2 micro-batches each\), .* Set 6, so"):
         toys.trained(**sections, train={"global_batch_size": 7, "gradient_accumulation": 2})
     toys.trained(**sections, train={"global_batch_size": 6, "gradient_accumulation": 2})
 

@@ -94,7 +94,7 @@ def test_a_damaged_best_checkpoint_is_told(tmp_path: Path) -> None:
 
     assert result.best is None
     said = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert any("the best checkpoint, can't be used: state.safetensors has 0 bytes" in each for each in said)
+    assert any("can't be used: state.safetensors has 0 bytes" in each for each in said)
 
 
 def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Communication
 from pipeline.report import Row
-from pipeline.report.sentences import exchange
+from pipeline.report.sentences import describe_communication
 from pipeline.strategies.ddp import timed_of
 from pipeline.training.build import build
 from pipeline.training.clock import Lap
@@ -37,7 +37,8 @@ CALM = [(20.0, 22.0)] * 6
 def test_a_slow_link_is_told_with_the_rank_that_it_holds_up_longest() -> None:
     meter, messages = told(*CALM, (180.0, 200.0))
     assert messages == [
-        "gradient exchange took 180 ms a step in steps 61 to 70, 9 times its median of 20 ms: on all ranks, longest on "
+        "gradient synchronization took 180 ms per step in steps 61 to 70, 9 times its median of 20 ms: on all ranks, "
+        "longest on "
         "rank 1 on node-b"
     ]
     result = meter.result
@@ -48,7 +49,8 @@ def test_a_slow_link_is_told_with_the_rank_that_it_holds_up_longest() -> None:
 def test_ranks_that_wait_for_one_are_told_for_which() -> None:
     _, messages = told(*CALM, (300.0, 21.0))
     assert messages == [
-        "gradient exchange took 300 ms a step in steps 61 to 70, 14 times its median of 22 ms: the other ranks waited "
+        "gradient synchronization took 300 ms per step in steps 61 to 70, 14 times its median of 22 ms: the other "
+        "ranks waited "
         "for rank 1 on node-b"
     ]
 
@@ -95,6 +97,10 @@ def test_the_report_says_what_the_exchange_takes() -> None:
     row = Row.of(
         MAIN, [end.model_copy(update={"result": end.result.model_copy(update={"communication": meter.result})})]
     )
-    first, second = exchange(row)
-    assert first == "42.9 ms in each step, 21% of its time, also beside computing; a step takes 12 ms longer with it"
-    assert second.startswith("1 spike, which cost 1.6 s: gradient exchange took 180 ms a step in steps 61 to 70")
+    first, second = describe_communication(row)
+    assert first == (
+        "Gradient synchronization took 42.9 ms per step in total, overlapped or not: 21% of a step while it trained."
+    )
+    assert second.startswith(
+        "1 spike, which cost 1.6 s: gradient synchronization took 180 ms per step in steps 61 to 70"
+    )

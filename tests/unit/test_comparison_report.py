@@ -27,23 +27,23 @@ def test_a_comparison_pairs_its_repeats() -> None:
 def test_a_comparison_of_one_round_asks_for_more() -> None:
     (remark,) = compared((190,)).remarks
     assert remark == (
-        "The speedup of ddp x 2, 1.90x (windows from 1.90x to 1.90x), is not resolved: it was measured once, which "
-        "shows no noise; raise --repeats."
+        "2 workers (ddp): inconclusive, 1.90x measured without a confidence interval. It was measured once, so the "
+        "noise is unknown. Measure several times: pipeline compare FILE --repeats 5"
     )
 
 
 def test_the_tables_of_a_comparison_keep_the_order_and_the_cells_that_are_not_measured() -> None:
     table = comparison().results
     assert table.rows == (
-        ("single", "1 core", "100", "baseline", "-", "-"),
-        ("single, 2 cores", "2 cores", "150", "1.50x (1.50-1.50)", "75%", "yes"),
-        ("ddp x 2", "2 cores", "190", "1.90x (1.79-2.02)", "95%", "yes"),
-        ("ddp x 4", "-", "-", "not measured", "-", "-"),
-        ("ddp x 2 (weak)", "2 cores", "196", "1.96x (1.85-2.08)", "98%", "-"),
+        ("1 worker (baseline)", "1 core", "100", "-", "-", "-"),
+        ("1 process, both cores", "2 cores", "150", "1.50x (1.50-1.50)", "75%", "same"),
+        ("2 workers (ddp)", "2 cores", "190", "1.90x (1.79-2.02)", "95%", "same"),
+        ("4 workers (ddp)", "-", "-", "not measured", "-", "-"),
+        ("2 workers (ddp, weak)", "2 cores", "196", "1.96x (1.85-2.08)", "98%", "-"),
     )
     assert table.emphasis == 2
     assert table.notes == (
-        "ddp x 4 was not measured: 4 workers with 1 core each need 4 cores; this machine has 2.",
+        "4 workers (ddp) was not measured: 4 workers with 1 core each need 4 cores; this machine has 2.",
     )  # fmt: skip
 
 
@@ -63,9 +63,9 @@ def compared(throughput: tuple[float, ...], *, weak: float = 0) -> Report:
 @pytest.mark.parametrize(
     ("throughput", "verdict"),
     [
-        ((180, 190, 200), "ddp x 2: 1.90x (95%: 1.58x to 2.28x) of single"),
-        ((88, 90, 92), "ddp x 2: 0.90x (95%: 0.83x to 0.97x) of single; fastest here: single on 1 core, 100 samples/s"),
-        ((95, 103, 110), "ddp x 2: 1.02x (95%: 0.79x to 1.32x) of single, could be noise"),
+        ((180, 190, 200), "2 workers (ddp): 1.90x as fast as 1 worker (95% CI 1.58x to 2.28x)"),
+        ((88, 90, 92), "2 workers (ddp): 1.11x slower than 1 worker (95% CI 1.03x to 1.20x)"),
+        ((95, 103, 110), "2 workers (ddp): inconclusive, 0.79x to 1.32x (95% CI)"),
     ],
 )
 def test_the_verdict_says_whether_anything_beats_the_baseline(throughput: tuple[float, ...], verdict: str) -> None:
@@ -73,12 +73,13 @@ def test_the_verdict_says_whether_anything_beats_the_baseline(throughput: tuple[
 
 
 def test_the_verdict_is_about_strong_scaling_which_trains_the_same_batches() -> None:
-    assert compared((180, 190, 200), weak=250).verdict == "ddp x 2: 1.90x (95%: 1.58x to 2.28x) of single"
+    verdict = "2 workers (ddp): 1.90x as fast as 1 worker (95% CI 1.58x to 2.28x)"
+    assert compared((180, 190, 200), weak=250).verdict == verdict
 
 
 def test_a_comparison_of_which_only_the_baseline_was_reached_claims_nothing() -> None:
     result = Report.of([BASELINE, DDP_2], [finished("baseline", spread(100))], hardware=HARDWARE, unmeasured=[DDP_4])
-    assert result.verdict == "single: 100 samples/s, no speedup claimed"
+    assert result.verdict == "1 worker: 100 samples/s; speedup not measured"
     assert result.remarks == ("ddp-2 (ddp x 2) did not finish; it is left out.",)
 
 
@@ -86,20 +87,19 @@ def test_other_losses_have_the_layers_for_their_reason() -> None:
     result = comparison(losses=(2.3, 2.121, 1.9, 1.7), coupling=("BatchNorm2d", "Dropout"))
     # 0.021 of 2.1, which is above 1
     assert result.remarks[0] == (
-        "The loss of ddp x 2 differs from that of single by up to 0.01 in the first 3 steps: "
-        "BatchNorm2d uses each worker's share of the batch, Dropout draws a mask of its own in each worker."
+        "2 workers (ddp): Loss differs from the baseline's by up to 0.01 in the first 3 steps: BatchNorm2d computes "
+        "its statistics separately on each worker, Dropout draws a different mask on each worker."
     )
-    assert "of single; loss differs from the baseline's (note 1); " in result.verdict
-    assert result.results.rows[2][-1] == "no"
+    assert result.results.rows[2][-1] == "differs"
 
 
 @pytest.mark.parametrize(
     ("coupling", "reason"),
     [
-        ((RANDOM_NUMBERS,), "a step draws other random numbers in each worker"),
-        (("Dropout", RANDOM_NUMBERS), "Dropout draws a mask of its own in each worker"),
-        (("buffer mean",), "the buffer mean uses each worker's share of the batch"),
-        (("buffers mean, scale",), "the buffers mean, scale use each worker's share of the batch"),
+        ((RANDOM_NUMBERS,), "each worker draws different random numbers"),
+        (("Dropout", RANDOM_NUMBERS), "Dropout draws a different mask on each worker"),
+        (("buffer mean",), "the buffer mean is computed separately on each worker"),
+        (("buffers mean, scale",), "the buffers mean, scale are computed separately on each worker"),
     ],
 )
 def test_what_the_first_step_showed_is_a_reason(coupling: tuple[str, ...], reason: str) -> None:
@@ -110,27 +110,30 @@ def test_what_the_first_step_showed_is_a_reason(coupling: tuple[str, ...], reaso
 def test_buffers_of_a_share_are_told_though_the_loss_is_the_same() -> None:
     (remark, *_) = comparison(coupling=("BatchNorm2d", "buffer mean")).remarks
     assert remark == (
-        "The buffer mean uses each worker's share of the batch, and rank 0's is kept: one process trains otherwise."
+        "The buffer mean is computed separately on each worker, and only rank 0's copy is saved. Training in one "
+        "process differs."
     )
 
 
 def test_other_losses_without_a_reason_are_a_warning() -> None:
     (warning, *_) = comparison(losses=(2.3, 2.121, 1.9, 1.7)).remarks
-    assert warning.startswith("Warning: The loss of ddp x 2 differs")
-    assert "rounding explains 0.001, and no layer" in warning
+    assert warning.startswith("2 workers (ddp): Loss differs")
+    assert "Rounding explains at most 0.001. The two do not train the same model, so ignore the speedup." in warning
 
 
 def test_losses_that_drift_apart_later_are_explained_by_rounding() -> None:
     result = comparison(losses=(2.3, 2.1, 1.9, 1.9), coupling=("BatchNorm2d",))
-    assert result.remarks[0].startswith("The loss of ddp x 2 differs from that of single by up to 0.118, but not in")
-    assert result.results.rows[2][-1] == "at first"
+    assert result.remarks[0].startswith(
+        "2 workers (ddp): Loss equals the baseline's for 3 steps, then drifts by up to 0.12"
+    )
+    assert result.results.rows[2][-1] == "same early"
 
 
 def test_the_same_losses_need_no_remark_and_weak_scaling_is_explained() -> None:
     assert comparison().main.losses == LOSSES
     all_cores, weak = comparison().remarks
-    assert all_cores.startswith("One process with all 2 cores does 150 samples/s")
-    assert weak.startswith("Weak scaling gives every replica the baseline's batch")
+    assert all_cores.startswith("2 workers are 1.27x as fast as 1 process on both cores")
+    assert weak.startswith("Weak scaling: the batch size per worker is constant")
 
 
 def cells_of(result: Report) -> Any:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from pipeline.config.components import build, check, resolve
 from pipeline.config.deferred import RUNTIME_VALUES, marker
+from pipeline.config.load import from_mapping
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN, allowed_packages
 from pipeline.config.values import Component
+from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, UsageError
 
 _numbers = itertools.count()
@@ -206,6 +208,14 @@ class TestResolve:
                 setattr(sys.modules[".".join(parts[: n - 1])], parts[n - 1], module)
         exec(f"{definition}\nclass {name}(Base): pass\n", vars(sys.modules[place]))
         assert (expected in refusal(target)) if expected else callable(find(target))
+
+    def test_the_allowed_packages_are_listed_once(self) -> None:
+        values = {"name": "x", "model": {"_target_": "os.system"}, "data": {"_target_": "subprocess.run"}}
+        values |= {"loss": {"_target_": "torch.nn.MSELoss"}, "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1}}
+        with pytest.raises(ExperimentError) as caught:
+            preflight.check(from_mapping(values | {"train": {"epochs": 1, "global_batch_size": 8}}))
+        assert str(caught.value).count("torch.utils.data, torchmetrics") == 1
+        assert str(caught.value).count("is in none of the allowed packages") == 2
 
     def test_the_allowed_packages_are_listed(self) -> None:
         message = refusal("os.system")

@@ -277,7 +277,7 @@ class TestUtilization:
 
     def test_data_is_the_cause(self) -> None:
         (sentence,) = self.told(71.0, data_wait=16.0)  # of a step of 64 ms
-        assert sentence == "GPUs are busy 71% of the time: waiting for data takes 25% of a step"
+        assert sentence == "GPUs are busy 71% of the time: data loading takes 25% of a step"
 
     def test_forward_and_backward_are(self) -> None:
         (sentence,) = self.told(40.0)
@@ -288,7 +288,7 @@ class TestUtilization:
         parts = end.result.parts.model_copy(update={"compute_ms": None, "rest_ms": None})
         end = end.model_copy(update={"result": end.result.model_copy(update={"parts": parts})})
         (sentence,) = device.use(Row.of(samples.MAIN, [end]))
-        assert sentence.endswith("the parts of a step, which would tell the cause, were not measured")
+        assert sentence.endswith("the cause is unknown, as there is no step-time breakdown")
 
 
 # Energy
@@ -353,9 +353,9 @@ class TestEnergy:
 
     def test_the_report_says_what_a_sample_took(self) -> None:
         (sentence,) = device.use(row(energy=Energy(joules=7.2e6, samples=3_600_000)))
-        assert sentence == "2 kWh, 2 J for a sample"
+        assert sentence == "2 kWh, 2 J per sample"
         (sentence,) = device.use(row(energy=Energy(joules=3.6e5, samples=100_000)))
-        assert sentence == "0.1 kWh since it was resumed, for 100,000 samples, 3.6 J for a sample"
+        assert sentence == "0.1 kWh since it was resumed, for 100,000 samples, 3.6 J per sample"
 
 
 # The price
@@ -377,7 +377,7 @@ class TestPrice:
         report = reported(2.5)
         assert [each.cost for each in report.rows] == [pytest.approx(2.5), pytest.approx(2.5)]
         assert report.devices == (
-            "this training costs 2.5 with single on 1 core, 2.5 with ddp x 2 on 2 cores, at 2.5 for a core and an hour",
+            "this training costs 2.5 with 1 worker, 2.5 with 2 workers (ddp), at 2.5 per core and hour",
         )
 
     def test_its_start_is_paid_too(self) -> None:
@@ -407,6 +407,6 @@ class TestPrice:
 
     def test_people_read_it_in_every_form_of_the_report(self) -> None:
         report = reported(2.5)
-        _, line = next(block for block in report.blocks if block[0] == "Devices")
+        _, line = next(block for block in report.blocks if block[0] == "Compute utilization")
         assert line.startswith("this training costs")
         assert line in report.markdown()

@@ -76,7 +76,7 @@ def test_what_fails_after_the_training_leaves_its_result(
     assert run.outcome.finished is not None
     assert run.outcome.finished.result == RESULT
     assert [event for event in run.journal if isinstance(event, Finished)] == [run.outcome.finished]
-    assert "the training had finished, the measurements after it are missing" in run.warnings[0]
+    assert "Training has finished, but the measurements after it are missing" in run.warnings[0]
 
 
 def test_a_trial_that_loses_workers_goes_on_as_often_as_it_may(tmp_path: Path) -> None:
@@ -128,7 +128,11 @@ def test_what_a_training_is_compared_with_is_a_trial_of_its_own_in_the_journal(t
         ("trial_opened", "baseline"), ("metrics", "baseline"), ("finished", "baseline"),
     ]  # fmt: skip
     opened = next(event for event in run.journal if isinstance(event, TrialOpened) and event.trial == "baseline")
-    assert (opened.role, opened.title) == ("baseline", "single")
+    assert (opened.role, opened.title, opened.time) == (
+        "baseline",
+        "single",
+        beside[0].time,
+    )  # not when it was recorded
 
 
 def test_what_could_not_be_measured_beside_a_training_is_no_trial(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_missing_key_is_missing_in_the_file_that_extends() -> None:
         ("[base.yaml]", "lab/e.yaml:2: extends: is a list; write the path"),
         ('"${oc.env:BASE}"', "lab/e.yaml:2: extends: is '${oc.env:BASE}' (a string); write the path"),
         ("bose.yaml", "lab/e.yaml:2: extends: is bose.yaml; lab/bose.yaml: there is no such file; did you mean"),
-        (".", "lab/e.yaml:2: extends: is .; lab: is a folder; there are"),
+        (".", "lab/e.yaml:2: extends: is .; lab is a folder, not an experiment file; there are"),
         ("e.yaml", "lab/e.yaml:2: extends: is a circle: lab/e.yaml extends lab/e.yaml; remove one of them"),
         ("ring.yaml", "lab/ring.yaml:1: extends: is a circle: lab/e.yaml extends lab/ring.yaml extends lab/e.yaml"),
         ("damaged.yaml", "lab/damaged.yaml:3: a value is missing"),

@@ -67,8 +67,8 @@ class TestGroups:
         assert (list(chosen) if isinstance(names, list) else len(chosen)) == names
 
     def test_are_described(self) -> None:
-        assert describe(choose(gpt(), ("_Block", "Embedding"))) == "2 x Embedding, 3 x _Block, the rest"
-        assert describe({}) == "all in one"
+        assert describe(choose(gpt(), ("_Block", "Embedding"))) == "2 x Embedding, 3 x _Block and all other parameters"
+        assert describe({}) == "all parameters in one group"
 
     @pytest.mark.parametrize(
         ("model", "wanted", "message"),

@@ -170,7 +170,8 @@ def test_a_finished_training_that_is_only_measured_again_has_the_time_that_it_ha
 def test_percents_add_up_to_a_hundred_and_are_told_in_one_sentence() -> None:
     goodput = Goodput(seconds={"steps": 200.4, "start": 33.4, "input": 33.4, "saving": 32.8, "evaluation": 0.4})
     assert goodput.sentence == (
-        "goodput 67%: 3 min 20 s of the training's 5 min 0 s were steps that count, start 11%, input 11%, saving 11%"
+        "Goodput 67%: 3 min 20 s of 5 min 0 s were spent in training steps (startup 11%, data loading 11%, "
+        "checkpointing 11%)."
     )
     assert sum(goodput.figures.values()) == pytest.approx(1)
     assert goodput.figures["goodput"] == pytest.approx(200.4 / 300.4)

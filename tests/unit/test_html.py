@@ -77,8 +77,8 @@ def test_the_page_shows_all_that_the_terminal_shows_below_the_tables(tmp_path: P
     shown = Report.of([MAIN, BASELINE], [end, finished("baseline", spread(100.0))], hardware=HARDWARE)
     page = html.unescape(page_of(shown, tmp_path)).lower()
     titles = [title for title, lines in shown.notes if lines]
-    assert "Gradient exchange" in titles
-    for lines in (shown.exchange, shown.remarks, [shown.outcome]):
+    assert "Communication" in titles
+    for lines in (shown.communication, shown.remarks, [shown.outcome]):
         assert all(line.lower() in page for line in lines)
 
 
@@ -97,10 +97,10 @@ def test_the_page_escapes_what_it_is_given(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
 
 
-def test_the_page_of_a_bare_run_says_that_no_speedup_is_claimed(tmp_path: Path) -> None:
+def test_the_page_of_a_bare_run_says_that_no_speedup_was_measured(tmp_path: Path) -> None:
     page = page_of(Report.of([MAIN], [finished("main", spread(190))], hardware=HARDWARE), tmp_path)
-    assert "no speedup claimed" in page
-    assert "speedup of" not in page
+    assert "speedup not measured" in page
+    assert "as fast as" not in page
     assert "There is no baseline measurement" in page
 
 
@@ -108,27 +108,27 @@ def test_the_page_of_a_comparison_has_all_cells_the_paces_of_ranks_and_how_repea
     page = page_of(comparison(), tmp_path)
     for text in figures_of(comparison()):
         assert html.escape(text, quote=False) in page
-    assert "<td>ddp x 2</td><td>0</td><td>node-1</td><td>336.84</td>" in page
-    assert "all of them once, then all of them again" in page
+    assert "<td>2 workers (ddp)</td><td>0</td><td>node-1</td><td>336.84</td>" in page
+    assert "In each round, all configurations are measured once." in page
     assert "Student's t interval" in html.unescape(page)
-    assert "1.90x (95%: 1.79x to 2.02x)" in page
+    assert "1.90x as fast as 1 worker (95% CI 1.79x to 2.02x)" in page
     assert "Weak scaling: every replica" in page
 
 
 def test_the_page_of_a_run_speaks_of_slots_and_has_their_picture(tmp_path: Path) -> None:
     page = page_of(report(), tmp_path)
-    assert "short slots of steps, alternately" in page
-    assert "all of them once" not in page
+    assert "timed alternately in short intervals" in page
+    assert "In each round" not in page
     assert "Weak scaling" not in page
     assert "slowest window" not in page
-    assert "speedup of ddp x 2 over single (95%: 1.86x to 1.94x): faster</span>" in page
+    assert "<span>2 workers (ddp): 1.90x as fast as 1 worker (95% CI 1.86x to 1.94x)</span>" in page
 
 
 def test_the_page_of_a_run_of_before_speaks_of_windows(tmp_path: Path) -> None:
     page = page_of(report(has_pairs=False), tmp_path)
     assert "slowest window" in page
     assert "Student" not in page
-    assert "speedup of ddp x 2 over single (windows from 1.79x to 2.02x): could be noise</span>" in page
+    assert "2 workers (ddp): inconclusive, 1.90x measured without a confidence interval</span>" in page
 
 
 ABOUT = About(
@@ -158,27 +158,27 @@ def test_the_page_knows_its_run(tmp_path: Path) -> None:
 def test_the_page_answers_in_the_order_of_the_questions(tmp_path: Path) -> None:
     page = page_of(report().model_copy(update={"advice": (HOSTILE,)}), tmp_path, about=ABOUT, has_pictures=True)
     order = [
-        "<h1>", "Started", "Versions and experiment", "speedup of", "validation/accuracy at the end", "samples/s on",
-        "to the first step", 'class="verdict"', "Learning curves", "id='curves'", "smoothed", "id='chart'", "<table",
-        "<h2>Advice", "<h2>Caveats", "a step&#39;s time goes", "How it was measured", "id='pairs'",
+        "<h1>", "Started", "Versions and experiment", "as fast as", "validation/accuracy at the end", "samples/s on",
+        "startup", 'class="verdict"', "Learning curves", "id='curves'", "smoothed", "id='chart'", "<table",
+        "<h2>Recommendations", "<h2>Notes", "Step-time breakdown", "How it was measured", "id='pairs'",
     ]  # fmt: skip
     places = [page.index(each, page.index("<body>")) for each in order]
     assert places == sorted(places)
 
 
-def test_a_speedup_that_could_be_noise_has_no_accent(tmp_path: Path) -> None:
+def test_an_inconclusive_speedup_has_no_accent(tmp_path: Path) -> None:
     ends = [
         finished("main", spread(103), slots=in_turn(103, noise=0.1)),
         finished("baseline", spread(100), slots=in_turn(100)),
     ]
     doubtful = page_of(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE), tmp_path)
-    assert ": could be noise</span>" in doubtful
+    assert "2 workers (ddp): inconclusive, " in doubtful
     assert '<div class="first">' not in doubtful
     assert "tr.main td:first-child { color: var(--accent); }" not in doubtful
     clear = page_of(report(), tmp_path)
     assert '<div class="first"><b>1.90x</b>' in clear
     assert "tr.main td:first-child { color: var(--accent); }" in clear
-    assert "could be noise" not in clear
+    assert "inconclusive" not in clear
 
 
 def test_the_quality_of_the_model_is_among_the_key_figures(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_key_figure_and_the_verdict_are_of_the_step_that_checkpoint_best_cho
     metrics = {"validation/accuracy": 0.97, "validation/f1": 0.9123}
     best = Best(metric="validation/f1", value=0.9123, step=40, epoch=2, metrics=metrics)
     chosen = Report.of([MAIN], [finished("main", spread(190), metrics=metrics, best=best)], hardware=HARDWARE)
-    assert chosen.verdict.endswith("; validation/f1 0.9123")
+    assert "validation/f1 0.9123" in chosen.verdict
     shown = "<b>0.9123</b><span>validation/f1 with the weights of step 40 (epoch 2), the best validation/f1</span>"
     assert shown in page_of(chosen, tmp_path)
 
@@ -198,11 +198,11 @@ def test_the_key_figure_and_the_verdict_are_of_the_step_that_checkpoint_best_cho
 def test_the_page_shows_all_that_the_terminal_says(tmp_path: Path) -> None:
     spent = Goodput(seconds={"steps": 60.0, "start": 39.9, "input": 0.1})
     page = page_of(report().model_copy(update={"goodput": spent, "advice": (HOSTILE,)}), tmp_path)
-    assert "Goodput 60%: 1 min 0 s of the training&#39;s 1 min 40 s were steps that count, start 40%." in page
+    assert "Goodput 60%: 1 min 0 s of 1 min 40 s were spent in training steps (startup 40%)." in page
     bars = re.findall(r'<td>([^<]+)</td><td class="bar"><i style="width: (\d+)%"></i></td><td>([^<]+)</td>', page)
-    assert bars == [("steps that count", "60", "1 min 0 s"), ("start", "40", "40 s")]
+    assert bars == [("training steps", "60", "1 min 0 s"), ("startup", "40", "40 s")]
     assert f"<p>{report().outcome}.</p>" in page
-    assert "wall clock" not in page_of(comparison(), tmp_path)
+    assert "Goodput" not in page_of(comparison(), tmp_path)
 
 
 def test_the_validation_comes_first_among_the_metrics(tmp_path: Path) -> None:
@@ -228,18 +228,19 @@ def test_the_fragment_of_a_notebook_shows_the_verdict_the_chart_and_what_to_know
 
     shown = fragment(report(), tmp_path / "chart.png", places="run runs/one")
 
-    for text in (report().verdict, f"data:image/png;base64,{b64encode(b'PNG').decode()}", "Caveats", "run runs/one"):
+    for text in (report().verdict, f"data:image/png;base64,{b64encode(b'PNG').decode()}", "Notes", "run runs/one"):
         assert html.escape(text, quote=False) in shown
 
 
 def test_the_advice_on_the_page_ends_in_code_to_paste(tmp_path: Path) -> None:
     advice = Advice(
         reason="Waits 14 ms.",
-        change="not measured yet, try loader.num_workers=2",
+        change="try loader.num_workers=2",
         key="loader.num_workers",
         overrides="loader.num_workers=2",
+        measured=False,
     )
     page = page_of(report().model_copy(update={"advice": (advice,)}), tmp_path)
-    assert "Waits 14 ms: not measured yet, try <code>loader.num_workers=2</code></li>" in page
+    assert "Waits 14 ms: try <code>loader.num_workers=2</code> (not measured)</li>" in page
     earlier = advice.model_copy(update={"overrides": "", "change": "write loader.num_workers: 2"})
     assert "write loader.num_workers: 2</li>" in page_of(report().model_copy(update={"advice": (earlier,)}), tmp_path)

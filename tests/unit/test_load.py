@@ -88,8 +88,17 @@ class TestReading:
     def test_a_folder_is_refused(self) -> None:
         Path("experiments").mkdir()
         Path("experiments/a.yaml").write_text(GOOD)
-        with pytest.raises(UsageError, match=r"experiments: is a folder; there are experiments/a\.yaml"):
+        with pytest.raises(UsageError, match=r"^experiments is a folder, not an experiment file; there are exp"):
             load("experiments")
+
+    def test_a_file_of_the_folder_of_experiments_is_suggested(self) -> None:
+        Path("experiments").mkdir()
+        for name in "abcdef":
+            Path(f"experiments/{name * 5}.yaml").write_text(GOOD)
+        with pytest.raises(UsageError, match=r"no such file; did you mean experiments/bbbbb\.yaml\?"):
+            load("bbbb.yaml")
+        with pytest.raises(UsageError, match=r"no such file; there are experiments/aaaaa\.yaml, .* and 1 more$"):
+            load("nofile.yaml")
 
     def test_a_file_that_cannot_be_opened_says_why(self) -> None:
         with pytest.raises(UsageError, match="a: can't be read: File name too long"):
@@ -291,6 +300,8 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
                 "loader.num_workers: is a mapping; write an integer of at leas",
             ),
             ("global-batch-size: 3", "global-batch-size: unknown key; did you mean train.global_batch_size?"),
+            ("momentum: 0.9", "momentum: unknown key; did you mean optimizer.momentum?"),
+            ("in_features: 3", "in_features: unknown key; did you mean model.in_features?"),
         ],
     )
     def test_each_kind_of_mistake(self, line: str, expected: str) -> None:

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.protocol.events import RunOpened, TrialOpened
+from pipeline.recording.mlflow_entities import metric_name
+from pipeline.recording.mlflow_names import name_run, name_trial
 from pipeline.recording.mlflow_views import columns, save_runs_view, save_trials_view, shared_params, varied_params
 from pipeline.recording.store import run_page, runs_link, sweep_view
 
@@ -62,6 +65,53 @@ def test_charts_of_training_and_validation_come_first() -> None:
     assert names[-1] == "System metrics"
     assert state["isAccordionReordered"]  # else MLflow sorts them by name
     assert "attributes.`Duration`" in state["selectedColumns"]
+
+
+def test_sections_of_a_runs_own_page_come_behind_training_and_validation() -> None:
+    """There MLflow sorts the sections, a metric's name up to its last slash, and those without one come last."""
+    ours = ["memory/peak_mb", "memory/peak_mb_rank_1", "throughput/workers", "time/step_ms", "wall_clock/start"]
+    assert all(metric_name(name).rpartition("/")[0] > "validation" for name in ours)
+    assert metric_name("memory/peak_mb_rank_1") == "workers/memory/peak_mib_rank_1"
+    for name in ("train/loss", "validation/time/loss", "speedup", "time_to_first_step_s"):
+        assert metric_name(name) == name
+
+
+@pytest.mark.parametrize(
+    ("role", "title", "workers", "cores", "name"),
+    [
+        ("baseline", "single", 1, 1, "baseline: 1 worker"),
+        ("baseline", "ddp x 2", 2, 1, "baseline: ddp, 2 workers"),
+        ("reference", "single, 2 cores", 1, 2, "reference: 1 process, 2 cores"),
+        ("cell", "ddp x 2 (weak, static_graph)", 2, 1, "ddp, 2 workers (weak, static_graph)"),
+        ("cell", "dp x 4", 1, 1, "dp, 4 GPUs"),
+        ("cell", "ddp", 1, 1, "ddp, 1 worker"),
+        ("probe", "ddp x 2", 2, 1, "ddp x 2"),
+    ],
+)
+def test_a_measurement_is_named_by_what_it_is(role: Any, title: str, workers: int, cores: int, name: str) -> None:
+    strategy = title.replace(",", " ").split()[0]
+    tags = {"strategy": strategy, "world_size": str(workers), "cpus_per_worker": str(cores)}
+    assert name_trial(TrialOpened(role=role, title=title, tags=tags, params={})) == name
+    assert name_trial(TrialOpened(role=role, title=title, tags={}, params={})) == title
+
+
+def test_a_run_is_named_by_what_it_is() -> None:
+    def opened(title: str = "", **tags: str) -> RunOpened:
+        return RunOpened(
+            run="20261126-lab",
+            tracking_uri="",
+            tracking_experiment="lab",
+            title=title,
+            tags=tags,
+            params={},
+            trials=("main",),
+        )
+
+    ddp = {"role": "main", "strategy": "ddp", "world_size": "2"}
+    assert name_run(opened(**ddp)) == "ddp, 2 workers"
+    assert name_run(opened("my run", **ddp)) == "my run"
+    assert (name_run(opened(role="compare")), name_run(opened(role="sweep"))) == ("comparison", "sweep")
+    assert name_run(opened(role="main")) == "20261126-lab"
 
 
 def test_what_a_sweep_varies_is_named_as_in_its_trials() -> None:

@@ -109,7 +109,7 @@ def test_frozen_parameters_and_those_of_a_loss_have_their_place() -> None:
             [GROUPS[1], {"match": "head.bias", "lr": 1.0}],
             r"groups\[1\]\.match: is head\.bias, but .* in an earlier group",
         ),
-        ([{"match": "body.0.*", "lr": 1.0}], r"groups\[0\]\.match: is body\.0\.\*, but .* is frozen; remove the group"),
+        ([{"match": "body.0.*", "lr": 1.0}], r"groups\[0\]\.match: is body\.0\.\*, but .* are frozen; remove"),
     ],
 )
 def test_a_pattern_without_a_parameter_is_refused(groups: list[dict[str, Any]], said: str) -> None:

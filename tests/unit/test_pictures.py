@@ -156,7 +156,7 @@ def test_the_chart_has_each_pair_its_interval_and_the_ideal_of_equal_devices() -
     assert [len(line.get_xdata()) for line in dots] == [8, 8]
     assert [segment[0][0] for each in ideals(rates) for segment in each] == pytest.approx([200.0, 200.0])
     assert "ideal: linear scaling" in said(figure)
-    assert "95% interval of the speedup" in said(figure)
+    assert "95% confidence interval" in said(figure)
     assert "1.90x" in said(figure)
     low = result.main.speedup_low
     assert low is not None
@@ -275,7 +275,7 @@ def test_svg_is_in_the_colors_and_the_font_of_the_page() -> None:
     assert not re.findall(r"#[0-9a-f]{6}\b", svg)
     assert "font-family" not in svg
     assert "http" not in svg
-    assert ">single, 2 cores<" in svg
+    assert ">1 process, both cores<" in svg
 
 
 def test_pictures_of_a_page_refer_to_nothing_but_themselves() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 
-from pipeline.data import cifar
+from pipeline.data import cifar, make_once
 from pipeline.errors import ExperimentError
 from pipeline.protocol import progress
-from pipeline.protocol.events import Advanced
+from pipeline.protocol.events import Advanced, Warned
 from pipeline.protocol.progress import ProgressReporter, told_to
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
@@ -22,9 +23,9 @@ SIZE = 400_000
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Advanced]]:
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Advanced | Warned]]:
     """All that is told, without thinning out."""
-    events: list[Advanced] = []
+    events: list[Advanced | Warned] = []
     monkeypatch.setattr(progress, "_EVERY_S", 0.0)
     with told_to(events.append, trial="baseline"):
         yield events
@@ -52,7 +53,7 @@ def test_work_that_fails_or_has_no_total_is_closed_too(told: list[Advanced]) -> 
 
 
 def test_what_is_quick_silent_or_unheard_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[Advanced] = []
+    events: list[Advanced | Warned] = []
     with told_to(events.append), ProgressReporter("evaluating", total=1000) as one:
         for _ in range(1000):
             one.by(1)
@@ -126,3 +127,23 @@ def test_checkpoints_say_how_far_they_are_on_their_way(told: list[Advanced]) -> 
         assert {(event.what, event.unit, event.total) for event in events} == {(what, "B", 4000)}
         assert 3000 in [event.done for event in events]
         assert events[-1].done == 4000
+
+
+def test_what_is_made_once_draws_from_generators_of_its_own(told: list[Advanced | Warned], tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        path.write_text(str(torch.rand(3).sum()))
+
+    file = tmp_path / "data" / "example"
+    with torch.device("meta"), pytest.raises(FileNotFoundError):  # the outline of a model needs no data
+        make_once(file, write, what="an example")
+    assert not file.exists()
+    torch.manual_seed(1)
+    for _ in range(2):
+        make_once(file, write, what="an example")
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(3))
+    assert [event.message for event in told if isinstance(event, Warned)] == [
+        f"{file} does not exist. Making an example."
+    ]
+    assert [path.name for path in file.parent.iterdir()] == ["example"]

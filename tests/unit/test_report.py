@@ -89,26 +89,27 @@ def test_dp_with_one_replica_claims_nothing_however_fast_it_was() -> None:
     result = compare(trial("main", "main", strategy="dp"), main_at=spread(190), baseline_at=spread(100))
     assert result.speedup is None
     assert result.efficiency is None
-    assert result.remarks == ("dp with fewer than two GPUs is one replica: nothing runs in parallel.",)
-    assert result.verdict == "dp: 190 samples/s, no speedup claimed"
+    assert result.remarks == (
+        "DataParallel (dp) needs at least 2 GPUs. With fewer it runs a single replica and gives no speedup.",
+    )
+    assert result.verdict == "1 worker (dp): 190 samples/s; speedup not measured"
 
 
 def test_a_main_trial_that_repeats_the_baseline_claims_nothing() -> None:
     result = compare(trial("main", "main"), main_at=spread(120), baseline_at=spread(100))
     assert result.speedup is None
-    assert result.remarks == ("The main trial and its baseline are both single.",)
+    assert result.remarks == ("The training and its baseline are both 1 worker.",)
 
 
 def test_one_process_with_all_the_cores_is_named() -> None:
     assert report().remarks == (
-        "One process with all 2 cores does 180 samples/s: on this machine it and ddp x 2 are equally fast within the "
-        "noise. Data parallelism pays when devices are separate.",
+        "2 workers and 1 process on both cores are equally fast within the noise (95% CI 0.97x to 1.15x).",
     )
 
 
-def test_one_process_with_all_the_cores_that_is_clearly_slower_gets_no_comment() -> None:
+def test_one_process_with_all_the_cores_is_compared_with_the_training() -> None:
     (remark,) = slots(main=in_turn(190, noise=0.025), baseline=in_turn(100), reference=in_turn(120)).remarks
-    assert remark.endswith("on this machine ddp x 2 is 1.58x (95%: 1.54x to 1.63x) that.")
+    assert remark == "2 workers are 1.58x as fast as 1 process on both cores (95% CI 1.54x to 1.63x)."
 
 
 @pytest.mark.parametrize(
@@ -119,16 +120,19 @@ def test_one_process_with_all_the_cores_that_is_clearly_slower_gets_no_comment()
         (90, True),  # 0.85 to 0.95: slower, and that is a result too
     ],
 )
-def test_a_speedup_whose_interval_holds_1_is_called_unresolved(rate: float, resolved: bool) -> None:
+def test_a_speedup_whose_interval_holds_1_is_called_inconclusive(rate: float, resolved: bool) -> None:
     remarks = slots(main=in_turn(rate, noise=0.05), baseline=in_turn(100)).remarks
     assert bool(remarks) != resolved
-    assert all(remark.startswith("The speedup of ddp x 2, 1.03x (95%: 0.98x to 1.09x), is n") for remark in remarks)
+    assert all(remark.startswith("2 workers (ddp): inconclusive, 0.98x to 1.09x (95% CI). ") for remark in remarks)
 
 
 def test_windows_resolve_nothing_however_far_apart() -> None:
     """On a machine whose pace changes, three windows each are no sample of it."""
     (remark,) = compare(MAIN, main_at=spread(190, noise=1), baseline_at=spread(100, noise=1)).remarks
-    assert remark.startswith("The speedup of ddp x 2, 1.90x (windows from 1.87x to 1.93x), is not resolved: it was not")
+    assert remark == (
+        "2 workers (ddp): inconclusive, 1.90x measured without a confidence interval. The baseline was not measured "
+        "alternately with the training. Measure both in rounds: pipeline compare FILE"
+    )
 
 
 def test_a_trial_that_did_not_finish_is_left_out_and_named() -> None:
@@ -153,15 +157,15 @@ def test_a_training_only_has_no_empty_column_or_table(tmp_path: Path) -> None:
     bare = end.result.model_copy(update={"parts": StepParts(data_wait_ms=0.25, nodes=("a",))})
     only = MAIN.model_copy(update={"train_only": True})
     result = Report.of([only], [end.model_copy(update={"result": bare})], hardware=HARDWARE)
-    assert [table.header for table in result.tables] == [("strategy", "devices", "samples/s")]
+    assert [table.header for table in result.tables] == [("configuration", "devices", "samples/s")]
     assert result.remarks == ("--train-only: no speedup, no step-time breakdown, no recommendations.",)
     assert "| speedup |" not in result.markdown()
     publish.save(result, tmp_path, warn=pytest.fail)
     page = (tmp_path / PAGE_NAME).read_text()
-    assert ("Where a step" in page, "--train-only: no speedup" in page) == (False, True)
+    assert ("Step-time breakdown" in page, "--train-only: no speedup" in page) == (False, True)
     failed = Report.of([MAIN], [end.model_copy(update={"result": bare})], hardware=HARDWARE)
     assert len(failed.tables) == 1
-    assert failed.remarks == ("There is no baseline measurement.", "The parts of a step could not be measured.")
+    assert failed.remarks == ("There is no baseline measurement.", "The step-time breakdown could not be measured.")
 
 
 def test_without_the_main_trial_there_is_nothing_to_report() -> None:
@@ -188,13 +192,13 @@ def test_the_table_for_mlflow_has_one_entry_per_row_in_every_column() -> None:
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
-        ({"train/loss": 0.25, "time/step_ms": 9.0, "validation/accuracy": 0.9}, "validation/accuracy 0.9, first step"),
-        ({"train/loss": 0.25, "time/step_ms": 9.0}, "train/loss 0.25, first step"),
+        ({"train/loss": 0.25, "time/step_ms": 9.0, "validation/accuracy": 0.9}, "validation/accuracy 0.9, startup"),
+        ({"train/loss": 0.25, "time/step_ms": 9.0}, "train/loss 0.25, startup"),
     ],
 )
 def test_the_outcome_is_what_the_training_reached(metrics: dict[str, float], text: str) -> None:
     result = Report.of([MAIN], [finished("main", spread(190), metrics=metrics)], hardware=HARDWARE)
-    assert result.outcome == f"{text} after 6.2 s, peak memory 410 MB"
+    assert result.outcome == f"{text} 6.2 s, peak memory 410 MiB"
 
 
 def test_a_schedule_that_looks_like_epochs_is_a_caveat() -> None:
@@ -208,31 +212,31 @@ def test_a_schedule_that_looks_like_epochs_is_a_caveat() -> None:
 def test_checkpoints_that_could_not_be_saved_are_named_at_the_end() -> None:
     main = finished("main", spread(100.0), unsaved=Unsaved(newest=8, failed=4, reason="disk full"))
     report = Report.of([trial("main", "main")], [main], hardware=HARDWARE)
-    said = "he newest checkpoint is of step 8, but the training ended at step 24"
+    said = "he latest checkpoint is from step 8, but the training ended at step 24"
     assert report.verdict.endswith(f"; t{said}")
-    assert f"T{said}. 4 checkpoints could not be saved: disk full." in report.remarks
+    assert f"T{said}. 4 checkpoints could not be saved: disk full." in report.all_notes
     assert json.loads(run_json(report, Path("f")))["unsaved"]["newest"] == 8
 
 
 def test_markdown_holds_the_result_the_table_and_the_remarks() -> None:
     text = report().markdown()
-    assert text.startswith("**ddp x 2: 1.90x (95%: 1.86x to 1.94x) of single; validation/accuracy 0.9735; ")
-    assert "| ddp x 2 | 2 cores | 190 | 1.90x | 95% |\n" in text
-    assert "**Caveats**\n\n1. One process with all 2 cores" in text
+    assert text.startswith("**2 workers (ddp): 1.90x as fast as 1 worker (95% CI 1.86x to 1.94x)**\n")
+    assert "| 2 workers (ddp) | 2 cores | 190 | 1.90x (1.86-1.94) | 95% |\n" in text
+    assert "**Notes**\n\n1. 2 workers and 1 process on both cores are equally fast" in text
 
 
-def test_the_parts_of_a_step_stand_next_to_their_sum() -> None:
+def test_the_parts_of_a_step_add_up_to_it() -> None:
     table = report().step_parts
     assert table.header == (
-        "strategy",
-        "step",
+        "configuration",
+        "total",
         "compute",
-        "waiting for gradients",
-        "data wait",
-        "optimizer, other",
-        "parts added up",
+        "exposed comm.",
+        "data loading",
+        "optimizer and other",
+        "unaccounted",
     )
-    assert table.rows[-1] == ("ddp x 2", "336.8", "314.1", "21.5", "0.2", "1.0", "336.8")
+    assert table.rows[-1] == ("2 workers (ddp)", "336.8", "314.1", "21.5", "0.2", "1.0", "0.0")
 
 
 def with_paces(*ranks: Sequence[float]) -> Report:
@@ -250,7 +254,7 @@ def test_a_straggler_has_a_name() -> None:
     found = Straggler.of(result.main)
     assert found is not None
     assert (found.rank, found.node, found.others_ms, found.ratio) == (1, "node-2", 200, pytest.approx(1.4))
-    assert result.step_parts.notes == ("ddp x 2: rank 1 on node-2 takes 1.40x the time of the other ranks.",)
+    assert result.step_parts.notes == ("2 workers (ddp): rank 1 on node-2 takes 1.40x the time of the other ranks.",)
 
 
 @pytest.mark.parametrize("ranks_ms", [(200, 218), (200,), (300, 310, 300, 200)])
@@ -295,12 +299,12 @@ def column(report: Report, name: str) -> list[str]:
 def test_each_strategy_has_the_time_that_this_training_takes_with_it() -> None:
     """19,000 samples at 100 and at 190 a second; what ran beside the training has the training's start."""
     report = timed(start_s=6.24, baseline_start_s=None, samples=19_000)
-    assert column(report, "this training") == ["3 min 16 s", "1 min 46 s"]
+    assert column(report, "est. training time") == ["3 min 16 s", "1 min 46 s"]
     assert report.results.notes == (
-        "This training: the time of 19,000 samples, with 6.2 s until the first step; evaluation and checkpoints come "
-        "on top.",
+        "Estimated training time: 19,000 samples at this throughput plus 6.2 s startup. Evaluation and checkpoints add "
+        "to it.",
     )
-    assert column(timed(start_s=26.0, baseline_start_s=2.0, samples=19_000), "this training") == [
+    assert column(timed(start_s=26.0, baseline_start_s=2.0, samples=19_000), "est. training time") == [
         "3 min 12 s", "2 min 6 s"
     ]  # fmt: skip
 
@@ -310,7 +314,7 @@ def test_what_else_a_machine_did_meanwhile_is_told(cores: float | None, is_told:
     ends = [finished("main", spread(190), slots=in_turn(190), other_cores=cores)]
     ends += [finished("baseline", spread(100), slots=in_turn(100))]
     remarks = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).remarks
-    said = "While the speedup was measured, other processes used 0.3 cores of the machine"
+    said = "Other processes used 0.3 CPU cores during the measurement."
     assert any(remark.startswith(said) for remark in remarks) == is_told == bool(remarks)
 
 
@@ -321,13 +325,12 @@ def test_a_baseline_in_micro_batches_says_so_wherever_its_row_is_read(tmp_path: 
     base = {"coupling": ("BatchNorm2d",), "losses": (2.3, 2.1, 1.9), "micro_batches": 2}
     ends += [finished("baseline", spread(100), slots=in_turn(100), **base)]
     result = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
-    title = "single (2 micro-batches)"
-    assert (result.results.rows[0][0], result.table()["title"][0]) == (title, title)
-    assert f" of {title}; loss differs" in result.verdict
+    title, name = "single (2 micro-batches)", "1 worker (2 micro-batches"
+    assert (result.results.rows[0][0], result.table()["title"][0]) == (f"{name}, baseline)", title)
     assert result.remarks == (
-        f"The loss of ddp x 2 differs from that of {title} by up to 0.105 in the first 3 steps: the baseline takes the "
-        "statistics of each of its 2 micro-batches.",
-        f"{title}: 64 samples at once did not fit into memory next to the training. Each step has 2 micro-batches, "
+        "2 workers (ddp): Loss differs from the baseline's by up to 0.11 in the first 3 steps: the baseline computes "
+        "the statistics of each of its 2 micro-batches.",
+        f"{name}): 64 samples at once did not fit into memory next to the training. Each step has 2 micro-batches, "
         "as large as a worker's. BatchNorm2d took the statistics of each micro-batch.",
     )
     record = json.loads(run_json(result, tmp_path))
@@ -340,12 +343,12 @@ def test_a_baseline_that_was_measured_after_the_training_resolves_nothing(parts:
     ends += [finished("baseline", spread(100, noise=5), is_alone=True, micro_batches=parts)]
     result = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
     assert (result.main.is_resolved, result.main.speedup_pairs) == (False, 0)
-    title = "single (2 micro-batches)" if parts else "single"
+    title = "1 worker (2 micro-batches)" if parts else "1 worker"
     assert result.remarks[0] == (
         f"{title} did not fit into memory next to the training. It was measured after the training had freed its "
-        "memory, not in turn."
+        "memory, so not alternately with it."
     )
-    assert result.remarks[-1].endswith("both in rounds." if parts is None else "in turn with the baseline.")
+    assert result.remarks[-1].endswith("so they were not measured alternately.")
 
 
 @pytest.mark.parametrize(("operations", "tolerance"), [("tf32", 1e-2), ("fp32", 1e-3)])
@@ -364,8 +367,8 @@ def test_a_speedup_of_few_pairs_is_told(pairs: int, is_told: bool) -> None:
     ends += [finished("baseline", spread(100), slots=in_turn(100, pairs=pairs))]
     remarks = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).remarks
     said = (
-        f"The speedup was measured in {pairs} pairs of slots only, which took 2 min 16 s: measure.budget_s had no time "
-        "for more, so its interval is wide."
+        f"Only {pairs} measurement rounds fit into measure.budget_s (they took 2 min 16 s), so the confidence interval "
+        "is wide."
     )
     assert (said in remarks) == is_told
 
@@ -374,9 +377,9 @@ def test_where_the_start_eats_the_gain_it_says_from_when_on_it_pays() -> None:
     """28 s later, at 1/100 - 1/190 s less for each sample: 5,911 samples, or 93 steps of 64."""
     notes = timed(start_s=30.0, baseline_start_s=2.0, samples=1_900).results.notes
     assert notes == (
-        "This training: the time of 1,900 samples, with 2.0 s to 30 s until the first step; evaluation and checkpoints "
-        "come on top.",
-        "ddp x 2 starts 28 s later than single, which eats its gain: it pays from 93 steps on.",
+        "Estimated training time: 1,900 samples at this throughput plus 2.0 s to 30 s startup. Evaluation and "
+        "checkpoints add to it.",
+        "Startup with 2 workers takes 28 s longer than with 1 worker. The extra time is recovered after 93 steps.",
     )
 
 
@@ -391,12 +394,12 @@ def test_where_the_start_eats_the_gain_it_says_from_when_on_it_pays() -> None:
 )
 def test_nothing_is_said_of_a_start_that_eats_no_gain(more: dict[str, float | None]) -> None:
     report = timed(**{"start_s": 30.0, "baseline_start_s": 2.0, "samples": 1_900, **more})  # type: ignore[arg-type]
-    assert not any("pays" in note for note in report.results.notes)
+    assert not any("recovered" in note for note in report.results.notes)
 
 
 def test_of_a_training_of_unknown_length_nothing_is_said() -> None:
     """Such as that of a journal of before."""
-    assert "this training" not in report().results.header
+    assert "est. training time" not in report().results.header
     assert report().results.notes == ()
 
 
@@ -407,7 +410,8 @@ def test_pairs_are_a_table_of_each_round() -> None:
     slots_of = {"baseline": (100, 110), "main": (190, 220), "reference": (150, 165, 180)}
     lines = pairs_table(slots(**slots_of)).splitlines()
     assert lines == [
-        'round,"single, samples/s","single, 2 cores, samples/s","ddp x 2, samples/s",speedup of ddp x 2',
+        'round,"1 worker, samples/s","1 process, both cores, samples/s","2 workers (ddp), samples/s",'
+        "speedup of 2 workers (ddp)",
         "1,100,150,190,1.9",
         "2,110,165,220,2",
     ]
@@ -431,29 +435,11 @@ def test_pairs_are_saved_with_their_picture_if_there_are_any(tmp_path: Path) -> 
     assert not told
 
 
-@pytest.mark.parametrize(
-    ("main", "reference", "said"),
-    [
-        (190, 250, "; fastest here: single on 2 cores, 250 samples/s"),
-        (190, 191, "; equally fast here: single on 2 cores, 191 samples/s"),
-        (190, 120, "; fastest here"),
-    ],
-)
-def test_the_verdict_names_the_fastest_way_on_the_same_devices(main: float, reference: float, said: str) -> None:
-    result = slots(main=in_turn(main, noise=0.025), baseline=in_turn(100), reference=in_turn(reference))
-    assert result.verdict.startswith(f"ddp x 2: {main / 100:.2f}x (95%: ")
-    assert result.verdict.endswith(f"of single{said}")
-
-
-def test_what_was_not_measured_in_turn_is_not_called_the_fastest() -> None:
-    assert report(has_pairs=False).verdict.endswith("of single, could be noise; validation/accuracy 0.9735")
-
-
 def test_advice_is_numbered_reason_first() -> None:
     advice = (Advice(reason="Data wait is 14 ms.", change="write loader.num_workers: 2"),) * 2
     result = report().model_copy(update={"advice": advice})
     lines = ("1. Data wait is 14 ms: write loader.num_workers: 2", "2. Data wait is 14 ms: write loader.num_workers: 2")
-    assert result.blocks[-1] == ("Advice", *lines)
+    assert result.blocks[-1] == ("Recommendations", *lines)
     assert "\n".join(lines) in result.markdown()
 
 

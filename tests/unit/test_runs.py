@@ -130,21 +130,31 @@ def test_a_wide_terminal_has_a_line_for_each_run(tmp_path: Path) -> None:
     long_and_short(tmp_path)
     assert shown(200, tmp_path) == [
         "run                                                experiment                    what     status    "
-        "metric           samples/s   duration  speedup                                 began",
+        "metric           samples/s   duration  speedup                       began",
         "20260301-110000-a-long-name-of-an-experiment-bbbb  a-long-name-of-an-experiment  ddp x 2  FINISHED  "
-        "accuracy 0.9861     18,470  1 min 0 s  1.50x (1.40x to 1.60x)                  2 h ago",
+        "accuracy 0.9861     18,470  1 min 0 s  1.50x (1.40x to 1.60x)        2 h ago",
         "20260301-120000-digits-aaaa                        digits                        ddp x 2  KILLED    "
-        "-                      100          -  1.01x (0.93x to 1.09x), could be noise  2 h ago",
+        "-                      100          -  inconclusive, 0.93x to 1.09x  2 h ago",
     ]
     assert shown(160, tmp_path)[1].startswith(f"{LONG}  ddp x 2  FINISHED  accuracy")  # without the experiment
-    assert shown(150, tmp_path)[1].endswith("1.50x (1.40x to 1.60x)")  # nor the time
+    assert shown(140, tmp_path)[1].endswith("1.50x (1.40x to 1.60x)")  # nor the time
     assert shown(80, tmp_path, is_terminal=False) == shown(200, tmp_path)  # a pipe is as wide as it needs to be
 
 
-def test_a_speedup_with_a_wide_interval_is_shown_as_in_the_verdict(tmp_path: Path) -> None:
+def test_a_speedup_with_a_wide_interval_is_shown_as_in_the_result(tmp_path: Path) -> None:
     run(tmp_path, "20260301-120000-digits-aaaa", interval=(0.17, 0.71), speedup=0.34)
     assert "  0.17x to 0.71x  2 h ago" in shown(200, tmp_path)[1]
     assert shown(80, tmp_path)[-1].endswith(" 0.17x to 0.71x")
+
+
+def test_a_speedup_of_another_loss_is_not_shown(tmp_path: Path) -> None:
+    folder = run(tmp_path, "20260301-120000-digits-aaaa")
+    assert "1.50x" in shown(200, tmp_path)[1]
+    path = folder / "events.jsonl"
+    path.write_text(
+        path.read_text().replace('"summary":""', '"summary":"**2 workers (ddp): speedup not valid, loss**"')
+    )
+    assert "  not valid  2 h ago" in shown(200, tmp_path)[1]
 
 
 def test_a_narrow_terminal_has_each_id_whole_in_a_line_of_its_own(tmp_path: Path) -> None:
@@ -156,7 +166,7 @@ def test_a_narrow_terminal_has_each_id_whole_in_a_line_of_its_own(tmp_path: Path
         LONG,
         "    ddp x 2 FINISHED accuracy 0.9861    18,470 1 min 0 s 1.50x",
         "20260301-120000-digits-aaaa",
-        "    ddp x 2 KILLED   -                     100         - could be noise",
+        "    ddp x 2 KILLED   -                     100         - inconclusive",
     ]
     assert shown(20, tmp_path) == lines  # nothing is cut
 
@@ -220,6 +230,24 @@ def test_a_run_is_found_by_a_part_of_its_id_by_its_folder_and_as_the_latest(tmp_
     assert runs.find("latest", tmp_path) == runs.find("20260302", tmp_path) == runs.find("aaa", tmp_path) == new
     assert runs.find("aaaa/trial-002", tmp_path) == runs.find("latest/trial-002", tmp_path) == trial
     assert runs.find(old.name, tmp_path) == runs.find(str(old), Path("elsewhere")) == old
+
+
+def test_a_run_that_ended_before_its_first_step_is_neither_listed_nor_the_latest(tmp_path: Path) -> None:
+    good = run(tmp_path, "20260301-110000-digits-bbbb")
+    bad = tmp_path / "20260302-120000-digits-aaaa"
+    bad.mkdir()
+    opened = RunOpened(
+        run=bad.name, tracking_uri="sqlite:///m.db", tracking_experiment="digits", tags={}, params={}, trials=("main",)
+    )
+    with closing(Recorder(bad, subscribers=[])) as recorder:
+        recorder.receive(opened)
+        assert [summary.folder for summary in runs.summaries(tmp_path)] == [good, bad]  # it is running
+        recorder.receive(RunClosed(status="FAILED", message="wrong"))
+
+    assert [summary.folder for summary in runs.summaries(tmp_path)] == [good]
+    assert [summary.folder for summary in runs.summaries(tmp_path, with_unstarted=True)] == [good, bad]
+    assert runs.find("latest", tmp_path) == good
+    assert runs.find("aaaa", tmp_path) == bad
 
 
 @pytest.mark.parametrize(

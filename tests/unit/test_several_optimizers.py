@@ -99,7 +99,7 @@ def test_an_optimizer_that_leaves_out_steps_reports_its_loss_in_each_of_them() -
 def test_a_task_that_cannot_draw_is_warned_of() -> None:
     kept = _trained(task={"_target_": "toy_gans.Duel", "fails": "pictures"})
     (warning, *_) = [event.message for event in kept.events if event.kind == "warned"]
-    assert warning == "the task's pictures could not be drawn, the training is not affected: no such picture"
+    assert warning == "the task's pictures could not be drawn: no such picture. Training is not affected."
     assert kept.series("train/loss") == _trained().series("train/loss")
 
 

@@ -59,7 +59,7 @@ def test_the_page_of_a_sweep_leads_to_its_best_trial(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     order = [
         "<title>lab: sweep", "<b>0.2</b>", "trial 4, the best", "6 finished, 3 stopped early",
-        "trial 4 of 9 is best", "by each parameter", "<svg", "A ring marks", ">Trials<", 'class="main"',
+        "Best: trial 4 of 9", "by each parameter", "<svg", "A ring marks", ">Trials<", 'class="main"',
         "To train trial 4 again", "pipeline run",
     ]  # fmt: skip
     places = [page.index(part) for part in order]

@@ -35,8 +35,8 @@ def under_way() -> SweepProgress:
     clock.now = 30
     found.evaluated(1, epoch=10, value=0.5)
     found.evaluated(2, epoch=2, value=2.25)
-    found.end(1, "finished", {LR: 0.1}, value=0.5)
-    found.end(2, "stopped early", {LR: 0.2}, value=2.25)
+    found.end(1, "finished", value=0.5)
+    found.end(2, "stopped early", value=2.25)
     found.begin(3, {LR: 0.3, "model.hidden": [32, 32]})
     clock.now = 60
     found.evaluated(3, epoch=4, value=0.25)
@@ -46,8 +46,7 @@ def under_way() -> SweepProgress:
 def test_a_line_says_how_far_the_sweep_is_what_is_best_and_what_is_left() -> None:
     # 2.4 of 4 trials in 60 s: 40 s for the others
     assert under_way().line == (
-        "2 of 4 done, 1 running, 1 stopped early; best so far: validation/loss 0.25 in trial 3 "
-        "(lr=0.3, hidden=[32, 32]); about 0:40 left"
+        "2 of 4 done, 1 running, 1 stopped early; best so far: validation/loss 0.25 in trial 3; about 0:40 left"
     )
 
 
@@ -67,8 +66,8 @@ def test_the_best_follows_the_direction_and_leaves_out_failures_and_nan() -> Non
     for number, value in ((1, 0.5), (2, float("nan")), (3, 0.75)):
         found.begin(number, {LR: number})
         found.evaluated(number, epoch=1, value=value)
-    assert "0.75 in trial 3 (lr=3)" in found.best
-    found.end(3, "failed", {LR: 3}, value=0.75)
+    assert "0.75 in trial 3" in found.best
+    found.end(3, "failed", value=0.75)
     assert "0.5 in trial 1" in found.best
     assert "1 failed" in found.counts
 
@@ -83,17 +82,17 @@ def test_an_interrupted_trial_is_not_done() -> None:
 def test_what_is_left_counts_this_session_only() -> None:
     clock = Clock()
     found = progress(clock=clock)
-    found.end(1, "finished", {}, value=0.5, is_earlier=True)
+    found.end(1, "finished", value=0.5, is_earlier=True)
     found.begin(2, {}, epochs=5)  # half of it is done
     assert found.left_s is None
     clock.now = 50
     found.evaluated(2, epoch=10, value=0.5)
     # half a trial in 50 s; two are left
     assert found.left_s == pytest.approx(200)
-    found.end(2, "finished", {}, value=0.5)
+    found.end(2, "finished", value=0.5)
     for number in (3, 4):
         found.begin(number, {})
-        found.end(number, "finished", {}, value=0.5)
+        found.end(number, "finished", value=0.5)
     assert (found.left_s, found.left) == (0, "")
 
 

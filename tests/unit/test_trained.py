@@ -35,6 +35,15 @@ def test_a_run_is_named_by_latest_a_part_of_its_id_or_its_folder(folder: Path) -
         assert torch.equal(trained.model.state_dict()["weight"], weights["weight"])
 
 
+def test_a_model_predicts_for_a_batch_of_inputs(folder: Path) -> None:
+    trained, batch = Trained.load(folder), torch.randn(4, 3)
+    expected = trained.model(batch.double())  # its precision is fp64
+    for given in (batch, {"input": batch}):
+        outputs = trained.predict(given)
+        assert torch.equal(outputs, expected)
+        assert not outputs.requires_grad
+
+
 def test_a_model_has_the_precision_of_its_weights(folder: Path) -> None:
     torch.save(nn.Linear(3, 1).double().state_dict(), folder / "model" / "weights.pt")
 

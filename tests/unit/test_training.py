@@ -246,8 +246,8 @@ def test_reduce_on_plateau_follows_the_metric_that_the_file_names() -> None:
     follows = "ReduceLROnPlateau follows"
     for wrong, message in (
         ({"scheduler_metric": None}, f"is max, but {follows} validation/loss, whose lower values are better. Set "
-         "mode: min, or set train.scheduler_metric: validation/r2"),
-        ({"mode": "min"}, f"is min, but {follows} validation/r2, whose higher values are better. Set mode: max"),
+         "mode: min, or set train.scheduler_metric: validation/r2."),
+        ({"mode": "min"}, f"is min, but {follows} validation/r2, whose higher values are better. Set mode: max."),
     ):  # fmt: skip
         scheduler = {**plateau, **{key: value for key, value in wrong.items() if key == "mode"}}
         own = {**train, **{key: value for key, value in wrong.items() if key != "mode"}}
@@ -548,7 +548,7 @@ def test_a_large_batch_is_not_listed_whole() -> None:
         (
             {"scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
             "scheduler",
-            "write train.scheduler_interval: epoch",
+            "set train.scheduler_interval: epoch",
         ),
         (
             {

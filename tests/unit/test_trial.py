@@ -58,6 +58,7 @@ EVENTS: list[AnyEvent] = [
         ),
     ),
     events.Evaluated(time=1.0, split="test", samples=9, step=3, epoch=1, checkpoint="c", values={"test/loss": 0.5}),
+    events.Checked(time=1.0),
     events.ArtifactSaved(time=1.0, path="p"),
     events.ModelSaved(time=1.0, weights="w", example="e"),
     events.ModelExported(time=1.0, program="p", samples="s", torch="2.13.0"),

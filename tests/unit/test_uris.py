@@ -7,7 +7,7 @@ import pytest
 from pipeline.config.uris import problem_of
 from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address
+from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded
 from pipeline.recording.ui import serve
 
 
@@ -70,6 +70,13 @@ def test_links_lead_to_the_page_of_the_run() -> None:
     assert runs_link(ui_address("https://me:secret@host/"), "3") == (
         "https://host/#/experiments/3/runs?viewStateShareKey=speedups&workflowType=machine_learning"
     )
+
+
+def test_a_ui_that_was_killed_gives_no_address(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    with ui_recorded(uri, "http://127.0.0.1:1"):  # nothing answers there
+        assert ui_address(uri) == "http://127.0.0.1:5000"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_ui_needs_a_store_to_show(tmp_path: Path) -> None:

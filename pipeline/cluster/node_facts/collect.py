@@ -30,7 +30,7 @@ def facts(*, all_gpus: bool = False) -> str:
     """
     gpus = _gpus(all_gpus=all_gpus)
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108 - only looked at
-    available, memory = _memory()
+    available, memory = find_memory()
     return json.dumps(
         {
             **gpus,
@@ -167,7 +167,7 @@ def _cpus() -> int:
     return usable if quota == "max" else min(usable, max(1, int(quota) // int(period)))
 
 
-def _memory() -> tuple[int, int]:
+def find_memory() -> tuple[int, int]:
     """Return available and total memory in bytes, of the machine or within the container's limit."""
     info = dict(line.split(":", 1) for line in (_text("/proc/meminfo") or "").splitlines())
     available, total = (int(info.get(name, "0 kB").split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))

@@ -72,20 +72,20 @@ def measured(row: Row) -> Iterator[tuple[str, str | Figure]]:
         yield "efficiency", Figure(row.efficiencies.value, "max", row.efficiencies.low, row.efficiencies.high)
     yield "step, ms", _of(row.step_ms, "min")
     for name, value in (
-        ("waiting for gradients, ms", row.parts.exposed_communication_ms),
-        ("data wait, ms", row.parts.data_wait_ms),
+        ("exposed communication, ms", row.parts.exposed_communication_ms),
+        ("data loading, ms", row.parts.data_wait_ms),
     ):
         if value is not None:
             yield name, Figure(value, "min", max(0.0, value - row.noise_ms), value + row.noise_ms)
     if row.peak_memory_mb:
         peak = max(row.peak_memory_mb)
-        yield "peak memory, MB", Figure(peak, "min", (1 - _SAME_MEMORY) * peak, (1 + _SAME_MEMORY) * peak)
+        yield "peak memory, MiB", Figure(peak, "min", (1 - _SAME_MEMORY) * peak, (1 + _SAME_MEMORY) * peak)
     if row.energy is not None:
         yield "energy, J/sample", Figure(row.energy.joules_per_sample, "min")
     if row.cost is not None:
         yield "cost", Figure(row.cost, "min")
     if row.time_to_first_step_s is not None:
-        yield "time to first step, s", Figure(row.time_to_first_step_s)
+        yield "startup, s", Figure(row.time_to_first_step_s)
 
 
 def _of(spread: Spread, direction: Direction) -> Figure:
@@ -93,7 +93,11 @@ def _of(spread: Spread, direction: Direction) -> Figure:
 
 
 def _method(row: Row) -> str:
-    return f"{row.speedup_pairs} pairs measured in turn" if row.speedup_pairs else "windows, one trial after the other"
+    return (
+        f"{row.speedup_pairs} rounds, measured alternately"
+        if row.speedup_pairs
+        else "windows, one trial after the other"
+    )
 
 
 def _change(a: Figure, b: Figure) -> str:

@@ -12,6 +12,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.estimates import Estimate
 from pipeline.recording.run_summary import RunSummary, is_number, value_of
 from pipeline.recording.terminal import listing, print_table, width_of
+from pipeline.report.claims import NOT_VALID
 from pipeline.report.ratios import ends_of, times
 from pipeline.wording import did_you_mean, duration, figure
 
@@ -150,15 +151,15 @@ def _speedup(run: RunSummary, *, is_narrow: bool) -> str:
     """Format the speedup with its interval, as far as the run has one."""
     if run.speedup is None:
         return _NONE
+    if NOT_VALID in run.verdict:
+        return "not valid"
     if run.speedup_low is None or run.speedup_high is None:
         return f"{run.speedup:.2f}x"
-    noise = "" if run.is_resolved else "could be noise"
     ratio = Estimate(run.speedup, run.speedup_low, run.speedup_high, run.speedup_pairs)
-    figure = times(ratio)  # only the interval if that is wide, as in the verdict
-    if is_narrow:
-        return noise or figure
-    ends = ends_of(ratio)
-    return ", ".join(filter(None, [figure if figure == ends else f"{figure} ({ends})", noise]))
+    if not run.is_resolved:
+        return "inconclusive" if is_narrow or not ratio.size else f"inconclusive, {ends_of(ratio)}"
+    value, ends = times(ratio), ends_of(ratio)  # only the interval if that is wide, as in the result
+    return value if is_narrow or value == ends else f"{value} ({ends})"
 
 
 def _shown(value: float | None) -> str:

@@ -15,6 +15,8 @@ from pipeline.report.forecast import FILE_NAME as FORECAST_NAME
 from pipeline.report.forecast import Forecast
 from pipeline.report.report import Report, comparison_json, run_json
 from pipeline.report.report_files import REPORT_NAME
+from pipeline.report.screens import format_screen
+from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import FILE_NAME as SWEEP_NAME
 from pipeline.report.swept import SweptReport
 from pipeline.report.tuned import FILE_NAME as TUNING_NAME
@@ -74,6 +76,7 @@ def _read(model: type[Model], path: Path) -> Model | None:
         nowhere = rich.console.Console(file=StringIO())
         print_report(result, stdout=nowhere)
         print_verdict(result, stdout=nowhere)
+        format_screen(result, Places(folder="", run=""))
         return result
     except FileNotFoundError:
         return None

@@ -60,7 +60,7 @@ class SweepProgress:
     """Trials that are being trained, by number."""
     ended: dict[int, State] = field(default_factory=dict)
     """States of the trials that have ended."""
-    _values: dict[int, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
+    _values: dict[int, float] = field(default_factory=dict)
     _earlier: float = 0.0
     _began: float | None = None
 
@@ -74,11 +74,9 @@ class SweepProgress:
         """Note an evaluation of a running trial."""
         if (trial := self.running.get(number)) is not None:
             trial.epoch, trial.value = epoch, value
-            self._values[number] = value, trial.values
+            self._values[number] = value
 
-    def end(
-        self, number: int, state: State, values: Mapping[str, Any], *, value: float | None, is_earlier: bool = False
-    ) -> None:
+    def end(self, number: int, state: State, *, value: float | None, is_earlier: bool = False) -> None:
         """Note that a trial has ended, in this session or in an earlier one."""
         if is_earlier:
             self._earlier += 1 / self.total
@@ -86,7 +84,7 @@ class SweepProgress:
         if state != "interrupted":  # a resumed sweep continues it
             self.ended[number] = state
         if value is not None:
-            self._values[number] = value, values
+            self._values[number] = value
         if state == "failed":
             self._values.pop(number, None)
 
@@ -110,14 +108,13 @@ class SweepProgress:
 
     @property
     def best(self) -> str:
-        """The best value so far with its trial and its parameters; empty before the first evaluation."""
-        known = {number: pair for number, pair in tuple(self._values.items()) if not math.isnan(pair[0])}
+        """The best value so far with its trial; empty before the first evaluation."""
+        known = {number: value for number, value in tuple(self._values.items()) if not math.isnan(value)}
         if not known:
             return ""
         pick = min if self.direction == "min" else max
-        number = pick(known, key=lambda number: known[number][0])
-        value, values = known[number]
-        return f"best so far: {self.metric} {figure(value)} in trial {number} ({assigned(values)})"
+        number = pick(known, key=lambda number: known[number])
+        return f"best so far: {self.metric} {figure(known[number])} in trial {number}"
 
     @property
     def fraction(self) -> float:

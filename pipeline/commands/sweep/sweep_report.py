@@ -65,8 +65,6 @@ def report(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str])
     model = _model_of_best(swept, invocation.folder, plan=plan)
     result = SweptReport(swept=swept, hardware=invocation.hardware, logs_model=model is not None)
     invocation.show(result, summary=result.markdown())
-    if result.command:
-        invocation.terminal.result.print(result.command, markup=False, highlight=False, soft_wrap=True)
     for event in (*_tags(swept), *([model] if model else ())):
         invocation.recorder.receive(event)
     invocation.save(_files(result))

@@ -139,7 +139,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
 
     def _tell_end(self, suggestion: Record, found: SweptTrial, *, state: State) -> None:
         is_earlier, is_bad = suggestion.number in self._over, state in ("failed", "interrupted")
-        self.progress.end(suggestion.number, state, suggestion.values, value=found.value, is_earlier=is_earlier)
+        self.progress.end(suggestion.number, state, value=found.value, is_earlier=is_earlier)
         why = f": {found.message}" if is_bad else ""
         write(
             self._terminal.warnings if is_bad else self._terminal.progress,

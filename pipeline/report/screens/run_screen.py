@@ -1,0 +1,208 @@
+"""The screen of ``pipeline run``: the result, what to do about it, one table, and where to look."""
+
+import shlex
+from collections.abc import Iterator
+
+from pipeline.config.reported import single_names
+from pipeline.protocol.trial import QUICK_STEPS
+from pipeline.report import FIRST_STEPS, Row
+from pipeline.report.claims import BUSY, Doubt, Outcome, classify_speedup, compare_rows, explain_doubt, headline
+from pipeline.report.ratios import is_wide
+from pipeline.report.report import Report
+from pipeline.report.row_names import are_several, count_workers, name_row
+from pipeline.report.screens.screen_layout import LABEL, WIDTH, Block, Places, assemble, label, label_command, wrap
+from pipeline.report.screens.screen_tables import format_loss_notes, format_step_time, format_table
+from pipeline.report.sentences import format_advice, iter_metric_names, iter_training_notes
+from pipeline.report.tables import amount, efficiency, low_to_high
+from pipeline.wording import counted, figure
+
+_MOST_NOTES = 3
+_MOST_METRICS = 4
+_LAUNCHERS = {"ray": "Ray", "inprocess": "in this process"}
+"""Launchers in words."""
+
+
+def format_screen(report: Report, places: Places) -> tuple[str, ...]:
+    """Return the lines of the screen that ends ``pipeline run``."""
+    if report.is_quick:
+        return _format_quick(report, places)
+    main, baseline = report.main, report.rows[0]
+    outcome = classify_speedup(main, baseline)
+    doubt = explain_doubt(main, main=main, baseline=baseline) if outcome == "inconclusive" else None
+    advised = () if outcome == "invalid" or (doubt and doubt.command) else tuple(_use(report))
+    has_table = len(report.entries) > 1
+    step_time = () if outcome == "invalid" or any("exposed" in line for line in advised) else format_step_time(main)
+    return assemble(
+        [
+            Block(wrap(_title(report), rest="  ")),
+            Block((*_result(report, outcome), *label("", *iter_training_notes(main, report.training_notes)))),
+            Block((*format_doubt(doubt, places), *format_invalid(outcome, places), *advised)),
+            format_table(report, places) if has_table else Block(()),
+            Block(() if advised else tuple(_reference(report, outcome)), rank=2),
+            Block(step_time, rank=3),
+            format_loss_notes(report) if has_table else Block(()),
+            Block(tuple(_notes(report, places, doubt=doubt, has_advice=bool(advised))), rank=1),
+            Block(format_places(places)),
+        ]
+    )
+
+
+def format_places(places: Places) -> tuple[str, ...]:
+    """Return where the report is, and the commands that show more."""
+    page = label("Report", places.page) if places.page else label("Folder", places.folder)
+    more = f"pipeline show {places.run} --full"
+    together = f"{more}    MLflow: {places.mlflow}"
+    if places.mlflow and len(together) <= WIDTH - LABEL:
+        return (*page, *label("More", together), *places.others)
+    mlflow = label("MLflow", places.mlflow) if places.mlflow else ()
+    return (*page, *label("More", more), *mlflow, *places.others)
+
+
+def shorten_hardware(hardware: str) -> str:
+    """Return the cores and GPUs of a description of the hardware, e.g. "2 CPU cores, no GPU"."""
+    parts = hardware.split(", ")
+    cores = next((part for part in parts if part.endswith((" core", " cores")) and part[0].isdigit()), "")
+    if not cores:
+        return hardware
+    gpus = next((part for part in parts if part == "no GPU" or " x " in part), "")
+    return ", ".join(filter(None, [cores.replace(" core", " CPU core"), gpus]))
+
+
+def _title(report: Report) -> str:
+    main = report.main
+    ended = "training stopped early" if main.stopped_early else "training completed"
+    epochs = f"{counted(main.epochs, 'epoch')}, " if main.epochs else ""
+    steps = counted(main.steps, "step", spec=",")
+    return f"{report.name}: {ended} ({epochs}{steps}; {shorten_hardware(report.hardware)})"
+
+
+def _result(report: Report, outcome: Outcome) -> Iterator[str]:
+    main, baseline = report.main, report.rows[0]
+    metrics = format_metrics(main)
+    if outcome == "invalid":
+        difference = figure(main.first_loss_difference or 0.0, digits=2)
+        subject, base = count_workers(main), count_workers(baseline)
+        yield from label(
+            "WARNING",
+            f"The speedup is not valid: {subject} {'do' if are_several(main) else 'does'} not train the same model as "
+            f"{base}. Their losses differ by up to {difference} within the first {FIRST_STEPS} steps; rounding "
+            f"explains at most {amount(main.loss_tolerance)}.",
+            *metrics,
+        )
+    elif outcome == "none":
+        yield from label("RESULT", *metrics, _describe_missing(report))
+    else:
+        yield from label("RESULT", *headline(main, baseline, efficiency=efficiency(main)), *metrics)
+
+
+def _describe_missing(report: Report) -> str:
+    """Say why there is no speedup, with the throughput."""
+    main = report.main
+    rate = f"{name_row(main)}: {amount(main.samples_per_second.median)} samples/s"
+    option = report.restriction.partition(":")[0]
+    return f"{rate}. Speedup not measured{f' ({option})' if option else ''}"
+
+
+def format_metrics(row: Row) -> tuple[str, ...]:
+    """Return the final metrics in a line, the test set's first; a metric of many values is left to the report."""
+    names = single_names(iter_metric_names(row))
+    shown = ", ".join(f"{name} {figure(row.metrics[name])}" for name in names[:_MOST_METRICS])
+    when = "last epoch" if row.best is None else f"weights of step {row.best.step:,}, the best {row.best.metric}"
+    return (f"{shown} ({when})",) if shown else ()
+
+
+def format_doubt(doubt: Doubt | None, places: Places) -> Iterator[str]:
+    """Yield why a speedup is inconclusive, and what to do next."""
+    if doubt is None:
+        return
+    yield from label("REASON", doubt.reason)
+    if doubt.command:
+        file = next(iter(shlex.split(places.command)[2:]), "FILE")
+        words = {"RUN": places.run, "FILE": file}
+        yield from label("NEXT", doubt.remedy)
+        yield from label_command("", ["pipeline", *(words.get(word, word) for word in doubt.command.split())])
+
+
+def format_invalid(outcome: Outcome, places: Places) -> Iterator[str]:
+    """Yield what to check if a loss differs and nothing explains that."""
+    if outcome != "invalid":
+        return
+    yield from label(
+        "CHECK",
+        "Code in your model, loss or dataset that depends on the rank, or random numbers from your own generators",
+    )
+    words = [*(places.command.split() or ["pipeline", "run", "FILE"]), "train.precision=fp64", "train.epochs=1"]
+    yield from label_command("CONFIRM", words)
+
+
+def _use(report: Report) -> Iterator[str]:
+    """Yield the settings that this run has measured to be better, and why."""
+    advice = next((one for one in report.advice if one.measured and one.overrides), None)
+    if advice is None:
+        return
+    name = [f"{advice.use}:"] if advice.use else []
+    yield from label_command("USE", [*name, *map(shlex.quote, shlex.split(advice.overrides))])
+    if advice.why:
+        yield from label("", advice.why)
+
+
+def _reference(report: Report, outcome: Outcome) -> Iterator[str]:
+    """Yield how the training compares with one process on the same cores."""
+    if outcome not in ("faster", "inconclusive"):
+        return
+    for row in report.rows:
+        if row.role == "reference" and row.cpus >= report.main.cpus and row.device == "cpu":
+            yield from wrap(compare_rows(report.main, row))
+
+
+def _notes(report: Report, places: Places, *, doubt: Doubt | None, has_advice: bool) -> Iterator[str]:
+    """Yield notes that change what a reader would do, the most important first."""
+    main = report.main
+    notes = [f"{note[0].upper()}{note[1:]}." for note in main.data_notes]
+    has_wide = any(row.ratio is not None and is_wide(row.ratio) for row in report.rows)
+    if doubt is None and has_wide and main.other_cores is not None and main.other_cores > BUSY:
+        notes.append(
+            f"Other processes used {main.other_cores:.1f} CPU cores during the measurement. Measure again on an idle "
+            f"machine for narrower intervals:\npipeline measure {places.run}"
+        )
+    others = (one for one in report.advice if not (one.measured and one.overrides))  # which is behind USE
+    if doubt is None and (other := next(others, None)) and (other.measured or not has_advice):
+        (line,) = format_advice([other])
+        notes.append(f"{line[0].upper()}{line[1:]}")
+    for note in notes[:_MOST_NOTES]:
+        for line in note.split("\n"):  # a command is not wrapped into a text
+            yield from wrap(line)
+
+
+def _format_quick(report: Report, places: Places) -> tuple[str, ...]:
+    main = report.main
+    launcher = _LAUNCHERS.get(report.launcher, report.launcher)
+    run = [counted(main.workers, "worker"), main.strategy, *([launcher] if launcher else [])]
+    hardware = shorten_hardware(report.hardware)
+    facts = {
+        "startup time": ""
+        if main.time_to_first_step_s is None
+        else f"{main.time_to_first_step_s:.1f} s (from launch to the end of the first step)",
+        "peak memory": f"{low_to_high(main.peak_memory_mb)} MiB per {'worker' if main.device == 'cpu' else 'GPU'}"
+        if main.peak_memory_mb
+        else "",
+    }
+    again = [word for word in places.command.split() if word != "--quick"]
+    return assemble(
+        [
+            Block(wrap(f"{report.name}: quick test passed ({', '.join(run)}; {hardware})", rest="  ")),
+            Block(
+                wrap(
+                    f"Trained {QUICK_STEPS} steps, evaluated once and saved a checkpoint. The model is not trained, "
+                    "and the speedup was not measured."
+                )
+            ),
+            Block(tuple(f"  {name:<18}{text}" for name, text in facts.items() if text)),
+            Block(
+                (
+                    f"Run folder   {places.folder}",
+                    *((f"Full run     {' '.join(again)}",) if again else ()),
+                )
+            ),
+        ]
+    )

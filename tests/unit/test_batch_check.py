@@ -1,0 +1,194 @@
+"""What ``pipeline check`` tries on a few samples: it accepts what runs, and finds what fails."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics import Metric
+
+from pipeline.config.load import from_mapping
+from pipeline.config.targets import BUILT_IN
+from pipeline.driver import try_batch
+from pipeline.errors import PipelineError
+from pipeline.planning import resources
+from pipeline.planning.resources import Resources
+from pipeline.protocol.events import AnyEvent, Started
+from pipeline.tasks import StepOutput
+
+ALLOWED = (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in toys.KINDS), "lit", __name__)
+OWN = f"{__name__}."
+
+
+class BatchOfFour(nn.Linear):
+    """Code that needs a batch of its size."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.view(2, 4, 3)).flatten(0, 1)
+
+
+class UnusedPart(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.unused = nn.Linear(2, 2)
+
+
+class ByName:
+    """A task whose batches are mappings."""
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+        outputs = model(batch["inputs"])
+        return StepOutput(nn.functional.mse_loss(outputs, batch["targets"]), outputs, batch["targets"])
+
+
+class OfHundred(Metric):
+    """A metric that is computed of a hundred samples or more."""
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.samples += len(targets)
+
+    def compute(self) -> Tensor:
+        if self.samples < 100:
+            raise ValueError("too few samples")
+        return self.samples
+
+
+def names() -> tuple[Any, None]:
+    return toys.Plain([{"inputs": torch.ones(3), "targets": torch.ones(1)}] * 8), None
+
+
+def wrong_test_set() -> tuple[TensorDataset, ...]:
+    train, validation = toys.regression()
+    return train, validation, TensorDataset(torch.ones(4, 7), torch.ones(4, 1))  # type: ignore[return-value]
+
+
+@pytest.fixture(autouse=True)
+def _one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(resources, "detect", lambda: Resources(cpus=1, memory_mb=4096))
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+def tried(**sections: Any) -> list[AnyEvent]:
+    known = toys.experiment().model_dump(by_alias=True, include={"name", "seed", "model", "data", "loss", "optimizer"})
+    values = {**known, "train": {"epochs": 2, "global_batch_size": 8}, **sections}
+    events: list[AnyEvent] = []
+    file = from_mapping({name: value for name, value in values.items() if value is not None})
+    try_batch.try_batch(file, allowed=ALLOWED, receive=events.append)
+    return events
+
+
+def component(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": name, **arguments}
+
+
+STREAM = {"data": component("toy_streams.stream", kind="Plain", validation=True)}
+CRITICS = {
+    "generator": component("torch.optim.SGD", lr=0.1, params=["generator.*"]),
+    "critic": component("torch.optim.SGD", lr=0.1, params=["critic.*", "task:scale"]),
+}
+WITHOUT_LOSS: dict[str, Any] = {"loss": None}
+RIGHT: dict[str, dict[str, Any]] = {
+    "regression": {},
+    "no validation set": {"data": component("toys.regression", validation=0)},
+    "a test set": {"data": component("toys.with_test")},
+    "an iterable dataset": STREAM | {"train": {"steps": 3, "global_batch_size": 8}},
+    "its own batch size": {"model": component(OWN + "BatchOfFour"), "data": component("toys.regression", samples=24)},
+    "a mapping": WITHOUT_LOSS | {"data": component(OWN + "names"), "task": component(OWN + "ByName")},
+    "a schedule of one step": {
+        "scheduler": component("torch.optim.lr_scheduler.OneCycleLR", max_lr=0.1, total_steps="${total_steps}"),
+        "train": {"steps": 1, "global_batch_size": 8},
+    },
+    "several micro-batches": {"train": {"epochs": 1, "global_batch_size": 8, "gradient_accumulation": 3}},
+    "a metric of many samples": {"metrics": {"kid": component(OWN + "OfHundred")}},
+    "a loss that is not finite": {"optimizer": component("torch.optim.SGD", lr=1e30)},
+    "more workers than cores": {"parallel": {"strategy": "ddp", "launcher": "torchrun", "workers": 8}},
+    "a GPU": {"parallel": {"strategy": "ddp", "device": "cuda", "launcher": "torchrun", "workers": 2}},
+    "an option for GPUs": {
+        "parallel": {"strategy": "ddp", "launcher": "torchrun", "options": {"communication_hook": "bf16"}}
+    },
+    "several optimizers": WITHOUT_LOSS | {
+        "model": component("toy_gans.Pair"), "task": component("toy_gans.Duel"), "optimizer": None,
+        "optimizers": CRITICS,
+    },
+    "samples that are compared": WITHOUT_LOSS | {
+        "model": component("torch.nn.Linear", in_features=3, out_features=2),
+        "data": component("toy_contrastive.pairs"), "task": component("toy_contrastive.Similar"),
+    },
+    "a LightningModule": WITHOUT_LOSS | {
+        "model": None, "optimizer": None, "data": component("toys.classification"),
+        "task": component("pipeline.tasks.Lightning", module=component("lit.Lit")),
+    },
+}  # fmt: skip
+TWO_CLASSES = component("torch.nn.Linear", in_features=3, out_features=2)
+CROSS_ENTROPY = component("torch.nn.CrossEntropyLoss")
+ACCURACY = component("torchmetrics.classification.MulticlassAccuracy", num_classes=3)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "shapes": ({"model": component("torch.nn.Linear", in_features=4, out_features=1)}, "shapes cannot be multiplied"),
+    "classes": (
+        {"model": TWO_CLASSES, "data": component("toys.classification"), "loss": CROSS_ENTROPY},
+        "loss: gets outputs of shape .* 2 classes have the numbers 0 to 1",
+    ),
+    "an argument": ({"optimizer": component("torch.optim.SGD", lr="abc")}, "optimizer: torch.optim.SGD raised"),
+    "targets of another shape": ({"data": component("toys.triples")}, "target size"),
+    "no targets": ({"data": component("toys.singles")}, "data"),
+    "a metric": ({"metrics": {"accuracy": ACCURACY}}, "metrics.accuracy: MulticlassAccuracy raised"),
+    "the test set": ({"data": component(OWN + "wrong_test_set")}, "shapes cannot be multiplied"),
+    "a sample": ({"data": component("toys.unreadable", index=0)}, "no such image"),
+    "parameters without a gradient": (
+        {"model": component(OWN + "UnusedPart"), "parallel": {"strategy": "ddp", "launcher": "inprocess"}},
+        "find_unused_parameters: is false, but unused.weight",
+    ),
+    "the baseline": ({"compare": [{"strategy": "ddp", "workers": 2}]}, "compare.0..workers: is 2, but inprocess runs"),
+    "a launcher of one process": (
+        {"parallel": {"strategy": "ddp", "launcher": "inprocess", "workers": 2}}, "inprocess runs one process"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sections", RIGHT.values(), ids=RIGHT.keys())
+def test_what_can_be_trained_is_accepted(sections: dict[str, Any]) -> None:
+    events = tried(**sections)
+
+    assert [event.kind for event in events if isinstance(event, Started)]
+    assert not any(event.kind in ("metrics", "finished", "model_saved", "failed") for event in events[-1:])
+
+
+@pytest.mark.parametrize(("sections", "said"), WRONG.values(), ids=WRONG.keys())
+def test_what_fails_is_found(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(PipelineError, match=said):
+        tried(**sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "free", "said"),
+    [
+        ({}, 2**30, ""),
+        ({"model": component("torch.nn.Linear", in_features=3, out_features=2**20)}, 2**27, "take 0.1 GiB, and 0.1"),
+        ({"parallel": {"launcher": "ray", "address": "10.0.0.1:6379"}}, 2**30, "on the Ray cluster at 10.0.0.1:6379"),
+        ({"data": component("pipeline.data.streamed", paths="x"), "parallel": {"launcher": "ray"}}, 2**30, "Ray Data"),
+    ],
+)  # fmt: skip
+def test_what_is_not_tried_is_said(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], free: int, said: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(try_batch, "find_memory", lambda: (free, free))
+    experiment = toys.experiment(**sections)
+
+    reason = try_batch.find_reason_to_skip(experiment, allowed=ALLOWED)
+
+    assert (said in reason) if said else not reason

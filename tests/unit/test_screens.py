@@ -1,0 +1,239 @@
+"""The screens that commands end with: fixed results in, the text of ``screens/NAME.txt`` out.
+
+``UPDATE_SCREENS=1`` writes these files again, so that a change of a screen is seen in review.
+"""
+
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.console
+import samples
+from samples import HARDWARE, in_turn, spread, trial
+
+from pipeline.config.parallel import Parallel
+from pipeline.protocol.events import Finished
+from pipeline.protocol.trial_result import StepParts, TrialResult
+from pipeline.recording.console import print_report
+from pipeline.report.advise import advise
+from pipeline.report.evaluated import EvaluationReport
+from pipeline.report.goodput import Goodput
+from pipeline.report.report import Report
+from pipeline.report.screens import format_screen
+from pipeline.report.screens.screen_layout import Places
+from pipeline.report.swept import State, Swept, SweptReport, SweptTrial
+
+FOLDER = "runs/20261125-211028-resnet-digits-3c35"
+PLACES = Places(
+    folder=FOLDER,
+    run="latest",
+    page=f"{FOLDER}/report.html",
+    mlflow="pipeline ui",
+    command="pipeline run experiments/resnet.yaml",
+)
+BASELINE = trial("baseline", "baseline", batch=128)
+ALL_CORES = trial("reference", "reference", cpus=2, batch=128)
+MAIN = trial("main", "main", strategy="ddp", workers=2, batch=128)
+METRICS = {"train/loss": 0.01, "validation/loss": 0.02988, "validation/accuracy": 0.9944}
+NORMS = ("BatchNorm2d",)
+LOSSES = (2.31, 2.29, 2.27, 2.25)
+EARLY, LATE = (2.31, 2.2831, 2.27, 2.25), (2.31, 2.29, 2.27, 2.189)
+
+
+def end(
+    name: str, rate: float, *, noise: float = 0.0, parts: tuple[float | None, ...] | None = None, start_s: float = 3.7,
+    **more: Any,
+) -> Finished:  # fmt: skip
+    """What a trial measured in alternating intervals; ``parts``: compute, exposed, data, rest."""
+    step_ms = 1000 * 128 / rate
+    compute, exposed, data, rest = parts or (None, None, 0.0, None)
+    result = TrialResult(
+        trial=name,
+        steps=120,
+        epochs=10,
+        whole_training=14_380,
+        samples_per_second=spread(rate),
+        step_ms=spread(step_ms, noise=0.05 * step_ms),
+        parts=StepParts(
+            held_ms=spread(step_ms), compute_ms=compute, exposed_communication_ms=exposed, data_wait_ms=data,
+            rest_ms=rest, nodes=("node-1",),
+        ),
+        **{"slots": in_turn(rate, noise=noise), "peak_memory_mb": (781.0,), "gradient_mb": 2.8, **more},
+    )  # fmt: skip
+    return Finished(time=0.0, trial=name, result=result, time_to_first_step_s=start_s)
+
+
+def resnet(*, noise: float = 0.04, rate: float = 606, losses: tuple[float, ...] = EARLY, **more: Any) -> Report:
+    """ddp with two workers next to one worker and one process on both cores."""
+    ends = [
+        end("baseline", 329, losses=LOSSES),
+        end("reference", 564, noise=-noise / 2, losses=LATE),
+        end("main", rate, noise=noise, parts=(120_530 / rate, 8.8, 0.3, 0.9), losses=losses, metrics=METRICS,
+            **{"slots_s": 30.0, "coupling": NORMS, **more}),
+    ]  # fmt: skip
+    return Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)
+
+
+def mlp() -> Report:
+    """ddp with two workers, four times slower than one worker, on a machine that is busy with other work."""
+    ends = [
+        end("baseline", 56_131, losses=LOSSES, start_s=0.5),
+        end("reference", 1_036, noise=2.0, losses=LOSSES, start_s=0.5),
+        end("main", 14_088, noise=0.28, parts=(4.1, 3.4, 0.1, 0.9), losses=LOSSES, metrics=METRICS, other_cores=1.4,
+            slots_s=30.0, start_s=1.4),
+    ]  # fmt: skip
+    return advised(Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE))
+
+
+def advised(report: Report) -> Report:
+    parallel = Parallel(strategy="ddp", workers=2)
+    experiment = MAIN.experiment.model_copy(update={"parallel": parallel})
+    return report.model_copy(update={"advice": advise(report, experiment=experiment, cores=2)})
+
+
+def loading() -> Report:
+    """A training that waits for its data, without one process on both cores."""
+    ends = [
+        end("baseline", 329, losses=LOSSES),
+        end("main", 606, noise=0.04, parts=(160.0, 8.8, 40.0, 0.9), losses=LOSSES, metrics=METRICS, slots_s=30.0),
+    ]
+    return advised(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE))
+
+
+def alone(**options: bool) -> Report:
+    """A training without any measurement."""
+    only = MAIN.model_copy(update={"train_only": True, "launcher": "ray", **options})
+    return Report.of([only], [end("main", 362, slots=(), metrics=METRICS)], hardware=HARDWARE)
+
+
+def comparison() -> Report:
+    """Three repeats of one worker, of both cores and of two workers, on a busy machine."""
+    rates = {
+        "baseline": (96_000, 97_000, 98_000), "ddp-2": (16_000, 20_000, 30_000), "reference": (10_000, 20_000, 40_000)
+    }  # fmt: skip
+    parts = {
+        "baseline": (0.9, None, 0.06, 0.26), "ddp-2": (2.6, 3.0, 0.08, 0.0), "reference": (9.0, None, 0.1, 1.5)
+    }  # fmt: skip
+    ends = [
+        end(name, rate, slots=(), repeat=repeat, parts=parts[name], losses=LOSSES)
+        for name, each in rates.items()
+        for repeat, rate in enumerate(each)
+    ]
+    cell = trial("ddp-2", "cell", strategy="ddp", workers=2, batch=128)
+    return advised(Report.of([BASELINE, cell, ALL_CORES], ends, hardware=HARDWARE))
+
+
+def sweep(*, copies: int = 1) -> SweptReport:
+    found: list[tuple[float, float, list[int], State, float, int]] = [
+        (0.03714, 0.8951, [128, 128], "finished", 0.03459, 27),
+        (0.008046, 0.7167, [128, 128], "finished", 0.1339, 27),
+        (0.004961, 0.9471, [32], "stopped early", 2.005, 1),
+        (0.09072, 0.7656, [64, 64], "finished", 0.02532, 27),
+    ]
+    trials = [
+        SweptTrial(
+            number=number, state=state, value=value, epochs=epochs, run=f"sweep/{number}",
+            values={"optimizer.lr": lr, "optimizer.momentum": momentum, "model.hidden": hidden},
+        )
+        for number, (lr, momentum, hidden, state, value, epochs) in enumerate(found * copies, start=1)
+    ]  # fmt: skip
+    words = ("optimizer.lr=0.09072", "optimizer.momentum=0.7656", "'model.hidden=[64, 64]'")
+    swept = Swept(
+        experiment="mlp-sweep", metric="validation/loss", mode="min", search="random", seed=1, best=4, run="sweep",
+        command=("pipeline", "run", "experiments/sweep.yaml", *words), trials=tuple(trials),
+    )  # fmt: skip
+    return SweptReport(swept=swept, hardware=HARDWARE, logs_model=True)
+
+
+def evaluation(*, classes: int = 3) -> EvaluationReport:
+    matrix = {
+        f"test/confusion_true_{true}_predicted_{other}": 30.0 * (true == other) + 1
+        for true in range(classes)
+        for other in range(classes)
+    }
+    return EvaluationReport(
+        name="resnet-digits", run="latest", checkpoint="c", step=120, epoch=10, best="validation/loss", split="test",
+        samples=360, strategy="ddp", workers=2, changes=(), summary="test set, step 120", is_fallback=False,
+        values={"test/loss": 0.17, "test/accuracy": 0.95, **matrix},
+    )  # fmt: skip
+
+
+SCREENS: dict[str, Callable[[], object]] = {
+    "run_faster": resnet,
+    "run_inconclusive": lambda: resnet(rate=349, noise=0.15, other_cores=1.4),
+    "run_too_close": lambda: resnet(rate=330, noise=0.02, losses=LOSSES),
+    "run_slower": mlp,
+    "run_suggestion": loading,
+    "run_other_loss": lambda: resnet(coupling=()),
+    "run_train_only": alone,
+    "run_quick": lambda: alone(is_quick=True),
+    "compare": comparison,
+    "sweep": sweep,
+    "evaluate": evaluation,
+}
+
+
+def check(name: str, text: str) -> None:
+    """Compare a text with its file."""
+    path = Path(__file__).parent / "screens" / f"{name}.txt"
+    if os.environ.get("UPDATE_SCREENS"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_screen_has_this_text(name: str) -> None:
+    command = {"run_quick": "pipeline run experiments/resnet.yaml --quick", "compare": "pipeline compare resnet.yaml"}
+    text = shown(SCREENS[name](), PLACES._replace(command=command.get(name, PLACES.command)))
+    check(name, text)
+
+
+@pytest.mark.parametrize("name", ["run_full", "compare_full"])
+def test_a_whole_report_has_this_text(name: str) -> None:
+    """The tables fit 80 columns."""
+    report = advised(samples.report() if name == "run_full" else samples.comparison())
+    spent = Goodput(seconds={"steps": 200.4, "start": 33.4, "input": 33.4, "saving": 32.8})
+    stdout = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    print_report(report.model_copy(update={"goodput": spent}), stdout=stdout)
+    assert isinstance(stdout.file, io.StringIO)
+    lines = [line.rstrip() for line in stdout.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    check(name, "\n".join([*lines, ""]))
+
+
+def shown(report: object, places: Places = PLACES) -> str:
+    lines = format_screen(report, places)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    return "\n".join([*lines, ""])
+
+
+def test_a_screen_has_room_for_ten_rows_and_says_what_is_left_out() -> None:
+    cells = [trial(f"fsdp-{n}", "cell", strategy="fsdp", workers=n, batch=128) for n in range(2, 30)]
+    named = [cell.model_copy(update={"variant": "activation_checkpointing, mixed"}) for cell in cells]
+    ends = [end(each.name, 1e7, slots=(), losses=LOSSES, parts=(1.0, 0.1, 0.1, 0.1)) for each in (BASELINE, *named)]
+    text = shown(Report.of([BASELINE, *named], ends, hardware=HARDWARE))
+    assert "23 more rows: pipeline show latest --full" in text
+    assert "29 workers (fsdp," in text  # the result is about it
+    assert "18 more: pipeline show latest --full" in shown(sweep(copies=7))
+    assert "test/confusion has 400 values: see pipeline evaluate --json." in shown(evaluation(classes=20))
+
+
+def test_the_result_in_a_line_is_that_of_the_screen() -> None:
+    sentences = {name: getattr(make(), "verdict", "") for name, make in SCREENS.items()}
+    assert sentences == {
+        "run_faster": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
+        "run_inconclusive": "2 workers (ddp): inconclusive, 0.91x to 1.24x (95% CI)",
+        "run_too_close": "2 workers (ddp): inconclusive, 0.98x to 1.03x (95% CI)",
+        "run_slower": "2 workers (ddp): 4.0x slower than 1 worker (95% CI 3.0x to 5.2x)",
+        "run_suggestion": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
+        "run_other_loss": "2 workers (ddp): speedup not valid, loss differs from the baseline",
+        "run_train_only": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
+        "run_quick": "2 workers (ddp): quick test passed (2 steps); speedup not measured",
+        "compare": "2 workers (ddp): 1.62x to 12.9x slower than 1 worker (95% CI)",
+        "sweep": "Best: trial 4 of 4, validation/loss 0.02532 (lr=0.09072, momentum=0.7656, hidden=[64, 64])",
+        "evaluate": "test/loss 0.17, test/accuracy 0.95, test/confusion (9 values): test set, step 120",
+    }
