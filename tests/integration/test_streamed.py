@@ -242,7 +242,7 @@ def test_without_order_each_row_comes_once_and_a_resume_says_what_it_does_not_pr
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["data.columns=[x,z]"], r"data\.columns: z: train has x, y"),
+        (["data.columns=[x,z]"], r"data\.columns: z not found\. train has x, y"),
         (["data.train.paths=/nowhere"], r"data\.train.*/nowhere"),
         (
             ["train.global_batch_size=900"],
