@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from pipeline.cluster.node_facts import Disk, Gpu, Interface, NodeFacts, Torch, facts_here
-from pipeline.commands.doctor import first_hour, machine, tested
+from pipeline.commands.doctor import first_hour, interface_speed, machine, tested
 from pipeline.commands.doctor import link_speed as link
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
