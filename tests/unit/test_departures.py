@@ -80,8 +80,9 @@ class Launcher(inprocess.Launcher):
             attempt.receive(finished("main", spread(190)))
             return attempt.outcome()
         beats = (heartbeat(rank, node=node) for rank, node in enumerate("ab"))
+        receive = attempt.attendance.noting(attempt.receive)
         for event in (*beats, started("a", "b"), FirstStep(time=0.0), saved(20)):
-            attempt.receive(event)
+            receive(event)
         self._await(lambda: self.resize.asked or self.stop.asked or self.looks > 3)
         if self._fate == "fails":
             attempt.receive(Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="ValueError: mine", traceback=""))
