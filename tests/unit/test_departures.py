@@ -66,6 +66,7 @@ class Launcher(inprocess.Launcher):
             return attempt.outcome()
         for event in (started("a", "b"), FirstStep(time=0.0), saved(20)):
             attempt.receive(event)
+        attempt.attendance.nodes.update({0: "a", 1: "b"})
         self._await(lambda: self.resize.asked or self.stop.asked or self.looks > 3)
         if self._fate == "fails":
             attempt.receive(Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="ValueError: mine", traceback=""))

@@ -267,6 +267,7 @@ def test_a_cluster_s_nodes_without_gpus_count_on_cpu_only(
     monkeypatch.setattr(placement, "usable_nodes", lambda: records)
     monkeypatch.setattr(join, "connected", lambda *_, **__: nullcontext())
     monkeypatch.setattr(join, "has_autoscaler", lambda: False)
+    monkeypatch.setattr(join, "available_resources_per_node", dict)
     monkeypatch.setattr(join, "ask_facts", lambda _: SimpleNamespace(answers=lambda: ({}, {})))
 
     there = join.cluster_resources("10.0.0.1:6379", Parallel(device=device))
