@@ -12,7 +12,7 @@ from pipeline.driver.longer import LENGTHS, differences, is_longer, refuse_finis
 from pipeline.errors import Problem, UsageError
 from pipeline.protocol.events import TrialOpened
 from pipeline.recording import journal, runs
-from pipeline.recording.folder import RunState, read_state, runs_named
+from pipeline.recording.folder import RunState, is_listed, read_state, runs_named
 
 LATEST = "latest"
 """Value of ``--resume``: the run of this experiment that began last."""
@@ -75,7 +75,7 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
     """
     name = file.experiment.name
     found = list(runs_named(Path(file.experiment.tracking.directory), name=name, role=role))
-    found.sort(key=lambda run: not journal.is_listed(run[0] / journal.FILE_NAME))  # runs that took a step come first
+    found.sort(key=lambda run: not is_listed(run[0]))  # runs that took a step come first
     own = next((folder for folder, opened in found if not _is_of_another(file, opened.file)), None)
     if found and own is None:
         folder, opened = found[0]

@@ -15,7 +15,7 @@ from pipeline.config.summary import to_yaml
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.plan import Plan
-from pipeline.protocol.events import RunClosed, RunOpened
+from pipeline.protocol.events import REASONS_TO_KEEP, RunClosed, RunOpened, is_reason_to_keep
 from pipeline.protocol.trial import Status
 from pipeline.recording import journal, provenance
 
@@ -118,6 +118,16 @@ def read_state(folder: Path) -> RunState:
     status: Status | Literal["RUNNING"] = "RUNNING" if journal.is_open(path) else end.status if end else "KILLED"
     experiment = load(folder / EXPERIMENT_NAME).experiment
     return RunState(folder=folder, experiment=experiment, opened=opened, status=status)
+
+
+def is_kept(folder: Path) -> bool:
+    """Return True unless a run ended before its first step, in each of its sessions; see `is_reason_to_keep`."""
+    return any(map(is_reason_to_keep, journal.marked(folder / journal.FILE_NAME, *REASONS_TO_KEEP)))
+
+
+def is_listed(folder: Path) -> bool:
+    """Return True for a run that is kept or is running."""
+    return is_kept(folder) or journal.is_open(folder / journal.FILE_NAME)
 
 
 def killed(*, at: float) -> RunClosed:

@@ -12,15 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.errors import ResourceError, UsageError
-from pipeline.protocol.events import (
-    REASONS_TO_KEEP,
-    AnyEvent,
-    RunClosed,
-    RunOpened,
-    event_from_json,
-    event_to_json,
-    is_reason_to_keep,
-)
+from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, event_to_json
 from pipeline.system.lock_file import Holder, LockFile, LockHeldError, find_holder
 
 FILE_NAME = "events.jsonl"
@@ -245,16 +237,6 @@ def ending(path: Path) -> RunClosed | None:
     if event is None or isinstance(event, RunClosed):
         return event
     return _last_closed(path)
-
-
-def is_kept(path: Path) -> bool:
-    """Return True unless a run ended before its first step, in each of its sessions; see `is_reason_to_keep`."""
-    return any(map(is_reason_to_keep, marked(path, *REASONS_TO_KEEP)))
-
-
-def is_listed(path: Path) -> bool:
-    """Return True for a run that is kept or is running."""
-    return is_kept(path) or is_open(path)
 
 
 def is_open(path: Path) -> bool:

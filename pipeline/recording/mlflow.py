@@ -22,7 +22,7 @@ from typing import IO, NamedTuple
 import rich.console
 
 from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
-from pipeline.recording.journal import FILE_NAME, is_kept
+from pipeline.recording.folder import is_kept
 from pipeline.recording.mlflow_process import CLOSE, WriterReply, WriterTask
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.recorder import Recorder
@@ -230,7 +230,7 @@ def flush(
         if outcome:
             with suppress(OSError):  # a full disk or a deleted folder: the journal has raised it
                 outcome.keep(recorder.folder)
-            if not outcome.delivered and is_kept(recorder.folder / FILE_NAME):  # else the error names the folder
+            if not outcome.delivered and is_kept(recorder.folder):  # else the error names the folder
                 warn(outcome.message)
 
 

@@ -21,8 +21,8 @@ from pipeline.protocol.events import AnyEvent, ArtifactSaved, RunClosed, RunOpen
 from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import Console
-from pipeline.recording.folder import create, describe, explained, id_of, killed, sweep_of
-from pipeline.recording.journal import FILE_NAME, ending, is_kept, read
+from pipeline.recording.folder import create, describe, explained, id_of, is_kept, killed, sweep_of
+from pipeline.recording.journal import FILE_NAME, ending, read
 from pipeline.recording.mlflow import MlflowSubscriber, flush
 from pipeline.recording.outcome import TrackingOutcome, link_of
 from pipeline.recording.recorder import Recorder
@@ -176,7 +176,7 @@ def _closed_by_status(
         yield
     except BaseException as error:
         status, message = _status(error, member=member)
-        if status == "FAILED" and not is_kept(recorder.folder / FILE_NAME):
+        if status == "FAILED" and not is_kept(recorder.folder):
             error.add_note(
                 f"The run ended before its first step. Its logs are in {recorder.folder}.\n"
                 "Only pipeline list --all shows it."

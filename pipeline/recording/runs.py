@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.errors import UsageError
 from pipeline.recording import journal
-from pipeline.recording.folder import is_trial, trials_of
+from pipeline.recording.folder import is_listed, is_trial, trials_of
 from pipeline.recording.run_summary import RunSummary, summarized
 from pipeline.wording import did_you_mean
 
@@ -26,7 +26,7 @@ def summaries(directory: Path, *, with_unstarted: bool = False) -> Iterator[RunS
     Runs that ended before their first step are left out, unless ``with_unstarted``.
     """
     for folder in folders(directory):
-        if not (with_unstarted or journal.is_listed(folder / journal.FILE_NAME)):
+        if not (with_unstarted or is_listed(folder)):
             continue
         for each in (folder, *trials_of(folder)):
             if (summary := summarized(each)) is not None:
@@ -43,7 +43,7 @@ def find(text: str, directory: Path) -> Path:
     """
     there = folders(directory)
     if text == LATEST and there:
-        return next((folder for folder in reversed(there) if journal.is_listed(folder / journal.FILE_NAME)), there[-1])
+        return next((folder for folder in reversed(there) if is_listed(folder)), there[-1])
     for folder in (Path(text), directory / text):
         if _is_run(folder):
             return folder

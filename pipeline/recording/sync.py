@@ -12,7 +12,7 @@ from pipeline.protocol.events import AnyEvent, ModelSaved, RunClosed, RunOpened,
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording import journal
 from pipeline.recording.delivery import Delivery, batches, persist, quiet
-from pipeline.recording.folder import killed, trials_of
+from pipeline.recording.folder import is_kept, killed, trials_of
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import check_store, run_link, with_credentials
 from pipeline.recording.trackers import attach_also
@@ -73,7 +73,7 @@ def _send(
         )
     if opened is None or last is None:
         raise UsageError(f"{path}: nothing to send, because the run ended before it started")
-    if not journal.is_kept(path):
+    if not is_kept(folder):
         raise UsageError(f"{folder}: nothing to send, because the run ended before its first step")
     uri = to or with_credentials(opened.tracking_uri)
     try:

@@ -11,7 +11,7 @@ from pipeline.config.schema import Experiment
 from pipeline.report import Advice, Row, exchange_advice, is_clear, step_advice
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.claims import compare_rows
-from pipeline.report.ratios import times
+from pipeline.report.ratios import is_wide, times
 from pipeline.report.report import Report
 from pipeline.report.row_names import count_workers, name_row
 from pipeline.report.rule import Case, Finding
@@ -116,7 +116,7 @@ def better(rows: Sequence[Row], case: Case) -> Better | None:
     if faster:
         return _better(max(faster, key=lambda row: row.samples_per_second.median), case, is_faster=True)
     smaller = [row for row in others if _size(row) < _size(case.row) and not _is_faster(case.row, row)]
-    smaller = [row for row in smaller if case.row.throughput_over(row).value < WORTH]
+    smaller = [row for row in smaller if _is_hardly_slower(row, case.row)]
     return _better(min(smaller, key=_size), case, is_faster=False) if smaller else None
 
 
@@ -137,6 +137,12 @@ def _is_faster(row: Row, other: Row) -> bool:
     """Return True if the row is faster beyond the noise, and by enough."""
     ratio = row.throughput_over(other)
     return is_clear(ratio) and ratio.value > WORTH
+
+
+def _is_hardly_slower(row: Row, other: Row) -> bool:
+    """Return True if the other row is not worth its devices, as far as the noise lets one tell."""
+    ratio = other.throughput_over(row)
+    return ratio.value < WORTH and not is_wide(ratio)
 
 
 def _better(row: Row, case: Case, *, is_faster: bool) -> Better:

@@ -98,6 +98,9 @@ def compare_rows(row: Row, other: Row) -> str:
     """Compare two rows that were measured alternately, e.g. "2 workers are 1.07x as fast as 1 worker (95% CI ...)"."""
     ratio, level = row.throughput_over(other), format_level(row.confidence)
     subject, base = _distinct_names(row, other)
+    if not is_clear(ratio) and is_wide(ratio):
+        verb = _verb(other, "are", "is")
+        return f"Too noisy to tell whether {subject} or {base} {verb} faster ({level} CI {ends_of(ratio)})."
     if not is_clear(ratio):
         return f"{subject} and {base} are equally fast within the noise ({level} CI {ends_of(ratio)})."
     is_slower, subject = ratio.value < 1, f"{subject} {_verb(row, 'are', 'is')}"

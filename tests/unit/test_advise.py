@@ -198,6 +198,10 @@ def test_more_workers_that_bring_nothing() -> None:
     assert one.reason.startswith("2 workers (ddp): not faster than 1 worker beyond the noise (100 and 102 samples/s)")
 
 
+def test_of_a_speedup_that_may_be_anything_no_smaller_row_is_advised() -> None:
+    assert not about("parallel.strategy", run(rate=102, noise=1.5))
+
+
 @pytest.mark.parametrize(("noise", "has_pairs"), [(40.0, True), (0.0, False)])
 def test_what_may_be_noise_is_not_advised(noise: float, has_pairs: bool) -> None:
     """A ratio of 55 from slots that differ as much says nothing; of what was not measured in turn nobody knows."""

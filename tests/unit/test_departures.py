@@ -19,7 +19,17 @@ from pipeline.driver.execute import execute
 from pipeline.errors import ResourceError, Terminated, TrainingError
 from pipeline.launchers import inprocess
 from pipeline.launchers.base import Session
-from pipeline.protocol.events import AnyEvent, CheckpointSaved, Failed, FirstStep, Started, TrialOpened, Warned
+from pipeline.protocol.events import (
+    AnyEvent,
+    CheckpointSaved,
+    Failed,
+    FirstStep,
+    Heartbeat,
+    Phase,
+    Started,
+    TrialOpened,
+    Warned,
+)
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording import journal
@@ -34,6 +44,11 @@ def started(*nodes: str) -> Started:
     devices = tuple(f"{node} cpu, 1 thread" for node in nodes)
     counts = dict.fromkeys(("steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"), 1)
     return Started(time=0.0, total_steps=1000, devices=devices, data_name="", data_digest="", **counts)
+
+
+def heartbeat(rank: int, *, node: str) -> Heartbeat:
+    where = Rank(rank=rank, world_size=2, node=node)
+    return Heartbeat(time=0.0, rank=where, pid=1, process_started=0, step=0, phase=Phase.BUILDING, idle_s=0)
 
 
 def saved(step: int) -> CheckpointSaved:
@@ -64,7 +79,8 @@ class Launcher(inprocess.Launcher):
             self._await(lambda: self.looks > 3)  # the notice stays
             attempt.receive(finished("main", spread(190)))
             return attempt.outcome()
-        for event in (started("a", "b"), FirstStep(time=0.0), saved(20)):
+        beats = (heartbeat(rank, node=node) for rank, node in enumerate("ab"))
+        for event in (*beats, started("a", "b"), FirstStep(time=0.0), saved(20)):
             attempt.receive(event)
         attempt.attendance.nodes.update({0: "a", 1: "b"})
         self._await(lambda: self.resize.asked or self.stop.asked or self.looks > 3)

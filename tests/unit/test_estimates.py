@@ -333,6 +333,9 @@ def test_one_process_with_all_cores_is_told_apart_beyond_the_noise_only() -> Non
 
     assert said(150) == "2 workers are 1.27x as fast as 1 process on both cores (95% CI 1.20x to 1.34x)."
     assert "equally fast within the noise" in said(185)
+    assert said(185, noise=0.9).startswith(
+        "Too noisy to tell whether 2 workers or 1 process on both cores is faster (95%"
+    )
     assert said(250) == "2 workers are 1.32x slower than 1 process on both cores (95% CI 1.25x to 1.39x)."
 
 

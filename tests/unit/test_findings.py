@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from pipeline.cluster.node_facts import Disk, Gpu, Interface, NodeFacts, Torch, facts_here
-from pipeline.commands.doctor import first_hour, machine, network, tested
+from pipeline.commands.doctor import first_hour, interface_speed, machine, tested
 from pipeline.commands.doctor import link_speed as link
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
@@ -146,7 +146,7 @@ def test_a_slow_interface_is_a_warning_where_the_node_has_a_faster_one() -> None
         management = Interface(name="eth0", address="10.0.0.2", speed_mbit=mbit)
         fast = Interface(name="ib0", address="10.1.0.2", speed_mbit=200_000)
         nodes_ = [node(address="10.0.0.2", interfaces=(management, fast))] * 2
-        (found,) = network.judged(nodes_, interface=interface)
+        (found,) = interface_speed.judged(nodes_, interface=interface)
         return found
 
     slow = between_nodes()

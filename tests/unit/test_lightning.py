@@ -167,7 +167,7 @@ def test_the_plan_names_the_module(
     (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["lit", "toys"]\n')
     monkeypatch.chdir(tmp_path)
     ended = command("run", str(file), "task.module.lr=0.2", "--dry-run")
-    assert "module       lit.Lit, with its own optimizer\n" in ended.stdout, ended.output
+    assert "module       lit.Lit, with the optimizer that it defines\n" in ended.stdout, ended.output
 
 
 def test_an_editor_asks_for_neither_model_nor_optimizer() -> None:

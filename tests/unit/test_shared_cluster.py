@@ -61,7 +61,7 @@ def test_a_sweep_may_ask_an_autoscaler_for_more_than_there_is(idle: tuple[dict[s
     there = Resources(cpus=len(idle), memory_mb=1, idle=idle, is_autoscaled=True)
 
     assert planning._side_by_side(file, there, ()) == (4, 1)
-    with pytest.raises(ResourceError, match="don't fit side by side"):
+    with pytest.raises(ResourceError, match="don't fit at the same time"):
         planning._side_by_side(file, Resources(cpus=1, memory_mb=1, idle=({"CPU": 1.0},)), ())
 
 

@@ -74,7 +74,7 @@ def test_the_best_follows_the_direction_and_leaves_out_failures_and_nan() -> Non
 
 def test_an_interrupted_trial_is_not_done() -> None:
     found = under_way()
-    found.end(3, "interrupted", {LR: 0.3}, value=0.25)
+    found.end(3, "interrupted", value=0.25)
     assert found.counts == "2 of 4 done, 1 stopped early"
     assert found.fraction == 0.5
 

@@ -9,7 +9,7 @@ import rich.console
 from rich.text import Text
 
 from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.commands.doctor import first_hour, machine, network, tracking
+from pipeline.commands.doctor import first_hour, interface_speed, machine, tracking
 from pipeline.commands.doctor import link_speed as link
 from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.commands.doctor.link_speed import MeasuredLink
@@ -79,7 +79,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
         asked = (here,) if address is None else _asked(findings)
         findings += machine.judged(asked, here=here)
         if len(asked) > 1:
-            findings += network.judged(asked, interface=parallel.interface)
+            findings += interface_speed.judged(asked, interface=parallel.interface)
         if asked:
             between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
             say(f"measuring all-reduces between {between} ...")
