@@ -144,11 +144,11 @@ def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel", *, step:
 
 
 def _what(run: "Run", path: Path, *, step: int | None) -> str:
-    at = "" if step is None else f", with the best weights, those of step {step:,}"
+    at = "" if step is None else f", with the best weights (step {step:,})"
     source = f"`{run.data.params.get('model._target_', 'The model')}`, trained by run {run.data.tags[RUN_TAG]}{at}."
     if (path / PROGRAM).exists():
-        return f"{source} An exported program of torch.export."
-    return f"{source} A pickle: loading it runs code, and needs the packages that it was trained with."
+        return f"{source} Exported by torch.export."
+    return f"{source} A pickle. Loading it runs code and needs the packages of the training."
 
 
 def _code(logged: "LoggedModel", *, uri: str, inputs: "Arrays") -> str:

@@ -72,9 +72,9 @@ def _send(
             "Sync it after it has ended."
         )
     if opened is None or last is None:
-        raise UsageError(f"{path}: nothing to send, the run ended before it started")
+        raise UsageError(f"{path}: nothing to send, because the run ended before it started")
     if not is_kept(folder):
-        raise UsageError(f"{folder}: nothing to send, the run ended before its first step")
+        raise UsageError(f"{folder}: nothing to send, because the run ended before its first step")
     uri = to or with_credentials(opened.tracking_uri)
     try:
         check_store(uri)  # a server that doesn't answer now is tried anyway

@@ -107,7 +107,7 @@ def test_a_run_that_ends_before_its_first_step_is_not_sent(store: Store, tmp_pat
     assert outcome is not None
     assert (outcome.run_id, outcome.delivered) == ("", True)
     assert not store.client.get_experiment_by_name("made")
-    with pytest.raises(UsageError, match="nothing to send, the run ended before its first step"):
+    with pytest.raises(UsageError, match="nothing to send, because the run ended before its first step"):
         sync(tmp_path, warn=print)
 
 
