@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shapes": ({"model": component("torch.nn.Linear", in_features=4, out_features=1)}, "shapes cannot be multiplied"),
     "classes": (
         {"model": TWO_CLASSES, "data": component("toys.classification"), "loss": CROSS_ENTROPY},
-        "loss: gets outputs of shape .* 2 classes have the numbers 0 to 1",
+        "loss: gets outputs of shape .* 2 classes are numbered 0 to 1",
     ),
     "an argument": ({"optimizer": component("torch.optim.SGD", lr="abc")}, "optimizer: torch.optim.SGD raised"),
     "targets of another shape": ({"data": component("toys.triples")}, "target size"),
