@@ -188,7 +188,7 @@ def test_overrides_win(command: Command) -> None:
 
     assert "seed 3" in ended.stdout
     assert "46 in 2 epochs" in ended.stdout
-    assert "  then       baseline dp, reference" in ended.stdout
+    assert "  then      baseline (dp), reference" in ended.stdout
 
 
 def test_the_schema_accepts_the_experiments(command: Command) -> None:
