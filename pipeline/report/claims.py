@@ -13,6 +13,8 @@ from pipeline.wording import duration
 
 BUSY = 0.2
 """Cores used by other processes from which they are mentioned."""
+LONGEST_S = 600
+"""Seconds beyond which no longer measurement is suggested."""
 MOST_TIMES = 20
 """Factor on the measuring time beyond which nothing longer is suggested."""
 
@@ -136,12 +138,12 @@ def explain_doubt(row: Row, *, main: Row, baseline: Row) -> Doubt:
     elif pairs is None and is_wide(row.ratio):
         reason = "The machine was too busy with other work"
     stop = "Stop them, or measure" if is_busy else "Measure"
-    if pairs is None:
+    longer_s = math.ceil(main.slots_s * pairs / size / 10) * 10 if pairs is not None else math.inf
+    if longer_s > LONGEST_S:
         if is_busy or is_wide(row.ratio):
             again = "Stop them, and measure" if is_busy else "Measure"
             return Doubt(reason, f"{again} again on an idle machine:", "measure RUN")
         return Doubt("The speedup is too close to 1x to measure on this machine")
-    longer_s = math.ceil(main.slots_s * pairs / size / 10) * 10
     return Doubt(reason, f"{stop} longer (about {duration(longer_s)}):", f"measure RUN --budget-s {longer_s}")
 
 
