@@ -8,7 +8,7 @@ import rich.console
 from pipeline.errors import UsageError
 from pipeline.recording import also, journal, runs
 from pipeline.recording.console import Printable, print_report, print_screen, print_verdict
-from pipeline.recording.folder import id_of
+from pipeline.recording.folder import id_of, is_kept
 from pipeline.recording.outcome import TrackingOutcome, places_of
 from pipeline.recording.store import is_server, resolve_uri, ui_address
 from pipeline.recording.terminal import Terminal, linked
@@ -30,7 +30,7 @@ def print_end(report: Printable | None, folder: Path, *, terminal: Terminal, is_
         print_verdict(report, stdout=terminal.result)
     elif report is not None:
         print_result(report, folder, stdout=terminal.result, is_verbose=is_verbose)
-    elif not terminal.progress.quiet:
+    elif not terminal.progress.quiet and is_kept(folder):  # else the error names the folder
         with suppress(OSError, UsageError):  # the folder is gone, or the disk is full: the error says so
             terminal.result.print(linked(places_of(folder)), soft_wrap=True)
 
