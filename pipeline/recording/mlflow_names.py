@@ -19,7 +19,8 @@ def name_run(event: RunOpened) -> str:
     role = event.tags.get("role", "main")
     if event.title or role != "main":
         return event.title or _COMMANDS.get(role, role)
-    return _format_workers(event.tags) or event.run
+    workers = _format_workers(event.tags) or event.run
+    return f"quick test: {workers}" if event.tags.get("quick") == "true" else workers
 
 
 def name_trial(event: TrialOpened) -> str:

@@ -14,7 +14,7 @@ from pipeline.config.summary import config_hash
 from pipeline.config.uris import without_credentials_in
 from pipeline.planning.plan import Plan
 from pipeline.protocol.outer_launcher import outer_launcher
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 
 
 def command() -> str:
@@ -37,6 +37,7 @@ def run_tags(plan: Plan) -> dict[str, str]:
         "user": getpass.getuser(),
         "python": platform.python_version(),
         "config_hash": config_hash(plan.experiment),
+        **({"quick": "true"} if isinstance(plan.main, Training) and plan.main.is_quick else {}),
         "role": plan.main.role if plan.command == "run" else plan.command,
     }
 

@@ -55,6 +55,8 @@ class RunSummary(Frozen):
     """Name of the metric that tells best what was learned; empty if there is none."""
     metrics: Mapping[str, float] = {}
     """Last values of the training's validation metrics, or its last loss without them; the best value of a sweep."""
+    is_quick: bool = False
+    """True for ``run --quick``: its metrics and its throughput are those of two steps, so they are left out."""
     verdict: str = ""
     """Result in one line, the first of the run's summary; empty without one."""
     began: datetime
@@ -76,7 +78,8 @@ class RunSummary(Frozen):
     @property
     def what(self) -> str:
         """Kind of the run, e.g. "ddp x 2" or "compare"."""
-        return self.command if self.strategy is None else titled(self.strategy, self.workers or 1)
+        kind = self.command if self.strategy is None else titled(self.strategy, self.workers or 1)
+        return f"quick test: {kind}" if self.is_quick else kind
 
 
 def titled(strategy: str, workers: int) -> str:
@@ -98,7 +101,8 @@ def summarized(folder: Path) -> RunSummary | None:
     role, workers = last.tags.get("role", "main"), last.tags.get("world_size")
     is_training = role == "main"
     figures = _points(events)
-    metrics = _metrics(events, figures)
+    is_quick = last.tags.get("quick") == "true"
+    metrics = {} if is_quick else _metrics(events, figures)
     began = datetime.fromtimestamp(first.time, UTC)
     ended = datetime.fromtimestamp(end.time, UTC) if end and not is_open else None
     return RunSummary(
@@ -115,9 +119,10 @@ def summarized(folder: Path) -> RunSummary | None:
         speedup_low=figures.get("speedup_low"),
         speedup_high=figures.get("speedup_high"),
         speedup_pairs=int(pairs) if math.isfinite(pairs := figures.get("speedup_pairs", 0)) else 0,
-        samples_per_second=_throughput(events, figures),
+        samples_per_second=None if is_quick else _throughput(events, figures),
         metric=_main_metric(metrics, last.params),
         metrics=metrics,
+        is_quick=is_quick,
         verdict=_verdict(end) if end and not is_open else "",
         began=began,
         ended=ended,

@@ -15,6 +15,8 @@ BUSY = 0.2
 """Cores used by other processes from which they are mentioned."""
 LONGEST_S = 600
 """Seconds beyond which no longer measurement is suggested."""
+_LEAST_S = 60
+"""Shortest measurement that is suggested; the default of measure.budget_s is 30 s."""
 MOST_TIMES = 20
 """Factor on the measuring time beyond which nothing longer is suggested."""
 
@@ -138,7 +140,7 @@ def explain_doubt(row: Row, *, main: Row, baseline: Row) -> Doubt:
     elif pairs is None and is_wide(row.ratio):
         reason = "The machine was too busy with other work"
     stop = "Stop them, or measure" if is_busy else "Measure"
-    longer_s = math.ceil(main.slots_s * pairs / size / 10) * 10 if pairs is not None else math.inf
+    longer_s = math.ceil(max(_LEAST_S, main.slots_s * pairs / size) / 10) * 10 if pairs is not None else math.inf
     if longer_s > LONGEST_S:
         if is_busy or is_wide(row.ratio):
             again = "Stop them, and measure" if is_busy else "Measure"

@@ -100,6 +100,13 @@ def test_a_trial_that_was_stopped_early_is_called_that(tmp_path: Path) -> None:
     assert (summary.status, summary.message) == ("STOPPED", "stopped early by ASHA after epoch 3")
 
 
+def test_a_quick_test_is_marked_and_has_no_results(tmp_path: Path) -> None:
+    tags = {"role": "main", "strategy": "ddp", "world_size": "2", "quick": "true"}
+    summary = summarized(run(tmp_path, "quick", tags=tags, speedup=None, metrics={"validation/accuracy": 0.1}))
+    assert summary is not None
+    assert (summary.what, summary.metrics, summary.samples_per_second) == ("quick test: ddp x 2", {}, None)
+
+
 def test_a_run_is_running_while_its_journal_is_open(tmp_path: Path) -> None:
     folder = run(tmp_path, "20260301-120000-digits-aaaa", status=None)
     with closing(Recorder(folder, subscribers=[])):
