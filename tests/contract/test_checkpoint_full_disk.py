@@ -78,7 +78,7 @@ def test_a_run_whose_weights_are_lost_fails_and_can_be_continued(
         patch.setattr(shutil, "copyfile", full)
         ended = command("run", *here, *tracking)
     assert ended.code == 3, ended.stderr
-    assert "no checkpoint was saved, but the training ended at step" in ended.stdout
+    assert "No checkpoint was saved, but the training ended at step" in ended.stdout
     assert "No space left on device" in ended.stdout
     assert "the trained weights are lost; neither model/weights.pt nor a checkpoint of the last step" in ended.stderr
 

@@ -282,7 +282,7 @@ def test_ddp_refuses_the_bf16_hook_on_cpu() -> None:
     refusal = strategy.refuse(strategy.Options(communication_hook="bf16"), device="cpu")
 
     assert refusal is not None
-    assert "write fp16" in refusal
+    assert "use fp16" in refusal
     assert strategy.refuse(strategy.Options(communication_hook="bf16"), device="cuda") is None
 
 
