@@ -117,7 +117,7 @@ def main() -> NoReturn:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        show(UsageError(f"{str(error.filename)[:60]}...: is longer than a path may be; write a shorter one"))
+        show(UsageError(f"{str(error.filename)[:60]}...: this path is too long. Use a shorter path."))
         sys.exit(UsageError.exit_code)
     finally:
         gc.freeze()  # the interpreter's end would look through all of torch, twice
@@ -125,14 +125,14 @@ def main() -> NoReturn:
 
 
 def _check_system() -> None:
-    """Check that this system has file locks of POSIX; the signals and processes that training needs come with them.
+    """Check that this system has POSIX file locks, and so the signals and processes that training needs.
 
     Raises:
-        ResourceError: it hasn't.
+        ResourceError: the system has no POSIX file locks.
     """
     if importlib.util.find_spec("fcntl") is None:
         raise ResourceError(
-            "pipeline needs a POSIX system, and this Python has no fcntl; on Windows, install it in WSL 2"
+            "pipeline needs a POSIX system, and this Python has no fcntl. On Windows, install it in WSL 2."
         )
 
 

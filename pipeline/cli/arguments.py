@@ -28,7 +28,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help="Values that replace keys of the file, e.g. train.epochs=2.",
+        help="Override keys of the file, e.g. train.epochs=2.",
         show_default=False,
         autocompletion=completion.overrides,
     ),
@@ -38,35 +38,36 @@ Cluster = Annotated[
     typer.Option(
         "--address",
         metavar="HOST:PORT",
-        help="Run on this Ray cluster: sets parallel.address, and parallel.launcher to ray.",
+        help="Run on this Ray cluster. Sets parallel.address, and parallel.launcher to ray.",
     ),
 ]
 Resume = Annotated[
     str | None,
     typer.Option(
         metavar="[RUN]",
-        help="Continue an interrupted run: RUN, or the newest run of this experiment.",
+        help="Continue an interrupted run: RUN, or by default the latest run of this experiment.",
         autocompletion=completion.runs,
     ),
 ]
-Baseline = Annotated[
-    bool, typer.Option(show_default=False, help="Measure the baseline of the speedup, too, or leave it out.")
-]
-TrainOnly = Annotated[
-    bool, typer.Option("--train-only", help="Train without measuring: no baseline, no parts of a step, no advice.")
-]
+Baseline = Annotated[bool, typer.Option(show_default=False, help="Measure the baseline and report the speedup.")]
+TrainOnly = Annotated[bool, typer.Option("--train-only", help="Skip all performance measurements.")]
 Quick = Annotated[
     bool,
-    typer.Option("--quick", help="Train 2 steps, evaluate and save once, to see whether the experiment works."),
+    typer.Option("--quick", help="Train 2 steps, evaluate and save once, to test whether the experiment works."),
 ]
 AllowChanged = Annotated[
-    bool, typer.Option("--allow-changed", help="Continue even if the experiment or its data has changed.")
+    bool,
+    typer.Option(
+        "--allow-changed", help="Resume even if the experiment file or its data has changed since the run started."
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show the output of workers and of Ray, and the whole report.")
+    bool, typer.Option("--verbose", "-v", help="Print the output of the workers and of Ray, and the full report.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, everything else on stderr.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON on stdout, and all other output on stderr.")
+]
 IdsOnly = Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result; warnings go to stderr.")]
 
@@ -105,7 +106,7 @@ def _noted(what: str, error: KeyboardInterrupt) -> str:
 def opened(
     path: str | Path, overrides: Sequence[str] = (), *, as_json: bool, quiet: bool, prints: bool = False
 ) -> "Iterator[tuple[ExperimentFile, Terminal]]":
-    """Read an experiment; yield it with the command's consoles. A line shows at once what the command waits for.
+    """Read an experiment; yield it with the command's consoles. A line shows what the command is waiting for.
 
     Args:
         path: the experiment file.
@@ -188,7 +189,7 @@ def strategies_of(text: str) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
-            raise UsageError(f"--strategies {text}: no strategy is called {name!r}{hint}")
+            raise UsageError(f"--strategies {text}: {name!r} is not a strategy{hint}")
     return names
 
 
@@ -202,6 +203,6 @@ def counts_of(option: str, text: str) -> tuple[int, ...]:
     for part in parts:
         if not (part.isascii() and part.isdecimal() and int(part) > 0):
             raise UsageError(
-                f"{option} {text}: {part!r} is not a number of workers; write numbers from 1 on, e.g. 1,2,4"
+                f"{option} {text}: {part!r} is not a number of workers. Use numbers of at least 1, e.g. 1,2,4."
             )
     return tuple(dict.fromkeys(map(int, parts)))

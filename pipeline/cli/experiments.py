@@ -99,7 +99,10 @@ def measure(
     budget_s: Annotated[
         float | None,
         typer.Option(
-            "--budget-s", min=1, metavar="SECONDS", help="Seconds for the slots; default: measure.budget_s of the run."
+            "--budget-s",
+            min=1,
+            metavar="SECONDS",
+            help="Time budget for the measurement, in seconds. Default: the run's measure.budget_s.",
         ),
     ] = None,
     directory: Directory = Path("runs"),
@@ -136,25 +139,33 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Strategies to compare, e.g. single,ddp; default: those in the file's compare.",
+            help="Strategies to compare, e.g. single,ddp. Default: the strategies in the file's compare section.",
             autocompletion=completion.strategies,
         ),
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option(metavar="N,...", help="Numbers of workers, e.g. 1,2,4; default: those in the file's compare."),
+        typer.Option(
+            metavar="N,...",
+            help="Numbers of workers, e.g. 1,2,4. Default: the numbers in the file's compare section.",
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each cell; cells alternate.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of times to measure each configuration.")
+    ] = 3,
     scaling: Annotated[
-        Scaling, typer.Option(help="Keep the global batch (strong), the batch of each worker (weak), or measure both.")
+        Scaling,
+        typer.Option(help="Keep the global batch size (strong) or the batch size per worker (weak), or measure both."),
     ] = Scaling.strong,
-    profile: Annotated[bool, typer.Option("--profile", help="Record a torch.profiler trace of each cell.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record a torch.profiler trace of each configuration.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Compare strategies and numbers of workers in short, alternating measurements."""
+    """Compare the throughput of strategies and numbers of workers in short, alternating measurements."""
     with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
         from pipeline.commands.matrix import MatrixRequest
 
@@ -207,23 +218,25 @@ def predict(
     overrides: Overrides = None,
     *,
     workers: Annotated[
-        int, typer.Option(min=1, max=1024, metavar="N", help="Largest number of workers to predict the speedup of.")
+        int, typer.Option(min=1, max=1024, metavar="N", help="Largest number of workers to estimate the speedup for.")
     ] = 64,
     link: Annotated[
         str | None,
         typer.Option(
-            metavar="BANDWIDTH,LATENCY", help="Network between workers, e.g. 25Gbit,20us; default: measured here."
+            metavar="BANDWIDTH,LATENCY",
+            help="Network between workers, e.g. 25Gbit,20us. Default: measured on this machine.",
         ),
     ] = None,
     scaling: Annotated[
-        Scaling, typer.Option(help="Keep the global batch (strong), the batch of each worker (weak), or predict both.")
+        Scaling,
+        typer.Option(help="Keep the global batch size (strong) or the batch size per worker (weak), or predict both."),
     ] = Scaling.both,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Predict the speedup on more workers than there are. For the outputs of a trained model: evaluate, export."""
+    """Estimate the speedup with more workers than this machine has. To run a trained model, see export."""
     _refuse_run(file)
     with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
         from pipeline.report.link import parse
@@ -244,10 +257,10 @@ def predict(
 
 
 def _refuse_run(file: str) -> None:
-    """Refuse a run in place of an experiment file: elsewhere, to predict is to compute a model's outputs.
+    """Check that the argument is not a run: in other tools, to predict is to compute a model's outputs.
 
     Raises:
-        UsageError: says which commands use a trained model.
+        UsageError: it is a run; the message names the commands that use a trained model.
     """
     from pipeline.recording import runs
 
@@ -258,8 +271,8 @@ def _refuse_run(file: str) -> None:
     except UsageError:
         return
     raise UsageError(
-        f"{file} is a run; pipeline predict takes an experiment file, whose speedup it predicts. The model of a run is "
-        f"used by pipeline evaluate {run}, and by pipeline export {run} --to FOLDER"
+        f"{file} is a run, but pipeline predict needs an experiment file: it estimates a speedup. "
+        f"To use the run's model: pipeline evaluate {run}, or pipeline export {run} --to FOLDER"
     )
 
 
@@ -274,7 +287,7 @@ def sweep(
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Search hyperparameters: train the trials of the file's sweep in parallel and find the best."""
+    """Search hyperparameters: train the trials of the file's sweep section in parallel and find the best."""
     given = with_address(overrides, address)
     with (
         opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal),

@@ -1,4 +1,4 @@
-"""Registration of the commands: in groups, with examples below their help, and without types that say nothing."""
+"""Registration of the commands: in groups, with examples below their help, and without redundant types."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -86,7 +86,7 @@ class Group(TyperGroup):
     """The command ``pipeline`` itself."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options, whose help says nothing of their type."""
+        """Return the options, without their types in the help."""
         return _untyped(super().get_params(ctx))
 
 
@@ -94,7 +94,7 @@ class Command(TyperCommand):
     """A verb of the command line."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return arguments and options; the help of arguments and flags says nothing of their type."""
+        """Return arguments and options, without the types of arguments and flags in the help."""
         return _untyped(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -115,10 +115,10 @@ class Command(TyperCommand):
 
 
 def refuse_dashes(words: Sequence[str], *, options: Collection[str]) -> None:
-    """Refuse a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--epochs=3``.
+    """Reject a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--epochs=3``.
 
     Raises:
-        UsageError: says what to write instead.
+        UsageError: a key is written as an option; the message contains the override.
     """
     file = next((Path(word) for word in words if not word.startswith("-")), None)
     for index, word in enumerate(words):
@@ -129,15 +129,16 @@ def refuse_dashes(words: Sequence[str], *, options: Collection[str]) -> None:
             continue
         following = words[index + 1] if index + 1 < len(words) else "-"
         if not equals and (following.startswith("-") or "=" in following):
-            raise UsageError(f"{word}: write {key}=VALUE, without dashes")
-        told = word if equals else f"{word} {following}"
-        raise UsageError(f"{told}: write {key}={value if equals else following}, without dashes")
+            raise UsageError(f"{word}: not an option. Write {key}=VALUE, without dashes.")
+        words_used = word if equals else f"{word} {following}"
+        value = value if equals else following
+        raise UsageError(f"{words_used}: not an option. Write {key}={value}, without dashes.")
 
 
 def _key(option: str, *, file: Path | None) -> str:
-    """Return the key that an unknown option means; empty if it is none, or one of several."""
+    """Return the key that an unknown option means; empty if there is no such key, or several."""
     key = option.lstrip("-").replace("-", "_")
-    if "." in key:  # if it is unknown without dashes, too, the next message says so
+    if "." in key:  # if it is also unknown without dashes, the next message says so
         return key
     from pipeline.config import vocabulary
 
@@ -156,4 +157,4 @@ def _untyped(parameters: list[Any]) -> list[Any]:
 
 
 def _nothing(ctx: Any) -> None:
-    """Return nothing in place of a type."""
+    """Return nothing instead of a type."""

@@ -23,7 +23,7 @@ _STOPPED = 143
 
 Address = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Dashboard of the cluster, http://HOST:8265; default: RAY_ADDRESS."),
+    typer.Option(metavar="URL", help="Dashboard of the cluster, http://HOST:8265. Default: RAY_ADDRESS."),
 ]
 _kuberay_option = partial(typer.Option, rich_help_panel="Options of --kuberay")
 JobArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of a job, as shown by pipeline status.")]
@@ -46,7 +46,7 @@ def submit(
     env: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="An environment variable to send. Anyone with access to the cluster can read it."
+            metavar="NAME", help="Environment variable to send. Anyone with access to the cluster can read it."
         ),
     ] = None,
     baseline: Baseline = True,
@@ -73,14 +73,14 @@ def submit(
     nodes: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", rich_help_panel="Options of --slurm", help="Number of nodes; default: one per worker."
+            min=1, metavar="N", rich_help_panel="Options of --slurm", help="Number of nodes. Default: one per worker."
         ),
     ] = None,
     launcher: Annotated[
         SlurmLauncher | None,
         typer.Option(
             rich_help_panel="Options of --slurm",
-            help="What starts the workers: Ray (default), torchrun on each node, or srun itself.",
+            help="Program that starts the workers: ray (default), torchrun on each node, or srun.",
             show_default=False,
         ),
     ] = None,
@@ -232,16 +232,16 @@ def _check_options(
 ) -> None:
     """Refuse options that would have no effect."""
     if kuberay and slurm:
-        raise UsageError("--kuberay and --slurm exclude each other; choose one")
+        raise UsageError("--kuberay and --slurm cannot be combined. Choose one.")
     if kuberay and pods["image"] is None:
         raise UsageError("--kuberay needs --image, with pipeline and the project in it")
     given = next((name for name, value in pods.items() if value is not None), None)
     if given and not kuberay:
         raise UsageError(f"--{given} needs --kuberay; add --kuberay, or leave --{given} out")
     if nodes is not None and not slurm:
-        raise UsageError("--nodes needs --slurm; add --slurm, or leave --nodes out")
+        raise UsageError("--nodes needs --slurm. Add --slurm, or remove --nodes.")
     if launcher is not None and not slurm:
-        raise UsageError("--launcher needs --slurm; add --slurm, or write parallel.launcher=NAME")
+        raise UsageError("--launcher needs --slurm. Add --slurm, or set parallel.launcher=NAME.")
 
 
 def _print(request: "Request", *, pods: dict[str, str], nodes: int | None, launcher: SlurmLauncher) -> None:
@@ -267,13 +267,14 @@ def _send(request: "Request", *, address: str | None, follow: bool) -> None:
     preflight.check(request.file, with_weights=False)
     package = packed(request.file.path, *request.file.bases)
     for path in package.untracked_code:
-        typer.echo(f"note: git doesn't track {path}: it is not sent", err=True)
+        typer.echo(f"note: {path} is not sent, because git does not track it", err=True)
     jobs = Jobs(address)
     typer.echo(f"sending {package} to {jobs.url}", err=True)
     job = jobs.submit(request, package)
     if (directory := run_directory(request)) is not None:
         typer.echo(
-            f"the run's folder will be in {directory} on the head; tracking.directory=FOLDER changes that", err=True
+            f"The run's folder is in {directory} on the head node. To change that, set tracking.directory=FOLDER.",
+            err=True,
         )
     if follow:
         _follow_to_the_end(jobs, job, first=job)

@@ -23,12 +23,12 @@ def check(
     *,
     data: Annotated[
         bool,
-        typer.Option(help="Also load the data and try a batch; --no-data for a machine that does not have the data."),
+        typer.Option(help="Also load the data and try a batch. Use --no-data on a machine without the data."),
     ] = True,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
 ) -> None:
-    """Check experiment files: their data, each component that they name, and a batch; nothing is trained."""
+    """Check experiment files without training: each component, the data, and one batch."""
     import rich.console
 
     from pipeline.commands.check import iter_checks
@@ -89,7 +89,7 @@ def new(
         raise UsageError(missing)
     if update:
         if template is not None:
-            raise UsageError(f"--update works on the project in the working directory; leave out {template}")
+            raise UsageError(f"--update works on the project in the working directory. Remove {template}.")
         _update(settings or [])
     else:
         _create(template, directory, settings or [], no_input=no_input)
@@ -110,11 +110,11 @@ def _update(settings: list[str]) -> None:
 
     updated = update(Path.cwd(), settings)
     if not updated.files:
-        typer.echo("the template has not changed")
+        typer.echo("The template has not changed.")
     for file in updated.files:
         typer.echo(f"{'conflict' if file in updated.conflicts else 'updated '}  {file}")
     if updated.conflicts:
-        typer.echo("Resolve the conflicts, then git add and git commit; git merge --abort undoes the update.")
+        typer.echo("Resolve the conflicts, then run git add and git commit. To undo the update: git merge --abort")
         raise typer.Exit(1)
 
 
@@ -123,7 +123,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="Experiment file; its tracking store and cluster are examined, too.",
+            help="Experiment file. Its tracking server and its cluster are also checked.",
             show_default=False,
             autocompletion=completion.files,
         ),
@@ -131,11 +131,11 @@ def doctor(
     *,
     address: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Ray cluster to examine; default: that of FILE, or RAY_ADDRESS."),
+        typer.Option(metavar="HOST:PORT", help="Ray cluster to check. Default: the cluster of FILE, or RAY_ADDRESS."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine or a cluster; each problem is shown with its fix."""
+    """Check this machine or a cluster, and print each problem with its fix."""
     import rich.console
 
     from pipeline.commands.doctor.examination import examine, show

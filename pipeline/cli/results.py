@@ -19,7 +19,7 @@ RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Run: its id or a unique part of it, its folder, or latest.",
+        help="The run's id or a unique part of it, the run's folder, or latest.",
         show_default=False,
         autocompletion=completion.runs,
     ),
@@ -37,12 +37,10 @@ def list_(
         typer.Option(
             metavar="[-]NAME",
             show_default=False,
-            help="Sort by a column or a metric, e.g. validation/accuracy; with - before it the largest is first.",
+            help="Sort by a column or a metric, e.g. validation/accuracy. Prefix - to sort in descending order.",
         ),
     ] = "",
-    every: Annotated[
-        bool, typer.Option("--all", help="Also list the runs that ended before their first step.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also list runs that ended before their first step.")] = False,
     as_json: Json = False,
     quiet: IdsOnly = False,
 ) -> None:
@@ -68,18 +66,18 @@ def list_(
     elif runs.folders(directory) and not every:
         typer.echo(f"{directory}: each run ended before its first step. List them with --all.", err=True)
     else:
-        typer.echo(f"{directory} has no runs; start one with pipeline run FILE", err=True)
+        typer.echo(f"{directory} has no runs. Start one with pipeline run FILE.", err=True)
 
 
 def show(
     run: RunArgument,
     *,
     directory: Directory = Path("runs"),
-    full: Annotated[bool, typer.Option("--full", help="Print the whole report: all tables, notes and links.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print the full report: all tables, notes and links.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow a running run until it ends.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the result of a run, or its progress while it runs."""
+    """Show the result of a run, or the progress of a run that has not ended."""
     import rich.console
 
     from pipeline.commands.ending import print_result
@@ -103,7 +101,7 @@ def show(
         console.print(running.told(follower, console=console), style="cyan", soft_wrap=True)
     result = result_of(summary)
     if as_json and result is None:
-        raise UsageError(f"{summary.folder}: {_state(summary)}, so there is no result")
+        raise UsageError(f"{summary.folder}: {_state(summary)}, so it has no result")
     if as_json and result is not None:
         typer.echo(result.to_json())
         return
@@ -130,7 +128,7 @@ def _watched(summary: "RunSummary", console: "rich.console.Console", *, as_json:
         return True
     try:
         running.watch(summary.folder, console=console, as_json=as_json)
-    except KeyboardInterrupt:  # the run goes on
+    except KeyboardInterrupt:  # the run continues
         raise typer.Exit(130) from None
     return not as_json
 
@@ -152,7 +150,7 @@ def diff(
 
 def ui(
     store: Annotated[
-        str, typer.Option(envvar="MLFLOW_TRACKING_URI", metavar="URI", help="Tracking store to show.")
+        str, typer.Option(envvar="MLFLOW_TRACKING_URI", metavar="URI", help="Tracking server or database to show.")
     ] = "sqlite:///mlflow.db",
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="PORT", help="Port on localhost.")] = 5000,
 ) -> None:
@@ -168,11 +166,15 @@ def sync(
     *,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="URI", help="Store to send to, e.g. sqlite:///mlflow.db; default: the run's."),
+        typer.Option(
+            "--to",
+            metavar="URI",
+            help="Tracking server or database, e.g. sqlite:///mlflow.db. Default: the run's tracking.uri.",
+        ),
     ] = None,
     directory: Directory = Path("runs"),
 ) -> None:
-    """Send a run, or a sweep and its trials, to the tracking store, without duplicates."""
+    """Send a run, or a sweep and its trials, to the tracking server, without duplicates."""
     import rich.console
 
     from pipeline.recording import runs
@@ -203,7 +205,7 @@ def _open(address: str) -> None:
     try:
         links = [f"{experiment}: {link}" for experiment, link in pages(address)]
     except (OSError, ValueError) as error:  # a server that asks for a password, or one that isn't MLflow
-        links = [f"its experiments can't be listed: {error}"]
+        links = [f"The experiments cannot be listed: {error}"]
     typer.echo("\n".join([f"MLflow UI: {address}", *links]))
 
 
@@ -213,7 +215,7 @@ def _found(run: str, directory: Path) -> "RunSummary":
 
     folder = runs.find(run, directory)
     if (summary := summarized(folder)) is None:
-        raise UsageError(f"{folder}: this run ended before it started; there is nothing to show")
+        raise UsageError(f"{folder}: this run ended before training started, so it has no result")
     return summary
 
 

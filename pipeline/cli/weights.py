@@ -17,13 +17,13 @@ CheckpointOption = Annotated[
         "--checkpoint",
         metavar="best|last|STEP",
         show_default=False,
-        help="Checkpoint; default: the best if the experiment has checkpoint.best, else the last.",
+        help="Checkpoint to use. Default: best if the experiment sets checkpoint.best, otherwise last.",
     ),
 ]
 
 
 class SplitName(StrEnum):
-    """Held-out set."""
+    """Dataset split."""
 
     test = "test"
     validation = "validation"
@@ -47,7 +47,7 @@ def evaluate(
         typer.Option(
             "--split",
             show_default=False,
-            help="Set; default: the test set if the data has one, else the validation set.",
+            help="Dataset split to evaluate. Default: test if available, otherwise validation.",
         ),
     ] = None,
     directory: Directory = Path("runs"),
@@ -55,7 +55,7 @@ def evaluate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Evaluate a checkpoint of a run that has ended: loss and metrics on the test set, with any number of workers."""
+    """Evaluate a checkpoint of a completed run: loss and metrics on the test set, with any number of workers."""
     from pipeline.recording import runs
 
     folder = runs.find(run, directory)
@@ -87,18 +87,18 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="safetensors, loaded with the model's class; torch-export, loaded with torch alone; or onnx.",
+            help="safetensors (load it with the model's class), torch-export (load it with torch alone), or onnx.",
         ),
     ] = FormatName.safetensors,
     checkpoint: CheckpointOption = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write into a folder that is not empty; replaces an earlier export.")
+        bool, typer.Option("--force", help="Write into a folder that is not empty, and replace an earlier export.")
     ] = False,
     directory: Directory = Path("runs"),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Export the trained model of a run: weights or a program, with a script that loads it without this project."""
+    """Export the trained model of a run: weights or a program, with a script that loads it without pipeline."""
     from pipeline.commands import export as exporting
     from pipeline.commands.exported_files import LOADER
     from pipeline.recording import runs

@@ -61,8 +61,8 @@ def measure(
         raise UsageError(f"{folder.name}: {address} has no checkpoint, from which the model would be loaded")
     if note := describe_missing_end(file, folder=folder):
         raise UsageError(
-            f"{folder.name}: {note}; pipeline measure needs a checkpoint of the last step: train again, or use "
-            "pipeline compare"
+            f"{folder.name}: {note} pipeline measure needs a checkpoint of the last step. "
+            "Train again, or use pipeline compare."
         )
     again = main.model_copy(
         update={"experiment": _within(main.experiment, budget_s=budget_s), "checkpoints": address, "resume": True}

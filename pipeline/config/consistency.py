@@ -20,7 +20,7 @@ OWN_TAGS = frozenset(
     )
 )
 """Names of tags that runs in MLflow get in any case."""
-NO_PLATEAU = "is for scheduler: ReduceLROnPlateau, which this experiment does not have"
+NO_PLATEAU = "only applies to ReduceLROnPlateau, and this experiment does not use it as its scheduler"
 _RESERVED = ("mlflow.", "pipeline.", "best.", "changed.")
 
 
@@ -28,36 +28,41 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     """Find all keys that contradict each other."""
     train, parallel = experiment.train, experiment.parallel
     if experiment.loss is None and experiment.task is None:
-        yield Problem("loss", "missing; write a loss, or a task that computes it")
+        yield Problem("loss", "missing. Set a loss, or a task that computes the loss.")
     if experiment.loss is not None and experiment.task is not None:
-        yield Problem("loss", "both loss and task are given; a task brings its own loss, remove one")
+        yield Problem("loss", "loss and task cannot be combined: a task computes its own loss. Remove one of them.")
     if train.epochs is None and train.steps is None:
-        yield Problem("train.epochs", "missing; write the passes over the training set, or train.steps")
+        yield Problem("train.epochs", "missing. Set the number of passes over the training set, or set train.steps.")
     if train.epochs is not None and train.steps is not None:
-        yield Problem("train.steps", "both epochs and steps are given; remove one (train.epochs=null in an override)")
+        yield Problem(
+            "train.steps",
+            "epochs and steps cannot be combined. Remove one of them. In an override, write train.epochs=null.",
+        )
     yield from _batch_sizes(experiment)
     if parallel.is_elastic and not experiment.checkpoint.keep:
         yield Problem(
             "parallel.workers",
-            f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0, and training resumes from a checkpoint "
-            "when the number of workers changes; write one number, or checkpoint.keep: 1",
+            f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0. Training needs a checkpoint to continue "
+            "with another number of workers. Set checkpoint.keep: 1, or set one number of workers.",
         )
     yield from name_problems(experiment.metrics)
     for key, metric in followed(experiment).items():
         if source_of(metric, experiment.metrics) is None and lightning_module.is_named(experiment.task):
             options = {"checkpoint.best": experiment.checkpoint, "train.early_stopping.metric": train.early_stopping}
             if (section := options.get(key)) is not None and section.mode == "auto":
-                message = f"is {metric}, a log of the module, of which nobody knows whether larger or smaller is better"
-                yield Problem(key, f"{message}; write {key.rpartition('.')[0]}.mode: max, or min")
+                message = (
+                    f"{metric} is logged by the LightningModule, so pipeline cannot determine whether higher is better"
+                )
+                yield Problem(key, f"{message}. Set {key.rpartition('.')[0]}.mode to max or min.")
         elif source_of(metric, experiment.metrics) is None:
             known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
-            yield Problem(key, f"is {metric}, which isn't measured; choose one of {known}")
+            yield Problem(key, f"{metric} is not measured. Choose one of {known}.")
     if train.scheduler_metric is not None and experiment.scheduler is None:
-        yield Problem("train.scheduler_metric", f"{NO_PLATEAU}; remove it")
+        yield Problem("train.scheduler_metric", f"{NO_PLATEAU}. Remove this key.")
     if experiment.checkpoint.best is not None and not experiment.checkpoint.keep:
-        yield Problem("checkpoint.best", "needs a checkpoint, but checkpoint.keep is 0; write checkpoint.keep: 1")
+        yield Problem("checkpoint.best", "needs a checkpoint, but checkpoint.keep is 0. Set checkpoint.keep: 1.")
     if experiment.tracking.register_model is not None and not experiment.tracking.log_model:
-        message = "registers a logged model, but tracking.log_model is false; write true, or remove this key"
+        message = "needs a logged model, but tracking.log_model is false. Set it to true, or remove this key."
         yield Problem("tracking.register_model", message)
     yield from _taken_tags(experiment)
     for key, message in finetuning.misused(train.start_from, experiment.optimizer, experiment.scheduler):
@@ -73,8 +78,8 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     if parallel.options.get("communication_hook") == "powersgd" and train.precision == "fp16":
         yield Problem(
             "parallel.options.communication_hook",
-            "is powersgd, whose error feedback would keep the infinities of fp16 overflows; "
-            "use train.precision: bf16, or communication_hook: fp16",
+            "powersgd cannot be combined with train.precision: fp16. Its error feedback would keep infinities from "
+            "fp16 overflows. Set train.precision: bf16, or communication_hook: fp16.",
         )
 
 
@@ -83,31 +88,33 @@ def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:
     train, workers = experiment.train, experiment.parallel.workers
     size, by_worker = train.global_batch_size, train.batch_size_per_worker
     if not size:
-        what = "the samples of one optimizer step over all workers, or train.batch_size_per_worker"
-        yield Problem("train.global_batch_size", f"missing; write {what}")
+        message = "missing. Set the samples per optimizer step over all workers, or set train.batch_size_per_worker."
+        yield Problem("train.global_batch_size", message)
         return
     if by_worker is not None and "global_batch_size" in train.model_fields_set:
         yield Problem(
             "train.batch_size_per_worker",
-            f"is {by_worker}, global_batch_size is {size}; remove one (train.global_batch_size=null in an override)",
+            f"is {by_worker}, and global_batch_size is {size}. Remove one of them. In an override, write "
+            "train.global_batch_size=null.",
         )
         return
     if size < workers:
         yield Problem(
             "train.global_batch_size",
-            f"{size} samples can't be shared by {workers} workers; use at least {workers}, or fewer parallel.workers",
+            f"{size} samples cannot be split over {workers} workers. Use at least {workers}, or fewer workers.",
         )
     for i, entry in enumerate(experiment.compare):
         if size < (entry.workers or 1):
             yield Problem(
                 f"compare[{i}].workers",
-                f"{entry.workers} workers can't share a global batch of {size} samples; use at most {size}",
+                f"a global batch of {size} samples cannot be split over {entry.workers} workers. Use at most {size}.",
             )
     share = size // workers
     if share and train.gradient_accumulation > share:
         yield Problem(
             "train.gradient_accumulation",
-            f"is {train.gradient_accumulation}, but each worker has {share} samples per step; use at most {share}",
+            f"is {train.gradient_accumulation}, but each worker has only {counted(share, 'sample')} per step. "
+            f"Use at most {share}.",
         )
 
 
@@ -115,7 +122,7 @@ def _taken_tags(experiment: Experiment) -> Iterator[Problem]:
     """Find tags whose names this project or MLflow gives to its own."""
     for name in experiment.tracking.tags:
         if name in OWN_TAGS or name.startswith(_RESERVED):
-            yield Problem(f"tracking.tags.{name}", "is a tag that pipeline or MLflow writes; choose another name")
+            yield Problem(f"tracking.tags.{name}", "pipeline or MLflow sets this tag. Choose another name.")
 
 
 def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
@@ -123,11 +130,11 @@ def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
     if parallel.launcher in ("inprocess", "torchrun"):
         for name in ("placement", "resources_per_worker", "interface"):
             if getattr(parallel, name) != Parallel.model_fields[name].default:
-                message = f"has no effect with launcher: {parallel.launcher}; write launcher: ray, or remove it"
+                message = f"has no effect with launcher: {parallel.launcher}. Set launcher: ray, or remove this key."
                 yield Problem(f"parallel.{name}", message)
     for name, key in (("CPU", "cpus_per_worker"), ("GPU", "gpus_per_worker")):
         if name in parallel.resources_per_worker:
-            yield Problem(f"parallel.resources_per_worker.{name}", f"is not a custom resource; write parallel.{key}")
+            yield Problem(f"parallel.resources_per_worker.{name}", f"is not a custom resource. Set parallel.{key}.")
 
 
 def _against_local_sgd(experiment: Experiment) -> Iterator[Problem]:
@@ -157,7 +164,7 @@ def _layouts(experiment: Experiment) -> Iterator[Problem]:
     strategies |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
     for key, strategy in strategies.items():
         if strategy == "fsdp":
-            message = "fsdp can't shard parameters in channels_last; write ddp, or train.memory_format: contiguous"
+            message = "fsdp cannot shard channels_last parameters. Set ddp, or train.memory_format: contiguous."
             yield Problem(key, message)
 
 
@@ -167,23 +174,26 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
         return
     parallel, size, loader = experiment.parallel, experiment.train.global_batch_size, experiment.loader
     if parallel.launcher in ("inprocess", "torchrun"):
-        message = f"is {parallel.launcher}, but pipeline.data.streamed is read by Ray; write launcher: ray"
+        message = f"is {parallel.launcher}, but pipeline.data.streamed needs Ray. Set launcher: ray."
         yield Problem("parallel.launcher", message)
     for workers in range(parallel.least_workers, parallel.workers + 1):
         if size % workers:
-            message = f"is {size}, which {workers} workers can't share equally, as streaming needs; use a multiple"
+            message = (
+                f"is {size}, but streaming needs a batch that {workers} workers can split equally. "
+                f"Use a multiple of {workers}."
+            )
             yield Problem("train.global_batch_size", message)
             break
     if experiment.train.compile is not None:
-        message = "needs batches of all sizes before the first step, which a stream doesn't have; remove it"
+        message = "needs batches of all sizes before the first step, and a stream has none. Remove this key."
         yield Problem("train.compile", message)
     if experiment.order is not None:
-        message = "has no effect on pipeline.data.streamed; shuffle the rows with Ray Data, and remove it"
+        message = "has no effect on pipeline.data.streamed. Remove this key, and shuffle the rows with Ray Data."
         yield Problem("order", message)
     for name in ("num_workers", "collate"):
         if getattr(loader, name):
             message = (
-                "has no effect on pipeline.data.streamed; use map_batches of Ray Data instead, and remove this key"
+                "has no effect on pipeline.data.streamed. Remove this key, and use Ray Data's map_batches instead."
             )
             yield Problem(f"loader.{name}", message)
 
@@ -198,9 +208,9 @@ def _order(experiment: Experiment) -> Iterator[Problem]:
         hint = did_you_mean(name, KINDS) or f"; order takes {', '.join(KINDS)}"
         yield Problem(keys.child("order", name), f"unknown key{hint}")
     if len(order.given) > 1:
-        yield Problem("order", f"{' and '.join(order.given)} are given, which are orders of their own; keep one")
+        yield Problem("order", f"{' and '.join(order.given)} cannot be combined. Keep one of them.")
     elif not (order.given or unknown):
-        yield Problem("order", f"is empty; write one of {', '.join(KINDS)}")
+        yield Problem("order", f"is empty. Set one of {', '.join(KINDS)}.")
 
 
 def _swept(experiment: Experiment) -> Iterator[Problem]:
@@ -211,17 +221,17 @@ def _swept(experiment: Experiment) -> Iterator[Problem]:
     if source_of(sweep.metric, experiment.metrics) is None:
         known = [f"validation/{name}" for name in ("loss", *experiment.metrics)]
         hint = did_you_mean(sweep.metric, known) or f"; choose one of {', '.join(known)}"
-        yield Problem("sweep.metric", f"is {sweep.metric}, which isn't measured{hint}")
+        yield Problem("sweep.metric", f"{sweep.metric} is not measured{hint}")
     for key, message in misused(sweep):
         yield Problem(f"sweep.{key}", message)
     if experiment.train.epochs is None:
-        yield Problem("train.steps", "is given, but a sweep compares trials by epochs; write train.epochs instead")
+        yield Problem("train.steps", "a sweep compares trials by epochs. Set train.epochs instead.")
         return
     varied = sweep.parameters.get("train.epochs")
     epochs = max([experiment.train.epochs, *(n for n in (varied.candidates if varied else ()) if isinstance(n, int))])
     if sweep.asha is not None and sweep.asha.grace_epochs >= epochs:
         message = (
-            f"is {sweep.asha.grace_epochs}, but trials have {counted(epochs, 'epoch')}, so that none is stopped early; "
-            "write fewer"
+            f"is {sweep.asha.grace_epochs}, but trials have {counted(epochs, 'epoch')}, so no trial would stop early. "
+            f"Use fewer than {epochs}."
         )
         yield Problem("sweep.asha.grace_epochs", message)

@@ -10,37 +10,47 @@ from pipeline.wording import did_you_mean
 
 
 def with_optimizers(experiment: Experiment) -> Iterator[Problem]:
-    """Find no optimizer, several ones beside a single one, and settings that several ones don't support."""
+    """Find a missing optimizer, optimizer next to optimizers, and settings that several optimizers don't support."""
     train, names = experiment.train, list(experiment.optimizers)
     if experiment.optimizer is None and not names:
-        yield Problem("optimizer", "missing; write an optimizer, or optimizers with the parameters of each")
+        yield Problem("optimizer", "missing. Set optimizer, or set optimizers with the parameters of each.")
     if experiment.optimizer is not None and names:
-        yield Problem("optimizer", "both optimizer and optimizers are given; remove one")
+        yield Problem("optimizer", "optimizer and optimizers cannot be combined. Remove one of them.")
     for name in experiment.schedulers:
         if name not in names:
-            hint = did_you_mean(name, names) or f"; {', '.join(names) or 'none'} is given there"
-            yield Problem(keys.child("schedulers", name), f"is no name in optimizers{hint}")
+            hint = did_you_mean(name, names) or f"; optimizers has {', '.join(names) or 'no entries'}"
+            yield Problem(keys.child("schedulers", name), f"is not a name in optimizers{hint}")
     if not names:
         return
     for name, own in experiment.by_optimizer.items():
         for key, message in finetuning.misused(None, own.optimizer, own.scheduler):
             yield Problem(own_key(key, name), message)
         if own.scheduler is not None and own.scheduler.target.endswith(".ReduceLROnPlateau"):
-            message = "ReduceLROnPlateau follows one validation loss, but each optimizer has its own; use another"
+            message = (
+                "ReduceLROnPlateau follows one validation loss, but each optimizer has its own loss. "
+                "Use another scheduler."
+            )
             yield Problem(own_key("scheduler", name), message)
     if experiment.scheduler is not None:
-        yield Problem("scheduler", f"has several optimizers; write schedulers: {{{names[0]}: ...}}")
+        message = f"cannot be combined with several optimizers. Set schedulers: {{{names[0]}: ...}} instead."
+        yield Problem("scheduler", message)
     if all(one.every not in (None, 1) for one in experiment.optimizers.values()):
-        message = "leave out steps, each by its every, so that some would train nothing; remove every from one of them"
+        message = (
+            "each optimizer skips steps (every), so some steps would train nothing. Remove every from one of them."
+        )
         yield Problem("optimizers", message)
     if experiment.task is None:
-        yield Problem("optimizers", "need a task that yields a loss for each, e.g. pipeline.tasks.gan.GAN; write task:")
+        message = "need a task that yields one loss per optimizer. Set task, for example to pipeline.tasks.gan.GAN."
+        yield Problem("optimizers", message)
     if train.compile is not None:
-        message = "compiles the model as a whole, but a task with several optimizers calls its parts; remove it"
+        message = "compiles the whole model, but a task with several optimizers calls parts of it. Remove this key."
         yield Problem("train.compile", message)
     if train.on_nonfinite == "skip":
-        message = "skips whole steps, but an optimizer may have stepped before the loss of the next one is known"
-        yield Problem("train.on_nonfinite", f"{message}; write stop or rollback")
+        message = (
+            "skip cannot be combined with several optimizers. One optimizer may have updated its parameters before "
+            "the next loss is computed. Set stop or rollback."
+        )
+        yield Problem("train.on_nonfinite", message)
 
 
 def with_lightning(experiment: Experiment) -> Iterator[Problem]:
@@ -48,10 +58,10 @@ def with_lightning(experiment: Experiment) -> Iterator[Problem]:
     if not lightning_module.is_named(experiment.task):
         return
     if experiment.task is not None and "module" in experiment.task.arguments:
-        yield Problem("model", f"both model and {lightning_module.MODULE} are given; remove one")
+        yield Problem("model", f"model and {lightning_module.MODULE} cannot be combined. Remove one of them.")
     if experiment.metrics:
-        message = "get outputs and targets, which a LightningModule doesn't return; log them in its validation_step"
-        yield Problem("metrics", f"{message}: self.log(name, metric)")
+        message = "need outputs and targets, but a LightningModule does not return them"
+        yield Problem("metrics", f"{message}. Call self.log(name, metric) in its validation_step instead.")
     own, scheduler = experiment.optimizer, experiment.scheduler
     if (
         own is not None
@@ -59,16 +69,16 @@ def with_lightning(experiment: Experiment) -> Iterator[Problem]:
         and scheduler is not None
         and scheduler.target != lightning_module.SCHEDULER
     ):
-        message = "is given without optimizer: configure_optimizers of the module returns both; move it there"
-        yield Problem("scheduler", f"{message}, or write optimizer: and remove the method")
+        message = "needs an optimizer: here the module's configure_optimizers returns the optimizer"
+        yield Problem("scheduler", f"{message}. Return the scheduler there, or set optimizer and remove the method.")
     if experiment.train.compile is not None:
-        message = "would compile training_step with its logs; remove it, and compile a part in the module's __init__"
-        yield Problem("train.compile", message)
+        message = "would compile training_step and its self.log calls"
+        yield Problem("train.compile", f"{message}. Remove this key, and compile submodules in the module's __init__.")
     strategies = {"parallel.strategy": experiment.parallel.strategy}
     strategies |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
     for key, strategy in strategies.items():
         if strategy == "dp":
-            yield Problem(key, "dp copies the module for each GPU, and its logs would be lost; write ddp")
+            yield Problem(key, "dp copies the module to each GPU, so its logs would be lost. Set ddp.")
 
 
 def against_state(task: object, experiment: Experiment) -> Iterator[Problem]:

@@ -25,23 +25,25 @@ class Checkpoint(NamedTuple):
     best: str = ""
     """Metric whose best value it has, if it was chosen for that; otherwise empty."""
     note: str = ""
-    """Note that the training ended later, if the last checkpoint was meant; otherwise empty."""
+    """Note that the training ended at a later step, if the last checkpoint was requested; otherwise empty."""
 
 
 def ended_training(state: RunState, *, command: str) -> None:
-    """Refuse a run that goes on, and one that has no training.
+    """Check that a run trained a model and has ended.
 
     Raises:
         UsageError: it is running, or it is a comparison, a sweep or another command's.
     """
     role, name = state.opened.tags.get("role", "main"), id_of(state.folder)
     if role == "sweep":
-        raise UsageError(f"{name} is a sweep; name one of its trials: pipeline {command} {name}/trial-001")
+        raise UsageError(f"{name} is a sweep. Name one of its trials: pipeline {command} {name}/trial-001")
     if role != "main":
-        raise UsageError(f"{name} is a run of pipeline {role}, which trains no model; name one of pipeline run")
+        raise UsageError(
+            f"{name} is a run of pipeline {role}, which does not train a model. Name a run of pipeline run."
+        )
     if state.status == "RUNNING":
         writer = journal.describe_writer(state.folder / journal.FILE_NAME)
-        raise UsageError(f"{name} is still running in {writer}; pipeline {command} needs a training that has ended")
+        raise UsageError(f"{name} is still running in {writer}. Wait until it has ended, then use pipeline {command}.")
 
 
 def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: tuple[str, ...]) -> Checkpoint:
@@ -55,15 +57,15 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
 
     Raises:
         UsageError: there is no such checkpoint.
-        ExperimentError: the metric of ``checkpoint.best`` doesn't know which direction is better.
+        ExperimentError: the metric of ``checkpoint.best`` doesn't define which direction is better.
         ResourceError: the storage can't be read.
     """
     options, name = file.experiment.checkpoint, id_of(folder)
     address = address_of(options.directory, run=folder)
     manifests = _manifests(Storage(address))
     if not manifests:
-        why = "checkpoint.keep is 0" if not options.keep else "the training ended before its first one"
-        raise UsageError(f"{name}: no complete checkpoint in {address}: {why}")
+        why = "checkpoint.keep is 0" if not options.keep else "Training ended before the first checkpoint"
+        raise UsageError(f"{name}: {address} has no complete checkpoint. {why}.")
     if wanted is None:
         wanted = BEST if options.best is not None and _rated(manifests, options.best) else LAST
     if wanted == LAST:
@@ -72,10 +74,12 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
         return _best(file, manifests, name=name, address=address, allowed=allowed)
     step = int(wanted) if wanted.isascii() and wanted.isdecimal() else step_of(wanted)
     if step is None:
-        raise UsageError(f"--checkpoint {wanted}: write best, last, or a step: {_steps(manifests)}")
+        raise UsageError(f"--checkpoint {wanted}: not found. Use best, last, or a step: {_steps(manifests)}.")
     found = next((one for one in manifests if one.step == step), None)
     if found is None:
-        raise UsageError(f"--checkpoint {wanted}: {name} kept no checkpoint of step {step}, only {_steps(manifests)}")
+        raise UsageError(
+            f"--checkpoint {wanted}: {name} has no checkpoint of step {step}. Its checkpoints: {_steps(manifests)}."
+        )
     return Checkpoint(address, found)
 
 
@@ -94,7 +98,7 @@ def _describe_missing_end(newest: int, *, folder: Path) -> str:
     steps = [event.result.steps for event in finished if isinstance(event, Finished) and event.trial == "main"]
     if not steps or newest >= steps[-1]:
         return ""
-    return f"the newest checkpoint is of step {newest:,}, but the training ended at step {steps[-1]:,}"
+    return f"The latest checkpoint is from step {newest:,}, but training ended at step {steps[-1]:,}."
 
 
 def _manifests(storage: Storage) -> list[Manifest]:
@@ -103,7 +107,7 @@ def _manifests(storage: Storage) -> list[Manifest]:
         return [entry.manifest for entry in entries(storage) if entry.manifest is not None]
     except Exception as error:  # a file system may raise anything
         raise ResourceError(
-            f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}"
+            f"{storage.address}: the checkpoints cannot be read. {type(error).__name__}: {error}"
         ) from error
 
 
@@ -116,13 +120,13 @@ def _best(
     file: ExperimentFile, manifests: Sequence[Manifest], *, name: str, address: str, allowed: tuple[str, ...]
 ) -> Checkpoint:
     metric = file.experiment.checkpoint.best
-    others = f"write --checkpoint last, or a step: {_steps(manifests)}"
+    others = f"Use --checkpoint last, or a step: {_steps(manifests)}."
     if metric is None:
-        raise UsageError(f"--checkpoint best: {name} was trained without checkpoint.best; {others}")
+        raise UsageError(f"--checkpoint best: {name} was trained without checkpoint.best. {others}")
     direction = preflight.best_direction(file.experiment, allowed=allowed)
     found = best(_rated(manifests, metric), direction)
     if found is None:
-        raise UsageError(f"--checkpoint best: no checkpoint of {name} has a value of {metric}; {others}")
+        raise UsageError(f"--checkpoint best: no checkpoint of {name} has a value of {metric}. {others}")
     return Checkpoint(address, found, best=metric)
 
 

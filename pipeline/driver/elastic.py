@@ -55,9 +55,9 @@ def sized(trial: T, *, launcher: Launcher) -> T:
             break
         if room < parallel.least_workers and time.monotonic() > deadline:
             raise ResourceError(
-                f"parallel.workers: asked for at least {counted(parallel.least_workers, 'worker')} with "
-                f"{counted(trial.cpus_per_worker, 'core')} each; {room} fit within "
-                f"parallel.queue_timeout_s, {parallel.room_timeout_s:g} s; add nodes, or continue later with --resume"
+                f"parallel.workers: at least {counted(parallel.least_workers, 'worker')} with "
+                f"{counted(trial.cpus_per_worker, 'core')} each are required, but there was room for {room} within "
+                f"parallel.queue_timeout_s ({parallel.room_timeout_s:g} s). Add nodes, or continue later with --resume."
             )
         time.sleep(0.2)
     return trial.model_copy(update={"workers": min(room, parallel.workers)})
@@ -72,7 +72,7 @@ class Pace:
         self.idle_s: float | None = None
         """Seconds from the last new step of earlier attempts to the first of this attempt; None without both."""
         self.checkpoint = 0
-        """Step of the newest checkpoint, as far as this process knows."""
+        """Step of the latest checkpoint that was reported to this process."""
         self.in_vain = False
         """True if resizing has brought no more workers."""
         self.nodes: frozenset[str] = frozenset()
@@ -168,14 +168,14 @@ def _has_to_move(trial: Trial, *, launcher: Launcher, pace: Pace, warn: Callable
         return False
     notice = ", ".join(map(str, leaving))
     if any(node.has_driver for node in leaving):
-        warn(f"{notice}, and this command runs there: saving a checkpoint to end")
+        warn(f"{notice}. This command runs on that node, so it saves a checkpoint and ends.")
         launcher.stop.ask()
         return False
     if not trial.saves:
-        warn(f"{notice}: training goes on until then, since there would be no checkpoint to resume from")
+        warn(f"{notice}. Training continues until then, because there is no checkpoint to resume from.")
         return False
     pace.leaving = ", ".join(node.label for node in leaving)
-    warn(f"{notice}: saving a checkpoint to continue on other nodes")
+    warn(f"{notice}. Saving a checkpoint to continue on other nodes.")
     return True
 
 
@@ -186,7 +186,7 @@ def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:
 
 
 def course(events: Iterable[AnyEvent], *, trial: str) -> tuple[tuple[int, int], ...]:
-    """Return the numbers of workers of a trial, each after the step, counted from 1, that it began at."""
+    """Return the numbers of workers of a trial, each after the step, counted from 1, that it started at."""
     before: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for event in events:
@@ -203,7 +203,7 @@ def course(events: Iterable[AnyEvent], *, trial: str) -> tuple[tuple[int, int], 
 
 
 def remark(sizes: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """Yield a report's remark on a changed number of workers, if it changed."""
+    """Yield a report's note on a changed number of workers, if it changed."""
     if len(sizes) > 1:
         parts = ", ".join(f"{workers} from step {step} on" for step, workers in sizes)
-        yield f"The number of workers changed: {parts}. Throughput and speedup are those of the last {sizes[-1][1]}."
+        yield f"The number of workers changed: {parts}. Throughput and speedup are for the last {sizes[-1][1]} workers."

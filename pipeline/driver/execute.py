@@ -18,7 +18,8 @@ from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
 
 MOST_ROLLBACKS = 3
-"""Limit: a training that keeps becoming non-finite isn't cured by leaving out batches."""
+"""Limit: skipping batches doesn't help a training that keeps becoming non-finite."""
+_MEASUREMENTS_MISSING = "Training was already complete. The measurements after it are missing."
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
     if trial.is_elastic:
         trial = sized(trial, launcher=launcher)
         if trial.workers < (most := trial.experiment.parallel.workers):
-            warn(f"starting with {trial.workers} of {most} workers: no more fit now")
+            warn(f"Training starts with {trial.workers} of {most} workers. There is no room for more now.")
     while True:
         try:
             with explained(file):
@@ -92,10 +93,10 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
         except KeyboardInterrupt as interruption:
             if pace.trained is None or isinstance(interruption, Terminated):
                 raise
-            warn("interrupted. Training has finished, but the measurements after it are missing.")
+            warn(f"interrupted. {_MEASUREMENTS_MISSING}")
             return _end_as_trained(pace.trained, Outcome(trained=pace.trained), recorder)
         if pace.idle_s is not None:
-            warn(f"resumed: {pace.idle_s:.0f} s passed until training caught up with the last reported step")
+            warn(f"Training caught up with the last reported step {pace.idle_s:.0f} s after the interruption.")
         if outcome.has_ended and not outcome.has_failed:
             return outcome
         if outcome.trained is not None and not outcome.is_experiment_wrong and outcome.has_failed:
@@ -133,8 +134,7 @@ def _as_trained(outcome: Outcome, recorder: Recorder) -> Outcome:
     assert outcome.trained is not None
     if outcome.has_ended:
         return outcome
-    message = f"{str(outcome.error).rstrip('.')}. Training has finished, but the measurements after it are missing."
-    _warn(recorder, outcome.trained.trial, message)
+    _warn(recorder, outcome.trained.trial, f"{_cause(outcome)}. {_MEASUREMENTS_MISSING}")
     return _end_as_trained(outcome.trained, outcome, recorder)
 
 
@@ -167,7 +167,7 @@ def _again(
         return None
     if outcome.has_only_lost_workers:
         if trial.is_elastic:
-            warn(f"{outcome.error}; looking for room for other workers")
+            warn(f"{_cause(outcome)}. Looking for resources for other workers.")
             pace.in_vain = False
             again = _resized(trial, launcher=launcher, pace=pace)
             if again.trial.workers < trial.workers:
@@ -185,7 +185,7 @@ def _resized(trial: Training, *, launcher: Launcher, pace: Pace) -> _Again:
     """
     resumed = sized(trial.model_copy(update={"resume": True}), launcher=launcher)
     most = trial.experiment.parallel.workers
-    return _Again(resumed, f"resuming with {resumed.workers} of {most} workers from step {pace.checkpoint}")
+    return _Again(resumed, f"Resuming with {resumed.workers} of {most} workers from step {pace.checkpoint}.")
 
 
 def _moved(trial: Training, outcome: Outcome, *, launcher: Launcher, pace: Pace) -> _Again:
@@ -196,8 +196,8 @@ def _moved(trial: Training, outcome: Outcome, *, launcher: Launcher, pace: Pace)
     """
     nodes, pace.in_vain = pace.leaving, False
     again = _resized(trial, launcher=launcher, pace=pace)
-    late = f"{outcome.error}; it was too late for a checkpoint; " if outcome.has_failed else ""
-    return again._replace(why=f"{late}{again.why}, without {nodes}; not counted as a failure")
+    late = f"{_cause(outcome)}. There was no time left for a checkpoint. " if outcome.has_failed else ""
+    return again._replace(why=f"{late}{again.why} Not used: {nodes}. This does not count as a failure.")
 
 
 def _resumed(trial: Training, outcome: Outcome, *, failures: int) -> _Again | None:
@@ -205,7 +205,7 @@ def _resumed(trial: Training, outcome: Outcome, *, failures: int) -> _Again | No
     most = trial.experiment.parallel.max_failures
     if failures >= most:
         return None
-    why = f"{outcome.error}; resuming from the newest checkpoint (failure {failures + 1} of {most})"
+    why = f"{_cause(outcome)}. Resuming from the latest checkpoint (failure {failures + 1} of {most})."
     return _Again(trial.model_copy(update={"resume": True}), why, counts=True)
 
 
@@ -216,8 +216,13 @@ def _rolled_back(trial: Training, outcome: Outcome) -> _Again | None:
         return None
     left_out = (*trial.left_out, bad)
     count = f"(rollback {len(left_out)} of {MOST_ROLLBACKS})"
-    why = f"{outcome.error}; rolling back to the newest checkpoint, without the batch of step {bad} {count}"
+    why = f"{_cause(outcome)}. Rolling back to the latest checkpoint and skipping the batch of step {bad} {count}."
     return _Again(trial.model_copy(update={"resume": True, "left_out": left_out}), why)
+
+
+def _cause(outcome: Outcome) -> str:
+    """Return an outcome's error as a sentence to be continued: without its full stop."""
+    return str(outcome.error).removesuffix(".")
 
 
 def _warn(recorder: Recorder, trial: str, message: str) -> None:

@@ -44,13 +44,13 @@ def _of_run(name: str, directory: Path) -> Weights:
 def _reason(folder: Path) -> str:
     """Return why a run has no weights, and what to do."""
     if trials := trials_of(folder):
-        return f"{folder} is a sweep; write one of its trials, e.g. {folder.name}/{trials[0].name}"
+        return f"{folder} is a sweep. Name one of its trials, for example {folder.name}/{trials[0].name}."
     status = read_state(folder).status
     if status == "RUNNING":
-        return f"{folder} is still training in {journal.describe_writer(folder / journal.FILE_NAME)}; wait for its end"
+        return f"{folder} is still training in {journal.describe_writer(folder / journal.FILE_NAME)}. Wait for its end."
     if status == "FINISHED":
-        return f"{folder / WEIGHTS} doesn't exist; name a run of pipeline run"
-    return f"{folder} has not finished, so it has no {WEIGHTS}; continue it with --resume, or name another run"
+        return f"{folder / WEIGHTS} does not exist. Name a run of pipeline run."
+    return f"{folder} has not finished, so it has no {WEIGHTS}. Continue it with --resume, or name another run."
 
 
 def _which(folder: Path) -> str:
@@ -68,12 +68,12 @@ def _of_file(start: StartFrom) -> Weights:
         raise ExperimentError.of(key, f"is the folder {path}{_others(path)}")
     if path.suffix != _ENDING:
         message = (
-            f"is {path}; write a file that ends in {_ENDING}, e.g. of safetensors.torch.save_file(model.state_dict(), "
-            f'"{path.stem}{_ENDING}"). Other formats may run code'
+            f"is {path}, but only {_ENDING} files can be read: other formats may run code. Create one with "
+            f'safetensors.torch.save_file(model.state_dict(), "{path.stem}{_ENDING}").'
         )
         raise ExperimentError.of(key, message)
     if not path.is_file():
-        raise ExperimentError.of(key, f"is {path}; there is no such file{_others(path.parent, meant=str(path))}")
+        raise ExperimentError.of(key, f"{path} does not exist{_others(path.parent, meant=str(path))}")
     return Weights(path=str(path.absolute()), source=str(path))
 
 
@@ -81,6 +81,4 @@ def _others(folder: Path, *, meant: str = "") -> str:
     """Suggest the file that was probably meant, or list those of a folder."""
     there = sorted(str(file) for file in folder.glob(f"*{_ENDING}")) if folder.is_dir() else []
     hint = did_you_mean(meant, there) if meant else ""
-    return hint or (
-        f"; write one of {', '.join(there[:5])}" if there else f"; {folder} has none that ends in {_ENDING}"
-    )
+    return hint or (f"; use one of {', '.join(there[:5])}" if there else f"; {folder} has no {_ENDING} file")

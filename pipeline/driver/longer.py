@@ -15,7 +15,7 @@ LENGTHS = ("train.epochs", "train.steps", "train.early_stopping")
 
 
 def is_longer(now: Train, before: Train) -> bool:
-    """Return True if a training continues an earlier one: more epochs or steps, or other early stopping."""
+    """Return True if a run continues an earlier run: more epochs or steps, or different early stopping."""
     length, earlier = ((train.epochs or 0, train.steps or 0) for train in (now, before))
     if length == earlier:
         return now.early_stopping != before.early_stopping
@@ -30,37 +30,40 @@ def refuse_finished(file: ExperimentFile, state: RunState) -> None:
     """
     if not is_longer(file.experiment.train, state.experiment.train):
         raise UsageError(
-            f"--resume: {state.folder} has finished; start a new run without --resume, or train for more than "
-            f"{state.experiment.train.length} to continue it, e.g. with a larger train.epochs"
+            f"--resume: {state.folder} has finished. To continue it, train for more than "
+            f"{state.experiment.train.length}, for example with a larger train.epochs. "
+            "To train again, start a new run without --resume."
         )
     address = address_of(file.experiment.checkpoint.directory, run=state.folder)
     if not Storage(address).folders():
-        raise UsageError(f"--resume: {state.folder} has finished, and {address} has no checkpoint to continue from")
+        raise UsageError(
+            f"--resume: {state.folder} has finished, and {address} has no checkpoint. Start a new run without --resume."
+        )
 
 
 def differences(file: ExperimentFile, state: RunState) -> Iterator[str]:
-    """Yield what makes a continued run differ from one that was as long from the start."""
+    """Yield the reasons why a continued run differs from a run of this length started from scratch."""
     now, before = file.experiment.train, state.experiment.train
     if state.status == "FINISHED" and (note := describe_missing_end(file, folder=state.folder)):
-        yield f"{note}; training continues from the checkpoint"
+        yield f"{note} Training continues from the checkpoint."
     if now.length == before.length:
         return
     for key, value in flatten(file.experiment).items():
         if "${total_steps}" in value:
             yield (
-                f"{key} is {value}: steps up to the checkpoint used the {before.length} of before, so the run differs "
-                f"from one of {now.length} from the start"
+                f"{key} is now {value}. The steps before the checkpoint used the schedule for {before.length}, so the "
+                f"result differs from a run of {now.length} started from scratch."
             )
     follows = now.early_stopping is not None or "ReduceLROnPlateau" in str(file.experiment.scheduler)
     if follows and state.status == "FINISHED" and not _evaluates_there(now, before):
         yield (
-            f"the end after {before.length} was evaluated as the last step, and counts for what follows the metric; a "
-            f"run of {now.length} from the start need not evaluate it"
+            f"The earlier run was evaluated at its end, after {before.length}. Early stopping and ReduceLROnPlateau "
+            f"use this evaluation. A run of {now.length} started from scratch may not evaluate there."
         )
 
 
 def _evaluates_there(now: Train, before: Train) -> bool:
-    """Return True if a longer training surely evaluates where the earlier one has ended."""
+    """Return True if a longer run always evaluates at the step where the earlier run ended."""
     if now.evaluate_every_steps is not None:
         return before.steps is not None and before.steps % now.evaluate_every_steps == 0
     return before.epochs is not None and before.epochs % now.evaluate_every_epochs == 0

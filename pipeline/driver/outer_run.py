@@ -41,8 +41,8 @@ def leading(parallel: Parallel) -> Iterator[None]:
         return
     if parallel.launcher != _LAUNCHER:
         raise UsageError(
-            f"started by {outer.name}, but parallel.launcher is {parallel.launcher}; "
-            f"add parallel.launcher={_LAUNCHER}, or start it with pipeline run alone"
+            f"parallel.launcher: is {parallel.launcher}, but {outer.name} started this process. "
+            f"Add parallel.launcher={_LAUNCHER}, or start it with pipeline run alone."
         )
     with environment(**outer.variables):
         group, code = _group(outer, parallel), 1
@@ -79,12 +79,13 @@ def check_workers(plan: Plan) -> Plan:
             wanted = plan.experiment.parallel
             allowed = f"{wanted.least_workers} to {wanted.workers}" if wanted.is_elastic else str(wanted.workers)
             raise UsageError(
-                f"{outer.name} started {outer.world_size} processes, but parallel.workers is {allowed}; make them equal"
+                f"parallel.workers: is {allowed}, but {outer.name} started {outer.world_size} processes. "
+                "Make the numbers equal."
             )
         if trial.workers not in (1, outer.world_size):
             raise UsageError(
-                f"{outer.name} started {outer.world_size} processes, but {trial.name} has {trial.workers} workers; "
-                f"write 1 or {outer.world_size} under compare, or add --no-baseline"
+                f"{outer.name} started {outer.world_size} processes, but {trial.name} has {trial.workers} workers. "
+                f"Set 1 or {outer.world_size} workers under compare, or add --no-baseline."
             )
     return plan
 
@@ -93,7 +94,7 @@ def follow(parallel: Parallel) -> None:
     """Run this process as one of the workers of rank 0's trials.
 
     Raises:
-        TrainingError: rank 0 is gone.
+        TrainingError: rank 0 has ended.
         ResourceError: rank 0 can't be reached.
         SystemExit: the run has not succeeded; with rank 0's exit code.
     """
@@ -128,7 +129,7 @@ class _Follower:
 
         if self._has_to_stop:
             group.ask_to_stop()
-        gone = f"rank {group.rank.rank} on {group.rank.node}: lost the connection to rank 0, the driver of the run"
+        gone = f"rank {group.rank.rank} on {group.rank.node} lost the connection to rank 0, which drives the run"
         try:
             group.publish(own_facts(group).model_dump_json())
             while (command := group.next_command()).trial:

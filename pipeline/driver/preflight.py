@@ -206,7 +206,8 @@ def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
         strategy: Any = registry.load("strategies", entry.strategy).Strategy
         if strategy.processes == "one" and (entry.workers or 1) > 1:
             yield Problem(
-                f"{key}.workers", f"is {entry.workers}, but {entry.strategy} is one process; write 1, or strategy: ddp"
+                f"{key}.workers",
+                f"is {entry.workers}, but strategy {entry.strategy} runs one process. Set 1, or strategy: ddp.",
             )
         try:
             options = strategy.Options.model_validate(entry.options)

@@ -15,7 +15,7 @@ from pipeline.recording import journal, runs
 from pipeline.recording.folder import RunState, is_listed, read_state, runs_named
 
 LATEST = "latest"
-"""Value of ``--resume``: the run of this experiment that began last."""
+"""Value of ``--resume``: the run of this experiment that started last."""
 
 _HOW_NOT_WHAT = (
     *("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.", "sweep"),
@@ -25,7 +25,7 @@ _HOW_NOT_WHAT = (
 _STEP = "train.global_batch_size"
 _BY_WORKER = "train.batch_size_per_worker"
 _NEW_ORDER = (
-    "the order of samples changes from this step on: in the current epoch some are repeated and others are missed"
+    "The sample order changes from this step on. In the current epoch, some samples are repeated and others are missed."
 )
 _ORDERING = ("seed", "data.", "order")
 """Prefixes of keys that decide which samples are in the batch of a step."""
@@ -42,7 +42,10 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     state, name = state_of(file, resume, role=role), file.experiment.name
     what, folder = "run" if role == "main" else role, state.folder
     if role == "sweep" and state.opened.tags.get("role") != role:
-        raise UsageError(f"--resume: {folder} is no sweep; resume it with pipeline run FILE --resume {folder.name}")
+        raise UsageError(
+            f"--resume: {folder} is a training run, not a sweep. "
+            f"Resume it with pipeline run FILE --resume {folder.name}"
+        )
     if state.experiment.name != name:
         raise UsageError(f"--resume: {folder} is a {what} of {state.experiment.name}, not of {name}")
     if state.status == "RUNNING":
@@ -62,7 +65,7 @@ def state_of(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"
     directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
     folder = newest(file, role=role) if resume == LATEST else named(resume, directory)
     if folder is None:
-        message = f"--resume: {directory} has no {what} of {file.experiment.name}; start one without --resume"
+        message = f"--resume: {directory} has no {what} of {file.experiment.name}. Start one without --resume."
         raise UsageError(message)
     return read_state(folder)
 
@@ -80,8 +83,8 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
     if found and own is None:
         folder, opened = found[0]
         raise UsageError(
-            f"--resume: {folder} is a run of {opened.file}, which has the same name: {name}, as {file.path}; "
-            f"resume with that file, give this one another name, or write --resume {folder.name}"
+            f"--resume: the latest run named {name} is {folder}. It was started with {opened.file}, not with "
+            f"{file.path}. Resume it with {opened.file}. To resume it with this file, use --resume {folder.name}."
         )
     return own
 
@@ -105,7 +108,7 @@ def with_batch_of(file: ExperimentFile, state: RunState) -> tuple[ExperimentFile
     if str(train.batch_size_per_worker) != began_with or train.global_batch_size == size:
         return file, []
     kept = train.model_copy(update={"global_batch_size": size, "batch_size_per_worker": None})
-    note = f"the global batch stays {size}, as in {state.folder.name} when it began"
+    note = f"The global batch size stays {size}, as at the start of {state.folder.name}."
     return replace(file, experiment=file.experiment.model_copy(update={"train": kept})), [note]
 
 
@@ -123,8 +126,8 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     if not allowed:
         lengths = LENGTHS if is_longer(file.experiment.train, state.experiment.train) else ()
         check_same(file, state, may_change=(*_HOW_NOT_WHAT, *lengths), remedy="add --allow-changed")
-    told = {key: values for key, values in changed.items() if key != _BY_WORKER}  # its global batch is the same
-    notes = [f"{key} was {_value(before)}, is {_value(after)}" for key, (before, after) in told.items()]
+    shown = {key: values for key, values in changed.items() if key != _BY_WORKER}  # its global batch is the same
+    notes = [f"{key} was {_value(before)}, is now {_value(after)}" for key, (before, after) in shown.items()]
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
     notes += differences(file, state)
@@ -134,7 +137,7 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
 def altered(file: ExperimentFile, state: RunState) -> list[str]:
     """Describe what has changed in the experiment since the run and may change what is computed."""
     return [
-        f"{key} was {_value(before)}, is {_value(after)}"
+        f"{key} was {_value(before)}, is now {_value(after)}"
         for key, (before, after) in _changed(file, state).items()
         if not key.startswith((*_HOW_NOT_WHAT, "name"))
     ]
@@ -151,17 +154,17 @@ def check_same(file: ExperimentFile, state: RunState, *, may_change: tuple[str, 
         raise file.explain(
             Problem(
                 key,
-                f"is {_value(changed[key][1])}, but was {_value(changed[key][0])} in {state.folder.name}; "
-                f"put it back, or {remedy}",
+                f"is {_value(changed[key][1])}, but was {_value(changed[key][0])} in {state.folder.name}. "
+                f"Set it back, or {remedy}.",
             )
             for key in refused
         )
 
 
 def left_out(file: ExperimentFile, state: RunState) -> Mapping[str, tuple[int, ...]]:
-    """Return the steps whose batch a rollback has left out, by trial: a resumed run leaves them out, too.
+    """Return the steps whose batch a rollback has skipped, by trial: a resumed run also skips them.
 
-    With another seed or other data these steps have different batches, and none is left out.
+    With another seed or other data these steps have different batches, and none is skipped.
     """
     if any(key.startswith(_ORDERING) for key in _changed(file, state)):
         return {}
@@ -172,7 +175,7 @@ def left_out(file: ExperimentFile, state: RunState) -> Mapping[str, tuple[int, .
 
 def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:
     """Return the changed values by key: before and now."""
-    # Other credentials or addresses of the store are no change.
+    # Other credentials or addresses of the tracking server are not a change.
     before = state.experiment.model_copy(update={"tracking": file.experiment.tracking})
     now, then = flatten(file.experiment), flatten(before)
     return {key: (then.get(key), now.get(key)) for key in now | then if not _is_same(then.get(key), now.get(key))}
@@ -194,21 +197,20 @@ def _is_of_another(file: ExperimentFile, source: str) -> bool:
 
 
 def _refusal_of_size(before: str | None, after: str | None, *, state: RunState, file: ExperimentFile) -> str:
-    """Say why a run can't be resumed with another batch size.
+    """Describe why a run can't be resumed with another batch size.
 
     The step number would no longer give the place in the data, the learning rate and the axis of every metric.
     """
     by_worker = file.experiment.train.batch_size_per_worker
-    is_and_was, remedy = f"is {_value(after)}, but was {_value(before)}", _value(before)
+    what, remedy = "", "Set it back to"
     if by_worker is not None:
-        is_and_was = f"makes a global batch of {_value(after)}, which was {_value(before)}"
-        remedy = f"train.global_batch_size: {_value(before)} in its place"
+        what, remedy = "the global batch size ", "Replace it with train.global_batch_size:"
     return (
-        f"{is_and_was} in {state.folder.name}, whose data, learning rate and metrics "
-        f"all count steps of {_value(before)} samples; write {remedy} (more train.gradient_accumulation needs "
-        "less memory for the same step), or start a new run without --resume"
+        f"{what}cannot change from {_value(before)} to {_value(after)} when resuming {state.folder.name}. "
+        f"{remedy} {_value(before)}, or start a new run without --resume. "
+        "To save memory, raise train.gradient_accumulation instead."
     )
 
 
 def _value(text: str | None) -> str:
-    return "not there" if text is None else text
+    return "not set" if text is None else text

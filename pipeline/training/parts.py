@@ -218,7 +218,7 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
     refuse_hidden_rates(scheduler, target=experiment.scheduler.target, factor=factor, groups=groups)
     if not isinstance(scheduler, ReduceLROnPlateau):
         if experiment.train.scheduler_metric is not None:
-            raise ExperimentError.of("train.scheduler_metric", f"{NO_PLATEAU}; remove it")
+            raise ExperimentError.of("train.scheduler_metric", f"{NO_PLATEAU}. Remove this key.")
         return scheduler
     follows = f"ReduceLROnPlateau follows {experiment.train.followed_by_plateau}"
     if experiment.train.scheduler_interval == "step":

@@ -79,4 +79,4 @@ def test_a_node_that_is_cut_off_or_unfit_is_done_without(tmp_path: Path) -> None
         lost = r"rank \d on node1 exited without reporting an error: its node "  # Ray chooses the rank
         assert any(re.match(lost, message) for message in told), told
         (resumed,) = (event for event in ran.events if isinstance(event, Resumed))
-        assert f"resuming with 1 of 3 workers from step {resumed.step}" in told
+        assert f"Resuming with 1 of 3 workers from step {resumed.step}." in told

@@ -102,7 +102,7 @@ def test_three_nodes_train_what_one_process_does(expected: dict[int, float]) -> 
 def test_a_killed_node_that_comes_back_is_used_again(expected: dict[int, float]) -> None:
     with Nodes(2) as nodes, training(nodes, "parallel.workers=2", *RESUMES) as (process, cwd):
         nodes.kill(1)
-        await_warning("resuming from the newest checkpoint (failure 1 of 1)", cwd, process)
+        await_warning("Resuming from the latest checkpoint (failure 1 of 1)", cwd, process)
         nodes.start(1)
         done = ended(process, cwd)
 
@@ -141,13 +141,14 @@ def test_a_node_that_is_drained_is_left_in_time(expected: dict[int, float]) -> N
         notice, moved = (event.message for event in all_of_events(Warned, done) if label in event.message)
         seconds = r"1[012]\d s"
         assert re.fullmatch(
-            rf"{re.escape(label)} is being drained and ends in {seconds}: "
-            r"saving a checkpoint to continue on other nodes",
+            rf"{re.escape(label)} is being drained and ends in {seconds}\. "
+            r"Saving a checkpoint to continue on other nodes\.",
             notice,
         )
         (resumed,) = all_of_events(Resumed, done)
         assert moved == (
-            f"resuming with 2 of 2 workers from step {resumed.step}, without {label}; not counted as a failure"
+            f"Resuming with 2 of 2 workers from step {resumed.step}. Not used: {label}. "
+            "This does not count as a failure."
         )
         left = {f"node{node}" for node in range(3)} - {f"node{far}"}
         assert {device.split()[0] for device in all_of_events(Started, done)[-1].devices} == left
@@ -165,8 +166,8 @@ def test_a_node_that_gets_sigterm_is_left_in_time(expected: dict[int, float]) ->
 
         check_moved(done, expected, node=1)
         (resumed,) = all_of_events(Resumed, done)
-        left = f"without node1 ({nodes.host(1)})"
-        assert warned_of(done, f"resuming with 1 of 2 workers from step {resumed.step}, {left}")
+        left = f"Not used: node1 ({nodes.host(1)})."
+        assert warned_of(done, f"Resuming with 1 of 2 workers from step {resumed.step}. {left}")
         assert [len(started.devices) for started in all_of_events(Started, done)] == [2, 1]
 
 
@@ -177,7 +178,7 @@ def test_the_drained_node_of_the_command_ends_the_run_like_sigterm(expected: dic
 
         assert done.code == 143, done.output
         assert f"node0 ({nodes.host(0)}) is being drained and ends in " in done.output
-        assert "and this command runs there: saving a checkpoint to end" in done.output
+        assert "This command runs on that node, so it saves a checkpoint and ends." in done.output
         assert all_of_events(CheckpointSaved, done)[-1].step == max(done.losses)
         assert done.losses == pytest.approx({step: expected[step] for step in done.losses}, rel=EXACT, abs=EXACT)
 

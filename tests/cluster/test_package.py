@@ -137,7 +137,7 @@ print(pathlib.Path.cwd().name, pathlib.Path(importlib.util.find_spec("lab_src").
 def test_custom_resources_are_not_cores() -> None:
     with pytest.raises(ExperimentError) as refused:
         raise_problems("parallel.resources_per_worker={CPU: 2}", "parallel.launcher=ray")
-    assert "parallel.resources_per_worker.CPU: is not a custom resource; write parallel.cpus_per_worker" in str(
+    assert "parallel.resources_per_worker.CPU: is not a custom resource. Set parallel.cpus_per_worker" in str(
         refused.value
     )
 
@@ -146,7 +146,7 @@ def test_custom_resources_are_not_cores() -> None:
     "key", ["placement=spread", "interface=eth0", "resources_per_worker={even: 1}"], ids=lambda key: key.split("=")[0]
 )
 def test_what_only_ray_can_do_is_refused_elsewhere(key: str) -> None:
-    with pytest.raises(ExperimentError, match="has no effect with launcher: torchrun; write launcher: ray"):
+    with pytest.raises(ExperimentError, match=r"has no effect with launcher: torchrun\. Set launcher: ray"):
         raise_problems(f"parallel.{key}", "parallel.launcher=torchrun")
 
 

@@ -68,7 +68,7 @@ def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"strategies": ["dpd"]}, "no strategy is called 'dpd'; did you mean"),
+        ({"strategies": ["dpd"]}, "'dpd' is not a strategy; did you mean"),
         ({"strategies": "ddp"}, 'strategies is a string; write a list, ["ddp"]'),
         ({"workers": [0]}, "workers and repeats are numbers from 1 on, not 0"),
         ({"scaling": "large"}, "scaling is 'large'; write strong, weak or both"),

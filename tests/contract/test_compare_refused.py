@@ -8,8 +8,8 @@ import pytest
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--strategies", "single,dpp"], "--strategies single,dpp: no strategy is called 'dpp'; did you mean dp?"),
-        (["--workers", "1,0"], "--workers 1,0: '0' is not a number of workers; write numbers from 1 on, e.g. 1,2,4"),
+        (["--strategies", "single,dpp"], "--strategies single,dpp: 'dpp' is not a strategy; did you mean dp?"),
+        (["--workers", "1,0"], "--workers 1,0: '0' is not a number of workers. Use numbers of at least 1, e.g. 1,2,4."),
         (["--workers", "two"], "--workers two: 'two' is not a number of workers"),
         (["--workers", ""], "--workers : '' is not a number of workers"),
         (["--repeats", "0"], "should be greater than or equal to 1"),

@@ -56,7 +56,7 @@ FILES = [
     Wrong("missing keyword", 2, ("model", "in_features"), lab("lab.Net", "torch.nn.Linear, out_features: 3")),
     Wrong("missing interpolation", 2, ("wrong.yaml:2:", "nowhere"), lab("seed: 3", "seed: ${nowhere}")),
     Wrong("no loss", 2, ("loss: missing",), lab("loss: {_target_: torch.nn.CrossEntropyLoss}\n", "")),
-    Wrong("batch smaller than workers", 2, ("train.global_batch_size", "1 samples can't be shared by 2 workers"),
+    Wrong("batch smaller than workers", 2, ("train.global_batch_size", "1 samples cannot be split over 2 workers"),
           LAB, ("train.global_batch_size=1", "parallel.workers=2", "parallel.strategy=ddp")),
     Wrong("two workers in process", 2, ("parallel.workers", "launcher to torchrun or ray"),
           LAB, ("parallel.workers=2", "parallel.strategy=ddp")),

@@ -38,7 +38,7 @@ def test_killed_workers_are_replaced(
     lost = [event.message for event in attempt.all_of(Warned) if "killed by SIGKILL" in event.message]
     assert len(lost) == len(moments)
     assert "(failure 1 of 3)" in lost[0]
-    assert any("passed until training caught up" in event.message for event in attempt.all_of(Warned))
+    assert any("Training caught up with the last reported step" in event.message for event in attempt.all_of(Warned))
 
 
 def test_a_killed_driver_leaves_no_worker_and_its_run_goes_on(
@@ -115,7 +115,7 @@ def test_one_worker_goes_on_where_two_were(attempt_in: Callable[..., Attempt], d
 
     ended = attempt.run("--resume")
     assert ended.code == 0, ended.output
-    assert "note: parallel.workers was 2, is 1" in ended.stdout
+    assert "note: parallel.workers was 2, is now 1" in ended.stdout
     assert [step for step, _ in attempt.losses] == list(range(1, STEPS + 1))
     compared([step for step, _ in attempt.losses], range(1, STEPS + 1))
     assert [loss for _, loss in attempt.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-12)
@@ -175,7 +175,7 @@ def killed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Attempt:
     [
         (["optimizer.lr=0.2", "--resume"], "optimizer.lr: is 0.2, but was 0.1 in"),
         (["--resume", "nowhere"], "--resume nowhere: no such run"),
-        (["name=other", "--resume"], "has no run of other; start one without --resume"),
+        (["name=other", "--resume"], "has no run of other. Start one without --resume"),
         (
             ["train.global_batch_size=8", "--resume", "--allow-changed"],
             "train.global_batch_size: is 8, but was 16 in",
@@ -192,10 +192,10 @@ def test_what_cannot_go_on_is_refused(killed: Attempt, more: list[str], told: st
 def test_an_allowed_change_is_told(killed: Attempt) -> None:
     ended = killed.run("optimizer.lr=0.2", "train.epochs=10", "--resume", "--allow-changed")
     assert ended.code == 0, ended.output
-    assert "note: optimizer.lr was 0.1, is 0.2" in ended.stdout
+    assert "note: optimizer.lr was 0.1, is now 0.2" in ended.stdout
     points = [point for event in killed.all_of(Metrics) for point in event.points]
     rates = [point.value for point in points if point.name == "train/learning_rate"]
     assert (rates[0], rates[-1]) == (0.1, 0.2)
     again = killed.run("optimizer.lr=0.2", "train.epochs=10", "--resume", killed.folder.name)
     assert again.code == 2
-    assert "has finished; start a new run without --resume" in again.stderr
+    assert "has finished. To continue it, train for more than" in again.stderr

@@ -60,7 +60,7 @@ def test_what_it_left_out_stays_left_out(
     assert [float(repr(loss)) == float(repr(loss)) for _, loss in attempt.losses].count(False) == EPOCHS
     # Not once more than undisturbed, where each bad step was met once.
     told = [
-        event.message for event in attempt.all_of(Warned) if "rolling back to the newest checkpoint" in event.message
+        event.message for event in attempt.all_of(Warned) if "Rolling back to the latest checkpoint" in event.message
     ]
     assert len(told) == EPOCHS
     assert attempt.all_of(Resumed)

@@ -187,10 +187,10 @@ def test_a_node_joins_and_dies(cluster: Cluster, project: Path, tmp_path: Path, 
     assert [value for _, value in losses] == pytest.approx(expected, rel=0, abs=1e-12)
     told = [event.message for event in run.all_of(Warned)]
     grown, shrunk = (event.step for event in run.all_of(Resumed))
-    assert told[0] == "starting with 1 of 2 workers: no more fit now"
-    assert told[1] == f"resuming with 2 of 2 workers from step {grown}"
-    assert f"resuming with 1 of 2 workers from step {shrunk}" in told
-    assert sum("passed until training caught up" in message for message in told) == 2
+    assert told[0] == "Training starts with 1 of 2 workers. There is no room for more now."
+    assert told[1] == f"Resuming with 2 of 2 workers from step {grown}."
+    assert f"Resuming with 1 of 2 workers from step {shrunk}." in told
+    assert sum("Training caught up with the last reported step" in message for message in told) == 2
     assert [grown] == [step for step, workers in run.points("throughput/workers") if workers == 1 and step >= grown][:1]
     assert isinstance(run.events[-1], RunClosed)
     assert "MLflow refuses" not in stdout + stderr

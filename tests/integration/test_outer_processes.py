@@ -190,12 +190,12 @@ def test_mistakes_are_told_once(cwd: Path) -> None:
     with job(cwd, "parallel.workers=1") as ranks:
         first, second = ranks.ended()
     assert (first.code, second.code) == (2, 2)
-    assert "srun started 2 processes, but parallel.workers is 1; make them equal" in first.stderr
+    assert "parallel.workers: is 1, but srun started 2 processes. Make the numbers equal." in first.stderr
     assert second.output == ""
     with job(cwd, "parallel.launcher=inprocess") as ranks:
         first, second = ranks.ended()
     assert (first.code, second.code) == (2, 2)
-    assert "started by srun, but parallel.launcher is inprocess; add parallel.launcher=torchrun" in first.stderr
+    assert "is inprocess, but srun started this process. Add parallel.launcher=torchrun" in first.stderr
     assert second.output == ""
 
 

@@ -74,7 +74,7 @@ def test_rollback_leaves_out_the_batch_that_is_not_finite(command: Command, tmp_
     ended = command("run", "lab.yaml", "--no-baseline", "parallel.cpus_per_worker=1", *ddp, *where, *holed)
 
     assert ended.code == 0, ended.output
-    assert ended.stdout.count("rolling back to the newest checkpoint, without the batch of step") == 2
+    assert ended.stdout.count("Rolling back to the latest checkpoint and skipping the batch of step") == 2
     (folder,) = (tmp_path / "runs").iterdir()
     points = [p for e in journal.read(folder / journal.FILE_NAME) if isinstance(e, Metrics) for p in e.points]
     losses = {point.step: point.value for point in points if point.name == "train/loss"}

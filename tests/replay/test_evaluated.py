@@ -62,7 +62,7 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
 
     other = there("evaluate", folder.name, "seed=4", "--checkpoint", "last", "--split", "validation")
     assert other.code == 0, other.output
-    assert "note: evaluated with another experiment than was trained: seed was 3, is 4" in other.stdout
+    assert "note: evaluated with another experiment than was trained: seed was 3, is now 4" in other.stdout
     assert "\n         Weights of step 9 (epoch 3)\n" in other.stdout
     assert "\nRESULT   validation/loss " in other.stdout
 
@@ -72,7 +72,7 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
     )  # at the training's end, and now
     assert store.series(after, "validation/loss")[-1][0] == 9
     assert after.data.tags["evaluated"] == "validation set, 10 samples: weights of step 9 (epoch 3)"
-    assert after.data.tags["evaluated_changes"] == "seed was 3, is 4"
+    assert after.data.tags["evaluated_changes"] == "seed was 3, is now 4"
     assert (after.info.status, after.info.end_time) == (before.info.status, before.info.end_time)
     assert read_state(folder).status == (status or "KILLED")
     (record,) = json.loads(there("list", "--json").stdout)
@@ -81,7 +81,7 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
     shown = there("show", "latest").stdout
     assert "Evaluated later\n" in shown
     assert f"test/loss {result['values']['test/loss']:.4g}: test set, 22 samples: weights of step 3" in shown
-    assert "(seed was 3, is 4)" in shown
+    assert "(seed was 3, is now 4)" in shown
 
     contents = store.contents("toy")
     assert sync(folder, warn=pytest.fail).delivered
@@ -156,10 +156,10 @@ def test_recorded_runs_of_before_say_what_they_have(
 ) -> None:
     finished, sweep = journal("finished"), journal("sweep")
     assert "no complete checkpoint" in there("evaluate", finished.folder.name).stderr
-    assert "is a sweep; name one of its trials" in there("evaluate", sweep.folder.name).stderr
+    assert "is a sweep. Name one of its trials" in there("evaluate", sweep.folder.name).stderr
     predicted = there("predict", finished.folder.name)  # elsewhere, the word means a model's outputs
     assert predicted.code == 2
-    assert f"pipeline evaluate {finished.folder.name}, and by pipeline export" in predicted.stderr
+    assert f"pipeline evaluate {finished.folder.name}, or pipeline export" in predicted.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("--json",), ("--quiet",)])

@@ -190,7 +190,7 @@ def test_a_finished_run_is_not_resumed(there: Any, journal: Recorded) -> None:
     finished = journal("finished")
     ended = there("run", str(finished.folder / "experiment.yaml"), "--resume", finished.folder.name)
     assert ended.code == 2
-    assert "has finished; start a new run" in ended.stderr
+    assert "has finished. To continue it, train for more than" in ended.stderr
 
 
 # A run that goes on

@@ -56,11 +56,11 @@ def test_an_override_exchanges_one_key_for_the_other() -> None:
     [
         (
             ["train.global_batch_size=48"],
-            "train.batch_size_per_worker: is 12, global_batch_size is 48; remove one (train.global_batch_size=null",
+            "train.batch_size_per_worker: is 12, and global_batch_size is 48. Remove one of them",
         ),
         (
             ["train.batch_size_per_worker=null"],
-            "train.global_batch_size: missing; write the samples of one optimizer step over all workers, or train",
+            "train.global_batch_size: missing. Set the samples per optimizer step over all workers, or set train",
         ),
         (["train.batch_size_per_worker=0"], "train.batch_size_per_worker: is 0 (an integer); write an integer greater"),
         (
@@ -69,7 +69,7 @@ def test_an_override_exchanges_one_key_for_the_other() -> None:
         ),
         (
             ["train.gradient_accumulation=13"],
-            "train.gradient_accumulation: is 13, but each worker has 12 samples per step; use at most 12",
+            "train.gradient_accumulation: is 13, but each worker has only 12 samples per step. Use at most 12.",
         ),
     ],
 )
@@ -144,5 +144,5 @@ def test_another_batch_for_each_worker_cannot_be_resumed() -> None:
         resume.changes(kept, state(), allowed=True)
     (problem,) = refused.value.problems
     assert problem.key == "train.batch_size_per_worker"
-    assert problem.message.startswith("makes a global batch of 24, which was 48 in r, whose data")
+    assert problem.message.startswith("the global batch size cannot change from 48 to 24 when resuming r. Replace it")
     assert "write train.global_batch_size: 48 in its place (more train.gradient_accumulation" in problem.message

@@ -141,7 +141,7 @@ def test_the_test_set_is_evaluated_once_with_the_resulting_weights(tmp_path: Pat
 
 def test_best_needs_checkpoints() -> None:
     (problem,) = contradictions(toys.experiment(checkpoint={"best": "validation/loss", "keep": 0}))
-    assert str(problem) == "checkpoint.best: needs a checkpoint, but checkpoint.keep is 0; write checkpoint.keep: 1"
+    assert str(problem) == "checkpoint.best: needs a checkpoint, but checkpoint.keep is 0. Set checkpoint.keep: 1."
 
 
 def test_best_needs_a_validation_set(tmp_path: Path) -> None:

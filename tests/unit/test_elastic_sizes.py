@@ -247,7 +247,7 @@ def test_the_course_of_a_training_is_told() -> None:
     assert elastic.course(events, trial="main") == ((1, 1), (21, 2))
     assert list(elastic.remark(elastic.course(events, trial="main"))) == [
         "The number of workers changed: 1 from step 1 on, 2 from step 21 on. "
-        "Throughput and speedup are those of the last 2."
+        "Throughput and speedup are for the last 2 workers."
     ]
     from_the_beginning = [*events, started("a")]
     assert elastic.course(from_the_beginning, trial="main") == ((1, 1),)

@@ -76,7 +76,7 @@ def test_what_fails_after_the_training_leaves_its_result(
     assert run.outcome.finished is not None
     assert run.outcome.finished.result == RESULT
     assert [event for event in run.journal if isinstance(event, Finished)] == [run.outcome.finished]
-    assert "Training has finished, but the measurements after it are missing" in run.warnings[0]
+    assert "Training was already complete. The measurements after it are missing." in run.warnings[0]
 
 
 def test_a_trial_that_loses_workers_goes_on_as_often_as_it_may(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_trial_that_loses_workers_goes_on_as_often_as_it_may(tmp_path: Path) -
     (tmp_path / "once").mkdir()
     run = carried_out(tmp_path / "once", lost, whole, trial=trial)
     assert run.outcome.has_ended
-    assert "killed by SIGKILL; resuming from the newest checkpoint (failure 1 of 1)" in run.warnings[0]
+    assert "killed by SIGKILL. Resuming from the latest checkpoint (failure 1 of 1)" in run.warnings[0]
     assert "resumed: 0 s passed" in run.warnings[1]
     with pytest.raises(TrainingError, match="killed by SIGKILL"):
         carried_out(tmp_path, lost, trial=trial)

@@ -82,15 +82,15 @@ def test_the_result_is_the_default(run: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "overrides", "said"),
     [
-        ("5", (), "--checkpoint 5: {run} kept no checkpoint of step 5, only 3, 6, 9"),
-        ("newest", (), "--checkpoint newest: write best, last, or a step: 3, 6, 9"),
-        ("best", ("checkpoint.best=null",), "without checkpoint.best; write --checkpoint last, or a step: 3, 6, 9"),
+        ("5", (), "--checkpoint 5: {run} has no checkpoint of step 5. Its checkpoints: 3, 6, 9."),
+        ("newest", (), "--checkpoint newest: not found. Use best, last, or a step: 3, 6, 9."),
+        ("best", ("checkpoint.best=null",), "without checkpoint.best. Use --checkpoint last, or a step: 3, 6, 9"),
         (
             "best",
             ("checkpoint.best=validation/error", ERROR),
             "has a value of validation/error; write --checkpoint last",
         ),
-        (None, ("checkpoint.directory=nowhere",), "no complete checkpoint in "),
+        (None, ("checkpoint.directory=nowhere",), " has no complete checkpoint"),
         (None, ("checkpoint.directory=nowhere", "checkpoint.keep=0", "checkpoint.best=null"), "checkpoint.keep is 0"),
     ],
 )
@@ -179,7 +179,7 @@ def test_changes_of_what_is_evaluated_are_told(run: Path) -> None:
     assert isinstance(trial, Evaluation)
     assert (trial.step, trial.split, trial.best) == (6, None, "")
     assert trial.changes == (
-        "data._target_ was toys.with_test, is toys.regression", "train.log_every_steps was 10, is 7"
+        "data._target_ was toys.with_test, is now toys.regression", "train.log_every_steps was 10, is now 7"
     )  # fmt: skip
     assert [note.partition(": ")[2] for note in plan.notes] == list(trial.changes)
 
@@ -237,11 +237,11 @@ def test_an_older_checkpoint_is_not_the_last_in_silence(tmp_path: Path, monkeypa
     folder = toy_run(tmp_path)
     assert chosen(folder, None).note == describe_missing_end(opened(folder), folder=folder) == ""
     shutil.rmtree(folder / "checkpoints" / folder_name(6))
-    note = "the newest checkpoint is of step 3, but the training ended at step 6"
+    note = "The latest checkpoint is from step 3, but training ended at step 6."
     assert chosen(folder, None).note == chosen(folder, "last").note == note
     assert chosen(folder, "3").note == ""
     (told,) = differences(opened(folder), read_state(folder))
-    assert told == f"{note}; training continues from the checkpoint"
+    assert told == f"{note} Training continues from the checkpoint."
 
     (trial,) = evaluating.make(opened(folder), state=read_state(folder), checkpoint=None, split=None).trials
     report = EvaluationReport.of(evaluated(folder, 3), run="r", trial=trial, has_choice=True)

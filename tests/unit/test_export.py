@@ -296,7 +296,7 @@ def test_weights_without_a_checkpoint_of_their_step_are_the_result(
     shutil.rmtree(folder / "checkpoints" / folder_name(6))
     assert exported(folder, tmp_path / "result").weights.step == 6
     older = exported(folder, tmp_path / "last", checkpoint="last").weights
-    assert (older.step, older.note) == (3, "the newest checkpoint is of step 3, but the training ended at step 6")
+    assert (older.step, older.note) == (3, "The latest checkpoint is from step 3, but training ended at step 6.")
 
 
 def test_of_streamed_data_only_the_result_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

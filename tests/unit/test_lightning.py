@@ -122,9 +122,9 @@ def test_the_module_is_left_as_it_was() -> None:
         ),
         (
             {"more": "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 3}"},
-            r"model: both model and task",
+            r"model: model and task",
         ),
-        ({"more": "compare: [{strategy: dp}]"}, r"compare\[0\].strategy: dp copies the module for each GPU"),
+        ({"more": "compare: [{strategy: dp}]"}, r"compare\[0\].strategy: dp copies the module to each GPU"),
         (
             {"more": "checkpoint: {best: validation/val_f1}"},
             r"best: is validation/val_f1, a log .*checkpoint.mode: max",

@@ -256,11 +256,11 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
 
     def test_a_missing_section_shows_the_file(self) -> None:
         text = GOOD.replace("loss: {_target_: torch.nn.CrossEntropyLoss}\n", "")
-        assert problems_of(text) == ["e.yaml: loss: missing; write a loss, or a task that computes it"]
+        assert problems_of(text) == ["e.yaml: loss: missing. Set a loss, or a task that computes the loss."]
 
     def test_contradictions_get_their_line(self) -> None:
         found = problems_of(GOOD.replace("size: 16", "size: 2"), "parallel.workers=4")
-        assert found[0].startswith("e.yaml:14: train.global_batch_size: 2 samples can't be shared by 4 workers")
+        assert found[0].startswith("e.yaml:14: train.global_batch_size: 2 samples cannot be split over 4 workers")
 
     def test_a_range_of_ports(self) -> None:
         experiment = read(GOOD, "parallel.ports=[29500,29510]").experiment
@@ -272,7 +272,7 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
 
     def test_powersgd_does_not_go_with_loss_scaling(self) -> None:
         (found,) = problems_of(GOOD, "parallel.options.communication_hook=powersgd", "train.precision=fp16")
-        assert "use train.precision: bf16" in found
+        assert "Set train.precision: bf16" in found
 
     @pytest.mark.parametrize(
         ("line", "expected"),

@@ -65,8 +65,8 @@ def test_a_run_of_another_file_is_refused_by_name() -> None:
     other = run(10, "b.yaml")
     with pytest.raises(UsageError) as caught:
         resume.newest(a)
-    assert f"{other} is a run of b.yaml, which has the same name: same, as a.yaml" in str(caught.value)
-    assert str(caught.value).endswith(f"--resume {other.name}")
+    assert f"the latest run named same is {other}. It was started with b.yaml, not with a.yaml" in str(caught.value)
+    assert str(caught.value).endswith(f"--resume {other.name}.")
 
 
 @pytest.mark.parametrize("source", ["renamed.yaml", ""])
@@ -98,10 +98,10 @@ def now(text: str = FILE, *, epochs: int = 6) -> ExperimentFile:
 
 def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
     longer.refuse_finished(now(), finished())
-    assert resume.changes(now(), finished(), allowed=False) == ["train.epochs was 4, is 6"]
+    assert resume.changes(now(), finished(), allowed=False) == ["train.epochs was 4, is now 6"]
     for epochs in (4, 3):
         with pytest.raises(
-            UsageError, match=r"has finished; start a new run without .* more than 4 epochs to continue"
+            UsageError, match=r"has finished\. To continue it, train for more than 4 epochs, .* start a new run without"
         ):
             longer.refuse_finished(now(epochs=epochs), finished())
 
@@ -109,7 +109,7 @@ def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
 def test_kernels_may_be_chosen_otherwise_in_a_resumed_run() -> None:
     text = FILE.replace("epochs: 4,", "epochs: 4, cudnn_benchmark: true,")
     changed = resume.changes(now(text, epochs=4), finished(status="KILLED"), allowed=False)
-    assert changed == ["train.cudnn_benchmark was not there, is true"]
+    assert changed == ["train.cudnn_benchmark was not set, is now true"]
 
 
 def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,25 +123,27 @@ def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: p
 
 
 def test_fewer_epochs_need_to_be_allowed() -> None:
-    with pytest.raises(ExperimentError, match=r"train\.epochs: is 3, but was 4 in r; put it back, or add --allow"):
+    with pytest.raises(ExperimentError, match=r"train\.epochs: is 3, but was 4 in r\. Set it back, or add --allow"):
         resume.changes(now(epochs=3), finished(status="KILLED"), allowed=False)
 
 
 def test_a_run_without_checkpoints_does_not_go_on() -> None:
     state = finished()
     (state.folder / "checkpoints" / "step-00000004").rmdir()
-    with pytest.raises(UsageError, match="has no checkpoint to continue from"):
+    with pytest.raises(UsageError, match=r"has no checkpoint\. Start a new run"):
         longer.refuse_finished(now(), state)
 
 
 def test_what_differs_from_a_run_of_that_length_is_told() -> None:
     text = FILE + ("scheduler: {_target_: torch.optim.lr_scheduler.CosineAnnealingLR, T_max: '${total_steps}'}\n")
     (_, told) = resume.changes(now(text), finished(text), allowed=False)
-    assert told.startswith("scheduler.T_max is ${total_steps}: steps up to the checkpoint used the 4 epochs of before")
+    assert told.startswith(
+        "scheduler.T_max is now ${total_steps}. The steps before the checkpoint used the schedule for 4 epochs"
+    )
 
     text = FILE.replace("epochs: 4,", "epochs: 4, evaluate_every_epochs: 3, early_stopping: true,")
     (_, told) = resume.changes(now(text), finished(text), allowed=False)
-    assert told.startswith("the end after 4 epochs was evaluated as the last step")
+    assert told.startswith("The earlier run was evaluated at its end, after 4 epochs.")
 
 
 def test_early_stopping_that_has_more_patience_goes_on() -> None:

@@ -214,17 +214,18 @@ def test_keys_that_exclude_each_other_are_refused() -> None:
         }
     )
     assert _problems(experiment) == {
-        "optimizer": "both optimizer and optimizers are given; remove one",
-        "scheduler": "has several optimizers; write schedulers: {critic: ...}",
-        "schedulers.genrator": "is no name in optimizers; did you mean generator?",
-        "train.compile": "compiles the model as a whole, but a task with several optimizers calls its parts; remove it",
-        "train.on_nonfinite": "skips whole steps, but an optimizer may have stepped before the loss of the next one is "
-        "known; write stop or rollback",
+        "optimizer": "optimizer and optimizers cannot be combined. Remove one of them.",
+        "scheduler": "cannot be combined with several optimizers. Set schedulers: {critic: ...} instead.",
+        "schedulers.genrator": "is not a name in optimizers; did you mean generator?",
+        "train.compile": "compiles the whole model, but a task with several optimizers calls parts of it. "
+        "Remove this key.",
+        "train.on_nonfinite": "skip cannot be combined with several optimizers. One optimizer may have updated its "
+        "parameters before the next loss is computed. Set stop or rollback.",
     }
     never = {name: {**one, "every": 2} for name, one in toy_gans.SECTIONS["optimizers"].items()}
     assert _problems(toys.experiment(**toy_gans.SECTIONS | {"optimizers": never})) == {
-        "optimizers": "leave out steps, each by its every, so that some would train nothing; remove every from one of "
-        "them"
+        "optimizers": "each optimizer skips steps (every), so some steps would train nothing. Remove every from one of "
+        "them."
     }
     assert "missing" in _problems(toys.experiment(optimizer=None))["optimizer"]
 

@@ -191,7 +191,7 @@ def test_a_renaming_that_cannot_be_meant_is_refused(rename: dict[str, str], said
             "nett.safetensors",
             r"start_from\.file: is .*nett\.safetensors; there is no such file; did you mean .*net\.saf",
         ),
-        ("model.pt", r"is .*model\.pt; write a file that ends in \.safetensors, .* Other formats may run code"),
+        ("model.pt", r"is .*model\.pt, but only \.safetensors files can be read: other formats may run code"),
         ("", r"is the folder .*; write one of .*net\.safetensors"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_file_that_is_not_there(saved: Path, name: str, said: str) -> None:
     [
         ("nothing", r"start_from\.run: nothing: no such run in"),
         ("killed", r"start_from\.run: is killed, but .* has not finished, so it has no model/weights\.pt; continue it"),
-        ("sweep", r"is sweep, but .*sweep is a sweep; write one of its trials, e\.g\. sweep/trial-001"),
+        ("sweep", r"is sweep, but .*sweep is a sweep\. Name one of its trials, for example sweep/trial-001"),
     ],
 )
 def test_a_run_without_weights(run: str, said: str) -> None:

@@ -170,7 +170,7 @@ class TestWhatIsRefused:
 
     def test_what_contradicts_the_rest_of_the_file(self) -> None:
         (problem,) = problems_of(parameters(train__gradient_accumulation="{choice: [1, 64]}"))
-        assert "is 64, but each worker has 16 samples per step; use at most 16" in problem
+        assert "is 64, but each worker has only 16 samples per step. Use at most 16" in problem
 
     @pytest.mark.parametrize("key", ["name", "parallel.workers", "tracking.uri", "sweep.trials", "compare"])
     def test_what_is_the_same_for_all_trials(self, key: str) -> None:
@@ -197,14 +197,14 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("more", "told"),
         [
-            ("  metric: validation/los\n", "which isn't measured; did you mean validation/loss?"),
+            ("  metric: validation/los\n", "is not measured; did you mean validation/loss?"),
             ("  metric: train/loss\n", "write the metric that ranks the trials, such as validation/loss"),
             ("  mode: smallest\n", "write one of auto, min, max"),
             ("  search: bayes\n", "write one of random, optuna"),
             ("  search: optuna\n", "can't be searched by optuna; write choice, or search: random"),
             (
                 "  asha: {grace_epochs: 4}\n",
-                "is 4, but trials have 4 epochs, so that none is stopped early; write fewer",
+                "is 4, but trials have 4 epochs, so no trial would stop early. Use fewer than 4.",
             ),
             ("  asha: {reduction_factor: 1}\n", "of at least 2"),
             ("  asha: {grace_epoch: 1}\n", "unknown key; did you mean grace_epochs?"),

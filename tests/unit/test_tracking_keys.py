@@ -52,8 +52,8 @@ def test_what_mlflow_would_refuse_is_refused_at_once(given: Any, said: str) -> N
 def test_a_model_that_is_not_logged_cannot_be_registered() -> None:
     (problem,) = contradictions(tracked(register_model="digits", log_model=False))
     assert str(problem) == (
-        "tracking.register_model: registers a logged model, but tracking.log_model is false; "
-        "write true, or remove this key"
+        "tracking.register_model: needs a logged model, but tracking.log_model is false. "
+        "Set it to true, or remove this key."
     )
 
 
@@ -72,7 +72,7 @@ def test_the_saved_model_tells_where_it_is_registered() -> None:
 @pytest.mark.parametrize("name", ["role", "mlflow.runName", "pipeline.run", "best.lr"])
 def test_tags_that_are_taken(name: str) -> None:
     (problem,) = contradictions(tracked(tags={name: "mine"}))
-    assert str(problem).endswith(": is a tag that pipeline or MLflow writes; choose another name")
+    assert str(problem).endswith(": pipeline or MLflow sets this tag. Choose another name.")
 
 
 def test_tags_are_those_of_the_run_and_never_replace_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -556,7 +556,7 @@ def test_a_large_batch_is_not_listed_whole() -> None:
                 "train": {"scheduler_metric": "validation/loss"},
             },
             "train.scheduler_metric",
-            "is for scheduler: ReduceLROnPlateau",
+            "only applies to ReduceLROnPlateau",
         ),
         (
             {
