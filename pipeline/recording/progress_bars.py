@@ -80,7 +80,8 @@ def progress_on(console: rich.console.Console) -> Iterator[None]:
         with told_to(show):
             yield
     finally:
-        progress.stop()
+        if progress.live.is_started:  # else it would print an empty line
+            progress.stop()
 
 
 class _Times(ProgressColumn):
