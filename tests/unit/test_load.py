@@ -236,7 +236,7 @@ e.yaml:13: train.clip_grad_norm: ${total_steps} is only known once the data is l
 it may stand in the arguments of scheduler, optimizer and other components
 e.yaml:14: parallel.strategy: is 'dpp' (a string); write one of STRATEGIES; did you mean dp?
 e.yaml:14: parallel.device: is 'gpu' (a string); write one of auto, cpu, cuda
-e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or two of them, [least, most]
+e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or [minimum, maximum]
 e.yaml:15: compare[1].strategy: missing; parallel strategy of this entry
 e.yaml:15: compare[1].workers: is 'two' (a string); write an integer greater than 0 or null
 e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer keeps runs in plain folders; \

@@ -331,7 +331,7 @@ WRONG = {
     "typo": ({"weights": "balnced"}, "order.weights: is 'balnced' (a string); write balanced, a list with a number"),
     "entry": ({"weights": [1.0, -0.5]}, "order.weights: is a list; entry 2 is -0.5, write balanced, a list"),
     "infinite": ({"weights": [float("inf")]}, "order.weights: is a list; entry 1 is inf, write"),
-    "zeros": ({"weights": [0, 0]}, "order.weights: is a list; no entry is greater than 0, so that no sample could"),
+    "zeros": ({"weights": [0, 0]}, "order.weights: is a list; no entry is greater than 0, so no sample could"),
     "no such bucket": ({"bucket_by": "width"}, "order.bucket_by: is 'width' (a string); write length, or _target_"),
     "no name": ({"_target_": "shuffled"}, "order._target_: is 'shuffled' (a string); write _target_: package.name"),
     "steps": ({"_target_": "a.b", "n": "${total_steps}"}, "order.n: ${total_steps} is only known once the data"),

@@ -38,8 +38,11 @@ def test_a_name_alone_is_a_section_with_this_name() -> None:
     [
         ("a/b", "tracking.register_model: is 'a/b' (a string); write"),
         ({"name": "a:b"}, "tracking.register_model.name: is 'a:b' (a string); write name of the registered model"),
-        ({"name": "a", "alias": "latest"}, "tracking.register_model.alias: is 'latest' (a string); MLflow keeps this"),
-        ({"name": "a", "alias": "v3"}, "MLflow keeps this word for versions; write another alias"),
+        (
+            {"name": "a", "alias": "latest"},
+            "tracking.register_model.alias: is 'latest' (a string); MLflow reserves this",
+        ),
+        ({"name": "a", "alias": "v3"}, "MLflow reserves this word for versions. Use another alias."),
         ({"name": "a", "alias": "the best"}, "tracking.register_model.alias: is 'the best' (a string); write alias"),
         ({"alias": "champion"}, "tracking.register_model.name: missing; "),
         (3, "tracking.register_model: is 3 (an integer); write a mapping, its keys are name, alias"),
