@@ -87,7 +87,7 @@ class TestReading:
         [
             (
                 "sweep.parameters.optimizer.lr.gird=[1, 2]",
-                "optimizer.lr.gird: is a list; write a mapping, its keys are grid",
+                "optimizer.lr.gird: is a list; write a mapping with keys from grid",
             ),
             ("sweep.parameters.optimizer.lr.uniform=[2, 1]", "optimizer.lr.uniform: is a list; write the lowest first"),
             ("sweep.parameters.grid=[2, 1]", "grid: is a list; write a mapping"),
@@ -139,11 +139,11 @@ class TestWhatIsRefused:
             ("{uniform: [.nan, 1]}", "write two finite numbers"),
             ("{int_uniform: [1.5, 2]}", "write two integers"),
             ("{int_log_uniform: [0, 2]}", "a logarithm needs integers greater than 0"),
-            ("{choice: []}", "is an empty list; write at least one entry"),
+            ("{choice: []}", "is an empty list. Add an entry"),
             ("{grid: 3}", "is 3 (an integer); write a list"),
             ("{}", "has no values. Set one of grid, choice, uniform"),
             ("{grid: [1], choice: [2]}", "combines grid and choice. Set one of"),
-            ("0.1", "is 0.1 (a number); write a mapping, its keys are grid, choice"),
+            ("0.1", "is 0.1 (a number); write a mapping with keys from grid, choice"),
         ],
     )
     def test_values_that_say_nothing(self, given: str, told: str) -> None:

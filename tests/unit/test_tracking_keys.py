@@ -45,7 +45,7 @@ def test_a_name_alone_is_a_section_with_this_name() -> None:
         ({"name": "a", "alias": "v3"}, "MLflow reserves this word for versions. Use another alias."),
         ({"name": "a", "alias": "the best"}, "tracking.register_model.alias: is 'the best' (a string); write alias"),
         ({"alias": "champion"}, "tracking.register_model.name: missing; "),
-        (3, "tracking.register_model: is 3 (an integer); write a mapping, its keys are name, alias"),
+        (3, "tracking.register_model: is 3 (an integer); write a mapping with keys from name, alias"),
     ],
 )
 def test_what_mlflow_would_refuse_is_refused_at_once(given: Any, said: str) -> None:
