@@ -44,7 +44,7 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dic
 def _split(override: str) -> tuple[str, str]:
     key, equals, value = override.partition("=")
     if equals and key.startswith("-"):
-        raise UsageError(f"{override}: write {override.lstrip('-')}, without dashes")
+        raise UsageError(f"{override}: not an option. Write {override.lstrip('-')}, without dashes.")
     try:
         keys.split(key)
     except ValueError:

@@ -242,17 +242,17 @@ e.yaml:14: parallel.device: is 'gpu' (a string); write one of auto, cpu, cuda
 e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or [minimum, maximum]
 e.yaml:15: compare[1].strategy: missing; parallel strategy of this entry
 e.yaml:15: compare[1].workers: is 'two' (a string); write an integer greater than 0 or null
-e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer stores runs in plain folders; \
-write sqlite:///mlflow.db or a server's http address
+e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer stores runs in plain folders. \
+Use sqlite:///mlflow.db or a server's http address.
 e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
-e.yaml:16: tracking.experiment: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set; \
-set it, or write ${oc.env:PIPELINE_NOT_SET,default}
+e.yaml:16: tracking.experiment: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set. \
+Set it, or write ${oc.env:PIPELINE_NOT_SET,default}.
 e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, order, loader, loss, task, metrics, \
 optimizer, scheduler, optimizers, schedulers, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: measure: is empty; write a mapping with keys from pairs, budget_s, interval, warmup_steps, steps, \
 windows, nvtx, price_per_device_hour
-command line: compare[7].workers=2: compare[7].workers: compare has no entry 7; it has 2, counted from 0
+command line: compare[7].workers=2: compare[7].workers: compare has no entry 7. It has 2 entries, counted from 0.
 command line: trian.epochs=3: trian: unknown key; did you mean train?
 command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean num_workers?"""
         )
