@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 MOST_PROBLEMS = 100
-"""Limit on the problems that are shown of one file; a file with more is probably no experiment."""
+"""Limit on the problems that are shown of one file; a file with more is probably not an experiment."""
 
 
 class Problem(NamedTuple):
@@ -86,7 +86,7 @@ class UsageError(PipelineError):
 
 
 class ResourceError(PipelineError):
-    """Lack of a resource that the experiment asks for: cores, GPUs, a writable store."""
+    """Lack of a resource that the experiment requires: cores, GPUs, a writable tracking server."""
 
     exit_code = 3
 
@@ -94,7 +94,7 @@ class ResourceError(PipelineError):
 class TrainingError(PipelineError):
     """Failure of a training that had started: an exception in user code, a NaN, a killed worker.
 
-    ``details`` is the failing rank's own traceback, or empty.
+    ``details`` is the failing rank's traceback, or empty.
     """
 
     exit_code = 1

@@ -39,20 +39,20 @@ def run(
     quiet: bool = False,
     verbose: bool = False,
 ) -> RunResult:
-    """Train, next to a measured baseline, as ``pipeline run`` does.
+    """Train an experiment and measure its speedup over a baseline, as ``pipeline run`` does.
 
     Args:
-        experiment: a file, a dict that holds what a file would, or what `Experiment.load` made of them.
-        overrides: such as "train.epochs=2".
-        baseline: True to measure the baseline of the speedup, too.
-        train_only: True to measure nothing: no baseline, no parts of a step, no advice.
-        resume: the interrupted run to resume: "latest", the beginning of its id, or its folder.
-        allow_changed: True if the experiment and the data of the resumed run may differ.
-        quiet: True to show warnings only.
-        verbose: True to show the workers' output.
+        experiment: an experiment file, a dict with the same content, or the result of `Experiment.load`.
+        overrides: overrides of keys, such as "train.epochs=2".
+        baseline: True to measure the baseline and report the speedup.
+        train_only: True to skip all performance measurements.
+        resume: the interrupted run to resume: "latest", a unique part of its id, or its folder.
+        allow_changed: True to resume even if the experiment or its data has changed since the run started.
+        quiet: True to print only warnings.
+        verbose: True to print the workers' output.
 
     Raises:
-        PipelineError: a notebook shows its message only.
+        PipelineError: the run failed; a notebook shows only the message.
         KeyboardInterrupt: Ctrl-C, or the kernel was interrupted; the run's status is KILLED.
     """
     ended: list[tuple[Report, Path]] = []
@@ -81,21 +81,21 @@ def compare(
     quiet: bool = False,
     verbose: bool = False,
 ) -> ComparisonResult:
-    """Measure strategies and numbers of workers side by side, as ``pipeline compare`` does.
+    """Compare the throughput of strategies and numbers of workers, as ``pipeline compare`` does.
 
     Args:
         experiment: as in `run`.
         overrides: as in `run`.
-        strategies: names; by default those of the experiment's ``compare``.
-        workers: numbers of workers; by default those of the experiment's ``compare``.
-        repeats: measurements of each cell, alternating with the other cells.
-        scaling: strong: the same global batch; weak: the same batch for each worker.
-        profile: True to record a torch.profiler trace of each cell.
-        quiet: True to show warnings only.
-        verbose: True to show the workers' output.
+        strategies: names of strategies; default: the strategies in the experiment's ``compare`` section.
+        workers: numbers of workers; default: the numbers in the experiment's ``compare`` section.
+        repeats: number of times to measure each configuration; configurations alternate.
+        scaling: "strong" keeps the global batch size, "weak" the batch size per worker; "both" measures both.
+        profile: True to record a torch.profiler trace of each configuration.
+        quiet: True to print only warnings.
+        verbose: True to print the workers' output.
 
     Raises:
-        PipelineError: earlier measurements are in the run's folder.
+        PipelineError: the comparison failed; the run's folder contains the measurements before the failure.
         KeyboardInterrupt: as `run`.
     """
     ended: list[tuple[Report, Path]] = []
@@ -122,14 +122,14 @@ def _check_wanted(strategies: Sequence[str], workers: Sequence[int], repeats: in
     for name in (strategies,) if isinstance(strategies, str) else strategies:
         if name not in known:
             hint = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
-            raise UsageError(f"strategies: no strategy is called {name!r}{hint}")
+            raise UsageError(f"strategies: {name!r} is not a strategy{hint}")
     if isinstance(strategies, str):
-        raise UsageError(f'strategies is a string; write a list, ["{strategies}"]')
+        raise UsageError(f'strategies: is a string. Pass a list, ["{strategies}"].')
     for count in (*workers, repeats):
         if type(count) is not int or count < 1:
-            raise UsageError(f"workers and repeats are numbers from 1 on, not {count!r}")
+            raise UsageError(f"workers and repeats must be integers of at least 1, not {count!r}")
     if scaling not in ("strong", "weak", "both"):
-        raise UsageError(f"scaling is {scaling!r}; write strong, weak or both")
+        raise UsageError(f"scaling: is {scaling!r}. Use strong, weak or both.")
 
 
 def _terminal(*, quiet: bool) -> Terminal:
@@ -152,9 +152,9 @@ def _started(
         UsageError: a run can't be started in this process or thread.
     """
     if (outer := outer_launcher()) is not None:
-        raise UsageError(f"pipeline starts its workers itself: start this script without {outer.name}")
+        raise UsageError(f"pipeline starts the workers. Start this script without {outer.name}.")
     if threading.current_thread() is not threading.main_thread():
-        raise UsageError("call it in the main thread, which is the one that gets signals")
+        raise UsageError("pipeline handles signals, which only the main thread receives. Call it in the main thread.")
     try:
         shown = waiting.shown_on(_terminal(quiet=quiet).progress)
         with shown, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():

@@ -44,7 +44,7 @@ class Experiment:
 
         Raises:
             UsageError: the file can't be read, or an override is malformed.
-            ExperimentError: something in it is wrong; carries every problem that was found.
+            ExperimentError: the experiment is wrong; contains every problem that was found.
         """
         if isinstance(source, Experiment):
             return cls.load(source.source, *source.overrides, *overrides) if overrides else source
@@ -57,7 +57,7 @@ class Experiment:
         """Build its model, data, loss and metrics in this process, for tests and notebooks.
 
         Raises:
-            ExperimentError: one of them can't be built.
+            ExperimentError: a component can't be built.
         """
         return Parts(self.file)
 
@@ -73,11 +73,11 @@ class Experiment:
 
         Raises:
             ExperimentError: an environment variable is not set.
-            UsageError: there is no such section, or it is no component.
+            UsageError: the section does not exist, or is not a component.
         """
         component = getattr(self.file.experiment, section, None)
         if not isinstance(component, Component):
-            raise UsageError(f"{section}: {self.name} has no component of this name; write model or data")
+            raise UsageError(f"{section}: {self.name} has no component with this name. Use model or data.")
         arguments: Mapping[str, Any] = fill_in_all(component.arguments, key=section)
         return arguments
 
@@ -92,13 +92,13 @@ class Experiment:
 
 
 class Parts:
-    """Model, data, loss and metrics, built on the CPU as a worker builds them; made by ``Experiment.build()``."""
+    """Model, data, loss and metrics, built on the CPU as in a worker; created by ``Experiment.build()``."""
 
     def __init__(self, file: ExperimentFile) -> None:
         """Build the parts.
 
         Raises:
-            ExperimentError: one of them can't be built; all problems with their lines.
+            ExperimentError: a component can't be built; contains all problems with their lines.
         """
         from torchmetrics import MetricCollection
 
@@ -135,18 +135,18 @@ class Parts:
         return self._context.batches.validation_samples
 
     def batch(self, samples: Iterable[int], *, validation: bool = False) -> Any:
-        """Return samples of the training or of the validation set as one batch, as the model takes it.
+        """Return samples of the training or validation set as one batch, in the form that the model receives.
 
         Raises:
             TrainingError: a sample can't be read.
-            ExperimentError: they can't be made a batch, or there is no validation set.
+            ExperimentError: the samples can't be collated, or there is no validation set.
         """
         return self._context.batches.placed(self._context.batches.read(list(samples), validation=validation))
 
     def step(self, batch: Any) -> StepOutput:
-        """Return loss, outputs and targets of the model on a batch, by the experiment's loss or task.
+        """Compute loss, outputs and targets of the model on a batch, with the experiment's loss or task.
 
-        With several optimizers the loss is the sum of theirs, each of which is among the logs.
+        With several optimizers, the loss is the sum of the optimizers' losses. The logs contain each of these losses.
         """
         if self._context.experiment.optimizers:
             return combined(list(outputs(self._context, self.model, batch)))

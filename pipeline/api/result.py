@@ -22,12 +22,12 @@ _RELATIVE = ("speedup", "efficiency")  # of the driver, not of a step
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """Report of several trials, and the places where it is kept."""
+    """Report of a run or a comparison, and the places where it is stored."""
 
     report: Report
-    """Figures with remarks and advice."""
+    """Results with notes and recommendations."""
     folder: Path
-    """Folder of the run: journal, report, chart, logs."""
+    """Folder of the run: event log, report, chart, worker logs."""
     mlflow_experiment_id: str | None
     """Id of the MLflow experiment; None if MLflow never answered."""
     mlflow_run_id: str | None
@@ -42,20 +42,20 @@ class Result:
 
     @property
     def speedup(self) -> float | None:
-        """Throughput over the baseline's; None if no speedup was measured.
+        """Throughput divided by the baseline's throughput; None if no speedup was measured.
 
-        Of a comparison it is the speedup of the configuration with most workers.
+        For a comparison, this is the speedup of the configuration with the most workers.
         """
         return self.report.speedup
 
     @property
     def efficiency(self) -> float | None:
-        """Speedup over the ratio of devices, 1 is linear; None if no speedup was measured."""
+        """Scaling efficiency: speedup divided by the ratio of devices; None if no speedup was measured."""
         return self.report.efficiency
 
     @property
     def chart(self) -> Path:
-        """PNG of the speedup chart; with ``train_only`` there is none."""
+        """Path of the speedup chart (PNG); the file does not exist with ``train_only``."""
         return self.folder / CHART_NAME
 
     def to_pandas(self) -> "pd.DataFrame":

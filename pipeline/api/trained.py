@@ -1,4 +1,4 @@
-"""Trained model of an earlier run, to answer for new data."""
+"""Trained model of an earlier run, for predictions on new data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,22 +25,22 @@ from pipeline.training.reference import Reference
 
 @dataclass(frozen=True)
 class Trained:
-    """Trained model with its run, made by `load`."""
+    """Trained model with its run, created by `load`."""
 
     folder: Path
     """Folder of the run."""
     experiment: Experiment
-    """Experiment as it was run."""
+    """Experiment of the run."""
     model: nn.Module
-    """The model in evaluation mode, on the CPU, with the weights of the end of training."""
+    """The model in evaluation mode, on the CPU, with the weights from the end of training."""
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
         """Return the model's outputs for a batch of inputs, without gradients, on the model's device.
 
         Args:
-            batch: inputs without targets, e.g. a tensor with a sample in each row; or a mapping of the names of the
-                model's arguments to tensors.
+            batch: inputs without targets: a tensor with one sample per row, or a mapping from the names of the model's
+                arguments to tensors.
         """
         device = next(self.model.parameters()).device
         is_double = self.experiment.file.experiment.train.precision == "fp64"
@@ -49,18 +49,18 @@ class Trained:
 
     @classmethod
     def load(cls, run: str | PathLike[str] = runs.LATEST, *, directory: str | PathLike[str] = "runs") -> "Trained":
-        """Load the model of a run: the latest, or by a unique part of its id, or by its folder.
+        """Load the model of a run: "latest", a unique part of its id, or its folder.
 
-        The model's class comes from the project's code as it is now; nothing is asked of MLflow.
+        The model's class comes from the project's current code. MLflow is not needed.
 
         Raises:
-            UsageError: there is no such run, it has no trained model, or its weights don't fit the model of today.
-            ExperimentError: the model can't be built, or no longer computes what was evaluated.
+            UsageError: the run does not exist, has no trained model, or its weights don't fit the current model.
+            ExperimentError: the model can't be built, or computes other outputs than in the run's evaluation.
         """
         folder = runs.find(str(run), Path(directory))
         weights = folder / WEIGHTS
         if not weights.is_file():
-            raise UsageError(f"{folder}: has no {WEIGHTS}, only a training that ended has one; name another run")
+            raise UsageError(f"{folder}: has no {WEIGHTS}. Name a run whose training is complete.")
         experiment = Experiment.load(folder / EXPERIMENT_NAME)
         try:
             with explained(experiment.file), importable(Path.cwd()):
@@ -74,7 +74,7 @@ class Trained:
         except (OSError, RuntimeError, LookupError, EOFError, UnpicklingError) as error:
             cause = " ".join(str(error).split())[:300]
             raise UsageError(
-                f"{weights}: can't be loaded into {experiment.file.experiment.model.target}: {cause or 'damaged'}; "
-                "use the code that it was trained with, or name another run"
+                f"{weights}: cannot be loaded into {experiment.file.experiment.model.target}: {cause or 'damaged'}. "
+                "Use the code of the training, or name another run."
             ) from error
         return cls(folder, experiment, model)

@@ -179,7 +179,11 @@ def _check_call(
     taken: dict[str, str] = {}
     for what in () if any(p.kind is p.VAR_POSITIONAL for p in parameters) else passed:
         if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
-            return [Problem(f"{key}._target_", f"{target} can't be called with {', '.join(passed)}; name another")]
+            return [
+                Problem(
+                    f"{key}._target_", f"{target} cannot be called with {', '.join(passed)}. Name another callable."
+                )
+            ]
         taken[parameters.pop(0).name] = what
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     # A wrapper may take more than the function it wraps, e.g. that of transformers' configurations.
@@ -187,21 +191,25 @@ def _check_call(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in (*parameters, *outer))
     for name in given:
         if name in taken:
-            problems.append(Problem(keys.child(key, name), f"{target} gets {taken[name]} as this argument; remove it"))
+            problems.append(
+                Problem(
+                    keys.child(key, name), f"pipeline passes {taken[name]} to {target} as this argument. Remove it."
+                )
+            )
         elif name not in named and not takes_any:
             problems.append(Problem(keys.child(key, name), _unknown(name, list(named), target)))
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given:
-            problems.append(Problem(keys.child(key, name), f"missing; {target} can't be called without it"))
+            problems.append(Problem(keys.child(key, name), f"missing. {target} requires this argument."))
     return problems
 
 
 def _check_task(task: Component, *, allowed: tuple[str, ...]) -> Iterator[Problem]:
-    """Find a task that yields losses of several optimizers in an experiment with one."""
+    """Find a task that yields losses for several optimizers in an experiment with one optimizer."""
     kind = resolve(task, key="task", allowed=allowed)
     if inspect.isclass(kind) and inspect.isgeneratorfunction(kind.__call__):
-        message = f"{task.target} yields its losses, which takes several optimizers"
-        yield Problem("task", f"{message}; write optimizers: with a section for each in place of optimizer:")
+        message = f"{task.target} yields several losses, so it needs several optimizers"
+        yield Problem("task", f"{message}. Replace optimizer by optimizers, with one section per optimizer.")
 
 
 def _check_groups(optimizer: Optimizer, *, allowed: tuple[str, ...]) -> Iterator[Problem]:

@@ -54,7 +54,7 @@ def fill_in_runtime(text: str, values: Mapping[str, int], *, key: str) -> str | 
     """
     for name in runtime_values_in(text):
         if name not in values:
-            raise ExperimentError.of(key, f"{marker(name)} is not known yet when this is built; write a number")
+            raise ExperimentError.of(key, f"{marker(name)} has no value yet when this is built. Use a number instead.")
     if whole := MARKER.fullmatch(text):
         return values[whole[1]]
     return MARKER.sub(lambda found: str(values[found[1]]), text)
@@ -85,11 +85,11 @@ def early_values(tree: Mapping[str, Any]) -> Iterator[Problem]:
         early = [name for name in names if name in _NEED_DATA]
         if names and not Shape.of(Experiment).in_component(parts):
             message = (
-                f"{marker(names[0])} is only known once the data is loaded; "
-                "it may stand in the arguments of scheduler, optimizer and other components"
+                f"{marker(names[0])} has no value until the data is loaded. "
+                "Use it only in the arguments of scheduler, optimizer and other components."
             )
         elif early and parts[0] in ("data", "loader"):
-            message = f"{marker(early[0])} is only known once the data is loaded; write a number"
+            message = f"{marker(early[0])} has no value until the data is loaded. Use a number instead."
         else:
             continue
         yield Problem(keys.join(parts), message)
@@ -105,9 +105,9 @@ def exposed_secrets(tree: Mapping[str, Any]) -> Iterator[Problem]:
             continue
         name, before = found[0][1], [text[: each.start()] for each in found]
         if not keeps_references(parts):
-            message = f"{name} is a secret by its name, and this would be written down; rename the variable"
+            message = f"{name} is a secret by its name, but this key is stored in files. Rename the variable."
         elif any(start.count("${") > start.count("}") for start in before):  # such as ${oc.decode:${oc.env:API_KEY}}
-            message = f"{name} is a secret by its name, which no resolver may use; write ${{oc.env:{name}}} alone"
+            message = f"{name} is a secret by its name, so resolvers cannot use it. Write only ${{oc.env:{name}}}."
         else:
             continue
         yield Problem(keys.join(parts), message)

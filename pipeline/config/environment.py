@@ -122,7 +122,7 @@ def unset(arguments: object, *, key: str) -> Iterator[Problem]:
         for found in REFERENCE.finditer(text) if isinstance(text, str) else ():
             if _is_missing(found) and not is_secret(found[1]):
                 message = (
-                    f"the environment variable {found[1]} is not set; set it, or write ${{oc.env:{found[1]},default}}"
+                    f"the environment variable {found[1]} is not set. Set it, or write ${{oc.env:{found[1]},default}}."
                 )
                 where = keys.join((key, *parts)) if parts else key
                 yield Problem(where, f"is {text!r}; {message}")

@@ -1,4 +1,4 @@
-"""Optional packages: which there are, and the messages on those that are missing, before anything starts."""
+"""Optional packages, and the messages about missing packages, before anything starts."""
 
 import shlex
 from collections.abc import Callable, Mapping

@@ -20,26 +20,26 @@ class StartFrom(Section):
     """Initial weights of the model, from the result of a run or from a safetensors file."""
 
     run: Writable | None = None
-    """Run whose result is loaded, by a unique part of its id or its folder: the best weights if it has
-    ``checkpoint.best``, else the last."""
+    """Run to load the weights from: a unique part of its id, or its folder. Loads the best weights if the run sets
+    ``checkpoint.best``, otherwise the last weights."""
     file: Writable | None = None
-    """Path of a safetensors file, relative to the working directory, in place of ``run``."""
+    """Path of a safetensors file, relative to the working directory, instead of ``run``."""
     strict: bool = True
-    """Refuse weights that don't have exactly the names and shapes of the model. false: what is missing or has another
-    shape is left as initialised, what the model lacks is not used, and both are told."""
+    """Require weights with exactly the names and shapes of the model. false: parameters that are missing or have
+    another shape keep their initial values, and weights that the model does not have are ignored. Both are reported."""
     rename: Mapping[str, str] = {}
-    """New names by old ones. Both are beginnings of names up to a dot: ``backbone: encoder`` makes encoder.0.weight of
-    backbone.0.weight, ``"": encoder`` adds a part and ``module: ""`` removes one. The longest match counts."""
+    """Mapping of old to new name prefixes, up to a dot. ``backbone: encoder`` renames backbone.0.weight to
+    encoder.0.weight, ``"": encoder`` adds a prefix, and ``module: ""`` removes a prefix. The longest match counts."""
 
 
 class ParameterGroup(Section):
-    """Parameters with settings of their own: beside ``match`` any argument of the optimizer, such as lr."""
+    """Parameters with separate settings: ``match``, and any argument of the optimizer, such as lr."""
 
     model_config = ConfigDict(extra="allow")
 
     match: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1)]
-    """Names of parameters, or a list of them; an asterisk stands for any characters, dots too. A parameter belongs to
-    the first group that matches it, and without one has the optimizer's own arguments."""
+    """Name or names of parameters. An asterisk matches any characters, including dots. A parameter belongs to the first
+    group that matches it. Parameters that no group matches use the optimizer's arguments."""
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class ParameterGroup(Section):
 
 
 class Optimizer(Component):
-    """Optimizer: ``_target_: package.name`` with keyword arguments, and groups of parameters with other ones."""
+    """Optimizer: ``_target_: package.name`` with keyword arguments, and groups of parameters with other arguments."""
 
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with other arguments, such as ``{match: "*.bias", weight_decay: 0}``."""
@@ -73,12 +73,12 @@ def misused(
 ) -> Iterator[tuple[str, str]]:
     """Find contradictions between these keys; yield each key with a message."""
     if start_from is not None and (start_from.run is None) == (start_from.file is None):
-        given = "has neither run nor file" if start_from.run is None else "has both run and file"
-        yield "train.start_from", f"{given}; write one of them"
+        given = "has neither run nor file. Set" if start_from.run is None else "has both run and file. Keep"
+        yield "train.start_from", f"{given} one of them."
     for index, group in enumerate(optimizer.groups if optimizer is not None else ()):
         key = f"optimizer.groups[{index}]"
         if not group.settings:
-            yield key, "has no setting of its own; write one beside match, e.g. weight_decay: 0"
+            yield key, "has no setting besides match. Add one, e.g. weight_decay: 0"
         for name, value in group.settings.items():
             if isinstance(value, Mapping) or "${" in str(value):
                 yield keys.child(key, name), f"is {value}; write a number, true or false, or a list of them"
@@ -94,5 +94,5 @@ def _replaced_rates(optimizer: Optimizer, scheduler: Component | None) -> Iterat
             continue
         for index, group in enumerate(optimizer.groups):
             if "lr" in group.settings:
-                message = f"has no effect: scheduler.{name} replaces it; write a list there, a rate for each group"
+                message = f"has no effect, because scheduler.{name} replaces it. Set a list there, one rate per group."
                 yield f"optimizer.groups[{index}].lr", message

@@ -103,13 +103,15 @@ class _Resolver:
             return value  # creating a config for each takes long in files with thousands of values
         if self._expansion.is_too_long(key):
             if key == self._expansion.least:
-                message = f"is {cut(value)}, more than {LIMIT:,} characters with its references filled in; use fewer"
+                message = (
+                    f"is {cut(value)}, which has more than {LIMIT:,} characters once resolved. Use fewer references."
+                )
                 self.problems.append(Problem(key, message))
             return None
         try:
             OmegaConf.create({"value": value})  # as in the file, since the error repeats it
         except (OmegaConfBaseException, RecursionError):
-            message = f"is {cut(value)}, an incomplete ${{...}}; close its brackets, or write \\${{ for a literal ${{"
+            message = f"is {cut(value)}, an incomplete ${{...}}. Close the brackets, or write \\${{ for a literal ${{."
             self.problems.append(Problem(key, message))
             return None
         return _OWN.sub(_OWN_NAMES, value)
@@ -140,7 +142,7 @@ class _Resolver:
     def _sentence(self, error: Exception, key: str) -> str:
         said = str(error).splitlines()[0]
         if isinstance(error, MissingMandatoryValue):
-            return "has no value (???); write one"
+            return "has no value (???). Set a value."
         return f"is {cut(self._raw.get(key))}; {self._reason(error, said)}"
 
     def _reason(self, error: Exception, said: str) -> str:
@@ -151,11 +153,11 @@ class _Resolver:
         if isinstance(error, InterpolationToMissingValueError):
             return "the key it refers to has no value (???)"
         if isinstance(error, UnsupportedInterpolationType):
-            return "there is no such resolver; write ${section.key}, or ${oc.env:NAME}"
+            return "this resolver does not exist. Use ${section.key}, or ${oc.env:NAME}."
         if isinstance(error, RecursionError):
             return "it refers to itself"
         if type(error) is InterpolationResolutionError and (found := _NO_VARIABLE.fullmatch(said)):
-            return f"the environment variable {found[1]} is not set; set it, or write ${{oc.env:{found[1]},default}}"
+            return f"the environment variable {found[1]} is not set. Set it, or write ${{oc.env:{found[1]},default}}."
         reason = _REASONS.get(said) or said.partition("while resolving interpolation: ")[2] or said
         return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
 
@@ -175,7 +177,7 @@ class Expansion:
         self._lengths: dict[str, int] = {}
 
     def is_too_long(self, key: str) -> bool:
-        """Tell if the value of a key would have more than `LIMIT` characters."""
+        """Return True if the value of a key would have more than `LIMIT` characters."""
         try:
             return self._length(_dotted(key)) > LIMIT
         except RecursionError:  # a chain of hundreds of references, which OmegaConf can't follow either

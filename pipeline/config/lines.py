@@ -31,23 +31,23 @@ _DEEPEST = 40  # OmegaConf takes some ten of Python's thousand stack frames for 
 _TAB = re.compile(r"^ *\t[ \t]*\S")
 
 _MEANINGS = (
-    ("mapping values are not allowed", "a colon where none belongs; indent less, or put a string with ': ' in quotes"),
+    ("mapping values are not allowed", "an unexpected colon. Indent less, or put a string with ': ' in quotes."),
     ("could not find expected ':'", "a line without a colon; write key: value"),
-    ("but found '<scalar>'", "a value where an entry ends; is a comma, a quote or a line break missing before it?"),
+    ("but found '<scalar>'", "an unexpected value. Check for a missing comma, quote or line break before it."),
     ("expected ',' or", "a bracket is not closed, or a comma is missing"),
     (
         "expected <block end>",
-        "the indentation matches no section above; start all keys of a section in the same column",
+        "the indentation does not match a section above. Start all keys of a section in the same column.",
     ),
     ("while scanning a quoted scalar", "a quote is not closed"),
-    ("undefined alias", "*name refers to an anchor &name, and there is none before it"),
-    ("duplicate anchor", "two anchors have the same name; rename one"),
-    ("expected '<document start>'", "something stands after the end; remove a closing bracket too many"),
-    ("expected a single document", "a second document after ---; a file holds one experiment"),
-    ("unknown escape character", "an unknown escape in a string; put strings with a backslash in single quotes"),
-    ("that cannot start any token", "a string can't begin with this character; put it in quotes"),
-    ("expected the node content", "a value is missing, or a bracket, comma or colon stands where none belongs"),
-    ("did not find expected", "a bracket, comma or colon stands where none belongs"),
+    ("undefined alias", "*name refers to an anchor &name that is not defined before it"),
+    ("duplicate anchor", "two anchors have the same name. Rename one of them."),
+    ("expected '<document start>'", "unexpected text after the end. Remove the extra closing bracket."),
+    ("expected a single document", "a second document after ---. A file contains one experiment."),
+    ("unknown escape character", "an unknown escape in a string. Put strings with a backslash in single quotes."),
+    ("that cannot start any token", "a string cannot start with this character. Put it in quotes."),
+    ("expected the node content", "a value is missing, or there is an unexpected bracket, comma or colon"),
+    ("did not find expected", "an unexpected bracket, comma or colon"),
 )
 
 
@@ -156,7 +156,7 @@ class _Reader:
             if name.tag == _MERGE or (text := self._name(name, key)) is None:
                 continue
             if text in first:
-                message = f"given twice, first in line {first[text]}; remove one of them"
+                message = f"set twice, first in line {first[text]}. Remove one of them."
                 self.problems.append(self._problem(keys.child(key, text), message, name))
                 continue
             first[text] = name.start_mark.line + 1
@@ -184,7 +184,9 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, key: str) -> Any:
         if node.tag not in _SCALARS:
-            self.problems.append(self._problem(key, f"the YAML tag {_short(node.tag)} can't be used; remove it", node))
+            self.problems.append(
+                self._problem(key, f"the YAML tag {_short(node.tag)} is not supported. Remove it.", node)
+            )
             return None
         try:
             return _usable(self._constructor.construct_object(node))
@@ -221,7 +223,7 @@ def explain_syntax(error: yaml.YAMLError, text: str, *, place: Callable[[int], s
         return [Problem("", "a tab in the indentation; use spaces", place(number)) for number in tabs]
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
-        return [Problem("", "a character that no text file may hold; save the file as UTF-8 text", place(line))]
+        return [Problem("", "a character that is not allowed in text files. Save the file as UTF-8 text.", place(line))]
     if isinstance(error, yaml.MarkedYAMLError):
         return [Problem("", _meaning(error), place(_line(error)))]
     return [Problem("", f"can't be read as YAML: {error}", place(1))]

@@ -82,7 +82,7 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
     try:
         problems = list(_not_plain(values, ()))
     except RecursionError:
-        raise ExperimentError([Problem("", "contains itself; write its values out", _IN_PYTHON)]) from None
+        raise ExperimentError([Problem("", "contains itself. Write out its values.", _IN_PYTHON)]) from None
     if problems:
         raise ExperimentError(problems)
     own = source.Source(_copied(values))
@@ -95,7 +95,7 @@ def checked(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile
     rejected = apply_overrides(overrides, tree, read.entries)
     places = Places(name, read.entries)
     if source.EXTENDS in tree:
-        rejected.append(Problem(source.EXTENDS, "is for files; write it into the experiment file"))
+        rejected.append(Problem(source.EXTENDS, "works only in files. Set it in the experiment file."))
     resolved, problems = interpolation.resolve(tree)
     problems += [*deferred.early_values(resolved), *deferred.exposed_secrets(tree)]
     try:

@@ -1,4 +1,4 @@
-"""Error messages from pydantic's errors: the value in the file, and what to write instead."""
+"""Error messages from pydantic's errors: the value in the file, and the allowed values."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape, data
         case "string_too_long":
             return f"is {len(details['input'])} characters long; write at most {details['ctx']['max_length']}"
         case "too_short":
-            return "is an empty list; write at least one entry, or leave the key out"
+            return "is an empty list. Add an entry, or remove the key."
         case "value_error" if "enum" not in schema:
             given = details["input"]
             written = _CREDENTIALS.sub("", given) if isinstance(given, str) else given
@@ -132,7 +132,7 @@ def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
     if shape.is_component(parts) or parts[-1:] == ("_target_",):
         return f"is {shown(value)}; write _target_: {_target_in(value)}"
     if fields := shape.fields(parts):
-        return f"is {shown(value)}; write a mapping, its keys are {', '.join(fields)}"
+        return f"is {shown(value)}; write a mapping with keys from {', '.join(fields)}"
     hint = did_you_mean(value, schema.get("enum", ()), cutoff=0.7) if isinstance(value, str) else ""
     return f"is {shown(value)}; write {_expected(schema)}{hint or _unquoted(value, schema)}"
 

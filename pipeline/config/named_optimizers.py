@@ -15,14 +15,14 @@ class NamedOptimizer(Optimizer):
     """Optimizer with a name: ``_target_: package.name`` with keyword arguments, and the parameters that it trains."""
 
     params: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1)]
-    """Names of the parameters that it trains, or a list of them; an asterisk stands for any characters, dots too. Each
-    trainable parameter belongs to exactly one optimizer; names of the task's own begin with ``task:``."""
+    """Name or names of the parameters that it trains. An asterisk matches any characters, including dots. Each
+    trainable parameter belongs to exactly one optimizer. Names of the task's parameters start with ``task:``."""
 
     every: Positive | None = None
-    """Steps from one of its updates to the next: 5 updates in the first step and every fifth after it, and computes and
-    reports its loss in the others, too. Without it each step updates. Schedulers count all steps."""
+    """Steps between two updates. 5 updates in the first step and in every fifth step after it. The loss is computed and
+    reported in all steps. Default: update in each step. Schedulers count all steps."""
     clip_grad_norm: PositiveFloat | None = None
-    """Largest norm of its gradients, in place of train.clip_grad_norm."""
+    """Maximum norm of its gradients, instead of train.clip_grad_norm."""
 
     def updates_in(self, step: int) -> bool:
         """Return True if a step, counted from 0, updates its parameters."""

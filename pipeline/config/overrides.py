@@ -44,13 +44,13 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dic
 def _split(override: str) -> tuple[str, str]:
     key, equals, value = override.partition("=")
     if equals and key.startswith("-"):
-        raise UsageError(f"{override}: write {override.lstrip('-')}, without dashes")
+        raise UsageError(f"{override}: not an option. Write {override.lstrip('-')}, without dashes.")
     try:
         keys.split(key)
     except ValueError:
         equals = ""
     if not equals:
-        raise UsageError(f"{override!r} is not an override; write key=value without spaces, e.g. train.epochs=3")
+        raise UsageError(f"{override!r} is not an override. Write key=value without spaces, e.g. train.epochs=3.")
     return key, value
 
 
@@ -98,8 +98,8 @@ def _set(tree: dict[str, Any], key: str, value: object) -> None:
 
 def _no_place(key: str, section: object, part: keys.Part) -> str:
     if isinstance(section, list):
-        return f"{key} has no entry {part}; it has {len(section)}, counted from 0"
-    return f"{key} is {shown(section)}; nothing can be set inside it"
+        return f"{key} has no entry {part}. It has {len(section)} entries, counted from 0."
+    return f"{key} is {shown(section)}. Keys inside it cannot be set."
 
 
 def _note(entries: dict[str, Line | str], key: str, override: str) -> None:

@@ -18,8 +18,8 @@ def _least_and_most(value: object) -> object:
     """
     both = [value, value] if isinstance(value, int) else value
     if not isinstance(both, list | tuple) or len(both) != 2 or any(type(n) is not int or n < 1 for n in both):
-        where = f", in place of {json.dumps(value)}" if isinstance(value, list | tuple) else ""
-        raise ValueError(f"write an integer greater than 0, or two of them, [least, most]{where}")
+        where = f", instead of {json.dumps(value)}" if isinstance(value, list | tuple) else ""
+        raise ValueError(f"write an integer greater than 0, or [minimum, maximum]{where}")
     if both[0] > both[1]:
         raise ValueError(f"write the smaller number first: [{both[1]}, {both[0]}]")
     return both
@@ -32,14 +32,14 @@ WorkerCounts = Annotated[
     PlainSerializer(lambda counts: counts[1] if counts[0] == counts[1] else list(counts), when_used="always"),
     WithJsonSchema({"anyOf": [_COUNT, {"type": "array", "items": _COUNT, "minItems": 2, "maxItems": 2}]}),
 ]
-"""The least and the greatest number of workers; a single integer stands for both."""
+"""The minimum and the maximum number of workers; a single integer stands for both."""
 
 
 def _first_and_last(value: object) -> object:
     """Check a range of ports.
 
     Raises:
-        ValueError: not two integers in ascending order, or no ports of users.
+        ValueError: not two integers in ascending order, or not in the range of user ports.
     """
     ports = value if isinstance(value, list | tuple) else ()
     is_range = len(ports) == 2 and all(type(port) is int for port in ports)
@@ -64,42 +64,44 @@ class Parallel(Section):
     """Parallel strategy, launcher, workers and their resources."""
 
     strategy: StrategyName = "single"
-    """single, dp, ddp, fsdp or another file of pipeline/strategies."""
+    """Parallel strategy: single, dp, ddp, fsdp or another file in pipeline/strategies."""
     launcher: LauncherName = "inprocess"
-    """inprocess, torchrun, ray or another file of pipeline/launchers."""
+    """Program that starts the workers: inprocess, torchrun, ray or another file in pipeline/launchers."""
     worker_counts: Annotated[WorkerCounts, Field(alias="workers", json_schema_extra={"default": 1})] = (1, 1)
-    """Worker processes, one device each. [1, 4]: elastic, from 1 to 4 as there is room; training continues with fewer
-    workers when a node is lost, and with more when there is room again."""
+    """Worker processes, one device each. [1, 4] is elastic: 1 to 4 workers, depending on the free resources. Training
+    continues with fewer workers if a node is lost, and with more workers once resources are free again."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs if there are any, else CPU; the plan shows which."""
+    """Device to train on. auto uses GPUs if there are any, otherwise the CPU. The plan shows the device."""
     cpus_per_worker: Positive | None = None
-    """Cores and threads of each worker; default: the cores of this machine divided by the workers."""
+    """Cores and threads per worker. Default: the cores of this machine divided by the number of workers."""
     gpus_per_worker: Positive | None = None
-    """GPUs of each worker of a strategy that uses several in one process, such as dp; default: all GPUs of a node.
-    Other strategies use one."""
+    """GPUs per worker, for a strategy that uses several GPUs in one process, such as dp. Default: all GPUs of a node.
+    With other strategies, a worker uses one GPU."""
     resources_per_worker: Mapping[str, PositiveFloat] = {}
-    """Custom Ray resources that each worker occupies, by name."""
+    """Custom Ray resources that each worker uses, by name."""
     placement: Literal["pack", "spread", "strict_spread"] = "pack"
-    """Placement of workers by Ray: pack: on few nodes; spread: on many nodes; strict_spread: each on its own node."""
+    """Placement of the workers by Ray. pack: on few nodes. spread: on many nodes. strict_spread: each on a separate
+    node."""
     interface: Writable | None = None
-    """Network interface for gloo and NCCL on all nodes; default: the interface of the address that Ray uses."""
+    """Network interface for gloo and NCCL on all nodes. Default: the interface of the address that Ray uses."""
     ports: PortRange | None = None
-    """[first, last]: ports at which the driver and, under Ray, rank 0 listen for workers. A run needs three, trials
-    next to each other three each. gloo and NCCL choose their own ports. Default: any free port."""
+    """[first, last]: ports on which the driver and, with Ray, rank 0 listen for workers. A run needs three ports, and
+    so does each concurrent trial of a sweep. gloo and NCCL choose other ports. Default: any free port."""
     address: Writable | None = None
-    """Address of a running Ray cluster, e.g. HOST:6379; default: RAY_ADDRESS, or a local Ray that is started."""
+    """Address of a running Ray cluster, e.g. HOST:6379. Default: RAY_ADDRESS; without it, a local Ray is started."""
     ship_code: bool = True
-    """Send the files of the project that git tracks to a cluster; false: all nodes have them at the same path."""
+    """Send the project's files that git tracks to the cluster. false: all nodes have the files at the same path."""
     start_timeout_s: PositiveFloat = 600.0
-    """Longest wait until all workers have started and joined the process group; imports on many nodes take minutes."""
+    """Maximum time until all workers have started and joined the process group. Imports on many nodes take minutes."""
     queue_timeout_s: PositiveFloat | None = None
-    """Longest wait for free resources on a busy cluster; default: start_timeout_s."""
+    """Maximum time to wait for free resources on a busy cluster. Default: start_timeout_s."""
     timeout_s: PositiveFloat = 300.0
-    """Longest wait in a collective operation until a missing rank is reported."""
+    """Timeout of collective operations: after this time, a missing rank is reported."""
     max_failures: NotNegative = 0
-    """Restarts from the newest checkpoint after workers were lost, e.g. killed; nodes that Ray drains don't count."""
+    """Maximum number of restarts from the latest checkpoint after workers were lost, e.g. killed. Nodes that Ray drains
+    do not count."""
     grace_s: PositiveFloat = 25.0
-    """Longest wait for a checkpoint after SIGTERM; batch systems kill a job about 30 s after sending it."""
+    """Maximum time to wait for a checkpoint after SIGTERM. Batch systems kill a job about 30 s after SIGTERM."""
     options: Mapping[str, Any] = {}
     """Options of the strategy; ddp: sync_batch_norm, bucket_cap_mb, gradient_as_bucket_view, static_graph,
     find_unused_parameters, communication_hook (none, fp16, bf16, powersgd), powersgd_rank, powersgd_start_step,

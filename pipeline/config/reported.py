@@ -69,9 +69,9 @@ def name_problems(metrics: Iterable[str]) -> Iterator[Problem]:
         if name == "loss":
             yield Problem(
                 "metrics.loss",
-                "the name of the validation loss, which is always reported; give this metric another name",
+                "the validation loss already has this name. Choose another name for this metric.",
             )
         elif written in known:
-            message = f"is {written} in MLflow, as metrics.{known[written]} is; give one of them another name"
+            message = f"has the same name in MLflow as metrics.{known[written]}: {written}. Rename one of them."
             yield Problem(f"metrics.{name}", message)
         known[written] = name

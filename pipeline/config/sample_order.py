@@ -27,10 +27,10 @@ def _weights(value: object, handler: ValidatorFunctionWrapHandler) -> object:
     except ValidationError:
         number, wrong = next(_not_weights(value), (None, None))
         entry = f"entry {number} is {wrong!r}, " if number is not None else ""
-        expected = "balanced, a list with a number of at least 0 for each sample, or _target_: package.name"
+        expected = "balanced, a list with one number of at least 0 per sample, or _target_: package.name"
         raise ValueError(f"{entry}write {expected}") from None
     if isinstance(weights, tuple) and not any(weights):
-        raise ValueError("no entry is greater than 0, so that no sample could be drawn")
+        raise ValueError("no entry is greater than 0, so no sample could be drawn")
     return weights
 
 
@@ -67,18 +67,19 @@ class OrderOptions(Section):
     )
 
     weights: Annotated[Literal["balanced"] | tuple[Weight, ...] | Component | None, WrapValidator(_weights)] = None
-    """Weighted sampling with replacement, as many draws as samples: balanced, for equal shares of all classes; a list
-    with a weight for each sample; or a component, called with the training set, that returns them."""
+    """Weighted sampling with replacement; an epoch has as many draws as samples. balanced: all classes equally often.
+    Otherwise a list with one weight per sample, or a component, called with the training set, that returns it."""
     bucket_by: Annotated[Literal["length"] | Component | None, WrapValidator(_bucket_by)] = None
-    """Global batches of samples of similar length, the batches shuffled, so that padding is short: length, of the
-    first field of a sample; or a component, called with the training set, that returns a number for each sample."""
+    """Build global batches from samples of similar length, and shuffle the batches, to reduce padding. length: the
+    length of a sample's first field. Otherwise a component, called with the training set, that returns one number per
+    sample."""
     contiguous: bool = False
     """Global batches of as many streams as they have rows, for tasks that carry a state from batch to batch: each row
     continues the row of the batch before, in the order of the training set, not shuffled. Validation and test set are
     read the same way."""
     target: Annotated[DottedName | None, Field(alias="_target_")] = None
-    """Function (training set, epoch, generator) that returns the indices of an epoch's samples, with its other
-    arguments beside it. Epochs count from 0, each has equally many indices, and an index may occur several times."""
+    """Function (training set, epoch, generator) that returns the indices of an epoch's samples. Further keys are its
+    other arguments. Epochs count from 0. All epochs have the same number of indices, and indices may repeat."""
 
     @model_serializer(mode="wrap")
     def _only_what_is_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

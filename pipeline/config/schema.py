@@ -42,38 +42,38 @@ class Loader(Section):
     """DataLoader of each worker."""
 
     num_workers: NotNegative = 0
-    """Loader processes of each worker; 0 loads in the training process."""
+    """DataLoader worker processes per training worker; 0 loads in the training process."""
     pin_memory: bool | Literal["auto"] = "auto"
     """Copy batches to page-locked memory; auto: true on a GPU."""
     persistent_workers: bool = True
-    """Keep loader processes between epochs."""
+    """Keep the DataLoader worker processes between epochs."""
     prefetch_factor: Positive = 2
-    """Batches that each loader process prepares ahead."""
+    """Batches that each DataLoader worker process prefetches."""
     collate: Component | None = None
     """Component that builds the collate_fn; default: torch's default_collate."""
 
 
 class Checkpoint(Section):
-    """Checkpoints of the training state: at the end of each epoch and of the run, and as often as written here."""
+    """Checkpoints of the training state: at the end of each epoch and of the run, and at the intervals set here."""
 
     every_steps: Positive | None = None
     """Steps between two checkpoints inside an epoch."""
     every_minutes: PositiveFloat | None = None
-    """Longest time between two checkpoints, checked whenever metrics are reported."""
+    """Maximum time between two checkpoints, checked whenever metrics are reported."""
     keep: NotNegative = 2
-    """Newest checkpoints to keep; 0 saves none, so that training can't be resumed."""
+    """Number of latest checkpoints to keep. 0 saves no checkpoints, so training cannot be resumed."""
     best: Annotated[str, Field(pattern=r"^validation/.")] | None = None
-    """A metric such as validation/accuracy. The checkpoint with its best value is kept, too, and its weights are the
-    result: saved, logged to MLflow, and evaluated on the test set."""
+    """A metric such as validation/accuracy. The checkpoint with the best value is also kept. Its weights are the result
+    of the run: they are saved, logged to MLflow, and evaluated on the test set."""
     mode: Mode = "auto"
-    """Direction of ``best``: min if small values are good, max if large ones are; auto: by torchmetrics'
-    higher_is_better, and min for validation/loss. auto is an error for metrics that don't have it."""
+    """Direction of ``best``: min if lower is better, max if higher is better. auto uses torchmetrics' higher_is_better,
+    and min for validation/loss. auto is an error for metrics without higher_is_better."""
     directory: Writable | None = None
-    """Folder or address (s3://bucket/folder) that gets one folder for each run; default: the run's own folder."""
+    """Folder or address (s3://bucket/folder) for checkpoints, with a subfolder per run. Default: the run's folder."""
 
 
 class Comparison(Section):
-    """Entry of ``compare``: a strategy, workers and options in place of those in ``parallel``."""
+    """Entry of ``compare``: strategy, workers and options to use instead of the values in ``parallel``."""
 
     strategy: StrategyName
     """Parallel strategy of this entry."""
@@ -84,30 +84,31 @@ class Comparison(Section):
 
 
 class Measure(Section):
-    """Measurement of speedups, and steps of a short throughput measurement, such as a cell of a comparison."""
+    """Measurement of speedups, and of the throughput of each configuration of a comparison."""
 
     pairs: Annotated[int, Field(ge=5)] = 16
-    """Most pairs of slots, one of the baseline and one of the training, that a speedup is measured in."""
+    """Maximum number of rounds of a speedup measurement. A round times the baseline and the training run once each."""
     budget_s: PositiveFloat = 30.0
-    """Seconds for these pairs. There are at least 5, unless they take longer than 1.5 times as much; then at least 2.
-    All measurements after a training take at most about twice as long."""
+    """Time budget for these rounds, in seconds. At least 5 rounds run, or at least 2 if 5 rounds would take more than
+    1.5 times the budget. All measurements after the training take about twice the budget at most."""
     interval: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Confidence level of the interval around a speedup."""
+    """Confidence level of the confidence interval of a speedup."""
     warmup_steps: NotNegative = 3
     """Steps before the first timed window."""
     steps: Positive = 5
     """Steps in one timed window."""
     windows: Positive = 3
-    """Timed windows; throughput is their median."""
+    """Number of timed windows; the throughput is the median over the windows."""
     nvtx: bool = False
-    """Mark step, input, forward, backward, exchange and optimizer as NVTX ranges, for NVIDIA Nsight Systems."""
+    """Mark step, input, forward, backward, gradient synchronization and optimizer as NVTX ranges, for NVIDIA Nsight
+    Systems."""
     price_per_device_hour: PositiveFloat | None = None
-    """Price of a GPU, or of a core on CPU, for an hour, in any currency: the report then says what the training costs
-    with each strategy."""
+    """Price of one GPU hour, or of one core hour on the CPU, in any currency. The report then includes the cost of the
+    training with each strategy."""
 
     @property
     def limit_s(self) -> float:
-        """Seconds for all measurements after a training: of a step, of what is compared, and of the pairs."""
+        """Time limit in seconds for all measurements after a training."""
         return 2 * self.budget_s
 
     @property
@@ -117,10 +118,10 @@ class Measure(Section):
 
 
 class RegisteredModel(Section):
-    """Model of MLflow's registry, of which the trained model becomes a new version."""
+    """Model in MLflow's registry that gets the trained model as a new version."""
 
     name: Annotated[str, Field(pattern=r"^[^\s/:'\"]([^/:'\"]*[^\s/:'\"])?$", max_length=250)]
-    """Name of the registered model, which is made if there is none; without slash, colon and quotes."""
+    """Name of the registered model, without slash, colon and quotes. The model is created if it does not exist."""
     alias: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=250)] | None = None
     """Alias that the version gets, e.g. champion: letters, digits, dash and underscore."""
 
@@ -128,33 +129,34 @@ class RegisteredModel(Section):
     @classmethod
     def _is_free(cls, alias: str | None) -> str | None:
         if alias is not None and (alias.lower() == "latest" or (alias[0] in "vV" and alias[1:].isdecimal())):
-            raise ValueError("MLflow keeps this word for versions; write another alias")
+            raise ValueError("MLflow reserves this word for versions. Use another alias.")
         return alias
 
 
 class Tracking(Section):
-    """Destinations of results: MLflow, a folder for each run, and other trackers."""
+    """Destinations of the results: MLflow, a folder for each run, and other trackers."""
 
     uri: Writable = "sqlite:///mlflow.db"
     """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server."""
     experiment: Writable | None = None
     """Name of the MLflow experiment; default: the name of this experiment."""
     directory: Writable = "runs"
-    """Folder that gets one folder for each run, with its journal, logs and report."""
+    """Folder for the run folders. Each run folder contains the run's event log, worker logs and report."""
     log_model: bool = True
-    """Log the trained model to MLflow; its weights are in the run's folder in any case."""
+    """Log the trained model to MLflow. The run's folder always contains the weights."""
     register_model: Annotated[RegisteredModel | None, NAMED, OR_NAME] = None
-    """Registered model that gets the trained model of a finished run as a version, once: its name, or a section with
-    an alias. The best trial of a sweep is registered, not every trial."""
+    """Registered model that gets the trained model of a completed run as a new version: its name, or a section with an
+    alias. A run is registered once. Of a sweep, only the best trial is registered."""
     run_name: Annotated[str, Field(min_length=1, max_length=250)] | None = None
-    """Name of the run in MLflow; default: what it is, e.g. "ddp, 2 workers". Trials of a sweep have other names."""
+    """Name of the run in MLflow. Default: strategy and workers, e.g. "ddp, 2 workers". Trials of a sweep have other
+    names."""
     tags: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./ -]*$", max_length=250)], str] = {}
-    """Tags of the run in MLflow, e.g. {team: vision}, beside those of this project, whose names are taken."""
+    """Additional tags of the run in MLflow, e.g. {team: vision}. The names of pipeline's tags cannot be used."""
     also: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
-    """Trackers beside MLflow, which write into the run's folder: metrics.csv, tensorboard/ and wandb/, which goes to
-    Weights & Biases. TensorBoard and W&B are extras of this project by these names."""
+    """Additional trackers. They write into the run's folder: metrics.csv, tensorboard/ and wandb/. wandb also sends the
+    results to Weights & Biases. The packages tensorboard and wandb must be installed."""
     trackers: tuple[Component, ...] = ()
-    """Trackers of your own beside MLflow; each is built with the run's folder and receives every event."""
+    """Additional custom trackers. Each is built with the run's folder and receives every event."""
 
     @field_serializer("uri")
     def _written_without_credentials(self, uri: str) -> str:
@@ -173,51 +175,51 @@ class Experiment(Section):
     """Experiment: model, data, training and parallel strategy."""
 
     extends: Annotated[str | None, Field(exclude=True)] = None
-    """Path of an experiment file, relative to this one, whose keys count where this file has none. Sections are merged
-    key by key; lists and components with a ``_target_`` are replaced."""
+    """Path of an experiment file to extend, relative to this file. Its keys are used where this file does not set them.
+    Sections are merged key by key; lists and components with a ``_target_`` are replaced."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """The experiment's name: letters, digits, dot, dash and underscore."""
     seed: NotNegative = 0
-    """Seed of the global random generators of torch, NumPy and Python. Each random choice depends only on it and on the
-    step, epoch or sample. Generators that your own code creates are not seeded, and not saved in checkpoints."""
+    """Seed of the global random generators of torch, NumPy and Python. Each random choice depends only on the seed and
+    on the step, epoch or sample. Generators that your code creates are not seeded, and not saved in checkpoints."""
     model: Component
     """Any callable that returns a torch.nn.Module. Required unless ``task`` is pipeline.tasks.Lightning with a
     ``module``."""
     data: Component
-    """Any callable that returns a training and a validation dataset (the second may be None), and a test dataset if
-    there is one, which is evaluated once, at the end: map-style, or iterable; or pipeline.data.streamed."""
+    """Any callable that returns a training dataset, a validation dataset or None, and optionally a test dataset. The
+    datasets are map-style or iterable, or pipeline.data.streamed. The test dataset is evaluated once, at the end."""
     order: OrderOptions | None = None
-    """Order of the training samples; default: each sample once in an epoch, shuffled."""
+    """Sampling of the training samples. Default: shuffled, each sample once per epoch."""
     loader: Loader = Loader()
     loss: Component | None = None
     """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md). Required
     unless ``task`` is given."""
     task: Component | None = None
     """A pipeline.tasks.Task, for batches other than (inputs, targets) or losses other than a mean over samples.
-    ``{_target_: pipeline.tasks.Lightning, module: {_target_: mypackage.LitNet}}`` is a LightningModule as it is, in
-    place of ``model``, ``loss``, ``optimizer`` and ``scheduler``."""
+    ``{_target_: pipeline.tasks.Lightning, module: {_target_: mypackage.LitNet}}`` uses a LightningModule unchanged,
+    instead of ``model``, ``loss``, ``optimizer`` and ``scheduler``."""
     metrics: Mapping[str, Component] = {}
-    """torchmetrics metrics of the validation set, by name. They compute a number, a number per class (NAME_0), a
-    confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve, which the last evaluation writes to
+    """torchmetrics metrics for the validation set, by name. A metric computes a number, a number per class (NAME_0), a
+    confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve. The last evaluation writes curves to
     metrics/NAME.csv and .png."""
     optimizer: Optimizer | None = None
-    """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with settings of
-    their own. Required unless ``optimizers`` is given. torch's SGD, Adam and AdamW run fused unless ``fused: false`` is
-    given. An optimizer with train() and eval(), such as a schedule-free one, is in eval() while the model is evaluated
-    and exported."""
+    """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with separate
+    settings. Required unless ``optimizers`` is given. torch's SGD, Adam and AdamW are fused unless ``fused: false`` is
+    given. Optimizers with train() and eval(), such as schedule-free optimizers, are in eval() mode during evaluation
+    and export."""
     scheduler: Component | None = None
     """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}."""
     optimizers: Mapping[str, NamedOptimizer] = {}
-    """Several optimizers by name, in place of ``optimizer``, each with ``params``, the names of its parameters, for a
-    task that yields a loss for each: ``{critic: {_target_: torch.optim.Adam, params: "critic.*"}}``. ``every: 5``
-    updates in every fifth step only; ``clip_grad_norm`` takes the place of train.clip_grad_norm."""
+    """Several optimizers by name, instead of ``optimizer``, for a task that yields one loss per optimizer. ``params``
+    lists the names of the parameters: ``{critic: {_target_: torch.optim.Adam, params: "critic.*"}}``. ``every: 5``
+    updates in every fifth step only. ``clip_grad_norm`` replaces train.clip_grad_norm for this optimizer."""
     schedulers: Mapping[str, Component] = {}
-    """Schedulers of ``optimizers``, by the same names, in place of ``scheduler``; an optimizer may have none."""
+    """Schedulers of ``optimizers``, by the same names, instead of ``scheduler``. An optimizer may have no scheduler."""
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
     compare: Annotated[tuple[Comparison, ...], Field(min_length=1)] = (Comparison(strategy="single"),)
-    """Entries that the run is compared with; the first one is the baseline of the speedup."""
+    """Configurations to compare the run with. The first entry is the baseline of the speedup."""
     measure: Measure = Measure()
     tracking: Tracking = Tracking()
     sweep: Sweep | None = None

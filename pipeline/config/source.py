@@ -57,7 +57,9 @@ def extended(own: Source, *, name: str, folder: Path, extending: tuple[Path, ...
     path = _base(own.tree[EXTENDS], folder=folder, place=place)
     if path.resolve() in extending:
         files = [os.path.relpath(file) for file in (*extending[extending.index(path.resolve()) :], path)]
-        raise ExperimentError([Problem(EXTENDS, f"is a circle: {' extends '.join(files)}; remove one of them", place)])
+        raise ExperimentError(
+            [Problem(EXTENDS, f"the files extend each other: {' extends '.join(files)}. Remove one of them.", place)]
+        )
     try:
         base = read(str(path), extending=extending)
     except UsageError as error:
@@ -93,7 +95,7 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any], *, key: str, replac
 def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
     tree, file_lines = lines.parse(text, place=lambda line: f"{name}:{line}")
     if tree is None:
-        raise ExperimentError([Problem("", "is empty; an experiment begins with name: my-experiment", name)])
+        raise ExperimentError([Problem("", "is empty. An experiment starts with name: my-experiment", name)])
     if not isinstance(tree, dict):
         raise ExperimentError([Problem("", f"is {shown(tree)}; write sections such as model: and data:", name)])
     return tree, file_lines
@@ -104,7 +106,7 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:  # limited: it may be a device or a checkpoint
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            message = f"is larger than {_MOST_BYTES // 2**20} MiB; is it an experiment?"
+            message = f"is larger than {_MOST_BYTES // 2**20} MiB. Experiment files cannot be larger."
             raise ExperimentError([Problem("", message, str(path))])
         return content.decode("utf-8-sig")
     except FileNotFoundError:
@@ -123,7 +125,7 @@ def _text(path: Path) -> str:
 def _others(folder: Path, *, meant: str = "") -> str:
     """Suggest the experiment file that was probably meant, or list those of a folder and of its experiments/."""
     if not folder.is_dir():
-        return f"; the folder {folder} doesn't exist either"
+        return f"; the folder {folder} does not exist"
     there = [*sorted(folder.glob("*.y*ml")), *sorted((folder / _USUAL).glob("*.y*ml"))]
     by_name = {file.name: file for file in reversed(there)}  # of equal names that of the folder itself
     if near := nearest(meant, by_name, cutoff=0.7):

@@ -27,7 +27,7 @@ def _range(kind: type, *, example: str, least: float = -math.inf) -> BeforeValid
 
     def check(value: object) -> object:
         allowed = (int, float) if kind is float else (int,)
-        where = f", in place of {json.dumps(value, default=str)}" if isinstance(value, list | tuple) else ""
+        where = f", instead of {json.dumps(value, default=str)}" if isinstance(value, list | tuple) else ""
         noun = "numbers" if kind is float else "integers"
         if not isinstance(value, list | tuple) or len(value) != 2 or any(type(end) not in allowed for end in value):
             raise ValueError(f"write two {noun}, the lowest and the highest, e.g. {example}{where}")
@@ -58,7 +58,7 @@ class Parameter(Section):
     """Values of one swept key: exactly one of these."""
 
     grid: Values | None = None
-    """Every value, combined with every value of the other grids."""
+    """Use every value, combined with every value of the other grids."""
     choice: Values | None = None
     """Random value of this list, all equally likely."""
     uniform: Uniform | None = None
@@ -93,7 +93,7 @@ class Asha(Section):
     """Asynchronous successive halving (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning")."""
 
     grace_epochs: Positive = 1
-    """Epochs that each trial trains before it may be stopped."""
+    """Epochs that each trial trains before it may be stopped early."""
     reduction_factor: Annotated[int, Field(ge=2, strict=True)] = 3
     """Trials are compared at epoch grace_epochs, and at its multiples by powers of this number; one in this many
     continues."""
@@ -103,20 +103,21 @@ class Sweep(Section):
     """Parameters that ``pipeline sweep`` varies, and the metric that ranks the trials."""
 
     metric: Annotated[str, Field(pattern=r"^validation/.")] = "validation/loss"
-    """The metric that ranks the trials, such as validation/loss. Its last value counts."""
+    """The metric that ranks the trials, such as validation/loss. The last value counts."""
     mode: Mode = "auto"
     """Direction of ``metric``: min if small values are good, max if large ones are; auto: by torchmetrics'
     higher_is_better, and min for validation/loss. auto is an error for metrics that don't have it."""
     parameters: Annotated[Mapping[str, Parameter], Field(min_length=1)]
     """Values by dotted key, written as in overrides: optimizer.lr: {log_uniform: [1e-4, 1e-1]}."""
     trials: Positive = 1
-    """Random draws of the parameters that are not grids; each is trained once per combination of the grids."""
+    """Number of random draws of the parameters that are not grids. Each draw is trained once per grid combination."""
     search: Literal["random", "optuna"] = "random"
     """random draws trials independently; optuna (TPE) learns from the trials that have ended."""
     asha: Annotated[Asha | None, SWITCH, OR_BOOLEAN] = None
-    """Early stopping of trials that are worse than others at the same epoch: true for the defaults, or a section."""
+    """Early stopping of trials that are worse than other trials at the same epoch: true for the defaults, or a
+    section."""
     concurrent: Positive | None = None
-    """Trials that run at the same time; default: as many as cores or GPUs allow."""
+    """Number of trials that run at the same time. Default: as many as cores or GPUs allow."""
     seed: NotNegative | None = None
     """Seed of the random draws; default: the seed of the experiment."""
 
@@ -141,19 +142,22 @@ def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
     for key, parameter in sweep.parameters.items():
         if len(parameter.kinds) != 1:
             names = ", ".join(Parameter.model_fields)
-            given = f"is given as {' and '.join(parameter.kinds)}" if parameter.kinds else "has no values"
-            yield f"parameters.{key}", f"{given}; write one of {names}, e.g. {{choice: [1, 2]}}"
+            given = f"combines {' and '.join(parameter.kinds)}" if parameter.kinds else "has no values"
+            yield f"parameters.{key}", f"{given}. Set one of {names}, e.g. {{choice: [1, 2]}}"
         elif parameter.grid is not None and sweep.search == "optuna":
-            yield f"parameters.{key}.grid", "can't be searched by optuna; write choice, or search: random"
+            yield f"parameters.{key}.grid", "optuna cannot search a grid. Set choice, or search: random."
     if any(len(parameter.kinds) != 1 for parameter in sweep.parameters.values()):
         return
     drawn = [key for key in sweep.parameters if key not in sweep.grids]
     if sweep.trials == 1 and drawn and "trials" not in sweep.model_fields_set:
-        yield "trials", f"missing; write how many random draws of {', '.join(drawn)} to train"
+        yield "trials", f"missing. Set the number of random draws of {', '.join(drawn)}."
     if not drawn and sweep.trials > 1:
-        yield "trials", f"is {sweep.trials}, but all parameters are grids, which need no random draws; remove it"
+        yield "trials", f"is {sweep.trials}, but all parameters are grids, without random draws. Remove this key."
     if sweep.total > MOST_TRIALS:
-        yield "parameters", f"make {sweep.total:,} trials; use fewer values or draws, at most {MOST_TRIALS:,} trials"
+        yield (
+            "parameters",
+            f"result in {sweep.total:,} trials. Use fewer values or draws: at most {MOST_TRIALS:,} trials.",
+        )
 
 
 def problems(
@@ -184,13 +188,13 @@ def _key_problems(key: str, *, among: list[str]) -> Iterator[str]:
     try:
         section = str(keys.split(key)[0])
     except ValueError:
-        yield f"{key!r} is not a key of an experiment; write a dotted key such as optimizer.lr"
+        yield f"{key!r} is not a key of an experiment. Use a dotted key such as optimizer.lr."
         return
     if section in _FIXED and not f"{key}.".startswith(f"{_ALLOWED}."):
-        yield f"{section} is the same for all trials of a sweep; to compare strategies or workers, use pipeline compare"
+        yield f"{section} is fixed for all trials of a sweep. To compare strategies or workers, use pipeline compare."
     around = set(keys.ancestors(key)) - {key}
     if inside := next((other for other in among if other in around), None):
-        yield f"is inside {inside}, which is varied as a whole; remove one of them"
+        yield f"is inside {inside}, which is also varied. Remove one of them."
 
 
 def _refusals(

@@ -155,12 +155,12 @@ class _Search(NamedTuple):
         root, *rest = self.target.split(".")
         if root == "__main__":
             self._fail(
-                f"{self.target} is defined in a notebook or a script, where workers can't import it; put it into a "
-                f"module file, e.g. net.py beside it, and write net.{rest[-1]}"
+                f"{self.target} is defined in a notebook or a script, so workers cannot import it. Move it into a "
+                f"module in the same folder, e.g. net.py, and write net.{rest[-1]}."
             )
         roots = {package.partition(".")[0] for package in self.allowed}
         if any(part.startswith("_") for part in (root, *rest)):
-            self._fail(f"{self.target} is private; a name that begins with an underscore can't be used")
+            self._fail(f"{self.target} is private: names that start with an underscore cannot be used")
         # A name directly in the root may be re-exported from an allowed package: transformers.ResNetConfig.
         if (root in roots and len(rest) == 1) or _under(self.target, self.allowed):
             return
@@ -168,8 +168,8 @@ class _Search(NamedTuple):
             self._fail(f"{root} is not an allowed package; did you mean {'.'.join((meant, *rest))}?")
         own = "myproject" if root in roots or root in sys.stdlib_module_names else root
         self._fail(
-            f"{self.target} is in none of the allowed packages{_listed(self.allowed)}; "
-            f'for a package of your own, write packages = ["{own}"] below [tool.pipeline] in pyproject.toml'
+            f"{self.target} is not in an allowed package{_listed(self.allowed)}. "
+            f'To allow your package, write packages = ["{own}"] below [tool.pipeline] in pyproject.toml.'
         )
 
     def _step(self, found: object, part: str, name: str) -> object:
@@ -192,14 +192,14 @@ class _Search(NamedTuple):
 
     def _refuse_module(self, module: ModuleType) -> None:
         if not _under(module.__name__, self.allowed, or_around=True):
-            self._fail(f"{self.target} leads to the module {module.__name__}, which is in none of the allowed packages")
+            self._fail(f"{self.target} leads to the module {module.__name__}, which is not in an allowed package")
 
     def _refuse_hiding(self, root: str) -> None:
         is_own = any(_under(package, (root,)) for package in self._own)
         if not is_own and (place := hiding_library(root)):
             self._fail(
                 f"{place} has the name of the library {root}, and would be imported instead. Rename it. "
-                f'If it is meant, list it: packages = ["{root}"] below [tool.pipeline] in pyproject.toml.'
+                f'If this is intended, write packages = ["{root}"] below [tool.pipeline] in pyproject.toml.'
             )
 
     def _import(self, name: str) -> ModuleType:
@@ -215,8 +215,8 @@ class _Search(NamedTuple):
 
     def _accept(self, found: object, *, in_class: bool) -> Callable[..., Any]:
         if isinstance(found, ModuleType):
-            inside = ", ".join(_own(found)[:8]) or "nothing of its own"
-            self._fail(f"{self.target} is a module, not a class or function; it defines {inside}")
+            inside = ", ".join(_own(found)[:8]) or "no public names"
+            self._fail(f"{self.target} is a module, not a class or function. It defines {inside}.")
         if not callable(found) or not isinstance(getattr(found, "__qualname__", None), str):
             self._fail(f"{self.target} is not a class or function")
         home = str(getattr(found, "__module__", None))
@@ -227,7 +227,7 @@ class _Search(NamedTuple):
         if not self.is_built_in(found):
             return found
         if in_class or inspect.ismethod(found):
-            self._fail(f"{self.target} is a method; only methods of your own packages may be used")
+            self._fail(f"{self.target} is a method. Only methods of the project's packages can be used.")
         if reason := built_in.rejection_reason(found):
             self._fail(f"{self.target} {reason}. {_remedy(self.target)}")
         return found
@@ -245,8 +245,8 @@ class _Search(NamedTuple):
         if parent:
             self._not_there(sys.modules[parent], part)
         if any(package not in BUILT_IN and _under(package, (name,)) for package in self.allowed):
-            self._fail(f"there is no package {name}; run in your project's folder, or install it: pip install -e .")
-        self._fail(f"{name} is not installed; install it, or name another package")
+            self._fail(f"package {name} not found. Run in your project's folder, or install it: pip install -e .")
+        self._fail(f"{name} is not installed. Install it, or name another package.")
 
     def _not_there(self, where: ModuleType | type, part: str) -> NoReturn:
         loaded = {package: sys.modules[package] for package in self.allowed if package in sys.modules}
@@ -270,13 +270,13 @@ def _listed(allowed: tuple[str, ...]) -> str:
 
 def _remedy(target: str) -> str:
     return (
-        f"If you need it, call {target} in a function of your own package and name that function here. "
-        'List your package: packages = ["myproject"] below [tool.pipeline] in pyproject.toml.'
+        f"To use it, call {target} in a function of your package, and name that function here. "
+        'To allow your package, write packages = ["myproject"] below [tool.pipeline] in pyproject.toml.'
     )
 
 
 def _under(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:
-    """Tell if a dotted name lies in one of the packages, or also if it contains one of them."""
+    """Return True if a dotted name lies in one of the packages, or if it contains one of them."""
     return any(f"{name}.".startswith(f"{p}.") or (or_around and p.startswith(f"{name}.")) for p in packages)
 
 

@@ -23,7 +23,7 @@ class Compile(Section):
     dynamic: bool = False
     """Compile once for inputs of all sizes, instead of once for each size."""
     fullgraph: bool = False
-    """Refuse a model that can't be compiled as one graph, instead of compiling its parts."""
+    """Raise an error if the model cannot be compiled as one graph, instead of compiling its parts."""
 
     @property
     def has_cuda_graphs(self) -> bool:
@@ -40,7 +40,7 @@ class Ema(Section):
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """Decay of the average: after each step it is decay * average + (1 - decay) * weight."""
     start_step: NotNegative = 0
-    """Steps before averaging begins; until then the averages equal the weights."""
+    """Steps before averaging starts. Until then the averages equal the weights."""
 
 
 class EarlyStopping(Section):
@@ -51,7 +51,7 @@ class EarlyStopping(Section):
     patience: Positive = 3
     """Evaluations in a row without improvement after which training ends."""
     min_delta: Annotated[float, Field(ge=0, strict=True)] = 0.0
-    """Smallest improvement that counts: a value must be better than the best by more than this."""
+    """Minimum improvement: a value must be better than the best value so far by more than this."""
     mode: Mode = "auto"
     """Direction of ``metric``, as in ``checkpoint.mode``."""
 
@@ -74,7 +74,7 @@ def _or_null(schema: dict[str, Any]) -> None:
 
 
 BatchSize = Annotated[Positive, WrapValidator(_none_yet)]
-"""Positive number that another key may stand in place of; 0 if it isn't given."""
+"""Positive number that another key may replace; 0 if it isn't given."""
 Patterns = bool | str | tuple[str, ...]
 """Module names; ``*`` matches any part between two dots. true: the repeated blocks of the model."""
 
@@ -83,8 +83,8 @@ class LearningRateScaling(Section):
     """Learning-rate scaling with the global batch size (``linear``: Goyal et al. 2017, arXiv 1706.02677)."""
 
     rule: Literal["none", "linear", "sqrt"] = "none"
-    """Factor on the lr of the optimizer, or of OneCycleLR and CyclicLR: none: 1; linear: global batch size divided by
-    base_batch_size; sqrt: the square root of that."""
+    """Factor on the lr of the optimizer, or of OneCycleLR and CyclicLR. none: 1. linear: global batch size divided by
+    base_batch_size. sqrt: the square root of the linear factor."""
     base_batch_size: Positive = 256
     """Global batch size that the optimizer's ``lr`` was chosen for."""
     warmup_steps: NotNegative = 0
@@ -97,65 +97,67 @@ class Train(Section):
     epochs: Positive | None = None
     """Passes over the training set. Required unless ``steps`` is given."""
     steps: Positive | None = None
-    """Optimizer steps, in place of ``epochs``; the last epoch may be incomplete."""
+    """Optimizer steps, instead of ``epochs``. The last epoch may be incomplete."""
     global_batch_size: Annotated[BatchSize, Field(json_schema_extra=_or_null)] = 0
-    """Samples of one optimizer step over all workers, independent of their number. Required unless
+    """Samples per optimizer step over all workers, independent of the number of workers. Required unless
     ``batch_size_per_worker`` is given."""
     batch_size_per_worker: Positive | None = None
-    """Samples of one optimizer step for each worker process, in place of ``global_batch_size``, which is this times
-    parallel.workers, their greatest number if training is elastic. A run keeps that global batch, with fewer workers
-    and when it is resumed. Baseline, comparison (unless weak), prediction and the trials of a sweep have it, too;
-    tune-batch recommends a value for this key."""
+    """Samples per optimizer step and worker, instead of ``global_batch_size``. The global batch size is this value
+    times parallel.workers (the maximum if training is elastic). It stays constant if the run loses workers or is
+    resumed. The baseline, the comparison (unless weak), the prediction and the trials of a sweep use the same global
+    batch size. tune-batch recommends a value for this key."""
     gradient_accumulation: Positive = 1
-    """Micro-batches in each worker's share of a global batch; evaluation uses batches of the same size."""
+    """Micro-batches per worker and optimizer step. Evaluation uses batches of the same size."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 use autocast; fp64 is for comparing two runs to the last digits."""
+    """Floating-point precision. bf16 and fp16 use autocast; fp64 is for comparing two runs to the last digits."""
     matmul_precision: Literal["highest", "high", "medium"] | None = None
-    """Precision of fp32 matrix products, as in torch.set_float32_matmul_precision: high computes them in TF32 on the
-    tensor cores of GPUs from Ampere on, medium may also use bf16. Default: torch's, which is highest."""
+    """Precision of fp32 matrix products, as in torch.set_float32_matmul_precision. high uses TF32 on the tensor cores
+    of Ampere and later GPUs; medium may also use bf16. Default: torch's default, highest."""
     cudnn_benchmark: bool = False
     """Let cuDNN time its convolution kernels for each input shape and use the fastest, on GPUs only. Each run may use
-    other kernels, so results may differ in the last digits, also between a whole and a resumed run."""
+    other kernels, so results may differ in the last digits, also between an uninterrupted and a resumed run."""
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     """Memory format of image batches (four dimensions) and convolutions; tensor cores are faster with channels_last."""
     clip_grad_norm: PositiveFloat | None = None
-    """Limit that the global gradient norm is clipped to."""
+    """Maximum global gradient norm; larger gradients are clipped to it."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """Reaction to a NaN or infinite loss or gradient: stop; skip the step; or roll back to the newest checkpoint and
-    leave out the step's global batch, three times at most. A validation loss that isn't finite ends training before the
-    epoch's checkpoint; with skip it is a warning."""
+    """Reaction to a NaN or infinite loss or gradient. stop: end the run. skip: skip the optimizer step. rollback: roll
+    back to the latest checkpoint and skip the step's global batch, three times at most. A NaN or infinite validation
+    loss ends training before the epoch's checkpoint; with skip it is a warning."""
     scheduler_interval: Literal["step", "epoch"] = "step"
     """Advance the scheduler after each step, including steps that were skipped or overflowed in fp16, or after each
     epoch."""
     scheduler_metric: Annotated[str, Field(pattern=r"^validation/.")] | None = None
-    """Metric that a ReduceLROnPlateau follows, such as validation/accuracy; default: validation/loss. The scheduler's
+    """Metric for a ReduceLROnPlateau scheduler, such as validation/accuracy. Default: validation/loss. The scheduler's
     ``mode`` (torch's default: min) must be the direction in which the metric improves."""
     lr_scaling: LearningRateScaling = LearningRateScaling()
     """Learning-rate scaling with the global batch size."""
     log_every_steps: Positive = 10
-    """Steps between two reports of metrics, more if these take less than 0.1 s; every step's loss is recorded."""
+    """Steps between two reports of metrics, or more if these steps take less than 0.1 s. The loss of every step is
+    recorded."""
     evaluate_every_epochs: Positive = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     evaluate_every_steps: Positive | None = None
-    """Steps between two evaluations, in place of evaluate_every_epochs; the last step is always evaluated."""
+    """Steps between two evaluations, instead of evaluate_every_epochs. The last step is always evaluated."""
     early_stopping: Annotated[EarlyStopping | None, SWITCH, OR_BOOLEAN] = None
-    """End of the training before its last epoch, once a validation metric has stopped improving: true for the
-    defaults, or a section. Checkpoints keep the count, so a resumed run ends at the same step."""
+    """Stop training once a validation metric has stopped improving: true for the defaults, or a section. Checkpoints
+    contain the count, so a resumed run ends at the same step."""
     compile: Annotated[Compile | None, SWITCH, OR_BOOLEAN] = None
-    """Compile the model with torch.compile: true for the defaults, or a section. Compile time is reported, but in
-    no measurement."""
+    """Compile the model with torch.compile: true for the defaults, or a section. Compile time is reported separately,
+    and excluded from all measurements."""
     activation_checkpointing: Patterns = False
-    """Modules such as layer1 or blocks.* that recompute their activations in the backward pass instead of storing them:
-    less memory, more time, the same losses; true: the repeated blocks of the model."""
+    """Modules, such as layer1 or blocks.*, that recompute their activations in the backward pass instead of storing
+    them. This needs less memory and more time; the losses are the same. true: the repeated blocks of the model."""
     ema: Annotated[Ema | None, SWITCH, OR_BOOLEAN] = None
-    """Exponential moving average of the weights, evaluated and logged in their place: true for the defaults, or a
-    section."""
+    """Exponential moving average of the weights: true for the defaults, or a section. The averaged weights are
+    evaluated and logged instead of the trained weights."""
     start_from: StartFrom | None = None
-    """Weights that the training starts from, in place of the model's own initial ones: the result of a run, or a
-    safetensors file."""
+    """Weights to start training from, instead of the model's initial weights: the result of a run, or a safetensors
+    file."""
     freeze: tuple[Pattern, ...] = ()
-    """Names of parameters that are not trained; an asterisk stands for any characters, dots too. They have no gradient
-    and are not given to the optimizer. BatchNorm whose parameters are all frozen stays in evaluation mode."""
+    """Names of parameters that are not trained. An asterisk matches any characters, including dots. Frozen parameters
+    have no gradient and are not passed to the optimizer. BatchNorm layers whose parameters are all frozen stay in
+    evaluation mode."""
 
     @model_serializer(mode="wrap")
     def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -33,13 +33,13 @@ def problem_of(uri: str) -> str:
     """Return what is wrong with a tracking URI and what to write instead; empty if it can be used."""
     scheme = re.split(r"[:+]", uri, maxsplit=1)[0]
     if scheme == "sqlite" and not uri.rpartition(":")[2].strip("/"):
-        return f"this names no file; write {SQLITE}mlflow.db"
+        return f"this has no file name. Use {SQLITE}mlflow.db."
     if scheme == "sqlite" and not uri.startswith(SQLITE):
-        return f"a SQLite file has three slashes before its path, four before an absolute one; write {_mended(uri)}"
+        return f"a SQLite URI has three slashes before a relative path, four before an absolute one. Use {_mended(uri)}"
     if "://" not in uri or scheme == "file":
-        return f"MLflow no longer keeps runs in plain folders; write {SQLITE}mlflow.db or a server's http address"
+        return f"MLflow no longer stores runs in plain folders. Use {SQLITE}mlflow.db or a server's http address."
     if scheme in ("http", "https") and not _is_address(uri):
-        return "this is no address; write http://HOST:PORT"
+        return "this is not an address. Use http://HOST:PORT."
     return ""
 
 

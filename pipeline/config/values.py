@@ -89,7 +89,7 @@ def _known(kind: registry.Kind) -> AfterValidator:
 
 def _writable(text: str) -> str:
     if any(unicodedata.category(character) == "Cc" for character in text):
-        raise ValueError("holds a control character, which no file name or address may have; remove it")
+        raise ValueError("contains a control character, which is not allowed in a file name or address. Remove it.")
     return text
 
 

@@ -11,6 +11,7 @@ from pipeline.config.schema import Experiment
 from pipeline.report import Advice, Row, exchange_advice, is_clear, step_advice
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.claims import compare_rows
+from pipeline.report.loss_differences import explain_loss
 from pipeline.report.ratios import is_wide, times
 from pipeline.report.report import Report
 from pipeline.report.row_names import count_workers, name_row
@@ -111,7 +112,7 @@ class Better(NamedTuple):
 
 def better(rows: Sequence[Row], case: Case) -> Better | None:
     """Return the fastest row that is faster beyond noise, or else the smallest that is hardly slower, or None."""
-    others = [row for row in rows if _is_alternative(row, case.row)]
+    others = [row for row in rows if _is_alternative(row, case.row, baseline=rows[0])]
     faster = [row for row in others if _is_faster(row, case.row)]
     if faster:
         return _better(max(faster, key=lambda row: row.samples_per_second.median), case, is_faster=True)
@@ -120,13 +121,14 @@ def better(rows: Sequence[Row], case: Case) -> Better | None:
     return _better(min(smaller, key=_size), case, is_faster=False) if smaller else None
 
 
-def _is_alternative(row: Row, own: Row) -> bool:
+def _is_alternative(row: Row, own: Row, *, baseline: Row) -> bool:
     """Return True if the row is the same training on other workers; weak scaling is a different training."""
-    trains_the_same = row.global_batch_size == own.global_batch_size and (row.same_training != "no" or row.coupling)
+    is_explained = row.same_training != "no" or bool(explain_loss(row, baseline))
+    trains_the_same = row.global_batch_size == own.global_batch_size and is_explained
     is_another = (row.strategy, row.workers, row.cpus, row.options) != (
         own.strategy, own.workers, own.cpus, own.options
     )  # fmt: skip
-    return bool(trains_the_same) and is_another and not row.is_one_replica_dp
+    return trains_the_same and is_another and not row.is_one_replica_dp
 
 
 def _size(row: Row) -> int:

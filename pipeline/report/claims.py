@@ -7,7 +7,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.report import Row, is_clear
 from pipeline.report.loss_differences import explain_loss
-from pipeline.report.ratios import ends_of, format_level, format_slower, invert, is_wide
+from pipeline.report.ratios import ends_of, format_level, format_slower, invert, is_wide, value_of
 from pipeline.report.row_names import are_several, count_workers, name_row
 from pipeline.wording import duration
 
@@ -56,7 +56,7 @@ def describe_speedup(row: Row, baseline: Row) -> str:
         case "invalid":
             return f"{name}: {NOT_VALID}, loss differs from the baseline"
         case "inconclusive" if not ratio.size:
-            return f"{name}: inconclusive, {ratio.value:.2f}x measured without a confidence interval"
+            return f"{name}: inconclusive, {value_of(ratio)} measured without a confidence interval"
         case "inconclusive":
             return f"{name}: inconclusive, {ends_of(ratio)} ({level} CI)"
         case "slower":
@@ -69,7 +69,7 @@ def describe_speedup(row: Row, baseline: Row) -> str:
             )
         case _ if is_wide(ratio):
             return f"{name}: {ends_of(ratio)} as fast as {base} ({level} CI)"
-    return f"{name}: {ratio.value:.2f}x as fast as {base} ({level} CI {ends_of(ratio)})"
+    return f"{name}: {value_of(ratio)} as fast as {base} ({level} CI {ends_of(ratio)})"
 
 
 def headline(row: Row, baseline: Row, *, efficiency: str) -> tuple[str, str]:
@@ -82,8 +82,8 @@ def headline(row: Row, baseline: Row, *, efficiency: str) -> tuple[str, str]:
         case "inconclusive":
             question = f"Inconclusive: can't tell whether {subject} {_verb(row, 'are', 'is')} faster than {base}"
             if not ratio.size:
-                return question, f"Measured {ratio.value:.2f}x as fast, without a confidence interval"
-            measured = "" if is_wide(ratio) else f"Measured {ratio.value:.2f}x as fast; "
+                return question, f"Measured {value_of(ratio)} as fast, without a confidence interval"
+            measured = "" if is_wide(ratio) else f"Measured {value_of(ratio)} as fast; "
             return question, f"{measured}{level} {ends_of(ratio)}, which includes 1.00x (equally fast)"
         case "slower":
             subject = f"{subject} {_verb(row, 'are', 'is')}"
@@ -92,7 +92,7 @@ def headline(row: Row, baseline: Row, *, efficiency: str) -> tuple[str, str]:
             slower = f"({level} {_format_slower_range(ratio)} slower)"
             return f"{subject} {format_slower(1 / ratio.value)} SLOWER than {base}", slower
         case _:
-            value = ends_of(ratio) if is_wide(ratio) else f"{ratio.value:.2f}x"
+            value = ends_of(ratio) if is_wide(ratio) else value_of(ratio)
             ends = level if is_wide(ratio) else f"{level} {ends_of(ratio)}"
             more = f"; scaling efficiency {efficiency}" if efficiency != "-" else ""
             return f"{subject} {_verb(row, 'train', 'trains')} {value} as fast as {base}", f"({ends}{more})"
@@ -102,6 +102,9 @@ def compare_rows(row: Row, other: Row) -> str:
     """Compare two rows that were measured alternately, e.g. "2 workers are 1.07x as fast as 1 worker (95% CI ...)"."""
     ratio, level = row.throughput_over(other), format_level(row.confidence)
     subject, base = _distinct_names(row, other)
+    if not ratio.size:
+        measured = f"{subject} {_verb(row, 'were', 'was')} measured {value_of(ratio)} as fast as {base}"
+        return f"{measured}, without a confidence interval."
     if not is_clear(ratio) and is_wide(ratio):
         verb = _verb(other, "are", "is")
         return f"Too noisy to tell whether {subject} or {base} {verb} faster ({level} CI {ends_of(ratio)})."
@@ -109,7 +112,7 @@ def compare_rows(row: Row, other: Row) -> str:
         return f"{subject} and {base} are equally fast within the noise ({level} CI {ends_of(ratio)})."
     is_slower, subject = ratio.value < 1, f"{subject} {_verb(row, 'are', 'is')}"
     ends = _format_slower_range(ratio) if is_slower else ends_of(ratio)
-    value = format_slower(1 / ratio.value) if is_slower else f"{ratio.value:.2f}x"
+    value = format_slower(1 / ratio.value) if is_slower else value_of(ratio)
     than = f"slower than {base}" if is_slower else f"as fast as {base}"
     return (
         f"{subject} {ends} {than} ({level} CI)." if is_wide(ratio) else f"{subject} {value} {than} ({level} CI {ends})."

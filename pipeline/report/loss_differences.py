@@ -1,5 +1,6 @@
 """The sentences of a report on losses that differ from the baseline's."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -23,20 +24,26 @@ def describe_losses(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
 def describe_loss(row: Row, baseline: Row) -> str:
     """Return how a row's loss differs from the baseline's, and why; empty if it does not."""
     if row.same_training == "at first":
-        difference = figure(row.largest_loss_difference or 0.0, digits=2)
-        return (
-            f"Loss equals the baseline's for {FIRST_STEPS} steps, then drifts by up to {difference} (floating-point "
-            "rounding)."
-        )
+        drifts = f"Loss equals the baseline's for {FIRST_STEPS} steps, then"
+        if math.isinf(row.largest_loss_difference or 0.0):
+            return f"{drifts} one of the two is not a finite number."
+        return f"{drifts} drifts by {format_most(row.largest_loss_difference)} (floating-point rounding)."
     if row.same_training != "no":
         return ""
-    differs = f"Loss differs from the baseline's by up to {figure(row.first_loss_difference or 0.0, digits=2)}"
+    differs = f"Loss differs from the baseline's by {format_most(row.first_loss_difference)}"
     if reasons := explain_loss(row, baseline):
         return f"{differs} in the first {FIRST_STEPS} steps: {reasons}."
     return (
         f"{differs} within the first {FIRST_STEPS} steps. Rounding explains at most {figure(row.loss_tolerance)}. The "
         "two do not train the same model, so ignore the speedup."
     )
+
+
+def format_most(difference: float | None) -> str:
+    """Format the largest difference of two series of losses, e.g. "up to 0.027"."""
+    if difference is not None and math.isinf(difference):
+        return "an amount that is not finite (a loss is NaN or infinite)"
+    return f"up to {figure(difference or 0.0, digits=2)}"
 
 
 def explain_loss(row: Row, baseline: Row) -> str:

@@ -25,8 +25,25 @@ def times(ratio: Estimate, *, confidence: float | None = None) -> str:
     if ratio.size and is_wide(ratio):
         ends = ends_of(ratio)
         return ends if confidence is None else f"{ends} ({format_level(confidence)} CI)"
-    value = f"{ratio.value:.2f}x"
+    value = value_of(ratio)
     return value if confidence is None else f"{value} ({_interval(ratio, confidence=confidence)})"
+
+
+def value_of(ratio: Estimate) -> str:
+    """Format the value of a ratio without its interval, e.g. "1.90x"."""
+    return _format_ratio(ratio.value, is_beside_one=_excludes_one(ratio))
+
+
+def _format_ratio(value: float, *, is_beside_one: bool) -> str:
+    """Format a number of a ratio; ``is_beside_one``: with the decimals that show on which side of 1 it is."""
+    if value < 1 / _FAR:
+        return f"under {1 / _FAR:g}x"
+    decimals = next((number for number in (2, 3) if round(value, number) != 1), 4) if is_beside_one else 2
+    return f"{value:.{decimals}f}x"
+
+
+def _excludes_one(ratio: Estimate) -> bool:
+    return ratio.size > 1 and not ratio.low <= 1 <= ratio.high
 
 
 def format_level(confidence: float) -> str:
@@ -42,9 +59,10 @@ def _interval(ratio: Estimate, *, confidence: float) -> str:
 
 def ends_of(ratio: Estimate) -> str:
     """Format the ends of a ratio's interval, e.g. "1.79x to 2.02x" or "under 0.01x to over 100x"."""
-    low = f"{ratio.low:.2f}x" if ratio.low >= 1 / _FAR else f"under {1 / _FAR:g}x"
     is_known = ratio.high < max(_FAR, 10 * ratio.value)  # a hundred devices may be that fast
-    return f"{low} to {ratio.high:.2f}x" if is_known else f"{low} to over {_FAR}x"
+    is_beside_one = _excludes_one(ratio)
+    high = _format_ratio(ratio.high, is_beside_one=is_beside_one) if is_known else f"over {_FAR}x"
+    return f"{_format_ratio(ratio.low, is_beside_one=is_beside_one)} to {high}"
 
 
 def invert(ratio: Estimate) -> Estimate:
@@ -57,4 +75,4 @@ def format_slower(value: float) -> str:
     """Format how many times slower something is, e.g. "1.05x" or "4.0x"."""
     if value >= _FAR:
         return f"over {_FAR}x"
-    return f"{value:.2f}x" if value < _ROUNDED_FROM else f"{value:.1f}x"
+    return _format_ratio(value, is_beside_one=True) if value < _ROUNDED_FROM else f"{value:.1f}x"

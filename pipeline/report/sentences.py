@@ -38,10 +38,15 @@ def describe_result(rows: Sequence[Row], *, is_quick: bool = False) -> str:
 
 
 def find_fastest(rows: Sequence[Row]) -> Row | None:
-    """Return the row that is faster than each other row with the baseline's batches beyond the noise, or None."""
+    """Return the row that is faster than each other row with the baseline's batches beyond the noise, or None.
+
+    Also None if the speedup of that row is not valid.
+    """
     same = [row for row in rows if row.global_batch_size == rows[0].global_batch_size]
     top = max(same, key=lambda row: row.samples_per_second.median)
     others = [row for row in same if row != top]
+    if classify_speedup(top, rows[0]) == "invalid":
+        return None
     return top if others and all(_is_faster(top, row) for row in others) else None
 
 

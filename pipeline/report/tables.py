@@ -10,7 +10,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.trial_result import Spread
 from pipeline.report import Row, Unmeasured, is_clear
 from pipeline.report.breakdown import break_down, count_decimals
-from pipeline.report.ratios import ends_of, is_wide
+from pipeline.report.ratios import ends_of, is_wide, value_of
 from pipeline.report.row_names import count_workers, label_row, name_row
 from pipeline.wording import duration
 
@@ -124,7 +124,7 @@ def _notes_on_time(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
 
 def _doubts(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the reasons for showing an interval instead of a number."""
-    wide = [name_row(row) for row in rows if row.ratio and is_wide(row.ratio)]
+    wide = [name_row(row) for row in rows if row.ratio and row.ratio.size and is_wide(row.ratio)]
     if wide:
         yield (
             f"{_listed(wide)}: too noisy for a single number; the confidence interval is shown instead. Measure again "
@@ -205,15 +205,15 @@ def speedup(row: Row) -> str:
     if (ratio := row.ratio) is None:
         return "-"
     if not ratio.size:
-        return f"{ratio.value:.2f}x (no CI)"
-    return ends_of(ratio) if is_wide(ratio) else f"{ratio.value:.2f}x ({ends_of(ratio)})"
+        return f"{value_of(ratio)} (no CI)"
+    return ends_of(ratio) if is_wide(ratio) else f"{value_of(ratio)} ({ends_of(ratio)})"
 
 
 def _format_narrow_speedup(row: Row) -> str:
     """Format the speedup with its interval for a table of many columns, e.g. "1.90x (1.79-2.02)"."""
     if (ratio := row.ratio) is None or not ratio.size or is_wide(ratio):
         return speedup(row)
-    return f"{ratio.value:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
+    return f"{value_of(ratio)} ({ends_of(ratio).replace('x to ', '-').removesuffix('x')})"
 
 
 def efficiency(row: Row) -> str:

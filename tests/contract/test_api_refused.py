@@ -69,9 +69,9 @@ def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
     ("wanted", "message"),
     [
         ({"strategies": ["dpd"]}, "'dpd' is not a strategy; did you mean"),
-        ({"strategies": "ddp"}, 'strategies is a string; write a list, ["ddp"]'),
-        ({"workers": [0]}, "workers and repeats are numbers from 1 on, not 0"),
-        ({"scaling": "large"}, "scaling is 'large'; write strong, weak or both"),
+        ({"strategies": "ddp"}, 'strategies: is a string. Pass a list, ["ddp"].'),
+        ({"workers": [0]}, "workers and repeats must be integers of at least 1, not 0"),
+        ({"scaling": "large"}, "scaling: is 'large'. Use strong, weak or both."),
     ],
 )
 def test_what_to_compare_is_checked(here: Path, wanted: dict[str, object], message: str) -> None:
@@ -83,7 +83,7 @@ def test_what_to_compare_is_checked(here: Path, wanted: dict[str, object], messa
 def test_torchrun_is_not_to_start_a_script_that_starts_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in outer_torchrun().items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PipelineError, match="start this script without torchrun"):
+    with pytest.raises(PipelineError, match="Start this script without torchrun"):
         run("lab.yaml")
 
 

@@ -80,7 +80,7 @@ def test_a_key_with_dashes_is_told_without(command: Command, words: list[str], m
     ended = command("run", MLP, *words)
 
     assert (ended.code, ended.stdout) == (2, "")
-    assert ended.stderr.endswith(f": write {meant}, without dashes\n")
+    assert ended.stderr.endswith(f": not an option. Write {meant}, without dashes.\n")
 
 
 def test_an_option_that_is_no_key_is_one_that_there_is_not(command: Command) -> None:

@@ -132,7 +132,7 @@ def test_a_resumed_run_keeps_its_global_batch_with_other_workers(before: RunStat
     kept, notes = resume.with_batch_of(file, before)
     assert (kept.experiment.train.global_batch_size, kept.experiment.parallel.workers) == (48, 2)
     told = [*notes, *resume.changes(kept, before, allowed=False)]
-    assert told[0] == "the global batch stays 48, as in r when it began"
+    assert told[0] == "The global batch size stays 48, as at the start of r."
     assert not any("batch_size" in note for note in told)
 
 
@@ -145,4 +145,4 @@ def test_another_batch_for_each_worker_cannot_be_resumed() -> None:
     (problem,) = refused.value.problems
     assert problem.key == "train.batch_size_per_worker"
     assert problem.message.startswith("the global batch size cannot change from 48 to 24 when resuming r. Replace it")
-    assert "write train.global_batch_size: 48 in its place (more train.gradient_accumulation" in problem.message
+    assert "Replace it with train.global_batch_size: 48, or start a new run" in problem.message

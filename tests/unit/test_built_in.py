@@ -134,7 +134,7 @@ class TestRejected:
     def test_the_reason_and_the_remedy(self, target: str, reason: str) -> None:
         message = rejections(target)["model._target_"]
         assert message.startswith(f"{target} {reason}")
-        assert f"call {target} in a function of your own package" in message
+        assert f"call {target} in a function of your package" in message
         assert 'packages = ["myproject"] below [tool.pipeline]' in message
 
     def test_arguments_that_name_code_at_any_depth(self) -> None:

@@ -88,7 +88,7 @@ def test_the_result_is_the_default(run: Path) -> None:
         (
             "best",
             ("checkpoint.best=validation/error", ERROR),
-            "has a value of validation/error; write --checkpoint last",
+            "has a value of validation/error. Use --checkpoint last",
         ),
         (None, ("checkpoint.directory=nowhere",), " has no complete checkpoint"),
         (None, ("checkpoint.directory=nowhere", "checkpoint.keep=0", "checkpoint.best=null"), "checkpoint.keep is 0"),
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_there_is_not(run: Path, wanted: str | None, overrides
     ("role", "said"),
     [
         ("sweep", "pipeline evaluate 20260301-000000-x/trial-001"),
-        ("compare", "a run of pipeline compare, which trains"),
+        ("compare", "a run of pipeline compare, which does not train"),
     ],
 )
 def test_what_has_no_training_is_refused(run: Path, role: str, said: str) -> None:

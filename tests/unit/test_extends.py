@@ -129,8 +129,14 @@ def test_a_missing_key_is_missing_in_the_file_that_extends() -> None:
         ('"${oc.env:BASE}"', "lab/e.yaml:2: extends: is '${oc.env:BASE}' (a string); write the path"),
         ("bose.yaml", "lab/e.yaml:2: extends: is bose.yaml; lab/bose.yaml: there is no such file; did you mean"),
         (".", "lab/e.yaml:2: extends: is .; lab is a folder, not an experiment file; there are"),
-        ("e.yaml", "lab/e.yaml:2: extends: is a circle: lab/e.yaml extends lab/e.yaml; remove one of them"),
-        ("ring.yaml", "lab/ring.yaml:1: extends: is a circle: lab/e.yaml extends lab/ring.yaml extends lab/e.yaml"),
+        (
+            "e.yaml",
+            "lab/e.yaml:2: extends: the files extend each other: lab/e.yaml extends lab/e.yaml. Remove one of them.",
+        ),
+        (
+            "ring.yaml",
+            "lab/ring.yaml:1: extends: the files extend each other: lab/e.yaml extends lab/ring.yaml",
+        ),
         ("damaged.yaml", "lab/damaged.yaml:3: a value is missing"),
         ("text.yaml", "lab/text.yaml: is 'text' (a string); write sections"),
     ],
@@ -144,7 +150,7 @@ def test_what_cannot_be_extended_is_refused(extends: str, message: str) -> None:
 
 
 def test_an_override_is_refused() -> None:
-    expected = "command line: extends=x.yaml: extends: is for files; write it into the experiment file"
+    expected = "command line: extends=x.yaml: extends: works only in files. Set it in the experiment file."
     assert problems_of("extends: base.yaml\n", "extends=x.yaml") == [expected]
 
 

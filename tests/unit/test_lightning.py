@@ -118,7 +118,7 @@ def test_the_module_is_left_as_it_was() -> None:
         ),
         (
             {"more": "scheduler: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}"},
-            r"lit.yaml:5: scheduler: is",
+            r"lit.yaml:5: scheduler: needs",
         ),
         (
             {"more": "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 3}"},
@@ -127,7 +127,7 @@ def test_the_module_is_left_as_it_was() -> None:
         ({"more": "compare: [{strategy: dp}]"}, r"compare\[0\].strategy: dp copies the module to each GPU"),
         (
             {"more": "checkpoint: {best: validation/val_f1}"},
-            r"best: is validation/val_f1, a log .*checkpoint.mode: max",
+            r"best: validation/val_f1 is logged by .*checkpoint.mode to max",
         ),
         ({"arguments": ", width: 3"}, r"lit.yaml:3: task.module.width: lit.Lit has no such argument"),
     ],

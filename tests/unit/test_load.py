@@ -82,7 +82,7 @@ class TestReading:
         Path("a.yaml").write_text(GOOD)
         with pytest.raises(UsageError, match=r"there are a\.yaml"):
             load("quite-different-name")
-        with pytest.raises(UsageError, match="the folder nowhere doesn't exist either"):
+        with pytest.raises(UsageError, match="the folder nowhere does not exist"):
             load(Path("nowhere/x.yaml"))
 
     def test_a_folder_is_refused(self) -> None:
@@ -134,29 +134,32 @@ class TestNotYaml:
     @pytest.mark.parametrize(
         ("text", "expected"),
         [
-            ("", "e.yaml: is empty; an experiment begins with name: my-experiment"),
-            ("# only a comment\n", "e.yaml: is empty; an experiment begins with name: my-experiment"),
+            ("", "e.yaml: is empty. An experiment starts with name: my-experiment"),
+            ("# only a comment\n", "e.yaml: is empty. An experiment starts with name: my-experiment"),
             ("- a\n", "e.yaml: is a list; write sections such as model: and data:"),
             ("just text", "e.yaml: is 'just text' (a string); write sections such as model: and data:"),
             (b"a: \xff\xfe", "e.yaml:1: is not UTF-8 text (byte 4); save it as UTF-8"),
-            ("a: 1\nb: \x01", "e.yaml:2: a character that no text file may hold; save the file as UTF-8 text"),
+            ("a: 1\nb: \x01", "e.yaml:2: a character that is not allowed in text files. Save the file as UTF-8 text"),
             ("train:\n\tepochs: 1", "e.yaml:2: a tab in the indentation; use spaces"),
             ("a: {b: 1\nc: 2", "e.yaml:1: a bracket is not closed, or a comma is missing"),
             ("a: 1\nb: {c: ${d}}", 'e.yaml:2: inside {} and [] a ${...} needs quotes; write "${...}"'),
             ("a: 1\nb: 'x\nc: 2", "e.yaml:2: a quote is not closed"),
             (
                 "a:\n  b: 1\n   c: 2",
-                "e.yaml:3: a colon where none belongs; indent less, or put a string with ': ' in quotes",
+                "e.yaml:3: an unexpected colon. Indent less, or put a string with ': ' in quotes",
             ),
             (
                 "a:\n   b: 1\n  c: 2",
-                "e.yaml:3: the indentation matches no section above; start all keys of a section in the same column",
+                "e.yaml:3: the indentation does not match a section above. Start all keys of a section",
             ),
             ("a: 1\nb\n", "e.yaml:2: a line without a colon; write key: value"),
-            ("a: *b", "e.yaml:1: *name refers to an anchor &name, and there is none before it"),
-            ("a: 1\n---\nb: 1", "e.yaml:2: a second document after ---; a file holds one experiment"),
-            ("a: @b", "e.yaml:1: a string can't begin with this character; put it in quotes"),
-            ("a: 1\nb: !!python/name:os.system x", "e.yaml:2: b: the YAML tag !!python/name:os.system can't be used"),
+            ("a: *b", "e.yaml:1: *name refers to an anchor &name that is not defined before it"),
+            ("a: 1\n---\nb: 1", "e.yaml:2: a second document after ---. A file contains one experiment."),
+            ("a: @b", "e.yaml:1: a string cannot start with this character. Put it in quotes."),
+            (
+                "a: 1\nb: !!python/name:os.system x",
+                "e.yaml:2: b: the YAML tag !!python/name:os.system is not supported",
+            ),
             ("a: {1: x}", "e.yaml:1: a: the key 1 is not a string; put it in quotes"),
             ("a: !!int x", "e.yaml:1: a: 'x' is not an integer of at most 64 bits; put strings in quotes"),
             ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),
@@ -176,8 +179,8 @@ class TestNotYaml:
     def test_all_duplicate_keys_name_the_line_of_the_first(self) -> None:
         text = "name: a\ntrain:\n  epochs: 1\n  epochs: 2\nname: b\n"
         assert problems_of(text) == [
-            "e.yaml:4: train.epochs: given twice, first in line 3; remove one of them",
-            "e.yaml:5: name: given twice, first in line 1; remove one of them",
+            "e.yaml:4: train.epochs: set twice, first in line 3. Remove one of them.",
+            "e.yaml:5: name: set twice, first in line 1. Remove one of them.",
         ]
 
     def test_aliases_of_aliases_end(self) -> None:
@@ -227,29 +230,29 @@ e.yaml:3: model: is 'torch.nn.Linear' (a string); write _target_: torch.nn.Linea
 e.yaml:4: data._target_: missing; write _target_: package.name instead of target
 e.yaml:6: loader.pin_memory: is 'yess' (a string); write true or false or auto
 e.yaml:7: loader.collate._target_: is 'foo' (a string); write _target_: package.name
-e.yaml:8: optimizer.c: is '${x', an incomplete ${...}; close its brackets, or write \\${ for a literal ${
-e.yaml:8: optimizer.d: has no value (???); write one
+e.yaml:8: optimizer.c: is '${x', an incomplete ${...}. Close the brackets, or write \\${ for a literal ${.
+e.yaml:8: optimizer.d: has no value (???). Set a value.
 e.yaml:9: epochs: unknown key; did you mean train.epochs?
 e.yaml:11: train.epochs: is -1 (an integer); write an integer greater than 0 or null
 e.yaml:12: train.batchsize: unknown key; did you mean global_batch_size?
-e.yaml:13: train.clip_grad_norm: ${total_steps} is only known once the data is loaded; \
-it may stand in the arguments of scheduler, optimizer and other components
+e.yaml:13: train.clip_grad_norm: ${total_steps} has no value until the data is loaded. \
+Use it only in the arguments of scheduler, optimizer and other components.
 e.yaml:14: parallel.strategy: is 'dpp' (a string); write one of STRATEGIES; did you mean dp?
 e.yaml:14: parallel.device: is 'gpu' (a string); write one of auto, cpu, cuda
-e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or two of them, [least, most]
+e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or [minimum, maximum]
 e.yaml:15: compare[1].strategy: missing; parallel strategy of this entry
 e.yaml:15: compare[1].workers: is 'two' (a string); write an integer greater than 0 or null
-e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer keeps runs in plain folders; \
-write sqlite:///mlflow.db or a server's http address
+e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer stores runs in plain folders. \
+Use sqlite:///mlflow.db or a server's http address.
 e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
-e.yaml:16: tracking.experiment: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set; \
-set it, or write ${oc.env:PIPELINE_NOT_SET,default}
+e.yaml:16: tracking.experiment: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set. \
+Set it, or write ${oc.env:PIPELINE_NOT_SET,default}.
 e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, order, loader, loss, task, metrics, \
 optimizer, scheduler, optimizers, schedulers, train, checkpoint, parallel, compare, measure, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
-e.yaml:19: measure: is empty; write a mapping, its keys are pairs, budget_s, interval, warmup_steps, steps, \
+e.yaml:19: measure: is empty; write a mapping with keys from pairs, budget_s, interval, warmup_steps, steps, \
 windows, nvtx, price_per_device_hour
-command line: compare[7].workers=2: compare[7].workers: compare has no entry 7; it has 2, counted from 0
+command line: compare[7].workers=2: compare[7].workers: compare has no entry 7. It has 2 entries, counted from 0.
 command line: trian.epochs=3: trian: unknown key; did you mean train?
 command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean num_workers?"""
         )
@@ -279,7 +282,7 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
         [
             (
                 "measure: 3",
-                "measure: is 3 (an integer); write a mapping, its keys are pairs, budget_s, interval, warmup_steps, "
+                "measure: is 3 (an integer); write a mapping with keys from pairs, budget_s, interval, warmup_steps, "
                 "steps, windows, nvtx, price_per_device_hour",
             ),
             ("measure: {steps: true}", "measure.steps: is true (a boolean); write an integer greater than 0"),
@@ -314,7 +317,7 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
     def test_an_empty_comparison_and_a_long_name(self) -> None:
         assert problems_of(GOOD, "compare=[]", f"name={'a' * 101}") == [
             f"command line: name={'a' * 101}: name: is 101 characters long; write at most 100",
-            "command line: compare=[]: compare: is an empty list; write at least one entry, or leave the key out",
+            "command line: compare=[]: compare: is an empty list. Add an entry, or remove the key.",
         ]
 
     @settings(max_examples=examples(60), deadline=None)
@@ -363,7 +366,7 @@ class TestOverrides:
     )
     def test_a_malformed_override_shows_the_right_form(self, override: str) -> None:
         with pytest.raises(
-            UsageError, match=r"is not an override; write key=value without spaces, e\.g\. train\.epochs=3"
+            UsageError, match=r"is not an override. Write key=value without spaces, e\.g\. train\.epochs=3"
         ):
             read(GOOD, override)
 
@@ -372,9 +375,9 @@ class TestOverrides:
         [
             ("train.epoch=3", "train.epoch: unknown key; did you mean epochs?"),
             ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0 or null"),
-            ("name.x=1", "name.x: name is 'good' (a string); nothing can be set inside it"),
-            ("compare.x=1", "compare.x: compare has no entry x; it has 2, counted from 0"),
-            ("model={a: 1, a: 2}", "model.a: given twice, first in line 1; remove one of them"),
+            ("name.x=1", "name.x: name is 'good' (a string). Keys inside it cannot be set."),
+            ("compare.x=1", "compare.x: compare has no entry x. It has 2 entries, counted from 0."),
+            ("model={a: 1, a: 2}", "model.a: set twice, first in line 1. Remove one of them."),
             ("name=[1", "name: a bracket is not closed, or a comma is missing"),
             ("train.epochs=${sed}", "train.epochs: is '${sed}'; there is no key sed; did you mean seed?"),
             ("model=torch.nn.Linear", "model: is 'torch.nn.Linear' (a string); write _target_: torch.nn.Linear"),
@@ -468,11 +471,11 @@ class TestInterpolation:
     )
     def test_runtime_values_elsewhere_are_explained(self, key: str) -> None:
         (problem,) = problems_of(GOOD, f"{key}=a${{world_size}}")
-        assert f"{key}: ${{world_size}} is only known once the data is loaded; it may stand in the arguments" in problem
+        assert f"{key}: ${{world_size}} has no value until the data is loaded. Use it only in the arguments" in problem
 
     def test_the_data_cannot_know_its_own_length(self) -> None:
         (problem,) = problems_of(GOOD, "data.n=${total_steps}")
-        assert problem.endswith("data.n: ${total_steps} is only known once the data is loaded; write a number")
+        assert problem.endswith("data.n: ${total_steps} has no value until the data is loaded. Use a number instead.")
         assert read(GOOD, "data.n=${world_size}").experiment.data.arguments == {"n": "${world_size}"}
 
     @pytest.mark.parametrize(
@@ -481,9 +484,9 @@ class TestInterpolation:
             ("${train.epoch}", "there is no key train.epoch; did you mean train.epochs?"),
             ("${total_step}", "there is no key total_step; did you mean total_steps?"),
             ("${model.x}", "it refers to itself"),
-            ("${nope:1}", "there is no such resolver; write ${section.key}, or ${oc.env:NAME}"),
+            ("${nope:1}", "this resolver does not exist. Use ${section.key}, or ${oc.env:NAME}"),
             ("${model.open}", "the key it refers to has no value (???)"),
-            ("a${", "an incomplete ${...}; close its brackets, or write \\${ for a literal ${"),
+            ("a${", "an incomplete ${...}. Close the brackets, or write \\${ for a literal ${."),
             ("${oc.decode:'[a'}", "missing BRACKET_CLOSE at '<EOF>'"),
             ("${oc.decode:'[Recursive interpolation'}", "missing BRACKET_CLOSE at '<EOF>'"),
         ],
@@ -502,7 +505,7 @@ class TestInterpolation:
         ]
         found = problems_of(GOOD, f"model.x0={'x' * 200_000}", *again)
         assert len(found) == 1
-        assert "use fewer" in found[0]
+        assert "Use fewer" in found[0]
 
     def test_a_section_inside_itself(self) -> None:
         reason = "it refers to a section that it is itself in"

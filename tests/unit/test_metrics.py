@@ -110,8 +110,8 @@ class TestNames:
     def test_that_mlflow_makes_equal_are_refused(self, read: Any) -> None:
         two = "metrics:\n  'acc@1 (%)': {_target_: toy_metrics.Count}\n  'acc_1 (%)': {_target_: toy_metrics.Count}\n"
         assert refused(lambda: read(two)) == [
-            "e.yaml:11: metrics.acc_1 (%): is validation/acc_1 ___ in MLflow, as metrics.acc@1 (%) is; "
-            "give one of them another name"
+            "e.yaml:11: metrics.acc_1 (%): has the same name in MLflow as metrics.acc@1 (%): "
+            "validation/acc_1 ___. Rename one of them."
         ]
 
     def test_of_other_signs_are_allowed(self, read: Any) -> None:

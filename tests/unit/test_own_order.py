@@ -327,14 +327,14 @@ WRONG = {
     ),
     "two": ({"weights": "balanced", "bucket_by": "length"}, "order: weights and bucket_by cannot be combined"),
     "nothing": ({}, "order: is empty. Set one of weights, bucket_by, contiguous, _target_"),
-    "no section": ("balanced", "order: is 'balanced' (a string); write a mapping, its keys are weights, bucket_by,"),
-    "typo": ({"weights": "balnced"}, "order.weights: is 'balnced' (a string); write balanced, a list with a number"),
+    "no section": ("balanced", "order: is 'balanced' (a string); write a mapping with keys from weights, bucket_by,"),
+    "typo": ({"weights": "balnced"}, "order.weights: is 'balnced' (a string); write balanced, a list with one number"),
     "entry": ({"weights": [1.0, -0.5]}, "order.weights: is a list; entry 2 is -0.5, write balanced, a list"),
     "infinite": ({"weights": [float("inf")]}, "order.weights: is a list; entry 1 is inf, write"),
-    "zeros": ({"weights": [0, 0]}, "order.weights: is a list; no entry is greater than 0, so that no sample could"),
+    "zeros": ({"weights": [0, 0]}, "order.weights: is a list; no entry is greater than 0, so no sample could"),
     "no such bucket": ({"bucket_by": "width"}, "order.bucket_by: is 'width' (a string); write length, or _target_"),
     "no name": ({"_target_": "shuffled"}, "order._target_: is 'shuffled' (a string); write _target_: package.name"),
-    "steps": ({"_target_": "a.b", "n": "${total_steps}"}, "order.n: ${total_steps} is only known once the data"),
+    "steps": ({"_target_": "a.b", "n": "${total_steps}"}, "order.n: ${total_steps} has no value until the data"),
 }
 
 

@@ -143,16 +143,16 @@ def test_an_optimizer_that_drops_groups_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"optimizer": optimizer({"match": "a"})}, "optimizer.groups[0]: has no setting of its own; write one"),
+        ({"optimizer": optimizer({"match": "a"})}, "optimizer.groups[0]: has no setting besides match. Add one"),
         ({"optimizer": optimizer({"match": "a", "lr": "${total_steps}"})}, "groups[0].lr: is ${total_steps}; write a"),
         (
             {
                 "optimizer": optimizer({"match": "a", "lr": 0.1}),
                 "scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 3},
             },
-            "optimizer.groups[0].lr: has no effect: scheduler.max_lr replaces it; write a list there, a rate for each",
+            "optimizer.groups[0].lr: has no effect, because scheduler.max_lr replaces it. Set a list there,",
         ),
-        ({"train": {"start_from": {}}}, "train.start_from: has neither run nor file; write one of them"),
+        ({"train": {"start_from": {}}}, "train.start_from: has neither run nor file. Set one of them."),
         ({"train": {"start_from": {"run": "a", "file": "b"}}}, "train.start_from: has both run and file"),
     ],
 )

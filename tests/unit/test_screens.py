@@ -237,3 +237,64 @@ def test_the_result_in_a_line_is_that_of_the_screen() -> None:
         "sweep": "Best: trial 4 of 4, validation/loss 0.02532 (lr=0.09072, momentum=0.7656, hidden=[64, 64])",
         "evaluate": "test/loss 0.17, test/accuracy 0.95, test/confusion (9 values): test set, step 120",
     }
+
+
+def test_a_row_that_trains_another_model_has_a_note_and_is_not_advised() -> None:
+    """The main row is valid, so the screen says nothing else about the loss of the reference."""
+    ends = [
+        end("baseline", 329, losses=LOSSES),
+        end("reference", 900, losses=EARLY, coupling=NORMS),
+        end("main", 606, losses=LOSSES, slots_s=30.0),
+    ]
+    text = shown(advised(Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)))
+    assert "see above" not in text
+    assert text.count("[1]") == 2
+    assert "ignore the speedup" in text
+    assert "USE" not in text
+
+
+def test_the_fastest_row_is_not_named_if_it_trains_another_model() -> None:
+    cell = trial("ddp-2", "cell", strategy="ddp", workers=2, batch=128)
+    ends = [
+        end(name, rate, slots=(), repeat=repeat, losses=losses)
+        for name, rate, losses in (("baseline", 329, LOSSES), ("ddp-2", 606, EARLY))
+        for repeat in range(3)
+    ]
+    text = shown(Report.of([BASELINE, cell], ends, hardware=HARDWARE))
+    assert "speedup not" in text
+    assert "Fastest" not in text
+
+
+def test_windows_have_no_confidence_interval() -> None:
+    ends = [end(name, rate, slots=()) for name, rate in (("baseline", 329), ("reference", 564), ("main", 606))]
+    report = Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)
+    assert "2 workers were measured 1.07x as fast as 1 process on both cores, without a confidence interval." in (
+        shown(report).replace("\n", " ")
+    )
+    assert not any("95% CI" in remark for remark in report.remarks)
+
+
+def test_an_interval_that_excludes_one_is_not_rounded_to_one() -> None:
+    ends = [
+        end("baseline", 1000, losses=LOSSES),
+        end("main", 1005, noise=0.002, losses=LOSSES, slots_s=30.0),
+    ]
+    text = shown(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE))
+    assert "1.003x to 1.01x" in text
+    assert "1.00x" not in text
+
+
+def test_losses_that_are_not_finite_differ_by_no_number() -> None:
+    text = shown(resnet(losses=(float("nan"),) * 4))
+    assert "NaN or infinite" in text
+    assert "up to inf" not in text
+
+
+def test_a_screen_with_many_notes_fits() -> None:
+    """A run that ended early, with another loss in each row."""
+    report = resnet(losses=LATE, rate=330, noise=0.02, stopped_early="validation/loss has not improved for 3 epochs")
+    reference = report.rows[1].model_copy(update={"first_loss_difference": 0.1, "largest_loss_difference": 0.1})
+    rows = (report.rows[0], reference, *report.rows[2:])
+    notes = ("2 checkpoints could not be saved: the disk is full.",)
+    text = shown(report.model_copy(update={"rows": rows, "training_notes": notes}))
+    assert "[2]" in text

@@ -189,10 +189,10 @@ def test_a_renaming_that_cannot_be_meant_is_refused(rename: dict[str, str], said
     [
         (
             "nett.safetensors",
-            r"start_from\.file: is .*nett\.safetensors; there is no such file; did you mean .*net\.saf",
+            r"start_from\.file: .*nett\.safetensors does not exist; did you mean .*net\.saf",
         ),
         ("model.pt", r"is .*model\.pt, but only \.safetensors files can be read: other formats may run code"),
-        ("", r"is the folder .*; write one of .*net\.safetensors"),
+        ("", r"is the folder .*; use one of .*net\.safetensors"),
     ],
 )
 def test_a_file_that_is_not_there(saved: Path, name: str, said: str) -> None:
@@ -205,7 +205,10 @@ def test_a_file_that_is_not_there(saved: Path, name: str, said: str) -> None:
     ("run", "said"),
     [
         ("nothing", r"start_from\.run: nothing: no such run in"),
-        ("killed", r"start_from\.run: is killed, but .* has not finished, so it has no model/weights\.pt; continue it"),
+        (
+            "killed",
+            r"start_from\.run: is killed, but .* has not finished, so .* model/weights\.pt\. Continue it",
+        ),
         ("sweep", r"is sweep, but .*sweep is a sweep\. Name one of its trials, for example sweep/trial-001"),
     ],
 )

@@ -87,7 +87,7 @@ class TestReading:
         [
             (
                 "sweep.parameters.optimizer.lr.gird=[1, 2]",
-                "optimizer.lr.gird: is a list; write a mapping, its keys are grid",
+                "optimizer.lr.gird: is a list; write a mapping with keys from grid",
             ),
             ("sweep.parameters.optimizer.lr.uniform=[2, 1]", "optimizer.lr.uniform: is a list; write the lowest first"),
             ("sweep.parameters.grid=[2, 1]", "grid: is a list; write a mapping"),
@@ -135,15 +135,15 @@ class TestWhatIsRefused:
             ("{loguniform: [1, 2]}", "unknown key; did you mean log_uniform?"),
             ("{log_uniform: [0, 1]}", "a logarithm needs numbers greater than 0, e.g. [1e-4, 1e-1]"),
             ("{log_uniform: [1, 0.1]}", "write the lowest first, then one that is higher"),
-            ("{uniform: [1]}", "write two numbers, the lowest and the highest, e.g. [0.0, 0.5], in place of [1]"),
+            ("{uniform: [1]}", "write two numbers, the lowest and the highest, e.g. [0.0, 0.5], instead of [1]"),
             ("{uniform: [.nan, 1]}", "write two finite numbers"),
             ("{int_uniform: [1.5, 2]}", "write two integers"),
             ("{int_log_uniform: [0, 2]}", "a logarithm needs integers greater than 0"),
-            ("{choice: []}", "is an empty list; write at least one entry"),
+            ("{choice: []}", "is an empty list. Add an entry"),
             ("{grid: 3}", "is 3 (an integer); write a list"),
-            ("{}", "has no values; write one of grid, choice, uniform"),
-            ("{grid: [1], choice: [2]}", "is given as grid and choice; write one of"),
-            ("0.1", "is 0.1 (a number); write a mapping, its keys are grid, choice"),
+            ("{}", "has no values. Set one of grid, choice, uniform"),
+            ("{grid: [1], choice: [2]}", "combines grid and choice. Set one of"),
+            ("0.1", "is 0.1 (a number); write a mapping with keys from grid, choice"),
         ],
     )
     def test_values_that_say_nothing(self, given: str, told: str) -> None:
@@ -175,12 +175,12 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize("key", ["name", "parallel.workers", "tracking.uri", "sweep.trials", "compare"])
     def test_what_is_the_same_for_all_trials(self, key: str) -> None:
         (problem,) = problems_of(f"  parameters: {{{key}: {{choice: [1, 2]}}}}\n  trials: 2\n")
-        assert f"{key.partition('.')[0]} is the same for all trials of a sweep" in problem
+        assert f"{key.partition('.')[0]} is fixed for all trials of a sweep" in problem
 
     def test_a_section_and_a_key_inside_it(self) -> None:
         sgd = "{_target_: torch.optim.SGD, lr: 1}"
         (problem,) = problems_of(parameters(optimizer=f"{{choice: [{sgd}]}}", optimizer__lr="{choice: [1]}"))
-        assert "is inside optimizer, which is varied as a whole; remove one of them" in problem
+        assert "is inside optimizer, which is also varied. Remove one of them." in problem
 
     def test_no_key_at_all(self) -> None:
         (problem,) = problems_of("  parameters: {'optimizer lr': {choice: [1]}}\n  trials: 2\n")
@@ -201,7 +201,7 @@ class TestWhatIsRefused:
             ("  metric: train/loss\n", "write the metric that ranks the trials, such as validation/loss"),
             ("  mode: smallest\n", "write one of auto, min, max"),
             ("  search: bayes\n", "write one of random, optuna"),
-            ("  search: optuna\n", "can't be searched by optuna; write choice, or search: random"),
+            ("  search: optuna\n", "optuna cannot search a grid. Set choice, or search: random."),
             (
                 "  asha: {grace_epochs: 4}\n",
                 "is 4, but trials have 4 epochs, so no trial would stop early. Use fewer than 4.",
@@ -219,10 +219,10 @@ class TestWhatIsRefused:
 
     def test_how_often_to_draw(self) -> None:
         drawn, grid = "    optimizer.lr: {uniform: [0, 1]}\n", "    optimizer.lr: {grid: [0, 1]}\n"
-        assert "write how many random draws of optimizer.lr to train" in problems_of(f"  parameters:\n{drawn}")[0]
+        assert "missing. Set the number of random draws of optimizer.lr." in problems_of(f"  parameters:\n{drawn}")[0]
         assert "all parameters are grids" in problems_of(f"  parameters:\n{grid}  trials: 2\n")[0]
         assert (
-            "make 20,002 trials"
+            "result in 20,002 trials"
             in problems_of(f"  parameters:\n{grid}    seed: {{uniform: [1, 2]}}\n  trials: 10001\n")[0]
         )
 

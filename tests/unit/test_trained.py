@@ -53,7 +53,7 @@ def test_a_model_has_the_precision_of_its_weights(folder: Path) -> None:
 def test_a_run_without_a_trained_model(folder: Path) -> None:
     shutil.rmtree(folder / "model")
 
-    with pytest.raises(UsageError, match=r"abcd: has no model/weights\.pt, only a training that ended has one; name"):
+    with pytest.raises(UsageError, match=r"abcd: has no model/weights\.pt\. Name a run"):
         Trained.load(folder)
 
 
@@ -70,9 +70,7 @@ def test_weights_that_are_damaged_or_of_another_model(folder: Path, content: byt
     else:
         path.write_bytes(content)
 
-    with pytest.raises(
-        UsageError, match=r"can't be loaded into torch\.nn\.Linear: .*; use the code that it was trained"
-    ):
+    with pytest.raises(UsageError, match=r"cannot be loaded into torch\.nn\.Linear: .*\. Use the code of the training"):
         Trained.load(folder)
 
 
@@ -81,5 +79,5 @@ def test_the_arguments_of_a_component(folder: Path) -> None:
 
     assert loaded.arguments("model") == {"in_features": 3, "out_features": 1}
     for section in ("train", "nothing", "task"):
-        with pytest.raises(UsageError, match=f"{section}: toy has no component of this name"):
+        with pytest.raises(UsageError, match=f"{section}: toy has no component with this name"):
             loaded.arguments(section)

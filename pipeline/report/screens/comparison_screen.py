@@ -9,8 +9,8 @@ from pipeline.report.ratios import is_wide
 from pipeline.report.report import Report
 from pipeline.report.row_names import name_row
 from pipeline.report.screens.run_screen import format_doubt, format_invalid, format_places, shorten_hardware
-from pipeline.report.screens.screen_layout import Block, Places, assemble, label, label_command, wrap
-from pipeline.report.screens.screen_tables import format_loss_notes, format_step_times, format_table
+from pipeline.report.screens.screen_layout import Block, Places, assemble_first_fit, label, label_command, wrap
+from pipeline.report.screens.screen_tables import format_step_times, iter_tables
 from pipeline.report.sentences import find_fastest
 from pipeline.report.tables import amount, efficiency
 from pipeline.wording import counted
@@ -25,17 +25,13 @@ def format_screen(report: Report, places: Places) -> tuple[str, ...]:
     outcome = classify_speedup(main, baseline)
     doubt = explain_doubt(main, main=main, baseline=baseline) if outcome == "inconclusive" else None
     decision = (*format_doubt(doubt, places), *format_invalid(outcome, places))
-    return assemble(
-        [
-            Block(wrap(_title(report), rest="  ")),
-            Block((*_result(report), *decision)),
-            format_table(report, places),
-            format_loss_notes(report),
-            Block(() if outcome == "invalid" else format_step_times(report.rows), rank=2),
-            Block(tuple(_missing(report)), rank=1),
-            Block((*(() if doubt else _noise(report)), *_use(report), *format_places(places))),
-        ]
-    )
+    above = [Block(wrap(_title(report), rest="  ")), Block((*_result(report), *decision))]
+    below = [
+        Block(() if outcome == "invalid" else format_step_times(report.rows), rank=2),
+        Block(tuple(_missing(report)), rank=1),
+        Block((*(() if doubt else _noise(report)), *_use(report), *format_places(places))),
+    ]
+    return assemble_first_fit([*above, table, losses, *below] for table, losses in iter_tables(report, places))
 
 
 def _title(report: Report) -> str:

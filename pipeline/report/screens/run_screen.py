@@ -7,11 +7,22 @@ from pipeline.config.reported import single_names
 from pipeline.protocol.trial import QUICK_STEPS
 from pipeline.report import FIRST_STEPS, Row
 from pipeline.report.claims import BUSY, Doubt, Outcome, classify_speedup, compare_rows, explain_doubt, headline
+from pipeline.report.loss_differences import format_most
 from pipeline.report.ratios import is_wide
 from pipeline.report.report import Report
 from pipeline.report.row_names import are_several, count_workers, name_row
-from pipeline.report.screens.screen_layout import LABEL, WIDTH, Block, Places, assemble, label, label_command, wrap
-from pipeline.report.screens.screen_tables import format_loss_notes, format_step_time, format_table
+from pipeline.report.screens.screen_layout import (
+    LABEL,
+    WIDTH,
+    Block,
+    Places,
+    assemble,
+    assemble_first_fit,
+    label,
+    label_command,
+    wrap,
+)
+from pipeline.report.screens.screen_tables import format_step_time, iter_tables
 from pipeline.report.sentences import format_advice, iter_metric_names, iter_training_notes
 from pipeline.report.tables import amount, efficiency, low_to_high
 from pipeline.wording import counted, figure
@@ -32,30 +43,33 @@ def format_screen(report: Report, places: Places) -> tuple[str, ...]:
     advised = () if outcome == "invalid" or (doubt and doubt.command) else tuple(_use(report))
     has_table = len(report.entries) > 1
     step_time = () if outcome == "invalid" or any("exposed" in line for line in advised) else format_step_time(main)
-    return assemble(
-        [
-            Block(wrap(_title(report), rest="  ")),
-            Block((*_result(report, outcome), *label("", *iter_training_notes(main, report.training_notes)))),
-            Block((*format_doubt(doubt, places), *format_invalid(outcome, places), *advised)),
-            format_table(report, places) if has_table else Block(()),
-            Block(() if advised else tuple(_reference(report, outcome)), rank=2),
-            Block(step_time, rank=3),
-            format_loss_notes(report) if has_table else Block(()),
-            Block(tuple(_notes(report, places, doubt=doubt, has_advice=bool(advised))), rank=1),
-            Block(format_places(places)),
-        ]
-    )
+    above = [
+        Block(wrap(_title(report), rest="  ")),
+        Block((*_result(report, outcome), *label("", *iter_training_notes(main, report.training_notes)))),
+        Block((*format_doubt(doubt, places), *format_invalid(outcome, places), *advised)),
+    ]
+    between = [
+        Block(() if advised else tuple(_reference(report, outcome)), rank=2),
+        Block(step_time, rank=3),
+    ]
+    below = [
+        Block(tuple(_notes(report, places, doubt=doubt, has_advice=bool(advised))), rank=1),
+        Block(format_places(places)),
+    ]
+    tables = iter_tables(report, places) if has_table else [(Block(()), Block(()))]
+    return assemble_first_fit([*above, table, *between, losses, *below] for table, losses in tables)
 
 
 def format_places(places: Places) -> tuple[str, ...]:
     """Return where the report is, and the commands that show more."""
     page = label("Report", places.page) if places.page else label("Folder", places.folder)
-    more = f"pipeline show {places.run} --full"
+    words = ["pipeline", "show", places.run, "--full"]
+    more = " ".join(words)
     together = f"{more}    MLflow: {places.mlflow}"
     if places.mlflow and len(together) <= WIDTH - LABEL:
         return (*page, *label("More", together), *places.others)
     mlflow = label("MLflow", places.mlflow) if places.mlflow else ()
-    return (*page, *label("More", more), *mlflow, *places.others)
+    return (*page, *label_command("More", words), *mlflow, *places.others)
 
 
 def shorten_hardware(hardware: str) -> str:
@@ -80,12 +94,12 @@ def _result(report: Report, outcome: Outcome) -> Iterator[str]:
     main, baseline = report.main, report.rows[0]
     metrics = format_metrics(main)
     if outcome == "invalid":
-        difference = figure(main.first_loss_difference or 0.0, digits=2)
+        most = format_most(main.first_loss_difference)
         subject, base = count_workers(main), count_workers(baseline)
         yield from label(
             "WARNING",
             f"The speedup is not valid: {subject} {'do' if are_several(main) else 'does'} not train the same model as "
-            f"{base}. Their losses differ by up to {difference} within the first {FIRST_STEPS} steps; rounding "
+            f"{base}. Their losses differ by {most} within the first {FIRST_STEPS} steps; rounding "
             f"explains at most {amount(main.loss_tolerance)}.",
             *metrics,
         )

@@ -1,7 +1,7 @@
 """Layout of a screen: blocks of at most 80 columns, of which the least important are left out above 24 lines."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 80, 24
@@ -50,14 +50,25 @@ class Places(NamedTuple):
 
 
 def assemble(blocks: Sequence[Block]) -> tuple[str, ...]:
-    """Return the lines of a screen; blocks without lines are skipped."""
+    """Return the lines of a screen; blocks without lines are skipped, and so are the last blank lines if need be."""
     kept = [block for block in blocks if block.lines]
     while sum(len(block.lines) + 1 for block in kept) - 1 > HEIGHT and any(block.rank for block in kept):
         kept.remove(max(kept, key=lambda block: block.rank))
+    blank = HEIGHT - sum(len(block.lines) for block in kept)
     lines: list[str] = []
-    for block in kept:
-        lines += [*([""] if lines else []), *block.lines]
+    for number, block in enumerate(kept):
+        lines += [*([""] if 0 < number <= blank else []), *block.lines]
     return tuple(lines)
+
+
+def assemble_first_fit(screens: Iterable[Sequence[Block]]) -> tuple[str, ...]:
+    """Return the lines of the first of several screens that fits, else of the last one."""
+    lines: tuple[str, ...] = ()
+    for blocks in screens:
+        lines = assemble(blocks)
+        if len(lines) <= HEIGHT:
+            break
+    return lines
 
 
 def wrap(text: str, *, first: str = "", rest: str = "") -> tuple[str, ...]:

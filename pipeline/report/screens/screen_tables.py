@@ -5,36 +5,49 @@ from typing import NamedTuple
 
 from pipeline.report import Row, Unmeasured, is_clear
 from pipeline.report.breakdown import break_down, count_decimals
-from pipeline.report.loss_differences import describe_loss, explain_loss
-from pipeline.report.ratios import format_level, is_wide
+from pipeline.report.claims import classify_speedup
+from pipeline.report.loss_differences import describe_loss
+from pipeline.report.ratios import format_level, is_wide, value_of
 from pipeline.report.report import Report
 from pipeline.report.row_names import count_workers, label_row
 from pipeline.report.screens.screen_layout import Block, Column, Places, lay_out, wrap
 from pipeline.report.tables import amount, efficiency, speedup, training_s
-from pipeline.wording import duration
+from pipeline.wording import counted, duration
 
 _NONE = "-"
+_SHOWN_ABOVE = "differs (see above)"
 _MOST_ROWS, _MOST_LINES = 10, 12
 """Rows of a table, and lines with its head; the report has all rows."""
+_FEWEST_LINES = 4
+"""Lines of a table on a screen that has much else to show."""
 
 
 class LossNotes(NamedTuple):
     """The losses of a report's rows in a column, and the notes that it refers to."""
 
     cells: tuple[str, ...]
-    """One for each entry."""
+    """One for each row of the table."""
     notes: tuple[str, ...]
 
 
-def format_table(report: Report, places: Places) -> Block:
-    """Return the table of throughput, speedup and loss, with as many rows as a screen has room for."""
+def format_table(report: Report, places: Places, *, most_lines: int = _MOST_LINES) -> tuple[Block, Block]:
+    """Return the table of throughput, speedup and loss, with as many rows as there is room for, and its notes."""
     for most in range(_MOST_ROWS, 1, -1):
         entries = _select(report, most)
-        lines = lay_out(list(_columns(report, entries)))
-        if len(lines) <= _MOST_LINES:
+        losses = note_losses(report, entries)
+        lines = lay_out(list(_columns(report, entries, losses=losses)))
+        if len(lines) <= most_lines:
             break
     hidden = len(report.entries) - len(entries)
-    return Block((*lines, *([f"{hidden} more rows: pipeline show {places.run} --full"] if hidden else [])))
+    more = wrap(f"{counted(hidden, 'more row')}: pipeline show {places.run} --full") if hidden else ()
+    notes = tuple(line for note in losses.notes for line in wrap(note, rest="    "))
+    return Block((*lines, *more)), Block(notes)
+
+
+def iter_tables(report: Report, places: Places) -> Iterator[tuple[Block, Block]]:
+    """Yield the table with its notes, each time with fewer lines, for a screen to take the first one that fits."""
+    for most_lines in range(_MOST_LINES, _FEWEST_LINES - 1, -1):
+        yield format_table(report, places, most_lines=most_lines)
 
 
 def _select(report: Report, most: int) -> tuple[Row | Unmeasured, ...]:
@@ -43,7 +56,7 @@ def _select(report: Report, most: int) -> tuple[Row | Unmeasured, ...]:
     return entries if report.main in entries or len(report.entries) <= most else (*entries[:-1], report.main)
 
 
-def _columns(report: Report, entries: Sequence[Row | Unmeasured]) -> Iterator[Column]:
+def _columns(report: Report, entries: Sequence[Row | Unmeasured], *, losses: LossNotes) -> Iterator[Column]:
     """Yield the columns of the table; the intervals have one unless all speedups are clear."""
     ratios = [row.ratio for row in report.rows if row.ratio is not None]
     has_intervals = report.is_comparison or any(not is_clear(ratio) or is_wide(ratio) for ratio in ratios)
@@ -55,37 +68,32 @@ def _columns(report: Report, entries: Sequence[Row | Unmeasured]) -> Iterator[Co
         level = format_level(report.main.confidence)
         yield Column(f"speedup ({level} CI)", tuple(map(_format_speedup, entries)))
     elif ratios:
-        yield Column("speedup", _cells(entries, lambda row: f"{row.ratio.value:.2f}x" if row.ratio else _NONE))
+        yield Column("speedup", _cells(entries, lambda row: value_of(row.ratio) if row.ratio else _NONE))
         yield Column("efficiency", _cells(entries, efficiency), 2)
         yield from _estimated_time(report, entries)
     if any(row.same_training for row in report.rows):
-        yield Column(*_loss_column(report, entries))
+        yield _loss_column(losses)
 
 
-def note_losses(report: Report) -> LossNotes:
-    """Return how each row's loss compares with the baseline's, with numbered notes on those that differ."""
+def note_losses(report: Report, entries: Sequence[Row | Unmeasured]) -> LossNotes:
+    """Return how the loss of each entry compares with the baseline's, with numbered notes on those that differ.
+
+    The screen itself, and no note, says that the result's speedup is not valid.
+    """
     baseline, notes, cells = report.rows[0], list[str](), list[str]()
-    for entry in report.entries:
+    for entry in entries:
         text = describe_loss(entry, baseline) if isinstance(entry, Row) else ""
-        if text and text not in notes and explained(entry, baseline):
-            notes.append(text)
         if not isinstance(entry, Row) or entry.same_training is None or entry == baseline:
             cells.append(_NONE)
         elif not text:
             cells.append("same")
+        elif entry == report.main and classify_speedup(entry, baseline) == "invalid":
+            cells.append(_SHOWN_ABOVE)
         else:
-            cells.append(f"[{notes.index(text) + 1}]" if text in notes else "differs")
+            if text not in notes:
+                notes.append(text)
+            cells.append(f"[{notes.index(text) + 1}]")
     return LossNotes(tuple(cells), tuple(f"[{number}] {note}" for number, note in enumerate(notes, start=1)))
-
-
-def explained(entry: Row | Unmeasured, baseline: Row) -> bool:
-    """Return True unless a row's loss differs from the start, and nothing explains that."""
-    return not isinstance(entry, Row) or entry.same_training != "no" or bool(explain_loss(entry, baseline))
-
-
-def format_loss_notes(report: Report) -> Block:
-    """Return the notes that the table's column of losses refers to."""
-    return Block(tuple(line for note in note_losses(report).notes for line in wrap(note, rest="    ")))
 
 
 def format_step_time(row: Row) -> tuple[str, ...]:
@@ -135,12 +143,8 @@ def format_step_times(rows: Sequence[Row]) -> tuple[str, ...]:
     return (*lay_out(columns), *missing)
 
 
-def _loss_column(report: Report, entries: Sequence[Row | Unmeasured]) -> tuple[str, tuple[str, ...]]:
-    of_entry = dict(zip(report.order, note_losses(report).cells, strict=True))
-    cells = tuple(of_entry[entry.trial] for entry in entries)
-    if "differs" not in cells:
-        return "loss", cells
-    return "loss vs. baseline", tuple("differs (see above)" if cell == "differs" else cell for cell in cells)
+def _loss_column(losses: LossNotes) -> Column:
+    return Column("loss vs. baseline" if _SHOWN_ABOVE in losses.cells else "loss", losses.cells)
 
 
 def _estimated_time(report: Report, entries: Sequence[Row | Unmeasured]) -> list[Column]:
