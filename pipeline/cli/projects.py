@@ -36,6 +36,11 @@ def check(
     from pipeline.recording.progress_bars import progress_on
 
     errors: dict[str, PipelineError] = {}
+    for word in files:
+        if "=" in word and not Path(word).exists():
+            raise UsageError(
+                f"{word}: pipeline check takes files only. To try a value, use: pipeline run FILE {word} --quick"
+            )
     console = rich.console.Console(highlight=False, stderr=True, quiet=quiet)
     with interruptible(), waiting.shown_on(rich.console.Console(quiet=True) if as_json else console):
         for file, check_file in iter_checks(files, with_data=data):

@@ -42,10 +42,10 @@ def run(
 
     Args:
         file: the experiment.
-        with_baseline: True to measure the baseline of the speedup, too.
+        with_baseline: True to also measure the baseline of the speedup.
         verbose: True to show the workers' output.
         terminal: shows progress, warnings and the report.
-        train_only: True to measure nothing: no baseline, no parts of a step.
+        train_only: True to measure nothing: no baseline, no step-time breakdown.
         quick: True to train two steps only, and to measure nothing.
         show: gets the report and the folder of the run, e.g. to print it as JSON.
         resume: the run to resume, see `pipeline.driver.resume.earlier`; None starts a new one.

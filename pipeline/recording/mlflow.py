@@ -241,7 +241,8 @@ def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.
     deadline = time.monotonic() + timeout_s
     with console.status("sending to MLflow") as status:
         while tracker.finish(_LOOK_SECONDS) is None:
-            status.update(f"sending to {_listed(*tracker.late)}: {tracker.waiting}")
+            if late := _listed(*tracker.late):  # empty between the last reply and the end of the process
+                status.update(f"sending to {late}: {tracker.waiting}")
             if time.monotonic() > deadline:
                 return False
     return True

@@ -88,7 +88,7 @@ def describe_communication(row: Row) -> Iterator[str]:
         f"Gradient synchronization took {amount(measured.ms)} ms per step in total, overlapped or not: "
         f"{measured.share:.0%} of a step while it trained."
     )
-    if measured.worst is not None:
+    if measured.worst is not None and round(measured.lost_s, 1) > 0:
         yield f"{counted(measured.spikes, 'spike')}, which cost {duration(measured.lost_s)}: {measured.worst.sentence}."
 
 

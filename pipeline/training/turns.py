@@ -241,8 +241,9 @@ def _play(
 
 def _ended_early(pairs: int, seconds: float, schedule: Schedule) -> str:
     return (
-        f"stopped the speedup measurement after {pairs} of {schedule.rounds} rounds: they took {duration(seconds)}, "
-        f"and the plan for all rounds was {duration(schedule.seconds)}. The confidence interval is wider than planned"
+        f"stopped the speedup measurement after {pairs} of {schedule.rounds} rounds: another round would take "
+        f"too long ({duration(seconds)} so far, {duration(schedule.seconds)} planned for all). The confidence interval "
+        "is wider than planned"
     )
 
 

@@ -118,6 +118,15 @@ def test_the_experiments_are_right(command: Command, path: Path) -> None:
     assert re.fullmatch(rf"{re.escape(str(path))}: ok(; sweep of .*)?\n", ended.stdout)
 
 
+def test_check_with_a_value_names_the_command_that_takes_it(command: Command) -> None:
+    ended = command("check", MLP, "optimizer.lr=abc")
+
+    assert ended.code == 2
+    assert ended.stdout == ""
+    assert "check takes files only" in ended.stderr
+    assert "pipeline run FILE optimizer.lr=abc --quick" in ended.stderr
+
+
 def test_check_reports_all_files_and_all_problems(command: Command, tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     text = Path(MLP).read_text().replace("epochs: 5", "epochs: five").replace("lr: 0.1", "learningrate: 0.1")

@@ -101,6 +101,10 @@ def test_the_report_says_what_the_exchange_takes() -> None:
     assert first == (
         "Gradient synchronization took 42.9 ms per step in total, overlapped or not: 21% of a step while it trained."
     )
+    quiet = meter.result.model_copy(update={"lost_s": 0.04})
+    assert (
+        len(list(describe_communication(row.model_copy(update={"communication": quiet})))) == 1
+    )  # not "1 spike, which cost 0.0 s"
     assert second.startswith(
         "1 spike, which cost 1.6 s: gradient synchronization took 180 ms per step in steps 61 to 70"
     )

@@ -79,6 +79,23 @@ def test_what_fails_after_the_training_leaves_its_result(
     assert "Training was already complete. The measurements after it are missing." in run.warnings[0]
 
 
+@pytest.mark.parametrize("is_compared", [True, False])
+def test_an_interruption_after_the_training_names_the_command_that_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compared: bool
+) -> None:
+    def launch(launcher: Launcher, trial: Trial) -> Outcome:
+        launcher.attempt(trial).receive(TRAINED)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Launcher, "launch", launch)
+    trial = (with_baseline() if is_compared else toys.trial()).model_copy(update={"checkpoints": str(tmp_path)})
+    run = carried_out(tmp_path, ([], {}), trial=trial)
+    command = f" Measure the speedup with: pipeline measure {tmp_path}" if is_compared else ""
+    assert run.warnings == [
+        f"interrupted. Training was already complete. The measurements after it are missing.{command}"
+    ]
+
+
 def test_a_trial_that_loses_workers_goes_on_as_often_as_it_may(tmp_path: Path) -> None:
     lost: tuple[list[AnyEvent], dict[int, str]] = ([reported(3)], {1: "killed by SIGKILL"})
     whole: tuple[list[AnyEvent], dict[int, str]] = ([reported(3), reported(4), finished("main", spread(190.0))], {})

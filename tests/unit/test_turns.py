@@ -334,8 +334,8 @@ def test_a_machine_that_slows_down_has_fewer_pairs(monkeypatch: pytest.MonkeyPat
     result, outbox = measured(compared(Baseline))
     (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
     assert re.fullmatch(
-        r"stopped the speedup measurement after 2 of 5 rounds: they took 50 min 0 s, and the plan for all rounds was "
-        r"\S+ s. The confidence interval is wider than planned",
+        r"stopped the speedup measurement after 2 of 5 rounds: another round would take too long \(50 min 0 s so "
+        r"far, \S+ s planned for all\)\. The confidence interval is wider than planned",
         warning,
     )
     assert len(result.slots) == len(ends(outbox)["baseline"].slots) == FEWEST_PAIRS
