@@ -1,5 +1,6 @@
 """A function call in a child process, which a crash in native code ends without ending this process."""
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ T = TypeVar("T")
 Report = Callable[[Any], None]
 """Sends a picklable object to the parent."""
 _MOST_LINES = 12
+_PR_SET_PDEATHSIG = 1
 _IS_FATAL = "Fatal Python error"
 _IS_LONG = "Extension modules:"
 
@@ -70,6 +72,7 @@ def call_in_child(function: Callable[[Report], T], *, receive: Report) -> T:
 
 def _call(function: Callable[[Report], object], sender: Connection, output: str) -> None:
     """Run the function in the child."""
+    _end_with_parent()
     log = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -84,6 +87,14 @@ def _call(function: Callable[[Report], object], sender: Connection, output: str)
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(code)  # whatever threads there are
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent is killed, on Linux; user code may wait for ever."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if (parent := multiprocessing.parent_process()) is not None and os.getppid() != parent.pid:
+        os._exit(1)  # it was killed before
 
 
 def _next(connection: Connection, process: BaseProcess) -> tuple[bool, Any] | None:
