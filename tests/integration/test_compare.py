@@ -124,7 +124,7 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     assert parent.data.tags["role"] == "compare"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files >= {"speedup.json", "speedup_table.json", "speedup.png", "report.html", "experiment.yaml", "log.txt"}
-    assert "ddp x 2" in parent.data.tags["mlflow.note.content"]
+    assert "2 workers (ddp)" in parent.data.tags["mlflow.note.content"]
     assert len(client.get_metric_history(children["ddp, 2 workers"].info.run_id, "train/loss")) == 18
     (trace,) = client.list_artifacts(children["ddp, 2 workers"].info.run_id, "traces")
     assert trace.path == "traces/ddp-2.json.gz"

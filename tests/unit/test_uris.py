@@ -25,7 +25,7 @@ from pipeline.recording.ui import serve
     ],
 )
 def test_a_miswritten_sqlite_file_is_answered_with_the_right_form(uri: str, mended: str) -> None:
-    assert problem_of(uri).endswith(f"write {mended}")
+    assert problem_of(uri).rstrip(".").endswith(f"Use {mended}")
     assert problem_of(mended) == ""
     with pytest.raises(ResourceError, match=r"tracking\.uri: is sqlite"):
         check_store(uri)
