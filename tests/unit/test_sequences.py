@@ -172,14 +172,14 @@ def test_rows_return_to_the_ranks_of_another_world_size(rows: int, dim: int, ran
 
 def test_a_resumed_training_continues_with_the_state_of_its_rows(tmp_path: Path) -> None:
     def run(name: str, *, resume: bool = False) -> toys.Kept:
-        trial = toys.trial(**SECTIONS, checkpoint={"every_steps": 1, "keep": 100}, train=TRAIN)
+        trial = toys.trial(**SECTIONS, checkpoint={"every_steps": 100 if resume else 1, "keep": 100}, train=TRAIN)
         kept = toys.Kept()
         update = {"checkpoints": str(tmp_path / name), "resume": resume}
         train(trial.model_copy(update=update), rank=Rank(), outbox=kept)
         return kept
 
     whole = run("whole").series("train/loss")
-    for stopped in (4, 6, 7):  # within an epoch, at its end, within the second one
+    for stopped in (6, 7):  # at the end of an epoch, within the second one
         name = f"from {stopped}"
         shutil.copytree(tmp_path / "whole" / folder_name(stopped), tmp_path / name / folder_name(stopped))
         again = run(name, resume=True)
