@@ -99,7 +99,7 @@ def test_server_that_is_none_of_ray_or_too_old_is_an_error(answer: bytes, pipeli
         (["lab.yaml", "--slurm", "--image", "x"], "--image needs --kuberay"),
         (["lab.yaml", "--nodes", "2"], "--nodes needs --slurm"),
         (["lab.yaml", "--launcher", "srun"], "--launcher needs --slurm"),
-        (["lab.yaml", "--kuberay", "--image", "x", "--slurm"], "choose one"),
+        (["lab.yaml", "--kuberay", "--image", "x", "--slurm"], "cannot be combined"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_sent(arguments: list[str], said: str, pipeline: Pipeline) -> None:
