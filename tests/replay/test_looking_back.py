@@ -109,7 +109,7 @@ def test_show_knows_every_kind_of_run(there: Any, journal: Recorded, name: str, 
         assert json.loads(as_json.stdout)
     elif name in ("failed", "nan-stopped", "interrupted", "killed"):
         assert (as_json.code, as_json.stdout) == (2, "")
-        assert "so there is no result" in as_json.stderr
+        assert "so it has no result" in as_json.stderr
 
 
 def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journal: Recorded) -> None:
