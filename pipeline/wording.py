@@ -1,7 +1,7 @@
 """Wording shared by messages: figures, counted nouns, durations, the name that was probably meant, lines of errors."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _PLAIN_TO = 1e15
 """Magnitude from which figures have an exponent."""
@@ -34,6 +34,11 @@ def approximate(seconds: float) -> str:
         return f"{round(seconds / 60)} min"
     unit = 1 if seconds < 10 else 5
     return f"{max(1, round(seconds / unit) * unit)} s"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return names as a sentence has them, e.g. "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def nearest(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -139,7 +139,7 @@ class Parts:
 
         Raises:
             TrainingError: a sample can't be read.
-            ExperimentError: the samples can't be collated, or there is no validation set.
+            ExperimentError: the samples can't be collated, or the data has no validation set.
         """
         return self._context.batches.placed(self._context.batches.read(list(samples), validation=validation))
 

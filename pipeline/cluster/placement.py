@@ -78,7 +78,7 @@ def await_capacity(
 
     A resumed training also waits for lost nodes to return. ``nodes`` returns Ray's records of the usable nodes, and
     ``warn`` gets a message if the wait is long. ``ask`` asks an autoscaler for more nodes and reports that; it is
-    called again and again. None: there is no autoscaler.
+    called repeatedly. None if the cluster has no autoscaler.
 
     Raises:
         ResourceError: the cluster is too small, or not free within ``parallel.queue_timeout_s``.

@@ -22,7 +22,7 @@ _PRELOADED = ("pipeline.worker.main", "torch._dynamo")
 
 
 class CheckResult(NamedTuple):
-    """What a check has found."""
+    """Problems and notes of a check."""
 
     error: PipelineError | None = None
     sweep: str = ""
@@ -95,7 +95,7 @@ def _check(file: ExperimentFile, with_data: bool, report: Report) -> CheckResult
             report(event)
 
     try:
-        with stages.told_to(report), progress.told_to(receive):
+        with stages.show_stages_on(report), progress.report_progress_to(receive):
             stages.begin(f"checking {file.path}")
             return _check_here(file, with_data=with_data, receive=receive)
     except TrainingError as error:

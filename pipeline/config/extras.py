@@ -20,8 +20,9 @@ OPTIONAL_PACKAGES: Mapping[str, str] = {
     "wandb": "tracking.also: [wandb]",
     "webdataset": "pipeline.data.shards",
 }
-"""What needs an optional package, by its name on the package index. This project is on no index: a command that names
-it or its extras would run the code of whoever registers the name."""
+"""Features that need an optional package, by the name of the package on the package index.
+
+This project is on no index: a command that names it or its extras would run the code of whoever registers the name."""
 _ATTRIBUTE = "_pipeline_needs"
 
 

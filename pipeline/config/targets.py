@@ -121,7 +121,7 @@ def find(
 
 def list_once(problems: Iterable[Problem], *, allowed: tuple[str, ...]) -> list[Problem]:
     """Leave the list of allowed packages in the first of the problems that has it."""
-    listed, found = _listed(allowed), list(problems)
+    listed, found = _format_allowed(allowed), list(problems)
     first = next((n for n, problem in enumerate(found) if listed in problem.message), len(found))
     rest = (problem._replace(message=problem.message.replace(listed, "")) for problem in found[first + 1 :])
     return [*found[: first + 1], *rest]
@@ -168,7 +168,7 @@ class _Search(NamedTuple):
             self._fail(f"{root} is not an allowed package; did you mean {'.'.join((meant, *rest))}?")
         own = "myproject" if root in roots or root in sys.stdlib_module_names else root
         self._fail(
-            f"{self.target} is not in an allowed package{_listed(self.allowed)}. "
+            f"{self.target} is not in an allowed package{_format_allowed(self.allowed)}. "
             f'To allow your package, write packages = ["{own}"] below [tool.pipeline] in pyproject.toml.'
         )
 
@@ -263,7 +263,7 @@ class _Search(NamedTuple):
         raise ExperimentError.of(self.key, message) from cause
 
 
-def _listed(allowed: tuple[str, ...]) -> str:
+def _format_allowed(allowed: tuple[str, ...]) -> str:
     """Return the allowed packages in brackets, without the single functions of others."""
     return f" ({', '.join(package for package in allowed if package not in _NAMES)})"
 

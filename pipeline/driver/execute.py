@@ -93,7 +93,7 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
         except KeyboardInterrupt as interruption:
             if pace.trained is None or isinstance(interruption, Terminated):
                 raise
-            warn(f"interrupted. {_MEASUREMENTS_MISSING}{_how_to_measure(trial, recorder)}")
+            warn(f"interrupted. {_MEASUREMENTS_MISSING}{_format_measure_hint(trial, recorder)}")
             return _end_as_trained(pace.trained, Outcome(trained=pace.trained), recorder)
         if pace.idle_s is not None:
             warn(f"Training caught up with the last reported step {pace.idle_s:.0f} s after the interruption.")
@@ -129,7 +129,7 @@ def _attempt(
             return Outcome(losses={0: str(error)})  # a node was lost before its worker began
 
 
-def _how_to_measure(trial: Trial, recorder: Recorder) -> str:
+def _format_measure_hint(trial: Trial, recorder: Recorder) -> str:
     """Return the command that measures the speedup of a trained trial; empty if it was not to be measured."""
     if not (isinstance(trial, Training) and trial.compared_with and trial.saves):
         return ""

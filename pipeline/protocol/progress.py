@@ -20,7 +20,7 @@ _trial = "main"
 
 
 @contextmanager
-def told_to(tell: Callable[[Advanced | Warned], None], *, trial: str = "main") -> Iterator[None]:
+def report_progress_to(tell: Callable[[Advanced | Warned], None], *, trial: str = "main") -> Iterator[None]:
     """Report progress and notes of this process, from any of its threads, to ``tell`` inside the block."""
     global _tell, _trial
     before = _tell, _trial

@@ -57,7 +57,10 @@ class Console:
             case Finished():
                 self.close()
                 self._schedule.update(event)
-                write(self._stdout, f"{self._label}: {fitted(_finished(event), width=LONGEST - len(self._label) - 2)}")
+                write(
+                    self._stdout,
+                    f"{self._label}: {fitted(_format_finished(event), width=LONGEST - len(self._label) - 2)}",
+                )
             case events.Evaluated():
                 self.close()
                 write(self._stdout, f"{self._label}: {', '.join(figures(event.values))}")
@@ -65,7 +68,7 @@ class Console:
                 self.close()
             case _ if self._display and isinstance(event, Shown):
                 if isinstance(event, events.Trained) and event.measuring_s is not None:
-                    write(self._stdout, f"{self._label}: {_trained(event)}")
+                    write(self._stdout, f"{self._label}: {_format_trained(event)}")
                 self._progress.update(event)
                 self._display.show(event)
                 if isinstance(event, events.Started) and event.loaded is not None:
@@ -107,7 +110,7 @@ def _waiting(event: TrialOpened, trial: Trial | None) -> str:
     return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
 
 
-def _trained(event: events.Trained) -> str:
+def _format_trained(event: events.Trained) -> str:
     """Say that the training is over and how long its measurements take."""
     assert event.measuring_s is not None
     saved = "Trained and saved" if event.result.unsaved is None else "Trained"
@@ -115,7 +118,7 @@ def _trained(event: events.Trained) -> str:
     return f"{saved}. Measuring the speedup, about {approximate(event.measuring_s)} ({what_stays})"
 
 
-def _finished(event: Finished) -> list[str]:
+def _format_finished(event: Finished) -> list[str]:
     result, ready = event.result, event.time_to_first_step_s
     reached = figures({**result.metrics, "throughput/samples_per_second": result.samples_per_second.median})
     best = [] if result.best is None else [str(result.best)]

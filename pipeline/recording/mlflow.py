@@ -29,6 +29,7 @@ from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import is_server
 from pipeline.recording.terminal import Terminal
 from pipeline.system import stages
+from pipeline.wording import join_names
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pipeline.recording.mlflow_process as p; p.main()"
@@ -194,7 +195,7 @@ class MlflowSubscriber:
         if not self._reply.is_done and not self._is_stopping:
             verb = "get" if self._reply.also else "gets"
             waiting = f"{self._ended}; nothing is lost, they wait in {self._folder}"
-            self._warn(f"{_listed('MLflow', *self._reply.also)} {verb} no more results, {waiting}")
+            self._warn(f"{join_names(['MLflow', *self._reply.also])} {verb} no more results, {waiting}")
         self._done.set()
 
     def _tell_opened(self, outcome: TrackingOutcome | None) -> None:
@@ -216,13 +217,13 @@ def flush(
         if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress) and (late := tracker.late):
             verb = "have" if len(late) > 1 else "has"
             warn(
-                f"waiting until {_listed(*late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
+                f"waiting until {join_names(late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
                 f"Ctrl-C ends the wait, pipeline sync {recorder.folder} sends the rest later"
             )
             _sent(tracker, _DRAIN_SECONDS - _SILENT_SECONDS, console=terminal.progress)
     finally:
         if tracker and (others := [name for name in tracker.late if name != "MLflow"]):  # MLflow's outcome says so
-            warn(f"not in {_listed(*others)} yet: some results; send them with: pipeline sync {recorder.folder}")
+            warn(f"not in {join_names(others)} yet: some results; send them with: pipeline sync {recorder.folder}")
         recorder.close()
         outcome = tracker.outcome if tracker else None
         if tracker:
@@ -241,15 +242,11 @@ def _sent(tracker: MlflowSubscriber, timeout_s: float, *, console: rich.console.
     deadline = time.monotonic() + timeout_s
     with console.status("sending to MLflow") as status:
         while tracker.finish(_LOOK_SECONDS) is None:
-            if late := _listed(*tracker.late):  # empty between the last reply and the end of the process
+            if late := join_names(tracker.late):  # empty between the last reply and the end of the process
                 status.update(f"sending to {late}: {tracker.waiting}")
             if time.monotonic() > deadline:
                 return False
     return True
-
-
-def _listed(*names: str) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _process(*modules: str) -> _Process:

@@ -10,7 +10,7 @@ from rich.table import Column
 from rich.text import Text
 
 from pipeline.protocol.events import Advanced, Warned
-from pipeline.protocol.progress import told_to
+from pipeline.protocol.progress import report_progress_to
 from pipeline.recording.terminal import write
 from pipeline.recording.trial_progress import clock, left
 from pipeline.system import stages
@@ -77,7 +77,7 @@ def progress_on(console: rich.console.Console) -> Iterator[None]:
             activities.show(event)
 
     try:
-        with told_to(show):
+        with report_progress_to(show):
             yield
     finally:
         if progress.live.is_started:  # else it would print an empty line

@@ -27,7 +27,7 @@ def shown_on(console: Console) -> Iterator[None]:
         yield
         return
     show = _Replaced(console).show if console.is_interactive else _Plain(console).show
-    with stages.told_to(show):
+    with stages.show_stages_on(show):
         yield
 
 

@@ -328,7 +328,7 @@ class Advice(Frozen):
     measured: bool = True
     """True if this run measured the change; otherwise it is a suggestion to try."""
     use: str = ""
-    """What the change switches to, e.g. "1 worker"; empty unless it is another row of the report."""
+    """Name of the row that the change switches to, e.g. "1 worker". Empty if it is not a row of the report."""
     why: str = ""
     """Reason for a screen that has shown the speedup already; may be empty."""
 

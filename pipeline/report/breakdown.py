@@ -19,7 +19,7 @@ class Breakdown(NamedTuple):
     rest: float
     """Optimizer and other."""
     unaccounted: float
-    """What the parts do not explain; negative if they exceed the step within noise."""
+    """Time of the step that the parts do not explain. Negative if they exceed the step within noise."""
 
 
 def has_consistent_parts(row: Row) -> bool:
@@ -37,14 +37,19 @@ def break_down(row: Row, *, decimals: int) -> Breakdown | None:
     if not has_consistent_parts(row) or parts.compute_ms is None or parts.rest_ms is None:
         return None
 
-    def rounded(value: float) -> float:
+    def round_as_shown(value: float) -> float:
         return round(value, decimals)
 
-    exposed = None if parts.exposed_communication_ms is None else rounded(parts.exposed_communication_ms)
-    known = [rounded(parts.compute_ms), exposed or 0.0, rounded(parts.data_wait_ms), rounded(parts.rest_ms)]
-    total = rounded(row.step_ms.median)
+    exposed = None if parts.exposed_communication_ms is None else round_as_shown(parts.exposed_communication_ms)
+    known = [
+        round_as_shown(parts.compute_ms),
+        exposed or 0.0,
+        round_as_shown(parts.data_wait_ms),
+        round_as_shown(parts.rest_ms),
+    ]
+    total = round_as_shown(row.step_ms.median)
     compute, _, data, rest = known
-    return Breakdown(total, compute, exposed, data, rest, rounded(total - sum(known)))
+    return Breakdown(total, compute, exposed, data, rest, round_as_shown(total - sum(known)))
 
 
 def count_decimals(shortest_ms: float) -> int:

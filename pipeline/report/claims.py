@@ -1,4 +1,4 @@
-"""What may be said about a row's speedup: nothing, not valid, inconclusive, or how much faster or slower it is."""
+"""Claims about a row's speedup: none, not valid, inconclusive, or a factor by which it is faster or slower."""
 
 import math
 from typing import Literal, NamedTuple

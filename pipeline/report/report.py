@@ -42,7 +42,7 @@ class Report(Frozen):
     restriction: str = ""
     """Option that left the measurements out; empty if something was to be measured."""
     training_notes: tuple[str, ...] = ()
-    """What happened during the training that changes its result, e.g. another number of workers."""
+    """Events of the training that change its result, e.g. another number of workers."""
 
     @classmethod
     def of(
@@ -162,7 +162,7 @@ class Report(Frozen):
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What happened during the training, and notes on the numbers."""
+        """Events of the training, and notes on the numbers."""
         happened = () if self.is_comparison else sentences.iter_training_notes(self.main, self.training_notes)
         return (*happened, *self.remarks)
 

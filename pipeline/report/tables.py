@@ -12,7 +12,7 @@ from pipeline.report import Row, Unmeasured, is_clear
 from pipeline.report.breakdown import break_down, count_decimals
 from pipeline.report.ratios import ends_of, is_wide, value_of
 from pipeline.report.row_names import count_workers, label_row, name_row
-from pipeline.wording import duration
+from pipeline.wording import duration, join_names
 
 UNEVEN = 1.1
 """Factor from which the values of devices or ranks count as different."""
@@ -127,8 +127,8 @@ def _doubts(rows: Sequence[Row]) -> Iterator[str]:
     wide = [name_row(row) for row in rows if row.ratio and row.ratio.size and is_wide(row.ratio)]
     if wide:
         yield (
-            f"{_listed(wide)}: too noisy for a single number; the confidence interval is shown instead. Measure again "
-            "on an idle machine."
+            f"{join_names(wide)}: too noisy for a single number; the confidence interval is shown instead. "
+            "Measure again on an idle machine."
         )
     if any(row.efficiency and row.efficiency > 1 for row in rows if name_row(row) not in wide):
         yield (
@@ -172,7 +172,7 @@ def step_parts(rows: Sequence[Row]) -> ReportTable:
         for row in inconsistent
     ]
     if unknown:
-        notes.append(f"{_listed(unknown)}: the step-time breakdown could not be measured.")
+        notes.append(f"{join_names(unknown)}: the step-time breakdown could not be measured.")
     return from_columns("Step-time breakdown, ms", columns, rows, notes=notes)
 
 
@@ -255,10 +255,6 @@ def _result(entry: Row | Unmeasured, columns: Sequence[Column[Row]]) -> tuple[st
     if isinstance(entry, Row):
         return tuple(text(entry) for _, text in columns)
     return (name_row(entry), *("not measured" if name == "speedup" else "-" for name, _ in columns[1:]))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _seconds(value: float | None) -> str:

@@ -10,7 +10,7 @@ _listener: Callable[[str], None] | None = None
 
 
 @contextmanager
-def told_to(show: Callable[[str], None]) -> Iterator[None]:
+def show_stages_on(show: Callable[[str], None]) -> Iterator[None]:
     """Pass the stages of this process to ``show`` inside the block; an empty text ends the last one."""
     global _listener
     before, _listener = _listener, show

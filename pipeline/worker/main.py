@@ -35,7 +35,7 @@ from pipeline.protocol.events import (
     Outbox,
     event_to_json,
 )
-from pipeline.protocol.progress import told_to
+from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.trial import BatchCheck, Evaluation, Rank, Training, Trial, Tuning, trial_from_json
 from pipeline.system import allocator
 from pipeline.system.process import raise_limit_of_open_files
@@ -91,14 +91,14 @@ def run(
             set_cudnn_benchmark(enabled=trial.experiment.train.cudnn_benchmark),
             allocator.huge_pages(),
             allocator.keep_freed_memory(),
-            told_to(outbox.event, trial=trial.name),
+            report_progress_to(outbox.event, trial=trial.name),
             Watchdog(trial, rank=rank, outbox=outbox, end=end),
             process_group(trial, rank=rank, store=store, end=end),
             new_loaders_closed(),
             report(),  # before the end of what is above, which may hang or fail in turn
             system_sampled(trial, rank, outbox) if samples else nullcontext(),
         ):
-            outcome = _carried_out(trial, rank=rank, outbox=outbox)
+            outcome = _run_trial(trial, rank=rank, outbox=outbox)
     except Stopped:  # the driver, which asked for it, doesn't wait for a result
         return
     if rank.is_first:
@@ -129,7 +129,7 @@ def rank_from_environment() -> Rank:
     )
 
 
-def _carried_out(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound | Evaluated | Checked:
+def _run_trial(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound | Evaluated | Checked:
     """Run the trial and return its result."""
     if isinstance(trial, Tuning):
         sizes = batch_size.find(trial, rank=rank)

@@ -49,7 +49,7 @@ def server(*, status: int = 200, text: str = "", version: str = "") -> Iterator[
 
 
 def looked_at(uri: str) -> CheckResult:
-    return tracking.judged(uri, client=MLFLOW)
+    return tracking.check_tracking(uri, client=MLFLOW)
 
 
 def test_lines_of_a_library_are_no_part_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

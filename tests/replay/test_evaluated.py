@@ -101,7 +101,9 @@ def test_an_evaluation_that_fails_is_no_failure_of_the_run(there: Callable[..., 
     assert read_state(folder).status == "FINISHED"
     (run,) = store.runs("toy")
     assert (run.info.status, run.data.tags.get("error")) == ("FINISHED", None)
-    assert there("evaluate", "latest", "--checkpoint", "5", "--quiet").stderr.endswith(" of step 5. Its checkpoints: 3, 6.\n")
+    assert there("evaluate", "latest", "--checkpoint", "5", "--quiet").stderr.endswith(
+        " of step 5. Its checkpoints: 3, 6.\n"
+    )
 
 
 def test_an_evaluation_that_is_interrupted_leaves_the_run_finished(

@@ -49,7 +49,7 @@ def node(**facts: object) -> NodeFacts:
 
 
 def judged(*nodes_: NodeFacts) -> list[CheckResult]:
-    return list(machine.judged(nodes_, here=HERE))
+    return list(machine.check_nodes(nodes_, here=HERE))
 
 
 def bad(*nodes_: NodeFacts) -> CheckResult:
@@ -146,7 +146,7 @@ def test_a_slow_interface_is_a_warning_where_the_node_has_a_faster_one() -> None
         management = Interface(name="eth0", address="10.0.0.2", speed_mbit=mbit)
         fast = Interface(name="ib0", address="10.1.0.2", speed_mbit=200_000)
         nodes_ = [node(address="10.0.0.2", interfaces=(management, fast))] * 2
-        (found,) = interface_speed.judged(nodes_, interface=interface)
+        (found,) = interface_speed.check_interfaces(nodes_, interface=interface)
         return found
 
     slow = between_nodes()
@@ -177,14 +177,14 @@ def measured(*, gbit: float, workers: int, nodes: int) -> MeasuredLink:
 
 
 def test_a_slow_link_between_nodes_is_a_warning_and_within_one_it_is_not() -> None:
-    slow = link.judged(measured(gbit=0.1, workers=2, nodes=2))
+    slow = link.check_link_speed(measured(gbit=0.1, workers=2, nodes=2))
 
     assert slow.status == "warning"
     assert "0.1 Gbit/s" in slow.what
     assert "100 MB of gradients take 8,000 ms" in slow.what
     assert slow.fix == "pipeline predict FILE --link 100Mbit,0us"
-    assert link.judged(measured(gbit=0.1, workers=2, nodes=1)).status == "ok"
-    assert link.judged(measured(gbit=25, workers=4, nodes=4)).status == "ok"
+    assert link.check_link_speed(measured(gbit=0.1, workers=2, nodes=1)).status == "ok"
+    assert link.check_link_speed(measured(gbit=25, workers=4, nodes=4)).status == "ok"
 
 
 def test_a_link_that_cannot_be_used_is_a_problem() -> None:

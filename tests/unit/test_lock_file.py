@@ -109,7 +109,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_taken_after_a_lease_and_not_given
     die(gone)
     shown: list[str] = []
     since = time.monotonic()
-    with stages.told_to(shown.append), LockFile(path):
+    with stages.show_stages_on(shown.append), LockFile(path):
         assert time.monotonic() - since >= 0.25
         assert f"{path}: waiting up to 0.3 s to see if process {os.getpid()} on node7 (since" in shown[0]
         assert gone.taken_by is not None  # it was only paused, and has to stop now

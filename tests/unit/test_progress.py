@@ -14,7 +14,7 @@ from pipeline.data import cifar, make_once
 from pipeline.errors import ExperimentError
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced, Warned
-from pipeline.protocol.progress import ProgressReporter, told_to
+from pipeline.protocol.progress import ProgressReporter, report_progress_to
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
 from pipeline.training.checkpoints.storage import Storage
@@ -27,7 +27,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Advanced | Warned]]:
     """All that is told, without thinning out."""
     events: list[Advanced | Warned] = []
     monkeypatch.setattr(progress, "_EVERY_S", 0.0)
-    with told_to(events.append, trial="baseline"):
+    with report_progress_to(events.append, trial="baseline"):
         yield events
 
 
@@ -54,11 +54,11 @@ def test_work_that_fails_or_has_no_total_is_closed_too(told: list[Advanced]) -> 
 
 def test_what_is_quick_silent_or_unheard_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Advanced | Warned] = []
-    with told_to(events.append), ProgressReporter("evaluating", total=1000) as one:
+    with report_progress_to(events.append), ProgressReporter("evaluating", total=1000) as one:
         for _ in range(1000):
             one.by(1)
     monkeypatch.setattr(progress, "_EVERY_S", 0.0)
-    with told_to(events.append), ProgressReporter("evaluating", silent=True) as one:
+    with report_progress_to(events.append), ProgressReporter("evaluating", silent=True) as one:
         one.by(1)
     with ProgressReporter("evaluating") as one:
         one.by(1)

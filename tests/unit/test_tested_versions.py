@@ -40,7 +40,7 @@ def here(*, torch: str = "2.13.0+cu130", **facts: str) -> NodeFacts:
 def test_a_release_outside_of_what_was_tested_is_said_in_one_sentence(
     facts: dict[str, str], said: str, fix: str
 ) -> None:
-    finding = tested.judged(here(**facts), RANGES)
+    finding = tested.check_tested_versions(here(**facts), RANGES)
 
     assert finding is not None
     assert finding.status == "warning"
@@ -49,9 +49,9 @@ def test_a_release_outside_of_what_was_tested_is_said_in_one_sentence(
 
 
 def test_another_patch_or_build_of_a_tested_release_is_none() -> None:
-    assert tested.judged(here(), RANGES) is None
-    assert tested.judged(here(torch="2.13.7", ray="2.44.9"), RANGES) is None
-    assert tested.judged(here(), {"pydantic": (pydantic.VERSION, pydantic.VERSION)}) is None
+    assert tested.check_tested_versions(here(), RANGES) is None
+    assert tested.check_tested_versions(here(torch="2.13.7", ray="2.44.9"), RANGES) is None
+    assert tested.check_tested_versions(here(), {"pydantic": (pydantic.VERSION, pydantic.VERSION)}) is None
 
 
 def test_only_environments_in_which_all_tests_passed_count() -> None:

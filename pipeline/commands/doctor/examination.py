@@ -77,15 +77,15 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
             stack.enter_context(connected(address, verbose=False))
             say(f"asking the nodes of the Ray cluster at {address} ...")
         asked = (here,) if address is None else _asked(findings)
-        findings += machine.judged(asked, here=here)
+        findings += machine.check_nodes(asked, here=here)
         if len(asked) > 1:
-            findings += interface_speed.judged(asked, interface=parallel.interface)
+            findings += interface_speed.check_interfaces(asked, interface=parallel.interface)
         if asked:
             between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
             say(f"measuring all-reduces between {between} ...")
             measured = _measured(asked, is_cluster=address is not None, findings=findings)
     say("asking MLflow ...")
-    findings.append(tracking.judged(tracking.store(uri), client=here.mlflow))
+    findings.append(tracking.check_tracking(tracking.store(uri), client=here.mlflow))
     return Examination(address=address, nodes=asked, link=measured, findings=tuple(findings))
 
 
@@ -108,13 +108,13 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
 
 def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[CheckResult]) -> MeasuredLink | None:
     if any(node.torch is None for node in asked):
-        return None  # reported as a problem by machine.judged
+        return None  # reported as a problem by machine.check_nodes
     try:
         measured = link.measure_across(asked) if is_cluster else link.measure_here(asked[0])
     except ResourceError as error:
         findings.append(link.failed(error, asked))
         return None
-    findings.append(link.judged(measured))
+    findings.append(link.check_link_speed(measured))
     return measured
 
 

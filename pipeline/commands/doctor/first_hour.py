@@ -21,7 +21,7 @@ _SLURM = (
 
 
 class Step(Frozen):
-    """One step: a command or a look, and what must be seen, in one line of a terminal."""
+    """Step of the checklist: a command, and the result to expect, in one line of a terminal."""
 
     ray: str
     """Text on a Ray cluster; empty: the step is for Slurm only."""

@@ -8,7 +8,7 @@ from pipeline.commands.doctor.check_result import CheckResult, by_node
 _SUBJECT = "interface"
 
 
-def judged(nodes: Sequence[NodeFacts], *, interface: str | None) -> Iterator[CheckResult]:
+def check_interfaces(nodes: Sequence[NodeFacts], *, interface: str | None) -> Iterator[CheckResult]:
     """Check the interface of each node; ``interface`` is `Parallel.interface`."""
     yield from by_node(
         nodes, lambda node: _faster(node, interface), fine=lambda: _describe_interfaces(nodes, interface)

@@ -127,7 +127,7 @@ def _id(node: NodeFacts) -> str:
     return node.ray_node
 
 
-def judged(measured: MeasuredLink) -> CheckResult:
+def check_link_speed(measured: MeasuredLink) -> CheckResult:
     """Report the link; warn if nodes are connected with less than 1 Gbit/s."""
     between = "nodes" if measured.nodes > 1 else "processes of one node"
     link = measured.link

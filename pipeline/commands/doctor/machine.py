@@ -26,7 +26,7 @@ _INSTALLS = {
 """Fixes of a version that differs from this machine's, by package."""
 
 
-def judged(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
+def check_nodes(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
     """Check all nodes: versions as on this machine, ``here``, GPUs, resources, clocks and host names.
 
     Without a node that has answered there is nothing to check: that they don't is a finding already.
@@ -34,7 +34,7 @@ def judged(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResu
     if not nodes:
         return
     yield from _versions(nodes, here=here)
-    if untested := tested.judged(here, tested.ranges(tested.results().values())):
+    if untested := tested.check_tested_versions(here, tested.ranges(tested.results().values())):
         yield untested
     yield from _gpus(nodes)
     yield from by_node(nodes, _memory, fine=lambda: _ok("memory", _memories(nodes)))

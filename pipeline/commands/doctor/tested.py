@@ -47,7 +47,7 @@ def ranges(environments: Iterable[Environment]) -> dict[str, tuple[str, str]]:
     return {package: (versions[0], versions[-1]) for package, versions in ordered.items() if versions}
 
 
-def judged(here: NodeFacts, tested: Mapping[str, tuple[str, str]]) -> CheckResult | None:
+def check_tested_versions(here: NodeFacts, tested: Mapping[str, tuple[str, str]]) -> CheckResult | None:
     """Warn in one sentence if this machine has releases older or newer than all of ``tested``, by package."""
     own = here.versions | {"mlflow": here.mlflow, "pydantic": pydantic.VERSION}
     nearest = {

@@ -31,7 +31,7 @@ def store(uri: str | None) -> str:
     return resolve_uri(named, base=Path.cwd())
 
 
-def judged(uri: str, *, client: str | None) -> CheckResult:
+def check_tracking(uri: str, *, client: str | None) -> CheckResult:
     """Check that the store accepts results.
 
     Args:

@@ -33,7 +33,7 @@ def parse(settings: Sequence[str], template: Template) -> dict[str, str]:
             problems.append(f"--set {setting}: no value; write --set {key}=VALUE")
         elif key not in questions:
             hint = did_you_mean(key, questions)
-            asked = template.asked()
+            asked = template.question_names()
             known = f"{', '.join(asked)}; its settings are {', '.join(name for name in questions if name not in asked)}"
             problems.append(f"--set {setting}: {template.name} has no question {key}{hint}; its questions are {known}")
         elif problem := _not_allowed(value, questions[key]):

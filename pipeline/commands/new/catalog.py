@@ -37,7 +37,7 @@ class Template(NamedTuple):
         choices = self.choices()
         return {name: tuple(choices.get(name, ())) for name in map(name_of, _read(self.context_file)) if name}
 
-    def asked(self) -> tuple[str, ...]:
+    def question_names(self) -> tuple[str, ...]:
         """Return the questions that a user is asked."""
         return tuple(key for key in _read(self.context_file) if not key.startswith("_"))
 

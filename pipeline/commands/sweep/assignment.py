@@ -31,7 +31,7 @@ class Record(Frozen):
     failure: str = ""
     """Reason why these values can't be trained together, or why the process ended without a journal; else empty."""
     lacked: str = ""
-    """What the cluster lacked when the trial was tried last; it is not a result of the trial. Empty if nothing."""
+    """Resources that the cluster lacked when the trial was last tried. Empty if it lacked none."""
     stopped_after: int | None = None
     """Epochs that count for a trial that was stopped early; it may have trained more before it ended."""
 

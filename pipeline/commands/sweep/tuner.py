@@ -64,7 +64,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
     def __init__(self, plan: SweepPlan, invocation: Invocation, halt: Halt, *, end_search: Callable[[], None]) -> None:
         """Call ``end_search`` when the cluster has no room for any trial."""
         self.lacked = ""
-        """What the cluster lacked for a trial while no trial trained; empty if nothing."""
+        """Resources that the cluster lacked for a trial while no trial trained. Empty if it lacked none."""
         self._end_search = end_search
         self._plan = plan
         self._invocation = invocation

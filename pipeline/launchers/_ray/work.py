@@ -40,7 +40,7 @@ def work(config: dict[str, Any]) -> None:
     Code.model_validate_json(config["code"]).enter()
     with (
         ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox,
-        kept_output(config["logs"], rank=rank, outbox=outbox),
+        redirect_output(config["logs"], rank=rank, outbox=outbox),
     ):
         if config["stream"] is not None:
             from pipeline.launchers._ray.ingest import Facts, receive
@@ -54,7 +54,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def kept_output(folder: str | None, *, rank: Rank, outbox: ChannelOutbox) -> Iterator[None]:
+def redirect_output(folder: str | None, *, rank: Rank, outbox: ChannelOutbox) -> Iterator[None]:
     """Redirect this process's output to files in ``folder``; None passes it on to Ray.
 
     A node that can't write to the driver's folder collects the output in temporary files. Every few seconds, and at

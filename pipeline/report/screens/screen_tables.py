@@ -70,7 +70,7 @@ def _columns(report: Report, entries: Sequence[Row | Unmeasured], *, losses: Los
     elif ratios:
         yield Column("speedup", _cells(entries, lambda row: value_of(row.ratio) if row.ratio else _NONE))
         yield Column("efficiency", _cells(entries, efficiency), 2)
-        yield from _estimated_time(report, entries)
+        yield from _build_time_columns(report, entries)
     if any(row.same_training for row in report.rows):
         yield _loss_column(losses)
 
@@ -147,7 +147,7 @@ def _loss_column(losses: LossNotes) -> Column:
     return Column("loss vs. baseline" if _SHOWN_ABOVE in losses.cells else "loss", losses.cells)
 
 
-def _estimated_time(report: Report, entries: Sequence[Row | Unmeasured]) -> list[Column]:
+def _build_time_columns(report: Report, entries: Sequence[Row | Unmeasured]) -> list[Column]:
     if not report.main.whole_training:
         return []
     start_s = report.main.time_to_first_step_s or 0.0
