@@ -15,7 +15,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Finished, ModelSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording.console import _finished
+from pipeline.recording.console import _format_finished
 from pipeline.report.report import Report
 from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import Manifest, folder_name
@@ -120,7 +120,7 @@ def test_it_is_said_with_its_metric(tmp_path: Path) -> None:
     result, _ = run(tmp_path, data={"_target_": "toys.with_test"})
     finished = Finished(result=result)
 
-    assert "weights of step 3 (epoch 1), the best validation/loss" in _finished(finished)
+    assert "weights of step 3 (epoch 1), the best validation/loss" in _format_finished(finished)
     report = Report.of([toys.trial()], [finished], hardware="")
     told = report.outcome
     assert report.table()["best_step"] == [3]

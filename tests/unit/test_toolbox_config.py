@@ -20,7 +20,7 @@ from pipeline.planning.describe import DataSizes, describe
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Trial
-from pipeline.recording.console import _finished
+from pipeline.recording.console import _format_finished
 from pipeline.recording.scalars import figures
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.manifest import trained
@@ -153,7 +153,7 @@ class TestWhatComesOut:
     end = samples.finished("main", samples.spread(190.0, noise=2), compile_s=12.34)
 
     def test_is_told_in_the_terminal(self) -> None:
-        assert _finished(self.end)[-2:] == ["compiled in 12.3 s", "first step after 6.2 s"]
+        assert _format_finished(self.end)[-2:] == ["compiled in 12.3 s", "first step after 6.2 s"]
 
     def test_is_a_metric(self) -> None:
         points = {point.name: point.value for point in figures(self.end)}
