@@ -245,7 +245,7 @@ def test_a_folder_whose_name_is_taken_is_refused_before_the_questions(tmp_path: 
 
 
 def test_at_most_five_questions_offer_what_fits(tmp_path: Path) -> None:
-    assert catalog.find("ddp-project").asked() == ("project_name", "task", "data", "model", "launcher")
+    assert catalog.find("ddp-project").question_names() == ("project_name", "task", "data", "model", "launcher")
     answers = ["1", "Rows", "", "4", "", ""]  # template, project, task, data, model, launcher
     lines = "\\n".join(answers)
     out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
