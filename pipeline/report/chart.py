@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.report import Row, Unmeasured
+from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.palette import LIGHT, PARTS
 from pipeline.report.picture import EDGE, Canvas, Key, Sheet, fitted, legend_height, text_width
 from pipeline.report.ratios import times
@@ -238,8 +239,10 @@ def _measured(entries: Sequence[Row | Unmeasured], tops: Sequence[float]) -> Ite
 
 
 def _parts(row: Row) -> tuple[float, float, float, float]:
-    """Return milliseconds in the order of `_PARTS`."""
+    """Return milliseconds in the order of `_PARTS`; zeros where the parts exceed the step, as in the table."""
     parts = row.parts
+    if (parts.sum_ms or 0.0) > row.step_ms.median and not has_consistent_parts(row):
+        return 0.0, 0.0, 0.0, 0.0
     return parts.compute_ms or 0.0, parts.exposed_communication_ms or 0.0, parts.data_wait_ms, parts.rest_ms or 0.0
 
 

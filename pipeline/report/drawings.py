@@ -15,7 +15,7 @@ from pipeline.report.report_files import CHART_NAME, CURVES_NAME, PAIRS_CHART_NA
 from pipeline.report.row_names import name_row
 from pipeline.report.swept import SweptReport
 
-_PARTS = "The parts of a step are measured one by one, apart from the training; they need not add up to its step."
+_PARTS = "The parts of a step are measured one by one, after the training. Parts that exceed the step are left out."
 
 
 class Picture(NamedTuple):

@@ -296,7 +296,11 @@ def test_a_window_copies_its_batch_once(monkeypatch: pytest.MonkeyPatch) -> None
     context = build(trial(model=model("Greedy")), rank=Rank())
     on_bench = TrialBench(context)
     copies: list[Any] = []
+    taken = TrialBench._seconds
     with monkeypatch.context() as patch:
+        # However slow the machine is, a window has two steps.
+        patch.setattr(bench, "_WINDOW_SECONDS", 0.2)
+        patch.setattr(TrialBench, "_seconds", lambda *given, **steps: taken(*given, **steps) and 0.1)
         patch.setattr(context.batches, "copy_to_device", lambda batch: copies.append(batch) or batch)
         on_bench.rate(4)
     assert len(copies) == 1 < len(context.model.seen)
