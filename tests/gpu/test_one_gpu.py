@@ -145,7 +145,7 @@ def test_cuda_graphs_train_and_evaluate_as_eager_code(tmp_path: Path, strategy: 
         outcome, folder = launch(made.model_copy(update={"strategy": strategy}), tmp_path)
         found.append((list(result_of(outcome).losses), series(folder, "validation/auroc")[-1]))
     (losses, auroc), (graphed_losses, graphed_auroc) = found
-    assert graphed_losses == pytest.approx(losses, rel=0.02)
+    assert graphed_losses == pytest.approx(losses, rel=0.05)
     assert graphed_auroc == pytest.approx(auroc, abs=0.05)
 
 

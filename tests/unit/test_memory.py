@@ -34,9 +34,11 @@ def test_each_trial_of_a_process_counts_its_peak_memory_from_its_start(monkeypat
     assert told == ["emptied", "reset 0", "reset 1", "built"] * 2
 
 
-def test_a_gpu_has_room_for_the_next_step_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 bytes of the GPU are free, and 5 are cached; a step has taken 20 in addition to 70."""
-    sizes = {"max_memory_allocated": 90, "memory_allocated": 70, "memory_reserved": 75, "mem_get_info": (10, 100)}
+@pytest.mark.parametrize(("free", "fraction"), [(10, 1.0), (25, 0.85)], ids=["of the GPU", "of the process's share"])
+def test_a_gpu_has_room_for_the_next_step_or_not(monkeypatch: pytest.MonkeyPatch, free: int, fraction: float) -> None:
+    """10 bytes are free, and 5 are cached; a step has taken 20 in addition to 70."""
+    sizes: dict[str, Any] = {"max_memory_allocated": 90, "memory_allocated": 70, "memory_reserved": 75}
+    sizes |= {"mem_get_info": (free, 100), "get_per_process_memory_fraction": fraction}
     for name, value in sizes.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     assert find_passing_bytes(GPU) == 20
