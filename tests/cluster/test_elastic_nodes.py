@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 
 STEPS = 1200
 OTHER_TORCH = "2.9.1"
-LEFT_OUT = f"no workers are placed on node2 ({Nodes.host(2)}): it has torch {OTHER_TORCH}, this machine"
+LEFT_OUT = f"no workers are placed on node2 ({Nodes.host(2)}): it has torch {OTHER_TORCH}, and this machine"
 
 
 def events_so_far(cwd: Path) -> list[AnyEvent]:

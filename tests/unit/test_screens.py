@@ -109,6 +109,13 @@ def alone(**options: bool) -> Report:
     return Report.of([only], [end("main", 362, slots=(), metrics=METRICS)], hardware=HARDWARE)
 
 
+def dp_on_one_device() -> Report:
+    """DataParallel with a single replica, which has no speedup."""
+    main = trial("main", "main", strategy="dp", batch=128)
+    ends = [end("baseline", 353, losses=LOSSES), end("main", 351, losses=LOSSES, metrics=METRICS)]
+    return advised(Report.of([main, BASELINE], ends, hardware=HARDWARE))
+
+
 def comparison() -> Report:
     """Three repeats of one worker, of both cores and of two workers, on a busy machine."""
     rates = {
@@ -168,6 +175,7 @@ SCREENS: dict[str, Callable[[], object]] = {
     "run_slower": mlp,
     "run_suggestion": loading,
     "run_other_loss": lambda: resnet(coupling=()),
+    "run_one_device": dp_on_one_device,
     "run_train_only": alone,
     "run_quick": lambda: alone(is_quick=True),
     "compare": comparison,
@@ -231,6 +239,7 @@ def test_the_result_in_a_line_is_that_of_the_screen() -> None:
         "run_slower": "2 workers (ddp): 4.0x slower than 1 worker (95% CI 3.0x to 5.2x)",
         "run_suggestion": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
         "run_other_loss": "2 workers (ddp): speedup not valid, loss differs from the baseline",
+        "run_one_device": "1 worker (dp): validation/accuracy 0.9944; speedup not measured",
         "run_train_only": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
         "run_quick": "2 workers (ddp): quick test passed (2 steps); speedup not measured",
         "compare": "2 workers (ddp): 1.62x to 12.9x slower than 1 worker (95% CI)",

@@ -113,8 +113,12 @@ def _describe_missing(report: Report) -> str:
     """Say why there is no speedup, with the throughput."""
     main = report.main
     rate = f"{name_row(main)}: {amount(main.samples_per_second.median)} samples/s"
-    option = report.restriction.partition(":")[0]
-    return f"{rate}. Speedup not measured{f' ({option})' if option else ''}"
+    reason = report.restriction.partition(":")[0]  # an option of the command
+    if main.is_one_replica_dp:
+        reason = reason or "DataParallel has one device here"
+    elif main.measures_again(report.rows[0]):
+        reason = reason or "the baseline is the same training"
+    return f"{rate}. Speedup not measured{f' ({reason})' if reason else ''}"
 
 
 def format_metrics(row: Row) -> tuple[str, ...]:
