@@ -64,7 +64,10 @@ def table(result: Mapping[str, Any] | None) -> str:
     where = []
     if result:
         tiny = "; tiny: the figures mean nothing" if result["tiny"] else ""
-        where = [f"{result['device']}, torch {result['torch']}, {result['date']}{tiny}:", ""]
+        where = [
+            " ".join([f"{result['device']}, torch {result['torch']}, {result['date']}{tiny}.", *result["remarks"]]),
+            "",
+        ]
     return "\n".join([*where, *head, *_speeds(result), *_tests(result["tests"] if result else {}), ""])
 
 

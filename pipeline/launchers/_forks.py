@@ -13,6 +13,8 @@ from typing import Self
 from pipeline.launchers._forkserver import ForkReply, ForkRequest
 from pipeline.system.process import TASKS
 
+_WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Variables for libraries that start threads when imported, as OpenBLAS and pyarrow do: these can't be forked."""
 _SLOWER = "Workers now start as new processes, which takes longer. Results are not affected."
 _MODULE = "pipeline.worker.main"
 _MOST_BYTES = 2**16
@@ -47,7 +49,7 @@ class Forks:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},  # a pool of threads could not be forked
+                env=os.environ | _WITHOUT_THREADS,
             )
 
     def __enter__(self) -> Self:
@@ -137,9 +139,8 @@ class Forks:
                 if each.can_fork is not None:
                     self._can_fork = each.can_fork
                     if not each.can_fork:
-                        self._warning = (
-                            f"Workers can't be forked, because a library has started threads or uses a GPU. {_SLOWER}"
-                        )
+                        why = f"importing {each.blocked_by} starts threads or opens a GPU"
+                        self._warning = f"Workers can't be forked: {why}. {_SLOWER}"
                 else:
                     self._codes[each.pid] = each.exit_code
                     self._forked_last = each.pid if each.exit_code is None else self._forked_last

@@ -7,12 +7,12 @@ ends when the other end of the socket is closed; its workers learn of that throu
 
 import gc
 import importlib
-import json
 import os
 import selectors
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class ForkReply(Frozen):
 
     can_fork: bool | None = None
     """Set in the first reply only."""
+    blocked_by: str = ""
+    """Library whose import started threads or opened a GPU, in the first reply."""
     pid: int = 0
     """Process id of a worker that was started or has ended."""
     exit_code: int | None = None
@@ -110,19 +112,26 @@ class _Server:
             os.close(file)
 
 
+def _preload(names: Sequence[str]) -> str:
+    """Import modules until this process can't be forked; return the one that prevents it, empty if none does."""
+    with undisturbed():
+        for name in names:
+            with suppress(Exception):  # the worker that needs it reports the error
+                importlib.import_module(name)
+            if not can_fork():
+                return name
+    return ""
+
+
 def main() -> None:
     """Run the server; returns in each worker, too, and runs it."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a job's signals go to each process; what they mean, the driver says
     channel = socket.socket(fileno=int(sys.argv[1]))
-    with undisturbed():
-        for name in (*PRELOADED, *sys.argv[2:]):
-            with suppress(Exception):  # the worker that needs it reports the error
-                importlib.import_module(name)
+    blocked_by = _preload((*PRELOADED, *sys.argv[2:]))
     gc.freeze()  # a collection in a worker would write to all of the shared memory
-    is_able = can_fork()
-    channel.sendall(json.dumps({"can_fork": is_able}).encode() + b"\n")
-    order = _Server(channel).serve() if is_able else None
+    channel.sendall(ForkReply(can_fork=not blocked_by, blocked_by=blocked_by).model_dump_json().encode() + b"\n")
+    order = None if blocked_by else _Server(channel).serve()
     if order is None:
         return
     order.enter()

@@ -146,7 +146,7 @@ def test_a_library_that_starts_threads_cannot_be_forked(tmp_path: Path, monkeypa
     for _ in range(2):
         launcher._run(toys.trial(), [], forks)
     assert [event.message for event in events if isinstance(event, Warned)] == [
-        "Workers can't be forked, because a library has started threads or uses a GPU. "
+        "Workers can't be forked: importing restless starts threads or opens a GPU. "
         "Workers now start as new processes, which takes longer. Results are not affected."
     ]
 
