@@ -38,7 +38,7 @@ def test_a_result_becomes_rows(gpu_page: Any) -> None:
     own = figures("pipeline", [99, 100, 101, 198, 202, 204], data_wait_share=0.002, utilization=98.0)
     training = figures("training", [90, 90, 90, 180, 180, 180])
     result = {
-        "device": "A", "torch": "2", "remarks": [], "date": "2026-01-01", "tiny": False,
+        "device": "A", "torch": "2", "remarks": ["B."], "date": "2026-01-01", "tiny": False,
         "figures": [figures("bare", [100, 100, 100, 200, 200, 200]), own, training],
         "tests": {
             "test_ranks_over_nccl_train_as_one_process[1-ddp]": "passed",
@@ -47,7 +47,7 @@ def test_a_result_becomes_rows(gpu_page: Any) -> None:
         },
     }  # fmt: skip
     table = gpu_page.table(result)
-    assert table.startswith("A, torch 2, 2026-01-01:\n\n| |")
+    assert table.startswith("A, torch 2, 2026-01-01. B.\n\n| |")
     for row in (
         "bf16, compiled: throughput | 1.00x of a script | 1.005x (1.000 to 1.010 in 2 rounds); "
         "a training with its reports 0.900x (0.900 to 0.900 in 2 rounds) |",
