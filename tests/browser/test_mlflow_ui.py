@@ -191,7 +191,7 @@ def test_the_report_previews_among_the_artifacts(shown: Shown, pages: Pages) -> 
     with pages.open(shown.artifact("report.html"), ready=lambda page: frame(page).locator("h1"), name="report") as page:
         expect(frame(page).locator("h1")).to_have_text("resnet-digits")
         expect(frame(page).locator("svg.wide, svg.narrow").locator("visible=true")).to_have_count(3)
-        expect(frame(page).locator("tr.main").first).to_contain_text("ddp x 2")
+        expect(frame(page).locator("tr.main").first).to_contain_text("2 workers (ddp)")
 
 
 def test_the_chart_previews_among_the_artifacts(shown: Shown, pages: Pages) -> None:
@@ -265,5 +265,5 @@ def test_system_metrics_of_two_nodes_are_told_apart(shown: Shown, pages: Pages) 
     (main,) = client.search_runs([experiment.experiment_id])
     expected = {name for name in main.data.metrics if name.startswith("system/")}
     assert {name.split("/")[1] for name in expected} == {"node0", "node1"}
-    theirs = shown._replace(run=main, said=ran.stdout)
+    theirs = shown._replace(run=main, said=places_of(ran.folder))
     assert _charts(pages, theirs, "system-metrics", expected, name="system-metrics-of-nodes") == expected
