@@ -155,7 +155,7 @@ def test_killed_driver_ends_the_other_task(cwd: Path) -> None:
         ranks.processes[0].kill()
         _, ended = ranks.ended()
     assert ended.code == 1, ended.output
-    assert f"rank 1 on {os.uname().nodename}: lost the connection to rank 0, the driver of the run" in ended.stderr
+    assert f"rank 1 on {os.uname().nodename} lost the connection to rank 0, which drives the run" in ended.stderr
     assert "Traceback" not in ended.output
 
 
@@ -173,7 +173,7 @@ def test_rollback_works_on_with_the_same_tasks(cwd: Path) -> None:
     with job(cwd, *faulty) as ranks:
         first, second = ranks.ended()
     warned = [event.message for event in ranks.events if isinstance(event, Warned)]
-    assert any("rolling back" in message for message in warned), first.output
+    assert any("Rolling back" in message for message in warned), first.output
     assert first.code == second.code
 
 
@@ -182,7 +182,7 @@ def test_driver_waits_for_missing_tasks_only_so_long(cwd: Path) -> None:
     with Ranks([line], [srun(0, 2)], cwd=cwd) as ranks:
         (ended,) = ranks.ended()
     assert ended.code == 3, ended.output
-    assert "srun started 2 processes, but 1 of them did not reach rank 0" in ended.stderr
+    assert "srun started 2 processes. 1 of them did not reach rank 0" in ended.stderr
     assert not (cwd / "runs").exists()
 
 
