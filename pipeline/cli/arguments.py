@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,9 +121,12 @@ def opened(
     """
     from pipeline.recording import waiting
     from pipeline.recording.terminal import Terminal
+    from pipeline.system.leftovers import Leftovers
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
+    leftovers = Leftovers()
     with interruptible(), ExitStack() as shown:
+        shown.callback(leftovers.end, partial(_warn, terminal))
         if not as_json and not is_follower():
             # on the console of the notes, else they are printed into its line
             shown.enter_context(
@@ -132,6 +136,10 @@ def opened(
         from pipeline.config.load import load
 
         yield load(path, list(overrides)), terminal
+
+
+def _warn(terminal: "Terminal", message: str) -> None:
+    terminal.warnings.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
