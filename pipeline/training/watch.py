@@ -33,6 +33,7 @@ GRACE_S = 2.0
 """Seconds for a rank that waits for a stuck rank to end by the error of its collective instead."""
 
 _MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATING, Phase.EVALUATING))
+_WARNED_OF = _MUST_GO_ON | {Phase.BUILDING}
 _FEW = 3  # frames
 
 
@@ -158,7 +159,7 @@ class Watchdog:
 
     def _judge(self) -> None:
         if self._end is None:
-            if self._idle_s >= self._timeout_s and _now.phase in _MUST_GO_ON and not self._warned:
+            if self._idle_s >= self._timeout_s and _now.phase in _WARNED_OF and not self._warned:
                 self._warn()
         elif self._is_stuck() and not _now.is_waiting and self._idle_s >= self._timeout_s + GRACE_S:
             sys.stderr.write(f"{self._heartbeat().stall}\n{self._stack()}")
@@ -170,10 +171,8 @@ class Watchdog:
 
     def _warn(self) -> None:
         self._warned = True
-        message = (
-            f"{self._heartbeat().stall}. Still waiting. Press Ctrl-C to stop. The stack of the rank:\n{self._stack()}"
-        )
-        self._outbox.event(Warned(trial=self._trial.name, message=message.rstrip()))
+        message = self._heartbeat().format_wait(self._stack())
+        self._outbox.event(Warned(trial=self._trial.name, message=message))
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(
