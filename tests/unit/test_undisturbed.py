@@ -10,7 +10,9 @@ import pytest
 from pydantic import field_serializer
 
 from pipeline.config.values import Frozen
+from pipeline.errors import Terminated, terminate
 from pipeline.system.imports import undisturbed
+from pipeline.system.signals import handled, hang_up
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +133,8 @@ class Interrupting(Frozen):
 def test_ctrl_c_while_something_is_serialized_is_no_error_of_it(write: Callable[[Interrupting], Any]) -> None:
     with pytest.raises(KeyboardInterrupt):
         write(Interrupting())
+
+
+def test_a_closed_terminal_ends_a_run_like_sigterm() -> None:
+    with handled(terminate, signal.SIGTERM), handled(hang_up, signal.SIGHUP), pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGHUP)
