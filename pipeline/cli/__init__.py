@@ -7,6 +7,7 @@ runs, so that ``--help`` answers at once, without loading torch.
 import errno
 import gc
 import importlib.util
+import os
 import platform
 import signal
 import sys
@@ -21,6 +22,7 @@ from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
 from pipeline.system.imports import importable
+from pipeline.system.process import missing_user_variables
 from pipeline.system.signals import hang_up, is_ended_by_hang_up
 
 _DISTRIBUTION = "ddp-pipeline"
@@ -125,6 +127,7 @@ def _run() -> NoReturn:
         signal.signal(signal.SIGINT, interrupt)
     if is_ended_by_hang_up():
         signal.signal(signal.SIGHUP, hang_up)
+    os.environ.update(missing_user_variables())
     completion.prepare(sys.argv[1:])
     try:
         _check_system()

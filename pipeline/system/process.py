@@ -1,6 +1,7 @@
 """Environment variables of this process, its threads and its limits."""
 
 import os
+import pwd
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,6 +32,23 @@ def environment(**values: str | None) -> Iterator[None]:
         yield
     finally:
         _set(before)
+
+
+def missing_user_variables() -> dict[str, str]:
+    """Return USER and HOME for a user id without an entry in the password database, as far as they are not set.
+
+    Containers often run with such an id. Ray and torch.compile need both.
+    """
+    if "USER" in os.environ and "HOME" in os.environ:
+        return {}
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        import tempfile  # takes a while, and is rarely needed
+
+        stand_ins = {"USER": str(os.getuid()), "HOME": tempfile.gettempdir()}
+        return {name: value for name, value in stand_ins.items() if name not in os.environ}
+    return {}
 
 
 def raise_limit_of_open_files() -> None:

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol, Self
 
 import psutil
@@ -130,6 +130,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         _now.reset()  # a process may train more than once
         self._watched = threading.get_ident()
+        self._depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))  # frames outside, e.g. of the command line
         self._process_started = seconds_after_boot(psutil.Process())
         if self._end is not None:  # the driver can name only ranks that it has heard from
             self._outbox.event(self._heartbeat())
@@ -190,12 +191,11 @@ class Watchdog:
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._watched)
-        return _from_user_code(frame) if frame is not None else ""
+        stack = traceback.extract_stack(frame)[self._depth :] if frame is not None else []
+        return _from_user_code(stack)
 
 
-def _from_user_code(frame: FrameType) -> str:
-    """Format the stack from the first frame of user code below this project's frames; else the innermost few frames."""
-    stack = traceback.extract_stack(frame)
-    ours = next((i for i, entry in enumerate(stack) if entry.filename.startswith(OURS)), 0)
-    users = (i for i, entry in enumerate(stack) if i > ours and not entry.filename.startswith((OURS, TORCH)))
+def _from_user_code(stack: list[traceback.FrameSummary]) -> str:
+    """Format a stack from the first frame of user code; else the innermost few frames."""
+    users = (i for i, entry in enumerate(stack) if not entry.filename.startswith((OURS, TORCH)))
     return "".join(traceback.format_list(stack[next(users, -_FEW) :]))
