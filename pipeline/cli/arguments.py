@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
@@ -16,6 +17,7 @@ from pipeline.errors import ExperimentError, Interrupted, PipelineError, Termina
 from pipeline.protocol.outer_launcher import is_follower
 from pipeline.system import allocator, stages
 from pipeline.system.imports import undisturbed
+from pipeline.system.process import redirect_to_null
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
@@ -168,6 +170,14 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
         except PipelineError as error:
             show(error)
             raise typer.Exit(error.exit_code) from None
+
+
+def print_json(text: str) -> None:
+    """Print the result of a run; if no one reads it, the run has completed nevertheless."""
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        redirect_to_null(sys.stdout.fileno())
 
 
 def show(error: PipelineError) -> None:
