@@ -2,6 +2,7 @@
 
 import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -52,6 +53,8 @@ class Leftovers:
     def _kill_processes(self, *, run_exit_functions: bool) -> list[str]:
         """Kill the processes that are left; return their names."""
         found = {child: f"{child.name()} ({child.pid})" for child in self._find_processes()}
+        if found:
+            multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined] # end managers, as at exit
         waited_for = {child.pid for child in multiprocessing.active_children()}  # by a function of atexit
         killed = [child for child in found if child.pid in waited_for]
         _kill(killed)
