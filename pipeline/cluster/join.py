@@ -62,7 +62,7 @@ def naming_address(parallel: Parallel) -> Iterator[None]:
     except PipelineError as error:
         if parallel.address is None and parallel.cluster is not None:
             error.add_note(
-                f"RAY_ADDRESS={parallel.cluster} names this cluster. To start a local Ray instead, unset it."
+                f"RAY_ADDRESS={parallel.cluster} names this cluster. To start a local Ray instead, unset RAY_ADDRESS."
             )
         raise
 
