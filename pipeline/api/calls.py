@@ -25,7 +25,8 @@ from pipeline.recording import mlflow, waiting
 from pipeline.recording.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.system.imports import importable
-from pipeline.system.signals import handled
+from pipeline.system.process import environment, missing_user_variables
+from pipeline.system.signals import handled, hang_up, is_ended_by_hang_up
 from pipeline.wording import did_you_mean
 
 
@@ -157,7 +158,8 @@ def _started(
         raise UsageError("pipeline handles signals, which only the main thread receives. Call it in the main thread.")
     try:
         shown = waiting.shown_on(_terminal(quiet=quiet).progress)
-        with shown, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
+        user = environment(**missing_user_variables())
+        with shown, user, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
             uri = file.experiment.tracking.uri
             with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(uri):
@@ -168,9 +170,10 @@ def _started(
 
 @contextmanager
 def _sigterm_as_error() -> Iterator[None]:
-    """End the run in order at SIGTERM, then apply the signal as without a run."""
+    """End the run in order at SIGTERM or SIGHUP, then apply SIGTERM as without a run."""
+    hang_ups = [signal.SIGHUP] if is_ended_by_hang_up() else []
     try:
-        with handled(terminate, signal.SIGTERM):
+        with handled(terminate, signal.SIGTERM), handled(hang_up, *hang_ups):
             yield
     except Terminated:
         signal.raise_signal(signal.SIGTERM)

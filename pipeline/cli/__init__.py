@@ -7,6 +7,7 @@ runs, so that ``--help`` answers at once, without loading torch.
 import errno
 import gc
 import importlib.util
+import os
 import platform
 import signal
 import sys
@@ -21,6 +22,8 @@ from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
 from pipeline.system.imports import importable
+from pipeline.system.process import missing_user_variables
+from pipeline.system.signals import hang_up, is_ended_by_hang_up
 
 _DISTRIBUTION = "ddp-pipeline"
 _SHOWN = ("torch", "ray", "mlflow")
@@ -102,10 +105,29 @@ for _group, _commands in GROUPS.items():
 
 
 def main() -> NoReturn:
-    """Run the command line and exit; print an error that the user can fix without a traceback."""
+    """Run the command line and exit, also if user code has left threads that don't end."""
+    try:
+        _run()
+    except SystemExit as end:
+        if "pipeline.system.leftovers" in sys.modules:  # else no user code has run
+            from pipeline.system.leftovers import exit_despite_threads
+
+            exit_despite_threads(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+
+
+def _run() -> NoReturn:
+    """Run the command line; print an error that the user can fix without a traceback.
+
+    Raises:
+        SystemExit: always, unless there is an error of this project.
+    """
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a shell's background
         signal.signal(signal.SIGINT, interrupt)
+    if is_ended_by_hang_up():
+        signal.signal(signal.SIGHUP, hang_up)
+    os.environ.update(missing_user_variables())
     completion.prepare(sys.argv[1:])
     try:
         _check_system()

@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ from pipeline.errors import ExperimentError, Interrupted, PipelineError, Termina
 from pipeline.protocol.outer_launcher import is_follower
 from pipeline.system import allocator, stages
 from pipeline.system.imports import undisturbed
+from pipeline.system.process import redirect_to_null
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
@@ -120,9 +123,12 @@ def opened(
     """
     from pipeline.recording import waiting
     from pipeline.recording.terminal import Terminal
+    from pipeline.system.leftovers import Leftovers
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
+    leftovers = Leftovers()
     with interruptible(), ExitStack() as shown:
+        shown.callback(leftovers.end, partial(_warn, terminal))
         if not as_json and not is_follower():
             # on the console of the notes, else they are printed into its line
             shown.enter_context(
@@ -132,6 +138,10 @@ def opened(
         from pipeline.config.load import load
 
         yield load(path, list(overrides)), terminal
+
+
+def _warn(terminal: "Terminal", message: str) -> None:
+    terminal.warnings.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -160,6 +170,14 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
         except PipelineError as error:
             show(error)
             raise typer.Exit(error.exit_code) from None
+
+
+def print_json(text: str) -> None:
+    """Print the result of a run; if no one reads it, the run has completed nevertheless."""
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        redirect_to_null(sys.stdout.fileno())
 
 
 def show(error: PipelineError) -> None:

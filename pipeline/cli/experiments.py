@@ -25,6 +25,7 @@ from pipeline.cli.arguments import (
     head_start,
     interruptible,
     opened,
+    print_json,
     strategies_of,
     with_address,
 )
@@ -70,7 +71,7 @@ def run(
                 quick=quick,
                 verbose=verbose,
                 terminal=terminal,
-                show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
+                show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
                 resume=resume,
                 allow_changed=allow_changed,
             )
@@ -127,7 +128,7 @@ def measure(
             budget_s=budget_s,
             verbose=verbose,
             terminal=terminal,
-            show=lambda report, folder: typer.echo(run_json(report, folder)) if as_json else None,
+            show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
         )
 
 
@@ -185,7 +186,7 @@ def compare(
                 wanted=wanted,
                 verbose=verbose,
                 terminal=terminal,
-                show=lambda report, _: typer.echo(comparison_json(report)) if as_json else None,
+                show=lambda report, _: print_json(comparison_json(report)) if as_json else None,
             )
 
 
@@ -252,7 +253,7 @@ def predict(
                 scaling=scaling.value,
                 verbose=verbose,
                 terminal=terminal,
-                show=lambda forecast: typer.echo(forecast.model_dump_json(indent=2)) if as_json else None,
+                show=lambda forecast: print_json(forecast.model_dump_json(indent=2)) if as_json else None,
             )
 
 
@@ -310,5 +311,5 @@ def sweep(
             resume=resume,
             verbose=verbose,
             terminal=terminal,
-            show=lambda report: typer.echo(report.swept.model_dump_json(indent=2)) if as_json else None,
+            show=lambda report: print_json(report.swept.model_dump_json(indent=2)) if as_json else None,
         )

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from pipeline.cli.arguments import Json, Overrides, Quiet, Verbose, head_start, opened
+from pipeline.cli.arguments import Json, Overrides, Quiet, Verbose, head_start, opened, print_json
 from pipeline.cli.results import Directory, RunArgument
 from pipeline.system import stages
 
@@ -72,7 +72,7 @@ def evaluate(
             split=split.value if split is not None else None,
             verbose=verbose,
             terminal=terminal,
-            show=lambda report: typer.echo(report.model_dump_json(indent=2)) if as_json else None,
+            show=lambda report: print_json(report.model_dump_json(indent=2)) if as_json else None,
         )
 
 

@@ -16,7 +16,7 @@ from pipeline.cluster.nodes import ask_facts, read_facts
 from pipeline.cluster.placement import able_nodes, find_able_nodes
 from pipeline.cluster.ray_internals import addresses_of_nodes, available_resources_per_node, has_autoscaler
 from pipeline.config.parallel import Parallel
-from pipeline.errors import ResourceError, UsageError
+from pipeline.errors import PipelineError, ResourceError, UsageError
 from pipeline.planning.resources import Resources, format_unfit
 from pipeline.wording import first_line
 
@@ -52,6 +52,19 @@ def cluster_resources(address: str, parallel: Parallel) -> Resources:
         unfit=unfit,
         idle=idle,
     )
+
+
+@contextmanager
+def naming_address(parallel: Parallel) -> Iterator[None]:
+    """Add to an error of the block that RAY_ADDRESS names the cluster: it may be left from an earlier session."""
+    try:
+        yield
+    except PipelineError as error:
+        if parallel.address is None and parallel.cluster is not None:
+            error.add_note(
+                f"RAY_ADDRESS={parallel.cluster} names this cluster. To start a local Ray instead, unset RAY_ADDRESS."
+            )
+        raise
 
 
 @contextmanager

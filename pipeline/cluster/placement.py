@@ -17,6 +17,8 @@ from pipeline.wording import counted
 
 READERS = 1
 """Cores per node that are left to Ray Data where it reads the data."""
+SPARE = "spare_cpu"
+"""Resource of a local Ray's node: how many of its CPUs are not for workers, see `pipeline.launchers._ray.local`."""
 _PROBE_TIMEOUT_S = 1.0
 _ROUNDING = 1e-6  # thirds of a custom resource
 _DEATH_NOTICE_S = 60.0
@@ -140,7 +142,7 @@ def _fitting(trial: Trial, nodes: Iterable[Mapping[str, float]]) -> int:
     """Return the number of workers that fit on nodes with these resources, each worker on a single node."""
     most = 1 if trial.experiment.parallel.placement == "strict_spread" else sys.maxsize
     readers = READERS if trial.experiment.is_streamed else 0
-    left = ({**node, "CPU": max(0.0, node.get("CPU", 0.0) - readers)} for node in nodes)
+    left = ({**node, "CPU": max(0.0, node.get("CPU", 0.0) - max(readers, node.get(SPARE, 0.0)))} for node in nodes)
     return sum(min(count_fitting(node, per_worker(trial)), most) for node in left)
 
 

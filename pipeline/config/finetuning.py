@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from pipeline.config import keys
-from pipeline.config.values import Component, Section, Writable
+from pipeline.config.values import Component, FilePath, Section
 
 OWN_RATES: Mapping[str, tuple[str, ...]] = {
     "torch.optim.lr_scheduler.OneCycleLR": ("max_lr",),
@@ -19,10 +19,10 @@ Pattern = Annotated[str, Field(min_length=1)]
 class StartFrom(Section):
     """Initial weights of the model, from the result of a run or from a safetensors file."""
 
-    run: Writable | None = None
+    run: FilePath | None = None
     """Run to load the weights from: a unique part of its id, or its folder. Loads the best weights if the run sets
     ``checkpoint.best``, otherwise the last weights."""
-    file: Writable | None = None
+    file: FilePath | None = None
     """Path of a safetensors file, relative to the working directory, instead of ``run``."""
     strict: bool = True
     """Require weights with exactly the names and shapes of the model. false: parameters that are missing or have

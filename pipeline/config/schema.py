@@ -23,11 +23,12 @@ from pipeline.config.parallel import Parallel
 from pipeline.config.sample_order import OrderOptions
 from pipeline.config.sweep import Sweep
 from pipeline.config.train import Train
-from pipeline.config.uris import problem_of, without_credentials
+from pipeline.config.uris import expand_home, problem_of, without_credentials
 from pipeline.config.values import (
     NAMED,
     OR_NAME,
     Component,
+    FilePath,
     Mode,
     NotNegative,
     Positive,
@@ -68,7 +69,7 @@ class Checkpoint(Section):
     mode: Mode = "auto"
     """Direction of ``best``: min if lower is better, max if higher is better. auto uses torchmetrics' higher_is_better,
     and min for validation/loss. auto is an error for metrics without higher_is_better."""
-    directory: Writable | None = None
+    directory: FilePath | None = None
     """Folder or address (s3://bucket/folder) for checkpoints, with a subfolder per run. Default: the run's folder."""
 
 
@@ -140,7 +141,7 @@ class Tracking(Section):
     """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server."""
     experiment: Writable | None = None
     """Name of the MLflow experiment; default: the name of this experiment."""
-    directory: Writable = "runs"
+    directory: FilePath = "runs"
     """Folder for the run folders. Each run folder contains the run's event log, worker logs and report."""
     log_model: bool = True
     """Log the trained model to MLflow. The run's folder always contains the weights."""
@@ -168,7 +169,7 @@ class Tracking(Section):
     def _is_usable(cls, uri: str) -> str:
         if problem := problem_of(uri):
             raise ValueError(problem)
-        return uri
+        return expand_home(uri)
 
 
 class Experiment(Section):

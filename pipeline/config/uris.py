@@ -1,12 +1,29 @@
 """URIs of tracking stores and checkpoints: which ones can be used, and how they are shown without credentials."""
 
 import re
+from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 SQLITE = "sqlite:///"
 _SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 """Query parameters whose values are secret."""
 _URI = re.compile(r"[\w+.-]+://\S+")
+
+
+def expand_home(path: str) -> str:
+    """Expand ``~`` at the start of a path or of the path of a SQLite URI.
+
+    Raises:
+        ValueError: there is no such home directory.
+    """
+    prefix = SQLITE if path.startswith(SQLITE) else ""
+    if not (rest := path.removeprefix(prefix)).startswith("~"):
+        return path
+    try:
+        return f"{prefix}{Path(rest).expanduser()}"
+    except RuntimeError:
+        home = rest.partition("/")[0]
+        raise ValueError(f"{home} is not expanded: there is no such home directory. Use an absolute path.") from None
 
 
 def without_credentials(uri: str) -> str:

@@ -1,6 +1,7 @@
 """Base classes and field types of the experiment's sections, frozen and strict."""
 
 import os
+import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from typing_extensions import override
 
 from pipeline import registry
+from pipeline.config.uris import expand_home
 from pipeline.system.signals import deferred_signals
 
 
@@ -61,6 +63,7 @@ class Section(Frozen):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 DottedName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
 
 
@@ -95,6 +98,26 @@ def _writable(text: str) -> str:
 
 Writable = Annotated[str, AfterValidator(_writable)]
 """String that becomes part of a file name or an address."""
+
+
+def _expand_home(text: str) -> str:
+    """Expand ``~`` at the start of a path.
+
+    Raises:
+        ValueError: there is no such home directory, or the path names an environment variable.
+    """
+    if "://" in text:
+        return text
+    if variable := _VARIABLE.search(text):
+        raise ValueError(
+            f"{variable[0]} is not expanded in paths. To insert this environment variable, use "
+            f"${{oc.env:{variable[1]}}}."
+        )
+    return expand_home(text)
+
+
+FilePath = Annotated[Writable, AfterValidator(_expand_home)]
+"""Path of a file or folder, or an address with a protocol; ``~`` is expanded."""
 StrategyName = Annotated[str, _known("strategies")]
 LauncherName = Annotated[str, _known("launchers")]
 Positive = Annotated[int, Field(gt=0, strict=True)]

@@ -3,8 +3,11 @@
 Functions that need torch import it themselves: it takes seconds, and most mistakes are found without it.
 """
 
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,6 +27,9 @@ from pipeline.planning.describe import DataSizes
 from pipeline.recording import also
 from pipeline.system.imports import undisturbed
 
+_LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Characters that `multiprocessing` leaves of the path of a Unix socket, whose limit is 107."""
+
 
 def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool = True) -> tuple[str, ...]:
     """Check components and their arguments, strategies and their options, metrics and values of a sweep.
@@ -41,6 +47,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     allowed = allowed_packages()
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
+    problems += _temporary_folder_problems(file.experiment)
     problems += also.problems(file.experiment.tracking.also)
     if rejected := _find_rejected(file, allowed=allowed):
         error = file.explain(dict.fromkeys([*problems, *rejected]))
@@ -148,6 +155,18 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
         order.samples,
         iterable_order.notes(train, experiment),
     )
+
+
+def _temporary_folder_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Find a temporary folder whose path is too long for the sockets of DataLoader workers."""
+    workers, folder = experiment.loader.num_workers, tempfile.gettempdir()
+    # Python 3.14 makes its folder in /tmp if this one is too long.
+    if workers and len(os.fsencode(folder)) > _LONGEST_FOLDER and get_temp_dir().startswith(folder):
+        yield Problem(
+            "loader.num_workers",
+            f"is {workers}, but TMPDIR has {len(folder)} characters. DataLoader workers need sockets there, whose "
+            f"paths are limited. Set TMPDIR to a path of at most {_LONGEST_FOLDER} characters.",
+        )
 
 
 def _find_rejected(file: ExperimentFile, *, allowed: tuple[str, ...]) -> list[Problem]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from pipeline.protocol.channel.inbox import Receive
-from pipeline.protocol.events import HEARTBEAT_S, AnyEvent, Failed, Heartbeat, Phase
+from pipeline.protocol.events import HEARTBEAT_S, AnyEvent, Failed, Heartbeat, Phase, Warned
 from pipeline.protocol.trial import Trial
 from pipeline.system.background import in_background
 from pipeline.system.process_start import seconds_after_boot
@@ -55,7 +55,7 @@ class HangDetector:
         self._receive = receive
         self.lost: dict[int, str] = {}
         """Reasons for which silent ranks of other nodes count as lost, by rank."""
-        self._has_judged = False
+        self._has_judged = self._has_warned = False
         self._stalled: dict[int, Heartbeat] = {}
         """Last heartbeats of the culprits, by the rank that makes no progress because of them."""
         self._ranks: dict[int, _RankState] = {}
@@ -68,6 +68,7 @@ class HangDetector:
     def receive(self, event: AnyEvent) -> None:
         """Take an event of a worker; called from any thread."""
         if isinstance(event, Heartbeat):
+            self._warn_of_building(event)
             self._judge(self._after(event))
             if event.rank.is_first and event.phase is not Phase.ENDED:
                 self._receive(event)
@@ -85,6 +86,12 @@ class HangDetector:
         if last is not None and not self._has_judged:
             self._has_judged = True
             self._report(last, error=last.stall)
+
+    def _warn_of_building(self, heartbeat: Heartbeat) -> None:
+        """Warn once of a rank that has not built the experiment after the timeout, which does not count there."""
+        if heartbeat.phase is Phase.BUILDING and heartbeat.idle_s >= self._timeout_s and not self._has_warned:
+            self._has_warned = True
+            self._receive(Warned(trial=self._trial.name, message=heartbeat.format_wait(heartbeat.stack)))
 
     def _after(self, heartbeat: Heartbeat) -> _RankState | None:
         """Return the culprit if this heartbeat reports a hang."""

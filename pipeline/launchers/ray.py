@@ -78,7 +78,7 @@ class Launcher(base.Launcher):
         stages.begin("connecting to Ray" if is_joined else "starting Ray")
         package = to_send(session.parallel, joined=is_joined)
         self._untracked = tuple(map(str, package.untracked_code)) if package else ()
-        with ExitStack() as stack:
+        with join.naming_address(session.parallel), ExitStack() as stack:
             self._code, runtime_env = stack.enter_context(sent(package, joined=is_joined))
             if self._address is None:
                 stack.enter_context(local_ray(session.parallel, streams=session.streams, verbose=session.verbose))
@@ -96,8 +96,11 @@ class Launcher(base.Launcher):
     def resources(parallel: Parallel) -> Resources:
         """Return the resources of this machine, or of all nodes of the cluster."""
         address = parallel.cluster
-        to_send(parallel, joined=address is not None)  # raises what is wrong with the code before anything is started
-        return resources.detect() if address is None else join.cluster_resources(address, parallel)
+        with join.naming_address(parallel):
+            to_send(
+                parallel, joined=address is not None
+            )  # raises what is wrong with the code before anything is started
+            return resources.detect() if address is None else join.cluster_resources(address, parallel)
 
     def check_nodes(self, trial: Trial) -> None:
         """Check the cluster's nodes that are new; see `pipeline.launchers.base.Launcher`."""

@@ -8,7 +8,7 @@ elastic agent. A run that ``torchrun``, ``srun`` or ``mpirun`` itself started us
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Self
@@ -81,17 +81,28 @@ class Launcher(base.Launcher):
         try:
             with attempt.listening(_LOOPBACK) as address:
                 _write_secret(channel, address)
-                losses = self._run(trial, [str(assignment), "--channel", str(channel)], self._forks)
+                arguments = [str(assignment), "--channel", str(channel)]
+                losses = self._run(trial, arguments, self._forks, lost=attempt.attendance.lost)
         finally:
             channel.unlink(missing_ok=True)
-        return attempt.outcome(losses)
+        # The last connections are read at the end of the block.
+        return attempt.outcome(losses or dict.fromkeys(attempt.attendance.lost, _how(0)))
 
-    def _run(self, trial: Trial, arguments: Sequence[str], forks: Forks) -> dict[int, str]:
-        """Run all ranks to their end; if some fail, end the others, and return how the failed ones ended, by rank."""
+    def _run(
+        self, trial: Trial, arguments: Sequence[str], forks: Forks, *, lost: Collection[int] = ()
+    ) -> dict[int, str]:
+        """Run all ranks to their end; if some fail, end the others, and return how the failed ones ended, by rank.
+
+        Args:
+            trial: the trial.
+            arguments: arguments of each rank's process.
+            forks: starts the processes.
+            lost: ranks that have disconnected before their end; it grows meanwhile.
+        """
         timeout = timedelta(seconds=trial.experiment.parallel.start_timeout_s)
         store = rendezvous.opened(_LOOPBACK, 0, timeout=timeout)
         ranks: list[Process] = []
-        with _hanging_up_ends():
+        with _quitting_ends():
             try:
                 for rank in range(trial.workers):
                     environment = os.environ | self._variables(trial, rank=rank, port=store.port)
@@ -100,7 +111,7 @@ class Launcher(base.Launcher):
                     ranks.append(forks.start(arguments, environment=environment, logs=logs))
                 if warning := forks.take_warning():
                     self.session.receive(Warned(trial=trial.name, message=warning))
-                losses = _losses(ranks)
+                losses = _losses(ranks, lost=lost)
             except BaseException as error:
                 _end(ranks, interrupted=isinstance(error, KeyboardInterrupt))
                 raise
@@ -127,11 +138,17 @@ class Launcher(base.Launcher):
         }
 
 
-def _losses(ranks: Sequence[Process]) -> dict[int, str]:
-    """Wait until all ranks have ended, or one has failed; return how the failed ones ended, by rank."""
-    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+def _losses(ranks: Sequence[Process], *, lost: Collection[int]) -> dict[int, str]:
+    """Wait until all ranks have ended, or one has failed; return how the failed ones ended, by rank.
+
+    A lost rank has failed whatever its exit code is: its code, or a library, may call ``os._exit(0)``.
+    """
+    while True:
+        codes = dict(enumerate(rank.poll() for rank in ranks))
+        failed = {rank: _how(code) for rank, code in codes.items() if code or (code == 0 and rank in lost)}
+        if failed or None not in codes.values():
+            return failed
         time.sleep(_POLL_S)
-    return {rank: _how(code) for rank, code in enumerate(codes) if code}
 
 
 def _end(ranks: Sequence[Process], *, interrupted: bool = False, patience_s: float = _END_S) -> None:
@@ -146,13 +163,10 @@ def _end(ranks: Sequence[Process], *, interrupted: bool = False, patience_s: flo
             time.sleep(_POLL_S)
 
 
-def _hanging_up_ends() -> AbstractContextManager[None]:
-    """Raise Terminated at SIGHUP and SIGQUIT, which don't reach the workers: they are in sessions of their own.
-
-    An ignored signal, as under nohup, stays ignored.
-    """
-    numbers = (signal.SIGHUP, signal.SIGQUIT)
-    return handled(terminate, *(each for each in numbers if signal.getsignal(each) is signal.SIG_DFL))
+def _quitting_ends() -> AbstractContextManager[None]:
+    """Raise Terminated at SIGQUIT, unless it is ignored. It doesn't reach the workers, which have separate sessions."""
+    is_default = signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
+    return handled(terminate, *([signal.SIGQUIT] if is_default else []))
 
 
 def _write_secret(path: "os.PathLike[str]", address: Address) -> None:
@@ -164,4 +178,5 @@ def _how(exit_code: int) -> str:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    return f"ended with exit code {exit_code}"
+    hint = "" if exit_code else " before the end of the training. Look for os._exit in your code and its libraries"
+    return f"ended with exit code {exit_code}{hint}"

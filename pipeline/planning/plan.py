@@ -1,15 +1,18 @@
 """Plan of a command, made from experiment and resources by a pure function."""
 
+import os
 from collections.abc import Iterator
 from itertools import chain
 from typing import Literal
 
 from pipeline import registry
+from pipeline.config.parallel import Parallel
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.values import Frozen
 from pipeline.planning.layout import Planner
 from pipeline.planning.resources import Resources
 from pipeline.planning.scheduler_units import scheduler_units
+from pipeline.protocol.outer_launcher import find_ignored_ranks
 from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, Trial
 
 
@@ -143,7 +146,22 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
         yield f"local SGD: from step {start + 1} on weights differ between workers; their average is evaluated"
         if start > warmup:
             yield f"local SGD begins after {start} steps, so measurements, which warm up for {warmup}, don't include it"
+    yield from _ignored_variables(main.experiment.parallel)
     if main.experiment.sweep is not None:
         yield "This run uses the values of the file. To search the values of its sweep section, use pipeline sweep."
     if wanted and not has_baseline:
         yield f"The training run is the baseline ({main.title}), so no speedup is measured."
+
+
+def _ignored_variables(parallel: Parallel) -> Iterator[str]:
+    """Name variables that a platform or an earlier session has set, and that this run does not use."""
+    if ranks := find_ignored_ranks():
+        yield (
+            f"{ranks}: ignored, because torchrun, srun or mpirun did not start this process. It trains alone, without "
+            "the other processes of the platform. To train in all of them together, start pipeline with torchrun."
+        )
+    if parallel.launcher != "ray" and (address := os.environ.get("RAY_ADDRESS")):
+        yield (
+            f"RAY_ADDRESS={address}: ignored, because parallel.launcher is {parallel.launcher}. To train on this "
+            "cluster, set parallel.launcher=ray."
+        )

@@ -257,6 +257,12 @@ class Heartbeat(Event):
             "if a batch may take that long, raise parallel.timeout_s"
         )
 
+    def format_wait(self, stack: str) -> str:
+        """Return a warning that a rank makes no progress, with its stack, for a wait without a limit."""
+        where = f"rank {self.rank.rank}: " if self.rank.world_size > 1 else ""
+        wait = f"no progress for {self.idle_s:.0f} s: {self.activity}. Still waiting. Press Ctrl-C to stop."
+        return f"{where}{wait} The stack of the rank:\n{stack.rstrip()}"
+
 
 class Advanced(Event):
     """Progress of a lengthy task. For the terminal only: neither journaled nor tracked."""

@@ -83,6 +83,14 @@ def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
     return None
 
 
+def find_ignored_ranks(variables: Variables | None = None) -> str:
+    """Return the variables of several ranks that no known launcher has set, e.g. ``RANK=3, WORLD_SIZE=4``."""
+    given = os.environ if variables is None else variables
+    if given.get("WORLD_SIZE", "1") == "1" or outer_launcher(given) is not None:
+        return ""
+    return ", ".join(f"{name}={given[name]}" for name in ("RANK", "WORLD_SIZE") if name in given)
+
+
 def is_follower() -> bool:
     """Return True in a rank other than 0 of an outer launcher, whose driver is another process."""
     return (outer := outer_launcher()) is not None and not outer.is_driver

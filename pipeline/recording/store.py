@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.config.uris import SQLITE, problem_of, without_credentials
+from pipeline.config.uris import SQLITE, expand_home, problem_of, without_credentials
 from pipeline.errors import ResourceError
 from pipeline.recording import sqlite_store
 
@@ -24,8 +24,8 @@ _UI_TIMEOUT_S = 1.0
 
 
 def resolve_uri(uri: str, *, base: Path) -> str:
-    """Make the relative path of a SQLite file absolute; return other URIs unchanged."""
-    path, mark, query = uri.removeprefix(SQLITE).partition("?")
+    """Make the path of a SQLite file absolute, which may start with ``~``; return other URIs unchanged."""
+    path, mark, query = expand_home(uri).removeprefix(SQLITE).partition("?")
     if not uri.startswith(SQLITE):
         return uri
     return f"{SQLITE}{(base.absolute() / path)}{mark}{query}"

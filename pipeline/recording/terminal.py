@@ -12,11 +12,23 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
+
+from pipeline.system.process import redirect_to_null
 
 _ADDRESS = r"https?://\S+"
 _ANY_WIDTH = 10_000
 _NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that figures need not
 Item = TypeVar("Item")
+
+
+class OptionalConsole(Console):
+    """Console that is silent once no one reads it, e.g. after ``pipeline run FILE | head``: training continues."""
+
+    @override
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        redirect_to_null(self.file.fileno())  # Python flushes the stream when it exits
 
 
 class Terminal(NamedTuple):
@@ -37,8 +49,8 @@ class Terminal(NamedTuple):
             as_json: standard output is one JSON document; all else goes to standard error.
             quiet: no progress; warnings go to standard error.
         """
-        stderr = Console(highlight=False, stderr=True)
-        stdout = stderr if as_json else Console(highlight=False)
+        stderr = OptionalConsole(highlight=False, stderr=True)
+        stdout = stderr if as_json else OptionalConsole(highlight=False)
         silent = Console(quiet=True)
         if not quiet:
             return cls(progress=stdout, result=stdout, warnings=stdout)

@@ -1,6 +1,7 @@
 """Environment variables of this process, its threads and its limits."""
 
 import os
+import pwd
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,6 +34,23 @@ def environment(**values: str | None) -> Iterator[None]:
         _set(before)
 
 
+def missing_user_variables() -> dict[str, str]:
+    """Return USER and HOME for a user id without an entry in the password database, as far as they are not set.
+
+    Containers often run with such an id. Ray and torch.compile need both.
+    """
+    if "USER" in os.environ and "HOME" in os.environ:
+        return {}
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        import tempfile  # takes a while, and is rarely needed
+
+        stand_ins = {"USER": str(os.getuid()), "HOME": tempfile.gettempdir()}
+        return {name: value for name, value in stand_ins.items() if name not in os.environ}
+    return {}
+
+
 def raise_limit_of_open_files() -> None:
     """Raise this process's soft limit of open files, often 1024, to the hard limit; rank 0 needs several per rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -40,6 +58,13 @@ def raise_limit_of_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def redirect_to_null(stream: int) -> None:
+    """Discard what is written to a file descriptor from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream)
+    os.close(null)
 
 
 def python_path(*entries: str) -> str:

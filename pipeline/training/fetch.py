@@ -1,6 +1,9 @@
 """Batches made of samples, and the errors and notes that travel with them between processes."""
 
 import copy
+import errno
+import os
+import shutil
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from pipeline.errors import ExperimentError, TrainingError
 
 Collate = Callable[[list[Any]], Any]
+_SHM = "/dev/shm"  # noqa: S108 - only looked at
 
 
 def collated(indices: list[int], samples: list[Any], collate: Collate | None) -> Any:
@@ -20,12 +24,31 @@ def collated(indices: list[int], samples: list[Any], collate: Collate | None) ->
     try:
         return (collate or default_collate)(samples)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
+        if is_out_of_shared_memory(error):
+            return Unusable(shared_memory_error())
         missing = [index for index, sample in zip(indices, samples, strict=True) if sample is None]
         if missing and (collate is None or len(missing) == len(samples)):  # a collate may leave some out, see `rows`
             return Unusable(_missing(missing))
         if collate is not None:
             return Unusable(failed(f"loader.collate failed on samples {format_indices(indices)}", error))
         return Unusable(_not_a_batch(indices, samples, error))
+
+
+def is_out_of_shared_memory(error: Exception) -> bool:
+    """Return True if a DataLoader worker found no room in /dev/shm, by the texts of torch's errors."""
+    text = str(error)
+    is_full = os.strerror(errno.ENOSPC) in text and "/torch_" in text
+    return isinstance(error, RuntimeError) and (is_full or "out of shared memory" in text)
+
+
+def shared_memory_error() -> ExperimentError:
+    """Return the error for a full /dev/shm, with its size."""
+    size = f" ({shutil.disk_usage(_SHM).total / 2**20:,.0f} MiB)" if os.path.isdir(_SHM) else ""  # noqa: PTH112
+    return ExperimentError.of(
+        "loader.num_workers",
+        f"shared memory is full: {_SHM}{size} has no room for the batches of the DataLoader workers. Start the "
+        "container with more, e.g. docker run --shm-size=2g. Or set loader.num_workers=0.",
+    )
 
 
 def _missing(indices: list[int]) -> ExperimentError:

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol, Self
 
 import psutil
@@ -33,6 +33,7 @@ GRACE_S = 2.0
 """Seconds for a rank that waits for a stuck rank to end by the error of its collective instead."""
 
 _MUST_GO_ON = frozenset((Phase.READING, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATING, Phase.EVALUATING))
+_WARNED_OF = _MUST_GO_ON | {Phase.BUILDING}
 _FEW = 3  # frames
 
 
@@ -129,6 +130,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         _now.reset()  # a process may train more than once
         self._watched = threading.get_ident()
+        self._depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))  # frames outside, e.g. of the command line
         self._process_started = seconds_after_boot(psutil.Process())
         if self._end is not None:  # the driver can name only ranks that it has heard from
             self._outbox.event(self._heartbeat())
@@ -158,7 +160,7 @@ class Watchdog:
 
     def _judge(self) -> None:
         if self._end is None:
-            if self._idle_s >= self._timeout_s and _now.phase in _MUST_GO_ON and not self._warned:
+            if self._idle_s >= self._timeout_s and _now.phase in _WARNED_OF and not self._warned:
                 self._warn()
         elif self._is_stuck() and not _now.is_waiting and self._idle_s >= self._timeout_s + GRACE_S:
             sys.stderr.write(f"{self._heartbeat().stall}\n{self._stack()}")
@@ -170,10 +172,8 @@ class Watchdog:
 
     def _warn(self) -> None:
         self._warned = True
-        message = (
-            f"{self._heartbeat().stall}. Still waiting. Press Ctrl-C to stop. The stack of the rank:\n{self._stack()}"
-        )
-        self._outbox.event(Warned(trial=self._trial.name, message=message.rstrip()))
+        message = self._heartbeat().format_wait(self._stack())
+        self._outbox.event(Warned(trial=self._trial.name, message=message))
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(
@@ -191,12 +191,11 @@ class Watchdog:
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._watched)
-        return _from_user_code(frame) if frame is not None else ""
+        stack = traceback.extract_stack(frame)[self._depth :] if frame is not None else []
+        return _from_user_code(stack)
 
 
-def _from_user_code(frame: FrameType) -> str:
-    """Format the stack from the first frame of user code below this project's frames; else the innermost few frames."""
-    stack = traceback.extract_stack(frame)
-    ours = next((i for i, entry in enumerate(stack) if entry.filename.startswith(OURS)), 0)
-    users = (i for i, entry in enumerate(stack) if i > ours and not entry.filename.startswith((OURS, TORCH)))
+def _from_user_code(stack: list[traceback.FrameSummary]) -> str:
+    """Format a stack from the first frame of user code; else the innermost few frames."""
+    users = (i for i, entry in enumerate(stack) if not entry.filename.startswith((OURS, TORCH)))
     return "".join(traceback.format_list(stack[next(users, -_FEW) :]))

@@ -33,11 +33,13 @@ from pipeline.protocol.events import (
     Finished,
     Heartbeat,
     Outbox,
+    Warned,
     event_to_json,
 )
 from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.trial import BatchCheck, Evaluation, Rank, Training, Trial, Tuning, trial_from_json
 from pipeline.system import allocator
+from pipeline.system.leftovers import Leftovers, exit_despite_threads
 from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import batch_size, compilation, torch_errors
@@ -103,6 +105,16 @@ def run(
         return
     if rank.is_first:
         outbox.event(outcome)
+
+
+def warning_of(rank: Rank, *, trial: Trial, outbox: Outbox) -> Callable[[str], None]:
+    """Return a function that sends a warning of this rank to the driver."""
+
+    def warn(message: str) -> None:
+        where = f"rank {rank.rank}: " if rank.world_size > 1 else ""
+        outbox.event(Warned(trial=trial.name, message=f"{where}{message}"))
+
+    return warn
 
 
 def log_traceback() -> None:
@@ -207,6 +219,7 @@ def main() -> None:
     parser.add_argument("trial", type=Path, help="JSON of the trial")
     parser.add_argument("--channel", type=Path, help="JSON of the driver's address; events are printed without it")
     arguments = parser.parse_args()
+    leftovers = Leftovers()
     trial = trial_from_json(arguments.trial.read_text())
     rank = rank_from_environment()
     try:
@@ -217,10 +230,14 @@ def main() -> None:
             # The driver gets a job's SIGTERM, too, and asks the workers to stop. Without such a request this one ends.
             on_sigterm(partial(end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
             run(trial, rank=rank, outbox=outbox, end=partial(end_process, outbox.close))
+            leftovers.end(warning_of(rank, trial=trial, outbox=outbox))
     except WorkerFailed:
         log_traceback()
+        leftovers.end(_log.warning)
+        exit_despite_threads(1)
         sys.exit(1)
     gc.freeze()  # the interpreter's end would look through all of torch
+    exit_despite_threads(0)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,22 @@ def test_ragged_samples_are_named_with_their_shapes(workers: int, kind: Callable
     )
 
 
+def test_a_full_shared_memory_is_named() -> None:
+    """By torch's two texts: of the DataLoader worker, and of the process that reads after the worker was killed."""
+    for text in (
+        "unable to write to file </torch_7_1_0>: No space left on device (28)",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+        "shared memory. Please try to raise your shared memory limit.",
+    ):
+
+        def collate(_: object, text: str = text) -> None:
+            raise RuntimeError(text)
+
+        error = str(failure(TABLE, 1, collate=collate))
+        assert error.startswith("loader.num_workers: shared memory is full: /dev/shm (")
+        assert "--shm-size" in error
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_sample_is_named_with_its_traceback(workers: int) -> None:
     error = failure(toys.unreadable(6)[0], 5, 6, workers=workers)

@@ -112,15 +112,16 @@ def test_a_long_step_of_many_batches_is_no_hang() -> None:
     assert outbox.events[-1].phase is Phase.ENDED
 
 
-def test_the_drivers_own_process_is_warned_once_and_left_alone() -> None:
+@pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.FORWARD])
+def test_the_drivers_own_process_is_warned_once_and_left_alone(phase: Phase) -> None:
     outbox = toys.Kept()
     with watching(outbox, end=None, timeout_s=0.2):
-        train_until(1, Phase.FORWARD)
+        train_until(1, phase)
         the_users_own_code_takes(1.0)
 
     (warned,) = outbox.events
     assert isinstance(warned, Warned)
-    assert "in the forward pass in step 1" in warned.message
+    assert ("in the forward pass" if phase is Phase.FORWARD else "building the experiment") in warned.message
     assert "in the_users_own_code_takes" in warned.message
 
 
@@ -182,6 +183,17 @@ def test_heartbeats_of_rank_0_go_on_to_the_displays() -> None:
     for event in (beat(0), beat(1), beat(0, step=8), beat(0, phase=Phase.ENDED)):
         detector.receive(event)
     assert received == [beat(0), beat(0, step=8)]
+
+
+def test_a_rank_that_builds_for_long_is_named_once_with_its_code() -> None:
+    received: list[AnyEvent] = []
+    detector = HangDetector(toys.trial(parallel={"timeout_s": 30.0}), receive=received.append)
+    for idle_s in (29.0, 30.0, 31.0):
+        detector.receive(beat(1, step=0, phase=Phase.BUILDING, idle_s=idle_s))
+    (warned,) = received
+    assert isinstance(warned, Warned)
+    assert warned.message.startswith("rank 1: no progress for 30 s: building the experiment. Still waiting.")
+    assert warned.message.endswith("\nframes of rank 1")
 
 
 def test_the_rank_that_others_wait_for_is_to_blame() -> None:

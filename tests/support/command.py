@@ -53,7 +53,7 @@ def command(
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setattr(check, "call_in_child", call_here)
     monkeypatch.setattr(waiting, "_LONG_S", 600.0)  # on a busy machine a stage may get a line of its own
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["pipeline", *arguments])

@@ -168,3 +168,11 @@ def test_a_rank_that_waits_for_its_gpu_is_killed_soon_after_another_is_lost(monk
     assert launcher._run(trial, [], forks) == {0: "ended with exit code 1"}
     assert [number for number, _ in signals] == [signal.SIGTERM] * 2 + [signal.SIGKILL] * 2
     assert signals[-1][1] < 5
+
+
+@pytest.mark.parametrize("codes", [[0, 0], [0, None], [0, 1]])
+def test_a_rank_that_leaves_with_exit_code_0_before_its_end_has_failed(codes: list[int | None]) -> None:
+    """os._exit(0) in user code; the other ranks only lose their peer."""
+    ranks: Any = [SimpleNamespace(poll=lambda code=code: code) for code in codes]
+    assert torchrun._losses(ranks, lost={0})[0].startswith("ended with exit code 0 before the end of the training.")
+    assert torchrun._losses(ranks[:1], lost=set()) == {}

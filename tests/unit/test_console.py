@@ -1,6 +1,7 @@
 """What a user sees: plain lines in a pipe, a live display on a terminal, and the final table at 80 columns."""
 
 import io
+import os
 import re
 from collections.abc import Iterator
 
@@ -27,7 +28,7 @@ from pipeline.protocol.events import (
 from pipeline.protocol.trial import Rank
 from pipeline.recording import notebook
 from pipeline.recording.console import Console, print_report
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal import OptionalConsole, Terminal
 from pipeline.recording.trial_progress import facts
 from pipeline.report.report import Report
 
@@ -372,3 +373,14 @@ def test_a_pipe_gets_each_row_in_one_line_however_narrow_it_is_said_to_be() -> N
     row = "1 process, both cores  355.6    354.3        -      0.2        1.0          0.1"
     assert row in narrow
     assert row in wide
+
+
+def test_output_that_is_no_longer_read_does_not_end_a_training() -> None:
+    """`pipeline run FILE | head`; rich's console exits."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        console = OptionalConsole(file=pipe)
+        os.close(reader)
+        console.print("a step")
+        console.print("another step")
+        pipe.write("the end")  # flushed when the file is closed, as Python does at its end

@@ -247,3 +247,11 @@ def test_a_question_is_over_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_dead_node_is_not_taken_for_a_killed_process(said: str, how: str) -> None:
     assert _how(WorkerHealthCheckFailedError("", failure=RayActorError(error_msg=said))) == how
+
+
+def test_a_leftover_address_is_named_where_its_cluster_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.1.1:6379")
+    for parallel, noted in ((Parallel(), True), (Parallel(address="10.1.1.1:6379"), False)):
+        with pytest.raises(ResourceError) as caught, join.naming_address(parallel):
+            raise ResourceError("no cluster answers")
+        assert ("RAY_ADDRESS=10.1.1.1:6379 names this cluster." in caught.value.told) == noted

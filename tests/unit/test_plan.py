@@ -50,6 +50,19 @@ def test_one_process_is_its_own_baseline() -> None:
     )  # fmt: skip
 
 
+def test_variables_of_a_platform_that_are_ignored_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.1.1:6379")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (note,) = (note for note in plan().notes if "ignored" in note)
+    assert note.startswith("RAY_ADDRESS=10.1.1.1:6379: ignored, because parallel.launcher is inprocess.")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    ranks, _ = (note for note in plan().notes if "ignored" in note)
+    assert ranks.startswith(
+        "RANK=3, WORLD_SIZE=4: ignored, because torchrun, srun or mpirun did not start this process."
+    )
+
+
 def test_workers_on_cpu_are_compared_with_one_and_with_all_their_cores() -> None:
     made = plan(parallel=ddp(3))
     assert [shape(trial) for trial in made.measured] == [

@@ -171,3 +171,9 @@ def test_a_run_that_waits_for_room_says_so_once(monkeypatch: pytest.MonkeyPatch)
         "waiting up to 600 s (parallel.queue_timeout_s): requested 1 worker with 1 CPU each. The Ray cluster has "
         "2 CPU. Room for 0 workers is free now."
     ]
+
+
+def test_the_spare_cpus_of_a_local_ray_are_not_for_workers() -> None:
+    """They are for Ray Data in a data function, which would wait forever for a CPU."""
+    node = {"NodeID": "a", "Resources": {"CPU": 4.0, placement.SPARE: 2.0}}
+    assert placement.total_capacity(toys.trial(), [node]) == 2

@@ -1,6 +1,7 @@
 """Large imports: no collection of garbage, and signals that wait."""
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +11,11 @@ import pytest
 from pydantic import field_serializer
 
 from pipeline.config.values import Frozen
+from pipeline.errors import Terminated, terminate
+from pipeline.system import process
 from pipeline.system.imports import undisturbed
+from pipeline.system.process import missing_user_variables
+from pipeline.system.signals import handled, hang_up
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +136,18 @@ class Interrupting(Frozen):
 def test_ctrl_c_while_something_is_serialized_is_no_error_of_it(write: Callable[[Interrupting], Any]) -> None:
     with pytest.raises(KeyboardInterrupt):
         write(Interrupting())
+
+
+def test_a_closed_terminal_ends_a_run_like_sigterm() -> None:
+    with handled(terminate, signal.SIGTERM), handled(hang_up, signal.SIGHUP), pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGHUP)
+
+
+def test_a_user_id_without_an_entry_gets_the_variables_that_libraries_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.delenv("USER", raising=False)
+    assert missing_user_variables() == {}
+    monkeypatch.setattr(process.pwd, "getpwuid", {}.__getitem__)
+    assert missing_user_variables() == {"USER": str(os.getuid())}
+    monkeypatch.delenv("HOME")
+    assert missing_user_variables().keys() == {"USER", "HOME"}

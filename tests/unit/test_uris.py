@@ -1,9 +1,13 @@
 """Addresses of tracking stores: what can't be used is refused with the form that can."""
 
+import re
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from pipeline.config.finetuning import StartFrom
+from pipeline.config.schema import Checkpoint, Tracking
 from pipeline.config.uris import problem_of
 from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.outcome import TrackingOutcome
@@ -60,6 +64,28 @@ def test_relative_files_are_resolved_and_everything_else_is_left_alone(tmp_path:
     assert resolve_uri("sqlite:///mlflow.db", base=tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
     assert resolve_uri("sqlite:////data/mlflow.db?timeout=5", base=tmp_path) == "sqlite:////data/mlflow.db?timeout=5"
     assert resolve_uri("http://host:5000", base=tmp_path) == "http://host:5000"
+
+
+def test_a_home_folder_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would make a folder called ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tracking = Tracking(uri="sqlite:///~/mlflow.db?timeout=5", directory="~/runs")
+    assert (tracking.uri, tracking.directory) == (f"sqlite:///{tmp_path}/mlflow.db?timeout=5", f"{tmp_path}/runs")
+    assert StartFrom(file="~/a.safetensors").file == f"{tmp_path}/a.safetensors"
+    assert Checkpoint(directory="s3://bucket/~/$a").directory == "s3://bucket/~/$a"
+    assert resolve_uri("sqlite:///~/mlflow.db", base=Path("elsewhere")) == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+@pytest.mark.parametrize(
+    ("directory", "message"),
+    [
+        ("$HOME/runs", "$HOME is not expanded in paths. To insert this environment variable, use ${oc.env:HOME}."),
+        ("~nobody-at-all/runs", "~nobody-at-all is not expanded: there is no such home directory."),
+    ],
+)
+def test_a_path_that_cannot_be_expanded_is_rejected(directory: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        Tracking(directory=directory)
 
 
 def test_links_lead_to_the_page_of_the_run() -> None:

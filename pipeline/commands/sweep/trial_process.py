@@ -17,6 +17,7 @@ from pipeline.commands.sweep.decisions import Decisions
 from pipeline.errors import PipelineError, Terminated, UsageError, terminate
 from pipeline.system import allocator
 from pipeline.system.imports import importable, undisturbed
+from pipeline.system.leftovers import Leftovers, exit_despite_threads
 
 
 class _Lifeline:
@@ -49,6 +50,19 @@ class _Lifeline:
 
 def main() -> NoReturn:
     """Run the trial; exit with the code of ``pipeline run``."""
+    leftovers = Leftovers()
+    code = _run()
+    leftovers.end(_warn)
+    exit_despite_threads(code)
+    sys.exit(code)
+
+
+def _warn(message: str) -> None:
+    sys.stderr.write(f"warning: {message}\n")
+
+
+def _run() -> int:
+    """Run the trial; return the exit code."""
     signal.signal(signal.SIGTERM, terminate)
     lifeline = _Lifeline()
     assignment = lifeline.assignment()
@@ -59,10 +73,10 @@ def main() -> NoReturn:
             train(assignment, lifeline, decisions)
     except PipelineError as error:
         sys.stderr.write(f"{error.told}\n")
-        sys.exit(error.exit_code)
+        return error.exit_code
     except Terminated:
-        sys.exit(143)
-    sys.exit(0)
+        return 143
+    return 0
 
 
 def train(assignment: Assignment, lifeline: _Lifeline, decisions: Decisions) -> None:

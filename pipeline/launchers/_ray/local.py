@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import ray
 
 from pipeline.cluster.connection import connection
-from pipeline.cluster.placement import READERS
+from pipeline.cluster.placement import READERS, SPARE
 from pipeline.launchers._ray.interface import public_because
 from pipeline.planning import resources
 from pipeline.wording import first_line
@@ -44,20 +44,25 @@ def started(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
         ResourceError: it can't be started.
     """
     is_public = bool(public_because())
+    cpus = resources.detect().cpus
+    # Workers may use all cores. A data function with Ray Data would wait forever for a CPU.
+    spare = READERS if wanted.streams else cpus
 
     def init(**logs: Any) -> None:
         with _faster(wanted, verbose=verbose, is_public=is_public) as options:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                num_cpus=resources.detect().cpus + READERS * wanted.streams,
+                num_cpus=cpus + spare,
+                resources={SPARE: spare},
                 object_store_memory=_STREAMED_BYTES if wanted.streams else _OBJECT_STORE_BYTES,
                 **options,
                 **logs,
             )
 
     def refusal(error: Exception) -> str:
-        return f"a local Ray could not be started: {first_line(error)}"
+        remedy = ". Set TMPDIR to a shorter path." if "AF_UNIX path length" in str(error) else ""
+        return f"a local Ray could not be started: {first_line(error)}{remedy}"
 
     with connection(init, refusal=refusal, verbose=verbose, settings={} if is_public else _settings(wanted)):
         yield

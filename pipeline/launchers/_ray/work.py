@@ -26,8 +26,10 @@ _SEND_EVERY_S = 5.0
 def work(config: dict[str, Any]) -> None:
     """Run one rank of a trial in the process that Ray Train gave it."""
     from pipeline.cluster.code import Code
+    from pipeline.system.leftovers import Leftovers
     from pipeline.worker import main
 
+    leftovers = Leftovers()
     trial = trial_from_json(config["trial"])
     context = ray.train.get_context()
     rank = Rank(
@@ -48,6 +50,7 @@ def work(config: dict[str, Any]) -> None:
             receive(Facts.model_validate_json(config["stream"]))
         try:
             main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close))
+            leftovers.end(main.warning_of(rank, trial=trial, outbox=outbox), run_exit_functions=False)
         except main.WorkerFailed:
             main.log_traceback()
             raise main.WorkerFailed from None  # Ray writes the cause as well, with values of the environment

@@ -1,0 +1,118 @@
+"""Threads and processes that user code has started and not ended; they would outlive a command that has finished."""
+
+import atexit
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import thread as thread_pool
+from contextlib import suppress
+
+import psutil
+
+WAIT_S = 5.0
+"""Seconds that threads get to end by themselves: one of them may still write a file."""
+_SHOWN = 5
+_HELPERS = ("from multiprocessing.resource_tracker", "from multiprocessing.forkserver")
+"""Processes of Python, which end together with this one."""
+_abandoned: list[threading.Thread] = []
+
+
+class Leftovers:
+    """Threads and child processes that start after this object is made, and are still there at the end."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._processes = {child.pid for child in psutil.Process().children()}
+
+    def end(self, warn: Callable[[str], None], *, run_exit_functions: bool = True) -> None:
+        """Kill the processes, wait `WAIT_S` seconds for the threads, and warn of both by name.
+
+        The remaining threads end together with the process, see `exit_despite_threads`.
+
+        Args:
+            warn: shows a warning.
+            run_exit_functions: True if this process ends next: libraries end their processes in functions of `atexit`.
+        """
+        if names := self._kill_processes(run_exit_functions=run_exit_functions):
+            warn(
+                f"Processes that user code started were still running: {_join(names)}. They were killed. End them in "
+                "your code."
+            )
+        if threads := self._wait_for_threads():
+            _abandoned.extend(threads)
+            warn(
+                f"Threads that user code started were still running after {WAIT_S:g} s: "
+                f"{_join([thread.name for thread in threads])}. The process ends without them. Join them in your code, "
+                "or start them with daemon=True."
+            )
+
+    def _kill_processes(self, *, run_exit_functions: bool) -> list[str]:
+        """Kill the processes that are left; return their names."""
+        found = {child: f"{child.name()} ({child.pid})" for child in self._find_processes()}
+        if found:
+            multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined] # end managers, as at exit
+        waited_for = {child.pid for child in multiprocessing.active_children()}  # by a function of atexit
+        killed = [child for child in found if child.pid in waited_for]
+        _kill(killed)
+        if len(found) > len(killed) and run_exit_functions:
+            atexit._run_exitfuncs()
+        killed += (others := [child for child in found if child not in killed and _is_alive(child)])
+        _kill(others)
+        return [found[child] for child in killed]
+
+    def _find_processes(self) -> list[psutil.Process]:
+        """Return child processes, without those that Python ends itself."""
+        daemons = {child.pid for child in multiprocessing.active_children() if child.daemon}
+        known = self._processes | daemons
+        return [child for child in psutil.Process().children() if child.pid not in known and _is_alive(child)]
+
+    def _wait_for_threads(self) -> list[threading.Thread]:
+        """Return the threads that still run after `WAIT_S` seconds."""
+        deadline = time.monotonic() + WAIT_S
+        for thread in self._find_threads():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return list(self._find_threads())
+
+    def _find_threads(self) -> Iterator[threading.Thread]:
+        """Yield the threads that Python waits for when it exits, except those of thread pools that have no work."""
+        frames = sys._current_frames()
+        for thread in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
+            frame = frames.get(thread.ident or 0)
+            is_idle = frame is not None and frame.f_code.co_filename == thread_pool.__file__
+            if not (thread.daemon or is_idle):
+                yield thread
+
+
+def exit_despite_threads(code: int) -> None:
+    """Exit at once if threads are left, for which Python would wait; else return."""
+    if not any(thread.is_alive() for thread in _abandoned):
+        return
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the other end is closed
+            stream.flush()
+    os._exit(code)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Return True for a running process, except for the helpers of Python."""
+    with suppress(psutil.Error):
+        line = " ".join(process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and not any(helper in line for helper in _HELPERS)
+    return False
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            for each in (*process.children(recursive=True), process):
+                each.kill()
+
+
+def _join(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

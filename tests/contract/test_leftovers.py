@@ -1,0 +1,61 @@
+"""Threads and processes that user code has left when a command ends."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+LEAVING = """
+import multiprocessing, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pipeline.system import leftovers
+
+def start(name, daemon=False):
+    threading.Thread(target=time.sleep, args=(600,), name=name, daemon=daemon).start()
+
+def wait():
+    time.sleep(600)
+
+leftovers.WAIT_S = 0.1
+earlier = subprocess.Popen(["sleep", "600"])
+found = leftovers.Leftovers()
+start("daemon", daemon=True)
+pool = ThreadPoolExecutor()
+pool.submit(print, "idle").result()
+found.end(print)
+leftovers.exit_despite_threads(1)
+fork = multiprocessing.get_context("fork")
+processes = [subprocess.Popen(["sleep", "600"]), fork.Process(target=wait), fork.Process(target=wait, daemon=True)]
+for process in processes[1:]:
+    process.start()
+manager = fork.Manager()
+start("watcher")
+print(earlier.pid, *[process.pid for process in processes])
+found.end(print)
+earlier.kill()
+leftovers.exit_despite_threads(7)
+"""
+
+
+def test_a_process_ends_without_what_user_code_has_left_and_names_it(tmp_path: Path) -> None:
+    """Not daemons, an idle pool, and a manager, which Python ends itself, nor what was there before."""
+    ended = subprocess.run([sys.executable, "-c", LEAVING], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert ended.returncode == 7, ended.stderr
+    idle, pids, of_processes, of_threads = ended.stdout.splitlines()
+    earlier, program, process, daemon = pids.split()
+    assert idle == "idle"
+    assert f"sleep ({program})" in of_processes
+    assert f"({process})" in of_processes
+    assert earlier not in of_processes
+    assert of_processes.count("(") == 2
+    assert "still running after 0.1 s: watcher." in of_threads
+    assert not any(_is_running(int(pid)) for pid in (program, process, daemon))
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
