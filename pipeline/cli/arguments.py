@@ -45,7 +45,7 @@ Resume = Annotated[
     str | None,
     typer.Option(
         metavar="[RUN]",
-        help="Continue an interrupted run: RUN, or by default the latest run of this experiment.",
+        help="Continue an interrupted run: RUN, or by default the newest run of this file that did not complete.",
         autocompletion=completion.runs,
     ),
 ]
