@@ -18,6 +18,7 @@ from pipeline.commands import compare as comparison
 from pipeline.commands import run as runner
 from pipeline.commands.matrix import MatrixRequest
 from pipeline.config.load import ExperimentFile
+from pipeline.config.user_modules import check_not_importing
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.launchers import _head_start
 from pipeline.protocol.outer_launcher import outer_launcher
@@ -151,6 +152,7 @@ def _started(
     Raises:
         UsageError: a run can't be started in this process or thread.
     """
+    check_not_importing()
     if (outer := outer_launcher()) is not None:
         raise UsageError(f"pipeline starts the workers. Start this script without {outer.name}.")
     if threading.current_thread() is not threading.main_thread():
