@@ -17,6 +17,7 @@ from pipeline.api.result import ComparisonResult, RunResult
 from pipeline.commands import compare as comparison
 from pipeline.commands import run as runner
 from pipeline.commands.matrix import MatrixRequest
+from pipeline.config.hidden_libraries import check_libraries
 from pipeline.config.load import ExperimentFile
 from pipeline.config.user_modules import check_not_importing
 from pipeline.errors import Terminated, UsageError, terminate
@@ -161,6 +162,7 @@ def _started(
         shown = waiting.shown_on(_terminal(quiet=quiet).progress)
         with shown, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
+            check_libraries(launcher=file.experiment.parallel.launcher, before_user_code=False)
             uri = file.experiment.tracking.uri
             with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(uri):
                 yield file

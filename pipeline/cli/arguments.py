@@ -145,6 +145,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
     """
     stages.begin("importing torch")
     with interruptible(), undisturbed():
+        from pipeline.config.hidden_libraries import check_libraries
         from pipeline.launchers import _head_start
         from pipeline.recording import mlflow
 
@@ -156,6 +157,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
         try:
             with undisturbed():
                 importlib.import_module("pipeline.commands.run")  # and torch with it
+            check_libraries(launcher=file.experiment.parallel.launcher, before_user_code=True)
             yield
         except PipelineError as error:
             show(error)

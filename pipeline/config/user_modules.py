@@ -1,6 +1,5 @@
 """The user's modules: which one is being imported, and which one hides a library."""
 
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,8 @@ def check_not_importing() -> None:
     Raises:
         UnguardedScriptError: a script would train again when it is imported.
     """
+    import multiprocessing
+
     # as multiprocessing itself checks, in a process that it spawned
     is_spawned = getattr(multiprocessing.current_process(), "_inheriting", False)
     if _importing or is_spawned:
