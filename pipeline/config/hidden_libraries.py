@@ -5,6 +5,7 @@ A process that has imported a library before keeps it, but those that it starts 
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
 
@@ -13,23 +14,15 @@ from pipeline.errors import UsageError
 
 _LIBRARIES = frozenset(
     {
-        *(
-            "fsspec",
-            "jinja2",
-            "lightning_utilities",
-            "matplotlib",
-            "mlflow",
-            "numpy",
-            "omegaconf",
-            "pipeline",
-            "psutil",
-        ),
-        *("pydantic", "pynvml", "rich", "safetensors", "sklearn", "threadpoolctl", "torch", "torchmetrics", "typer"),
-        *("typing_extensions", "yaml"),
+        *("fsspec", "jinja2", "lightning_utilities", "matplotlib", "mlflow", "numpy", "omegaconf", "pipeline"),
+        *("psutil", "pydantic", "pynvml", "rich", "safetensors", "sklearn", "threadpoolctl", "torch", "torchmetrics"),
+        *("typer", "typing_extensions", "yaml"),
         *("click", "filelock", "google", "packaging", "pandas", "requests", "scipy", "sqlalchemy", "sympy"),
+        *("argparse", "mimetypes", "pprint", "profile", "runpy", "tarfile", "unittest", "xml"),
     }
 )
-"""Libraries that the processes of each run import: those of ddp-pipeline except Ray, and some of torch and MLflow."""
+"""Libraries that the processes of each run import: those of ddp-pipeline except Ray, and some of torch and MLflow, with
+modules of Python that are imported late."""
 
 
 def check_libraries(*, launcher: str, before_user_code: bool) -> None:
@@ -61,22 +54,23 @@ def explain_failed_import(error: Exception) -> UsageError | None:
     files = {frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)}
 
     def is_cause(path: Path, name: str) -> bool:
-        is_library = _is_pythons(name) or name in _LIBRARIES
-        return is_library and (_is_loaded_from(path, name) or str(_source(path)) in files)
+        return _is_loaded_from(path, name) or str(_source(path)) in files
 
     hiding = [found for found in _find_modules() if is_cause(*found)]
     return _error(hiding) if hiding else None
 
 
 def _find_modules() -> Iterator[tuple[Path, str]]:
-    """Yield the modules and packages of the working directory and of its src/, with their names; not pipeline itself.
+    """Yield what has the name of a library in the working directory and its src/, with that name; not pipeline itself.
 
     A folder without __init__.py hides nothing.
     """
+    names = sys.stdlib_module_names | _LIBRARIES | {"ray"}
     for place in (Path.cwd(), Path.cwd() / "src"):
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
-            if _source(path).is_file() and not (path / "worker" / "main.py").is_file():
-                yield path, path.stem
+        with suppress(OSError):  # there is no src/, or it can't be listed
+            for path in sorted(place.iterdir()):
+                if path.stem in names and _source(path).is_file() and not (path / "worker" / "main.py").is_file():
+                    yield path, path.stem
 
 
 def _source(path: Path) -> Path:

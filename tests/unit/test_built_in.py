@@ -256,6 +256,7 @@ class TestHiddenLibraries:
         ("file", "message"),
         [
             ("queue.py", "queue.py: is imported instead of Python's module queue. Rename it."),
+            ("profile.py", "profile.py: is imported instead of Python's module profile. Rename it."),
             ("mlflow.py", "mlflow.py: is imported instead of the library mlflow. Rename it."),
             ("pipeline/__init__.py", "pipeline: is imported instead of the library pipeline. Rename it."),
             ("src/torch/__init__.py", "src/torch: is imported instead of the library torch. Rename it."),
