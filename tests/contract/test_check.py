@@ -29,11 +29,11 @@ def _files(folder: Path) -> set[Path]:
 
 
 def test_a_file_that_hides_a_module_of_python_is_named(
-    start: Callable[..., "subprocess.Popen[str]"], project: Path
+    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
-    (project / "queue.py").touch()
+    (tmp_path / "queue.py").touch()
 
-    process = start("check", "lab.yaml", cwd=project)
+    process = start("check", "lab.yaml", cwd=tmp_path)
     stdout, stderr = process.communicate(timeout=200)
 
     assert (process.returncode, stdout) == (2, "")
