@@ -85,6 +85,10 @@ class UsageError(PipelineError):
     exit_code = 2
 
 
+class UnguardedScriptError(UsageError):
+    """Call of ``run`` or ``compare`` in a script that is imported for its classes."""
+
+
 class ResourceError(PipelineError):
     """Lack of a resource that the experiment requires: cores, GPUs, a writable tracking server."""
 

@@ -17,7 +17,9 @@ from pipeline.api.result import ComparisonResult, RunResult
 from pipeline.commands import compare as comparison
 from pipeline.commands import run as runner
 from pipeline.commands.matrix import MatrixRequest
+from pipeline.config.hidden_libraries import check_libraries
 from pipeline.config.load import ExperimentFile
+from pipeline.config.user_modules import check_not_importing
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.launchers import _head_start
 from pipeline.protocol.outer_launcher import outer_launcher
@@ -152,6 +154,7 @@ def _started(
     Raises:
         UsageError: a run can't be started in this process or thread.
     """
+    check_not_importing()
     if (outer := outer_launcher()) is not None:
         raise UsageError(f"pipeline starts the workers. Start this script without {outer.name}.")
     if threading.current_thread() is not threading.main_thread():
@@ -161,6 +164,7 @@ def _started(
         user = environment(**missing_user_variables())
         with shown, user, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
+            check_libraries(launcher=file.experiment.parallel.launcher, before_user_code=False)
             uri = file.experiment.tracking.uri
             with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(uri):
                 yield file

@@ -1,5 +1,6 @@
 """Trained model of an earlier run, for predictions on new data."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -51,13 +52,18 @@ class Trained:
     def load(cls, run: str | PathLike[str] = runs.LATEST, *, directory: str | PathLike[str] = "runs") -> "Trained":
         """Load the model of a run: "latest", a unique part of its id, or its folder.
 
+        "latest" is the newest completed training without ``--quick``. If a newer training did not complete, a line on
+        stderr names it.
+
         The model's class comes from the project's current code. MLflow is not needed.
 
         Raises:
             UsageError: the run does not exist, has no trained model, or its weights don't fit the current model.
             ExperimentError: the model can't be built, or computes other outputs than in the run's evaluation.
         """
-        folder = runs.find(str(run), Path(directory))
+        folder, note = runs.find_trained(str(run), Path(directory))
+        if note:
+            sys.stderr.write(f"note: {note}\n")
         weights = folder / WEIGHTS
         if not weights.is_file():
             raise UsageError(f"{folder}: has no {WEIGHTS}. Name a run whose training is complete.")

@@ -48,7 +48,7 @@ Resume = Annotated[
     str | None,
     typer.Option(
         metavar="[RUN]",
-        help="Continue an interrupted run: RUN, or by default the latest run of this experiment.",
+        help="Continue an interrupted run: RUN, or by default the newest run of this file that did not complete.",
         autocompletion=completion.runs,
     ),
 ]
@@ -155,6 +155,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
     """
     stages.begin("importing torch")
     with interruptible(), undisturbed():
+        from pipeline.config.hidden_libraries import check_libraries
         from pipeline.launchers import _head_start
         from pipeline.recording import mlflow
 
@@ -166,6 +167,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
         try:
             with undisturbed():
                 importlib.import_module("pipeline.commands.run")  # and torch with it
+            check_libraries(launcher=file.experiment.parallel.launcher, before_user_code=True)
             yield
         except PipelineError as error:
             show(error)

@@ -29,7 +29,7 @@ from pipeline.cli.arguments import (
     strategies_of,
     with_address,
 )
-from pipeline.cli.results import Directory, RunArgument
+from pipeline.cli.results import Directory, RunArgument, find_trained
 from pipeline.errors import UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
@@ -112,9 +112,7 @@ def measure(
     verbose: Verbose = False,
 ) -> None:
     """Measure the speedup of a finished run again, from its last checkpoint."""
-    from pipeline.recording import runs
-
-    folder = runs.find(run, directory)
+    folder = find_trained(run, directory)
     with (
         opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal),
         head_start(experiment, verbose=verbose, tracked=True),

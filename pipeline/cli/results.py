@@ -209,6 +209,16 @@ def _open(address: str) -> None:
     typer.echo("\n".join([f"MLflow UI: {address}", *links]))
 
 
+def find_trained(run: str, directory: Path) -> Path:
+    """Find a run whose model is used, see `pipeline.recording.runs.find_trained`; print its note."""
+    from pipeline.recording import runs
+
+    folder, note = runs.find_trained(run, directory)
+    if note:
+        typer.echo(f"note: {note}", err=True)
+    return folder
+
+
 def _found(run: str, directory: Path) -> "RunSummary":
     from pipeline.recording import runs
     from pipeline.recording.run_summary import summarized

@@ -8,7 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from pipeline.cli.arguments import Json, Overrides, Quiet, Verbose, head_start, opened, print_json
-from pipeline.cli.results import Directory, RunArgument
+from pipeline.cli.results import Directory, RunArgument, find_trained
 from pipeline.system import stages
 
 CheckpointOption = Annotated[
@@ -56,9 +56,7 @@ def evaluate(
     verbose: Verbose = False,
 ) -> None:
     """Evaluate a checkpoint of a completed run: loss and metrics on the test set, with any number of workers."""
-    from pipeline.recording import runs
-
-    folder = runs.find(run, directory)
+    folder = find_trained(run, directory)
     with (
         opened(folder / "experiment.yaml", overrides or (), as_json=as_json, quiet=quiet) as (experiment, terminal),
         head_start(experiment, verbose=verbose, tracked=True),
@@ -101,9 +99,8 @@ def export(
     """Export the trained model of a run: weights or a program, with a script that loads it without pipeline."""
     from pipeline.commands import export as exporting
     from pipeline.commands.exported_files import LOADER
-    from pipeline.recording import runs
 
-    folder = runs.find(run, directory)
+    folder = find_trained(run, directory)
     exporting.refuse(form=form.value, to=to, force=force)
     with opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal):
         stages.begin("importing torch")

@@ -90,6 +90,7 @@ def _run(
     if earlier is not None:
         file, kept = recovery.with_batch_of(file, earlier)
         changes = [*kept, *recovery.changes(file, earlier, allowed=allow_changed)]
+        changes += recovery.describe_newer(file, earlier) if resume == recovery.LATEST else []
     left_out = recovery.left_out(file, earlier) if earlier else {}
     plan = make(file, **extent, resumes=earlier is not None)
     notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))

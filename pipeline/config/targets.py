@@ -10,14 +10,14 @@ import inspect
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from pipeline.config import built_in
-from pipeline.errors import ExperimentError, Problem, UsageError
+from pipeline.config.user_modules import hiding_library, record_import
+from pipeline.errors import ExperimentError, Problem, UnguardedScriptError, UsageError
 from pipeline.system.imports import undisturbed
 from pipeline.wording import did_you_mean, nearest
 
@@ -127,14 +127,6 @@ def list_once(problems: Iterable[Problem], *, allowed: tuple[str, ...]) -> list[
     return [*found[: first + 1], *rest]
 
 
-def hiding_library(root: str) -> Path | None:
-    """Return the file or folder of the working directory that an import of a library would find."""
-    spec = find_spec(root) if root not in sys.modules else None
-    found = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())] if spec else []
-    places = (Path(place) for place in found[:1])
-    return next((place for place in places if place.parent.resolve() in (Path.cwd(), Path.cwd() / "src")), None)
-
-
 class _Search(NamedTuple):
     target: str
     key: str
@@ -204,8 +196,10 @@ class _Search(NamedTuple):
 
     def _import(self, name: str) -> ModuleType:
         try:
-            with undisturbed():
+            with undisturbed(), record_import(name):
                 return importlib.import_module(name)
+        except UnguardedScriptError:  # one sentence, rather than one for each component
+            raise
         except ModuleNotFoundError as error:
             if error.name != name:
                 self._import_failed(name, error)

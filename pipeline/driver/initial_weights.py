@@ -32,7 +32,7 @@ def find(experiment: Experiment) -> Weights | None:
 def _of_run(name: str, directory: Path) -> Weights:
     key = f"{_KEY}.run"
     try:
-        folder = runs.find(name, directory)
+        folder = runs.find_trained(name, directory).folder
     except UsageError as error:
         raise ExperimentError.of(key, str(error)) from None
     path = folder / WEIGHTS

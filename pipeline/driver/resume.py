@@ -10,12 +10,12 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.summary import flatten
 from pipeline.driver.longer import LENGTHS, differences, is_longer, refuse_finished
 from pipeline.errors import Problem, UsageError
-from pipeline.protocol.events import TrialOpened
+from pipeline.protocol.events import RunOpened, TrialOpened
 from pipeline.recording import journal, runs
-from pipeline.recording.folder import RunState, is_listed, read_state, runs_named
+from pipeline.recording.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
 
 LATEST = "latest"
-"""Value of ``--resume``: the run of this experiment that started last."""
+"""Value of ``--resume``: see `newest`."""
 
 _HOW_NOT_WHAT = (
     *("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.", "sweep"),
@@ -71,22 +71,51 @@ def state_of(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"
 
 
 def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
-    """Find the newest run of a file; None if its experiment has none.
+    """Find the run of a file that ``--resume`` without a name continues; None if its experiment has none.
+
+    It is the newest run that did not complete, or else the newest completed run, which may continue for more epochs.
+    Runs with ``--quick`` do not count.
 
     Raises:
         UsageError: all runs of that name were started with another file.
     """
-    name = file.experiment.name
-    found = list(runs_named(Path(file.experiment.tracking.directory), name=name, role=role))
-    found.sort(key=lambda run: not is_listed(run[0]))  # runs that took a step come first
+    found = _runs_of(file, role=role)
+    found.sort(key=lambda run: _order(run[0]))
     own = next((folder for folder, opened in found if not _is_of_another(file, opened.file)), None)
     if found and own is None:
         folder, opened = found[0]
         raise UsageError(
-            f"--resume: the latest run named {name} is {folder}. It was started with {opened.file}, not with "
-            f"{file.path}. Resume it with {opened.file}. To resume it with this file, use --resume {folder.name}."
+            f"--resume: the latest run named {file.experiment.name} is {folder}. It was started with {opened.file}, "
+            f"not with {file.path}. Resume it with {opened.file}. To resume it with this file, "
+            f"use --resume {folder.name}."
         )
     return own
+
+
+def _order(folder: Path) -> int:
+    """Return the place of a run in the order of `newest`: a run without a step is last."""
+    if not is_listed(folder):
+        return 2
+    return int(read_status(folder) == "FINISHED")
+
+
+def _runs_of(file: ExperimentFile, *, role: str = "main") -> list[tuple[Path, RunOpened]]:
+    """Return the runs with the name of an experiment, the newest first, without the runs with ``--quick``."""
+    found = runs_named(Path(file.experiment.tracking.directory), name=file.experiment.name, role=role)
+    return [(folder, opened) for folder, opened in found if not is_quick(opened)]
+
+
+def describe_newer(file: ExperimentFile, state: RunState) -> list[str]:
+    """Return a note that a newer run of the file has completed, which ``--resume`` without a name leaves alone."""
+    for folder, opened in _runs_of(file):
+        if folder.samefile(state.folder):
+            break
+        if not _is_of_another(file, opened.file) and read_status(folder) == "FINISHED":
+            return [
+                f"--resume continues {state.folder.name}. The newer run {folder.name} is complete. "
+                f"To continue that run, use --resume {folder.name}"
+            ]
+    return []
 
 
 def named(resume: str, directory: Path) -> Path:

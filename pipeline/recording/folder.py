@@ -110,14 +110,23 @@ def read_state(folder: Path) -> RunState:
         UsageError: it isn't the folder of a run, or its journal is damaged.
         ExperimentError: its experiment.yaml is damaged.
     """
-    path = folder / journal.FILE_NAME
-    opened = journal.opened(path)
+    opened = journal.opened(folder / journal.FILE_NAME)
     if opened is None:
         raise UsageError(f"{folder}: this run failed before it started. Start a new run.")
-    end = journal.ending(path)
-    status: Status | Literal["RUNNING"] = "RUNNING" if journal.is_open(path) else end.status if end else "KILLED"
     experiment = load(folder / EXPERIMENT_NAME).experiment
-    return RunState(folder=folder, experiment=experiment, opened=opened, status=status)
+    return RunState(folder=folder, experiment=experiment, opened=opened, status=read_status(folder))
+
+
+def read_status(folder: Path) -> Status | Literal["RUNNING"]:
+    """Read the status of a run from its journal; see `RunState`."""
+    path = folder / journal.FILE_NAME
+    end = journal.ending(path)
+    return "RUNNING" if journal.is_open(path) else end.status if end else "KILLED"
+
+
+def is_quick(opened: RunOpened) -> bool:
+    """Return True for ``run --quick``, whose model is not trained."""
+    return opened.tags.get("quick") == "true"
 
 
 def is_kept(folder: Path) -> bool:

@@ -179,7 +179,7 @@ def _closed_by_status(
         if status == "FAILED" and not is_kept(recorder.folder):
             error.add_note(
                 f"The run ended before its first step. Its logs are in {recorder.folder}.\n"
-                "Only pipeline list --all shows it."
+                "pipeline list shows it only with --all."
             )
         raise
     finally:

@@ -15,7 +15,7 @@ from pipeline.config.values import Frozen
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, RunOpened, Tagged
 from pipeline.protocol.trial import Status
 from pipeline.recording import journal
-from pipeline.recording.folder import id_of, sweep_of
+from pipeline.recording.folder import id_of, is_quick, sweep_of
 
 _LOSS = "train/loss"
 _METRIC = ("metrics.", "._target_")
@@ -101,8 +101,8 @@ def summarized(folder: Path) -> RunSummary | None:
     role, workers = last.tags.get("role", "main"), last.tags.get("world_size")
     is_training = role == "main"
     figures = _points(events)
-    is_quick = last.tags.get("quick") == "true"
-    metrics = {} if is_quick else _metrics(events, figures)
+    quick = is_quick(last)
+    metrics = {} if quick else _metrics(events, figures)
     began = datetime.fromtimestamp(first.time, UTC)
     ended = datetime.fromtimestamp(end.time, UTC) if end and not is_open else None
     return RunSummary(
@@ -119,10 +119,10 @@ def summarized(folder: Path) -> RunSummary | None:
         speedup_low=figures.get("speedup_low"),
         speedup_high=figures.get("speedup_high"),
         speedup_pairs=int(pairs) if math.isfinite(pairs := figures.get("speedup_pairs", 0)) else 0,
-        samples_per_second=None if is_quick else _throughput(events, figures),
+        samples_per_second=None if quick else _throughput(events, figures),
         metric=_main_metric(metrics, last.params),
         metrics=metrics,
-        is_quick=is_quick,
+        is_quick=quick,
         verdict=_verdict(end) if end and not is_open else "",
         began=began,
         ended=ended,

@@ -1,18 +1,30 @@
 """Runs of a directory, listed and found by their journals alone, without MLflow."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.errors import UsageError
+from pipeline.protocol.events import RunOpened
 from pipeline.recording import journal
-from pipeline.recording.folder import is_listed, is_trial, trials_of
+from pipeline.recording.folder import is_listed, is_quick, is_trial, read_status, trials_of
 from pipeline.recording.run_summary import RunSummary, summarized
 from pipeline.wording import did_you_mean
 
 LATEST = "latest"
-"""Name of the newest run."""
+"""Name of the newest run, see `find` and `find_trained`."""
 
 _MOST_NAMED = 5
+_ENDS = {"FAILED": "failed", "KILLED": "was killed", "RUNNING": "is still running"}
+
+
+class TrainedRun(NamedTuple):
+    """A run whose model is used."""
+
+    folder: Path
+    note: str = ""
+    """Note that a newer training has not completed; otherwise empty."""
 
 
 def folders(directory: Path) -> list[Path]:
@@ -33,9 +45,42 @@ def summaries(directory: Path, *, with_unstarted: bool = False) -> Iterator[RunS
                 yield summary
 
 
+def find_trained(text: str, directory: Path) -> TrainedRun:
+    """Find a run whose model is used: as `find`, but `LATEST` is the newest completed training without ``--quick``.
+
+    Raises:
+        UsageError: as `find`; or no training has completed.
+    """
+    if text != LATEST or not (there := folders(directory)):
+        return TrainedRun(find(text, directory))
+    note = ""
+    for folder in filter(_is_training, reversed(there)):
+        if (status := read_status(folder)) == "FINISHED":
+            return TrainedRun(folder, note and f"{LATEST} is {folder.name}. {note}")
+        note = note or f"The newer run {folder.name} {_ENDS[status]}."
+    raise UsageError(
+        f"{LATEST}: no training in {directory} has completed; runs with --quick do not count. "
+        f"Name a run. The newest is {there[-1].name}."
+    )
+
+
+def _is_training(folder: Path) -> bool:
+    """Return True for a run of ``pipeline run`` without ``--quick``."""
+    opened = _read_start(folder)
+    return opened is not None and opened.tags.get("role", "main") == "main" and not is_quick(opened)
+
+
+def _read_start(folder: Path) -> RunOpened | None:
+    """Return the event that opened a run; None if it ended before, or if its journal is damaged."""
+    with suppress(UsageError):
+        return journal.opened(folder / journal.FILE_NAME)
+    return None
+
+
 def find(text: str, directory: Path) -> Path:
     """Find the folder of a run by `LATEST`, a unique part of its id, or a path.
 
+    `LATEST` is the newest run of any command, whatever became of it.
     The sweep's part of a trial's id may be shortened in the same way: ``latest/trial-003``.
 
     Raises:
@@ -43,7 +88,7 @@ def find(text: str, directory: Path) -> Path:
     """
     there = folders(directory)
     if text == LATEST and there:
-        return next((folder for folder in reversed(there) if is_listed(folder)), there[-1])
+        return next((folder for folder in reversed(there) if _read_start(folder) is not None), there[-1])
     for folder in (Path(text), directory / text):
         if _is_run(folder):
             return folder

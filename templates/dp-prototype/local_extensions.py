@@ -14,7 +14,6 @@ import keyword
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,11 @@ WITHOUT_DP = {
     "finetune": "each GPU's model would return a mean loss of its own",
     "gan": "dp calls the whole model, not its parts",
 }
-TAKEN = {"pipeline", "src", "test", "tests", "conftest", "experiments", "docker", "notebooks"}
+TAKEN = {
+    *("src", "test", "tests", "conftest", "experiments", "docker", "notebooks"),
+    *("pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy"),
+}
+"""Names of packages that a project has or needs, also where cookiecutter runs without them."""
 STORE = re.compile(r"sqlite:///[\w./-]+|https?://[\w.-]+(:\d+)?(/[\w./-]*)?")
 
 
@@ -125,20 +128,20 @@ def _names(answers: Mapping[str, str]) -> Iterator[str]:
         yield f"project_name: {project!r} is not a name; write letters, digits, spaces, '.', '-', '_', a letter first"
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,49}", package) or keyword.iskeyword(package):
         yield f"package_name: {package!r} is not a package name; write lowercase letters, digits, '_', a letter first"
-    elif package in TAKEN or package in sys.stdlib_module_names or _installed(package, answers["__project_slug"]):
+    elif package in TAKEN or package in sys.stdlib_module_names or _installed(package):
         yield f"package_name: a package {package} exists already; write another, for instance {package}_experiments"
 
 
-def _installed(package: str, project: str) -> bool:
-    """Return True if the package can be imported and isn't an earlier version of this project."""
-    try:  # pip records the folder that a project was installed from, and nothing for a package of an index
-        return metadata.distribution(project).read_text("direct_url.json") is None
-    except (metadata.PackageNotFoundError, ValueError):
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # a folder without __init__.py has no origin
-            return False
-        here = Path.cwd()  # when the project is updated, these folders have its own package
-        return Path(spec.origin).parent.parent not in {here, here / "src"}
+def _installed(package: str) -> bool:
+    """Return True if the package can be imported and isn't an earlier version of a project from a template."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return False
+    if spec.origin is None:  # a folder without __init__.py, such as google's; elsewhere it is any folder of the user
+        folders = (Path(place).parent.name for place in spec.submodule_search_locations or ())
+        return any(name in ("site-packages", "dist-packages") for name in folders)
+    # pip's record of where a package came from says nothing: libraries can also be installed from a file or a folder.
+    return not any((folder / ".cruft.json").is_file() for folder in Path(spec.origin).parents[1:3])
 
 
 def _components(answers: Mapping[str, str]) -> Iterator[str]:

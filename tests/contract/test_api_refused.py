@@ -1,6 +1,8 @@
 """What Python asks for is checked as a file is, and a plain import stays quick."""
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from outer import outer_torchrun
 
 import pipeline
 from pipeline import Experiment, compare, run
-from pipeline.errors import ExperimentError, PipelineError, UsageError
+from pipeline.errors import ExperimentError, PipelineError, UnguardedScriptError, UsageError
 
 EXPERIMENT = {
     "name": "from-a-dict",
@@ -85,6 +87,24 @@ def test_torchrun_is_not_to_start_a_script_that_starts_workers(here: Path, monke
         monkeypatch.setenv(name, value)
     with pytest.raises(PipelineError, match="Start this script without torchrun"):
         run("lab.yaml")
+
+
+def test_a_script_without_a_guard_trains_nothing_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {**EXPERIMENT, "model": {"_target_": "unguarded.Net"}, "data": {"_target_": "unguarded.points"}}
+    text = f"from pipeline import run\nfrom torch.nn import Linear as Net\nrun({named!r}, train_only=True)\n"
+    (tmp_path / "unguarded.py").write_text(text)
+    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["unguarded"]\n')
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(
+        UnguardedScriptError, match=r'unguarded: run\(\) .* Put the call below if __name__ == "__main__":'
+    ):
+        runpy.run_path("unguarded.py", run_name="__main__")
+    assert not Path("runs").exists()
+
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)  # as in a spawned one
+    with pytest.raises(UnguardedScriptError):
+        run(EXPERIMENT)
 
 
 def test_importing_pipeline_stays_quick(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_the_command_says_what_a_worker_refused(command: Command, project: Path,
     ended = run(command, project, wrong)
     assert_refused(ended, wrong)
     (folder,) = (tmp_path / "runs").iterdir()
-    assert f"Its logs are in {folder}.\nOnly pipeline list --all shows it.\n" in ended.stderr
+    assert f"Its logs are in {folder}.\npipeline list shows it only with --all.\n" in ended.stderr
     assert (folder / "log.txt").read_text()
     listed = ("list", "--quiet", f"--directory={folder.parent}")
     assert command(*listed).stdout == ""

@@ -49,7 +49,7 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
     (before,) = store.runs("toy")
     listed = json.loads(there("list", "--json").stdout)
 
-    ended = there("evaluate", "latest", "--json")
+    ended = there("evaluate", "aaaa", "--json")
     assert ended.code == 0, ended.output
     result = json.loads(ended.stdout)
     assert (result["run"], result["split"], result["step"], result["best"]) == (
@@ -94,14 +94,14 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
 
 def test_an_evaluation_that_fails_is_no_failure_of_the_run(there: Callable[..., Any], lab: Path, store: Store) -> None:
     folder = toy_run(lab, tracking={"log_model": False})
-    ended = there("evaluate", "latest", "--split", "test", "--quiet")
+    ended = there("evaluate", "aaaa", "--split", "test", "--quiet")
     assert ended.code == 2
     assert "experiment.yaml" in ended.stderr
     assert "data: there is no test set to evaluate; use --split validation" in ended.stderr
     assert read_state(folder).status == "FINISHED"
     (run,) = store.runs("toy")
     assert (run.info.status, run.data.tags.get("error")) == ("FINISHED", None)
-    assert there("evaluate", "latest", "--checkpoint", "5", "--quiet").stderr.endswith(
+    assert there("evaluate", "aaaa", "--checkpoint", "5", "--quiet").stderr.endswith(
         " of step 5. Its checkpoints: 3, 6.\n"
     )
 
@@ -115,7 +115,7 @@ def test_an_evaluation_that_is_interrupted_leaves_the_run_finished(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(restored, "evaluate", interrupted)
-    ended = there("evaluate", "latest")
+    ended = there("evaluate", "aaaa")
     assert (ended.code, ended.stderr) == (130, "error: interrupted\n")
     assert read_state(folder).status == "FINISHED"
 

@@ -226,7 +226,7 @@ def test_a_task_runs_and_passes_its_own_tests(tmp_path: Path, task: str) -> None
     assert bool(list(run.glob("samples/generated-*.png"))) == (task == "gan")
     given = {"gan": ["new.png"], "finetune": ["A text."], "contrastive": ["zero.png", "zero.png"]}[task]
     Image.new("L", (9, 9)).save(project.folder / "zero.png")
-    said = succeed(project.folder, *module, "mine.predict", *given, **where)
+    said = succeed(project.folder, *module, "mine.predict", *given, "--run", run.name, **where)
     assert {"gan": "new.png has 64 images of ", "finetune": "A text.: ", "contrastive": "(1.00)"}[task] in said
 
     out = succeed(project.folder, "pytest", "-q", "-p", "no:cacheprovider", **where)

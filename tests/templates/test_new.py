@@ -14,6 +14,7 @@ from baking import REPOSITORY, bake, command, git, succeed
 from pipeline.errors import UsageError
 from pipeline.commands.new import catalog
 from pipeline.commands.new.create import create
+from pipeline.commands.new.update import update
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["project_name=six"], "a package six exists already"),
         (["package_name=json"], "a package json exists already"),
         (["package_name=pipeline"], "a package pipeline exists already"),
+        (["project_name=google"], "a package google exists already"),
     ],
 )
 def test_wrong_answers_name_what_is_allowed(tmp_path: Path, settings: list[str], said: str) -> None:
@@ -68,6 +70,26 @@ def test_wrong_answers_name_what_is_allowed(tmp_path: Path, settings: list[str],
         create("ddp-project", tmp_path / "mine", settings, no_input=True)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_that_pip_installed_from_a_file_is_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "installed"
+    (installed / "sparks").mkdir(parents=True)
+    (installed / "sparks" / "__init__.py").touch()
+    (installed / "sparks-1.0.dist-info").mkdir()
+    (installed / "sparks-1.0.dist-info" / "METADATA").write_text("Name: sparks\nVersion: 1.0\n")
+    (installed / "sparks-1.0.dist-info" / "direct_url.json").write_text('{"archive_info": {}, "url": "file:///sparks.whl"}')
+    monkeypatch.syspath_prepend(installed)
+
+    with pytest.raises(UsageError, match="a package sparks exists already"):
+        create("ddp-project", tmp_path / "sparks", [], no_input=True)
+
+
+def test_a_project_can_be_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bake(tmp_path / "one" / "sparks")
+    monkeypatch.syspath_prepend(first.folder / "src")
+
+    assert bake(tmp_path / "two" / "sparks").files() >= {"src/sparks/model.py"}
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
@@ -130,6 +152,27 @@ def test_it_is_a_git_repository_with_one_commit(tmp_path: Path) -> None:
     assert git(project, "status", "--porcelain") == ""
     tree = git(project, "log", "--format=%(trailers:key=Template-Tree,valueonly)")
     assert tree == git(project, "rev-parse", "HEAD^{tree}")
+
+
+def test_a_global_ignore_file_leaves_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ignored").write_text("*.md\n*.yaml\ntests/\n.cruft.json\n")
+    (tmp_path / "config").write_text(f"[core]\n  excludesFile = {tmp_path / 'ignored'}\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
+
+    project = bake(tmp_path / "mine")
+
+    assert set(git(project.folder, "ls-files").splitlines()) == project.files() - {"pipeline.local.mk"}
+    assert update(project.folder, []).files == ()
+
+
+def test_a_commit_that_fails_has_gits_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = tmp_path / "template" / "hooks" / "prepare-commit-msg"
+    hook.parent.mkdir(parents=True)
+    hook.write_text("#!/bin/sh\necho tickets only >&2\nexit 1\n")
+    hook.chmod(0o755)
+    monkeypatch.setenv("GIT_TEMPLATE_DIR", str(hook.parents[1]))
+
+    assert create("ddp-project", tmp_path / "mine", [], no_input=True).warning == "git failed: tickets only"
 
 
 def test_without_git_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

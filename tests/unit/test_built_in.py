@@ -1,7 +1,10 @@
 """Built-in packages: every name that an experiment file can reach, and the arguments that it can't give."""
 
+import importlib
 import inspect
+import shutil
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,18 @@ import torchmetrics
 from reachable import loading_in, naming_in, reachable
 from torch.optim.lr_scheduler import LRScheduler
 
+import pipeline
+from pipeline.commands.check import _check_here
 from pipeline.config.built_in import find_rejected_arguments
 from pipeline.config.components import resolve
-from pipeline.config.load import from_mapping
+from pipeline.config.hidden_libraries import check_libraries, explain_failed_import
+from pipeline.config.load import from_mapping, load
 from pipeline.config.targets import BUILT_IN
 from pipeline.config.values import Component
 from pipeline.driver import preflight
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, UsageError
 
+PROJECT = Path(__file__).parents[1] / "project"
 KINDS = (
     torch.nn.Module,
     torch.optim.Optimizer,
@@ -232,3 +239,59 @@ def test_a_file_that_hides_a_library_is_not_imported(tmp_path: Path, monkeypatch
     assert rejections("timm.models.resnet18", "timm")["model._target_"].startswith(
         "importing timm.models failed: Asser"
     )
+
+
+class TestHiddenLibraries:
+    @pytest.fixture(autouse=True)
+    def _in_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["net", "sklearn", "pipeline"]\n')
+        shutil.copy(PROJECT / "lab.yaml", tmp_path)
+
+    @staticmethod
+    def check(launcher: str = "torchrun", *, before_user_code: bool = True) -> None:
+        check_libraries(launcher=launcher, before_user_code=before_user_code)
+
+    @pytest.mark.parametrize(
+        ("file", "message"),
+        [
+            ("queue.py", "queue.py: is imported instead of Python's module queue. Rename it."),
+            ("profile.py", "profile.py: is imported instead of Python's module profile. Rename it."),
+            ("mlflow.py", "mlflow.py: is imported instead of the library mlflow. Rename it."),
+            ("pipeline/__init__.py", "pipeline: is imported instead of the library pipeline. Rename it."),
+            ("src/torch/__init__.py", "src/torch: is imported instead of the library torch. Rename it."),
+        ],
+    )
+    def test_are_named(self, file: str, message: str) -> None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+        with pytest.raises(UsageError) as caught:
+            _check_here(load("lab.yaml"), with_data=False, receive=pytest.fail)
+        assert str(caught.value) == message
+
+    def test_a_name_that_hides_nothing_is_accepted(self) -> None:
+        for file in ("net.py", "mlflow/meta.yaml", "tests/__init__.py", "turtledemo.py", "ray.py", "sklearn.py"):
+            Path(file).parent.mkdir(exist_ok=True)
+            Path(file).touch()
+        Path("pipeline").symlink_to(Path(pipeline.__file__).parent)  # a checkout of it
+        self.check()
+        with pytest.raises(UsageError, match=r"ray\.py: is imported instead of the library ray"):
+            self.check("ray")
+
+    def test_a_module_that_user_code_has_imported_is_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = types.ModuleType("turtledemo")
+        module.__file__ = str(Path("turtledemo.py").absolute())
+        Path("turtledemo.py").touch()
+        monkeypatch.setitem(sys.modules, "turtledemo", module)
+        self.check(before_user_code=False)
+        with pytest.raises(UsageError, match="Python's module turtledemo"):
+            self.check()
+
+    def test_explain_an_import_that_failed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        Path("turtledemo.py").write_text("import nothing_at_all\n")
+        Path("net.py").write_text("import nothing_at_all\n")
+        monkeypatch.syspath_prepend(Path.cwd())
+        for name, said in (("turtledemo", "turtledemo.py: is imported instead of Python's module"), ("net", "None")):
+            with pytest.raises(ImportError) as caught:
+                importlib.import_module(name)
+            assert said in str(explain_failed_import(caught.value))

@@ -8,7 +8,7 @@ import pytest
 from pipeline.config.load import ExperimentFile, load
 from pipeline.driver import longer, resume
 from pipeline.errors import ExperimentError, UsageError
-from pipeline.protocol.events import RunOpened
+from pipeline.protocol.events import Metrics, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
 from pipeline.recording.folder import RunState
 from pipeline.recording.recorder import Recorder
@@ -33,18 +33,24 @@ def experiment(name: str) -> ExperimentFile:
     return load(name)
 
 
-def run(hour: int, file: str, *, role: str = "main") -> Path:
+def run(
+    hour: int, file: str, *, role: str = "main", status: Status | None = None, quick: bool = False, steps: int = 0
+) -> Path:
     folder = Path("runs", f"20260301-{hour:02}0000-same-aaaa")
     folder.mkdir(parents=True)
     with closing(Recorder(folder, subscribers=[])) as recorder:
-        recorder.receive(opened(file, role=role))
+        recorder.receive(opened(file, role=role, quick=quick))
+        if steps:
+            recorder.receive(Metrics(time=1, step=steps, epoch=1, points=()))
+        if status is not None:
+            recorder.receive(RunClosed(time=2, status=status))
     return folder
 
 
-def opened(file: str, *, role: str = "main") -> RunOpened:
+def opened(file: str, *, role: str = "main", quick: bool = False) -> RunOpened:
     return RunOpened(
-        time=0, run="r", tracking_uri="", tracking_experiment="same", tags={"role": role}, params={"name": "same"},
-        trials=("main",), file=file,
+        time=0, run="r", tracking_uri="", tracking_experiment="same", params={"name": "same"}, trials=("main",),
+        file=file, tags={"role": role, **({"quick": "true"} if quick else {})},
     )  # fmt: skip
 
 
@@ -57,6 +63,28 @@ def test_each_file_goes_on_with_its_own_run() -> None:
     assert resume.newest(a) == first
     assert resume.newest(load(Path("a.yaml").resolve())) == first
     assert resume.newest(b) == second
+
+
+def test_the_newest_run_goes_on_that_did_not_complete_and_was_not_quick() -> None:
+    a = experiment("a.yaml")
+    run(8, "a.yaml", steps=2, quick=True)
+    assert resume.newest(a) is None
+    run(9, "a.yaml", steps=2, status="FINISHED")
+    finished = run(10, "a.yaml", steps=2, status="FINISHED")
+    run(11, "a.yaml", status="FAILED")  # without a step
+    assert resume.newest(a) == finished
+
+    failed = run(12, "a.yaml", steps=2, status="FAILED")
+    state = RunState(folder=failed, experiment=a.experiment, opened=opened("a.yaml"), status="FAILED")
+    newer = run(13, "a.yaml", steps=2, status="FINISHED")
+    run(14, "a.yaml", steps=2, status="KILLED", quick=True)
+    assert resume.newest(a) == failed
+    (note,) = resume.describe_newer(a, state)
+    assert note.endswith(f"The newer run {newer.name} is complete. To continue that run, use --resume {newer.name}")
+
+    killed = run(15, "a.yaml", steps=2)
+    assert resume.newest(a) == killed
+    assert resume.describe_newer(a, state.model_copy(update={"folder": killed})) == []
 
 
 def test_a_run_of_another_file_is_refused_by_name() -> None:

@@ -239,7 +239,7 @@ def test_a_run_is_found_by_a_part_of_its_id_by_its_folder_and_as_the_latest(tmp_
     assert runs.find(old.name, tmp_path) == runs.find(str(old), Path("elsewhere")) == old
 
 
-def test_a_run_that_ended_before_its_first_step_is_neither_listed_nor_the_latest(tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_first_step_is_not_listed_but_the_latest(tmp_path: Path) -> None:
     good = run(tmp_path, "20260301-110000-digits-bbbb")
     bad = tmp_path / "20260302-120000-digits-aaaa"
     bad.mkdir()
@@ -253,8 +253,33 @@ def test_a_run_that_ended_before_its_first_step_is_neither_listed_nor_the_latest
 
     assert [summary.folder for summary in runs.summaries(tmp_path)] == [good]
     assert [summary.folder for summary in runs.summaries(tmp_path, with_unstarted=True)] == [good, bad]
-    assert runs.find("latest", tmp_path) == good
-    assert runs.find("aaaa", tmp_path) == bad
+    assert runs.find("latest", tmp_path) == runs.find("aaaa", tmp_path) == bad
+    assert runs.find_trained("latest", tmp_path) == (
+        good,
+        f"latest is {good.name}. The newer run {bad.name} failed.",
+    )
+
+
+def test_the_latest_trained_run_is_the_newest_that_completed_a_whole_training(tmp_path: Path) -> None:
+    quick = {"role": "main", "strategy": "ddp", "world_size": "2", "quick": "true"}
+    run(tmp_path, "20260301-1-digits-aaaa", tags=quick)
+    failed = run(tmp_path, "20260301-2-digits-bbbb", status="FAILED")
+    with pytest.raises(UsageError, match=r"no training in .* has completed; .* The newest is 20260301-2-digits-bbbb\."):
+        runs.find_trained("latest", tmp_path)
+
+    good = run(tmp_path, "20260301-3-digits-cccc")
+    run(tmp_path, "20260301-4-digits-dddd", tags=quick, status="KILLED")
+    newest = run(tmp_path, "20260301-5-digits-compare-eeee", tags={"role": "compare"})
+    assert runs.find_trained("latest", tmp_path) == (good, "")
+    assert runs.find("latest", tmp_path) == newest
+    assert runs.find_trained("bbbb", tmp_path) == (failed, "")
+
+    run(tmp_path, "20260301-6-digits-ffff", status="FAILED")
+    killed = run(tmp_path, "20260301-7-digits-gggg", status=None)
+    note = f"latest is {good.name}. The newer run {killed.name} was killed."
+    assert runs.find_trained("latest", tmp_path) == (good, note)
+    with closing(Recorder(killed, subscribers=[])):
+        assert runs.find_trained("latest", tmp_path).note.endswith("gggg is still running.")
 
 
 @pytest.mark.parametrize(

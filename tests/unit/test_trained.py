@@ -1,6 +1,7 @@
 """`pipeline.Trained`: the model of an earlier run, loaded to answer for new data."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from toys import experiment
 from pipeline import Experiment, Trained
 from pipeline.config.summary import to_yaml
 from pipeline.errors import UsageError
+from pipeline.protocol.events import RunClosed, RunOpened
+from pipeline.recording.recorder import Recorder
 
 
 @pytest.fixture
@@ -18,7 +21,11 @@ def folder(tmp_path: Path) -> Path:
     """A run's folder with the files that a loaded model comes from."""
     run = tmp_path / "runs" / "20261123-120000-toy-abcd"
     (run / "model").mkdir(parents=True)
-    (run / "events.jsonl").touch()
+    with closing(Recorder(run, subscribers=[])) as recorder:
+        recorder.receive(
+            RunOpened(run=run.name, tracking_uri="", tracking_experiment="toy", tags={}, params={}, trials=())
+        )
+        recorder.receive(RunClosed(status="FINISHED"))
     (run / "experiment.yaml").write_text(to_yaml(experiment()))
     torch.save(nn.Linear(3, 1).state_dict(), run / "model" / "weights.pt")
     return run

@@ -49,7 +49,7 @@ def update(project: Path, settings: Sequence[str]) -> Updated:
     last = _last_rendering(project, mark=hook.TREE)
     with tempfile.TemporaryDirectory() as folder:
         rendered = render(template, complete, into=Path(folder), source=_source(project / hook.SOURCE))
-        tree = _tree(project, rendered)
+        tree = _tree(project, rendered, add=hook.ADD)
         local = rendered / hook.LOCAL
         if (
             local.is_file() and not (project / hook.LOCAL).exists()
@@ -126,12 +126,12 @@ def _last_rendering(project: Path, *, mark: str) -> _Rendering:
     return _Rendering(commit, tree)
 
 
-def _tree(project: Path, rendered: Path) -> str:
+def _tree(project: Path, rendered: Path, *, add: Sequence[str]) -> str:
     """Write the rendered files as a tree to the project's repository, without touching its index and working tree."""
     with tempfile.TemporaryDirectory() as folder:
         git_dir = _git(project, "rev-parse", "--absolute-git-dir")
         where = {"GIT_DIR": git_dir, "GIT_WORK_TREE": str(rendered), "GIT_INDEX_FILE": str(Path(folder) / "index")}
-        _git(rendered, "add", "--all", environment=where)
+        _git(rendered, *add, environment=where)
         return _git(rendered, "write-tree", environment=where)
 
 

@@ -25,6 +25,8 @@ LOCAL = "pipeline.local.mk"
 """File with settings for this machine only, ignored by git."""
 TREE = "Template-Tree"
 """Trailer of a commit with only the template's rendered files: the hash of their tree."""
+ADD = ("add", "--all", "--force", "--", ".", f":(exclude){LOCAL}")
+"""Arguments of git that add all rendered files, whatever the user's global ignore file has."""
 
 
 class Origin(NamedTuple):
@@ -150,12 +152,16 @@ def commit(project: Path, template: str) -> str | None:
         return "git isn't installed"
     if _git(project, "rev-parse", "--git-dir") is not None:
         return f"{project} lies in a git repository already"
-    _git(project, "init", "--quiet")
-    _git(project, "add", "--all")
-    tree = _git(project, "write-tree")
-    message = f"Create the project from the template {template}\n\n{TREE}: {tree}"
-    done = _git(project, *identity(project), "commit", "--quiet", "--no-verify", "--no-gpg-sign", "--message", message)
-    return "git commit failed" if done is None else None
+    try:
+        _run_git(project, "init", "--quiet")
+        _run_git(project, *ADD)
+        message = f"Create the project from the template {template}\n\n{TREE}: {_run_git(project, 'write-tree')}"
+        options = ("--quiet", "--no-verify", "--no-gpg-sign", "--message", message)
+        _run_git(project, *identity(project), "commit", *options)
+    except subprocess.CalledProcessError as error:
+        reason = " ".join(f"{error.stderr} {error.stdout}".split())
+        return f"git failed: {reason or f'exit code {error.returncode}, without a message'}"
+    return None
 
 
 def identity(project: Path) -> list[str]:
@@ -174,9 +180,18 @@ def next_commands(project: str) -> str:
 def _git(folder: Path, *arguments: str) -> str | None:
     """Return the output of git, or None if it fails or isn't installed."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+        return _run_git(folder, *arguments)
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _run_git(folder: Path, *arguments: str) -> str:
+    """Return the output of git.
+
+    Raises:
+        CalledProcessError: git failed.
+    """
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
