@@ -29,6 +29,7 @@ from pipeline.training import (
     recomputation,
     several_optimizers,
     start_from,
+    synced_norms,
 )
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
@@ -128,6 +129,7 @@ def _build_model(
     """
     train, sharded = trial.experiment.train, strategy if isinstance(strategy, Sharded) else None
     model = parts.model(create, trial.experiment, device=torch.device("cpu") if sharded else device)
+    synced_norms.check_device(model, device)
     loaded = start_from.load(model, trial, rank=rank, device=device)
     hooked = gradient_hooks.find_hooked(model)
     frozen.freeze(model, train.freeze)

@@ -79,7 +79,16 @@ def seeded_model(create: Create, experiment: Experiment, *, device: torch.device
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters")
+    _separate_elements(model)
     return in_double(model) if experiment.train.precision == "fp64" else model
+
+
+def _separate_elements(model: nn.Module) -> None:
+    """Give each element of a buffer its own memory: what ``expand`` returns can't be written, nor restored."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout == torch.strided and 0 in buffer.stride():
+                module._buffers[name] = buffer.contiguous()
 
 
 def model_seed(experiment: Experiment) -> int:
