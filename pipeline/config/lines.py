@@ -155,18 +155,18 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode) and node.tag in _COLLECTIONS:
             return [self._entry(item, keys.child(key, i), item, depth=depth) for i, item in enumerate(node.value)]
         value = self._scalar(node, key)
-        if message := self._find_misreading(node, value):
+        if isinstance(node, yaml.ScalarNode) and (message := self._find_misreading(node, value)):
             self.problems.append(self._problem(key, message, node))
         return value
 
-    def _find_misreading(self, node: yaml.Node, value: object) -> str:
+    def _find_misreading(self, node: yaml.ScalarNode, value: object) -> str:
         """Return what is wrong with a scalar that YAML reads as another value than most people expect; empty if OK."""
         if is_ambiguous(node):
             other = f"Write {written(value)}, or {self.quoted(node.value)} for the text."
             return f"is {node.value}, which is {written(value)} in YAML 1.1 and not in YAML 1.2. {other}"
         mark = node.start_mark
         is_empty = value is None and node.value == "" and mark.buffer is not None
-        if is_empty and (comment := _COLOR_OR_MARK.match(mark.buffer, mark.pointer)):
+        if is_empty and (comment := _COLOR_OR_MARK.match(mark.buffer or "", mark.pointer)):
             return f"is empty, since # starts a comment. Write {self.quoted(comment[1])}, or null."
         return ""
 
