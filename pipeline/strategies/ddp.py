@@ -60,8 +60,11 @@ _TIMED_EVERY = {"cpu": 10, "cuda": 100}
 """Steps of which torch times one. On a GPU, where it waits for the step before, that is torch's default."""
 _TIMED_AT_FIRST = 10
 """First steps, which torch times all."""
-_UNSENT = dict.fromkeys((torch.int16, torch.uint16, torch.uint32, torch.uint64), torch.int64)
-_UNSENT_ON_CPU = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.bfloat16)
+_UNSENT = dict.fromkeys((torch.int16, torch.uint16), torch.int32)
+_UNSENT_ON_CPU = {
+    **dict.fromkeys((torch.uint32, torch.uint64), torch.int64),
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.bfloat16),
+}
 """Types of tensors that neither gloo nor NCCL sends, and those that gloo doesn't send, with what to use instead."""
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]

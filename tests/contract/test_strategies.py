@@ -195,7 +195,7 @@ def test_ddp_refuses_sync_batch_norm_on_cpu() -> None:
 @pytest.mark.parametrize(
     ("buffer", "said"),
     [
-        (torch.ones(2, dtype=torch.int16), "is torch.int16, which DDP cannot send to other workers. Use torch.int64, "),
+        (torch.ones(2, dtype=torch.int16), "is torch.int16, which DDP cannot send to other workers. Use torch.int32, "),
         (torch.ones(2, dtype=torch.float8_e4m3fn), "is torch.float8_e4m3fn, .* Use torch.bfloat16, "),
         (torch.eye(2).to_sparse(), "is torch.sparse_coo, .* Use a dense tensor, "),
     ],
