@@ -96,6 +96,8 @@ _FORBIDDEN = frozenset(
     }
 )
 """Arguments that name code, pickles or remote code, at any depth."""
+_WITH_CLASSES = ("torch.nn", "torchmetrics", "torchvision.transforms")
+"""Packages with functions in "functional", and classes that call them."""
 _ATTENTION = re.compile(r"[\w|]*")  # org/name is code on the hub
 _MODEL = re.compile(r"((hf[-_]hub|timm):)?[^:$]*")  # local-dir:folder is a pickle
 _LIMITED = {
@@ -121,6 +123,23 @@ def rejection_reason(found: object) -> str:
         is_kind = not bases.isdisjoint(_KINDS) or home.startswith(_TRANSFORMS)
         return "" if is_kind else "is not a model, loss, optimizer, scheduler, dataset, sampler, transform or metric"
     return "" if _is_builder(found, home) else "is not on the list of allowed functions"
+
+
+def class_of_function(target: str) -> str:
+    """Return the class that does what a function does, e.g. torch.nn.MSELoss for torch.nn.functional.mse_loss.
+
+    Empty for functions without such a class.
+    """
+    package, _, name = target.rpartition(".")
+    owner = ".".join(part for part in package.split(".") if part != "functional")
+    module = sys.modules.get(owner) if owner != package and owner.startswith(_WITH_CLASSES) else None
+    wanted = _letters(name.replace("binary_cross_entropy", "bce"))
+    names = vars(module) if module is not None else ()
+    return next((f"{owner}.{one}" for one in names if one[:1].isupper() and _letters(one) == wanted), "")
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").removesuffix("loss")
 
 
 def find_rejected_arguments(

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from pipeline.config import environment, extras, keys, targets
+from pipeline.config import component_arguments, environment, extras, keys, targets
 from pipeline.config.deferred import fill_in
 from pipeline.config.finetuning import Optimizer
+from pipeline.config.messages import shown
 from pipeline.config.named_optimizers import own_problems
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
-from pipeline.wording import did_you_mean
 
 _PASSED = {
     "optimizer": ("the model's parameters",),
@@ -80,7 +80,8 @@ def build(
     Raises:
         ExperimentError: it can't be found or imported, or raises an exception, which is the cause.
     """
-    return bound(component, key=key, allowed=allowed, runtime=runtime)(*args)
+    scheduled = args if key == "scheduler" else ()
+    return bound(component, key=key, allowed=allowed, runtime=runtime, scheduled=scheduled)(*args)
 
 
 def bound(
@@ -89,25 +90,44 @@ def bound(
     key: str,
     allowed: tuple[str, ...],
     runtime: Mapping[str, int] = MappingProxyType({}),
+    scheduled: tuple[object, ...] = (),
 ) -> Callable[..., Any]:
     """Return the function that a component names, its own arguments filled in; nested components are built once.
 
-    The function raises ExperimentError in place of an exception, which is the cause.
+    ``scheduled`` is the optimizer, if nested components may be schedulers. The function raises ExperimentError in place
+    of an exception, which is the cause.
 
     Raises:
         ExperimentError: it can't be found or imported, or a nested component can't be built.
     """
     function = resolve(component, key=key, allowed=allowed)
-    arguments = _built(component.arguments, key=key, allowed=allowed, known=runtime)
+    parameters = component_arguments.parameters_of(function)
+    built = _built(component.arguments, key=key, allowed=allowed, known=runtime, scheduled=scheduled)
+    arguments = component_arguments.with_tensors(built, parameters)
+    by_name = bool(scheduled) and component_arguments.takes_optimizer(function)
 
     def call(*args: object) -> Any:
         try:
-            return function(*args, **arguments)
+            return (
+                function(**{component_arguments.OPTIMIZER: args[0]}, **arguments)
+                if by_name
+                else function(*args, **arguments)
+            )
         except PipelineError:
             raise
         except Exception as error:  # whatever a constructor raises, its arguments in the file led to it
             said = environment.redact(" ".join(str(error).split()))
-            raise ExperimentError.of(key, f"{component.target} raised {type(error).__name__}: {said[:300]}") from error
+            message = f"{component.target} raised {type(error).__name__}: {said[:300]}"
+            wrong = (
+                component_arguments.find_wrong_type(arguments, parameters)
+                if isinstance(error, TypeError | ValueError)
+                else None
+            )
+            if wrong is not None:
+                name, remedy = wrong
+                message = f"is {shown(component.arguments[name])}. {remedy} {message}"
+                raise ExperimentError.of(keys.child(key, name), message) from error
+            raise ExperimentError.of(key, message) from error
 
     return call
 
@@ -144,8 +164,11 @@ def _check(component: Component, *, key: str, passed: Sequence[str], allowed: tu
         if isinstance(found, Problem):
             problems.append(found)
             continue
-        given = passed if found.key == key else ()
-        problems += _check_call(found.function, found.component, key=found.key, passed=given)
+        is_passed = found.key == key or (
+            passed == _PASSED["scheduler"] and component_arguments.takes_optimizer(found.function)
+        )
+        given = passed if is_passed else ()
+        problems += component_arguments.check(found.function, found.component, key=found.key, passed=given)
         if needed := extras.missing(found.function):
             problems.append(Problem(f"{found.key}._target_", needed))
     return problems
@@ -164,44 +187,6 @@ def _iter_resolved(component: Component, *, key: str, allowed: tuple[str, ...]) 
             yield from error.problems
         else:
             yield from _iter_resolved(inner, key=inner_key, allowed=allowed)
-
-
-def _check_call(
-    function: Callable[..., Any], component: Component, *, key: str, passed: Sequence[str]
-) -> list[Problem]:
-    """Find keywords that the callable doesn't take, and required ones that are missing."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return []
-    given, target = component.arguments, component.target
-    problems: list[Problem] = []
-    taken: dict[str, str] = {}
-    for what in () if any(p.kind is p.VAR_POSITIONAL for p in parameters) else passed:
-        if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
-            return [
-                Problem(
-                    f"{key}._target_", f"{target} cannot be called with {', '.join(passed)}. Name another callable."
-                )
-            ]
-        taken[parameters.pop(0).name] = what
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    # A wrapper may take more than the function it wraps, e.g. that of transformers' configurations.
-    outer = inspect.signature(function, follow_wrapped=False).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in (*parameters, *outer))
-    for name in given:
-        if name in taken:
-            problems.append(
-                Problem(
-                    keys.child(key, name), f"pipeline passes {taken[name]} to {target} as this argument. Remove it."
-                )
-            )
-        elif name not in named and not takes_any:
-            problems.append(Problem(keys.child(key, name), _unknown(name, list(named), target)))
-    for name, parameter in named.items():
-        if parameter.default is parameter.empty and name not in given:
-            problems.append(Problem(keys.child(key, name), f"missing. {target} requires this argument."))
-    return problems
 
 
 def _check_task(task: Component, *, allowed: tuple[str, ...]) -> Iterator[Problem]:
@@ -224,13 +209,8 @@ def _check_groups(optimizer: Optimizer, *, allowed: tuple[str, ...]) -> Iterator
     for index, group in enumerate(optimizer.groups):
         for name in group.settings:
             if name not in known:
-                message = _unknown(name, known, optimizer.target)
+                message = component_arguments.describe_unknown(name, known, optimizer.target)
                 yield Problem(keys.child(f"optimizer.groups[{index}]", name), message)
-
-
-def _unknown(name: str, known: list[str], target: str) -> str:
-    takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
-    return f"{target} has no such argument{did_you_mean(name, known) or f'; {takes}'}"
 
 
 def _nested(value: object, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -251,18 +231,24 @@ def _component(mapping: Mapping[str, Any], key: str) -> Component:
         raise ExperimentError.of(f"{key}._target_", message) from None
 
 
-def _built(value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int]) -> Any:
+def _built(
+    value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int], scheduled: tuple[object, ...]
+) -> Any:
     """Build the components inside a value, and fill in run-time values and environment variables."""
     if isinstance(value, str):
         return fill_in(value, known, key=key)
+
+    def inner(part: Any, name: str | int) -> Any:
+        where = keys.child(key, name)
+        if not isinstance(part, Mapping) or "_target_" not in part:
+            return _built(part, key=where, allowed=allowed, known=known, scheduled=scheduled)
+        component = _component(part, where)
+        create = bound(component, key=where, allowed=allowed, runtime=known, scheduled=scheduled)
+        takes = bool(scheduled) and component_arguments.takes_optimizer(resolve(component, key=where, allowed=allowed))
+        return create(*scheduled) if takes else create()
+
     if isinstance(value, list | tuple):
-        return [_inner(v, key=keys.child(key, i), allowed=allowed, known=known) for i, v in enumerate(value)]
+        return [inner(part, index) for index, part in enumerate(value)]
     if isinstance(value, Mapping):
-        return {n: _inner(v, key=keys.child(key, n), allowed=allowed, known=known) for n, v in value.items()}
+        return {name: inner(part, name) for name, part in value.items()}
     return value
-
-
-def _inner(value: Any, *, key: str, allowed: tuple[str, ...], known: Mapping[str, int]) -> Any:
-    if isinstance(value, Mapping) and "_target_" in value:
-        return build(_component(value, key), key=key, allowed=allowed, runtime=known)
-    return _built(value, key=key, allowed=allowed, known=known)

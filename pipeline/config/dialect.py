@@ -1,4 +1,8 @@
-"""YAML dialect of experiment files: PyYAML's, except that 1e-3 is a number and a date is a string."""
+"""YAML dialect of experiment files: PyYAML's, without its readings that most people don't expect.
+
+PyYAML reads YAML 1.1. Here 1e-3 is a number, and a date or a time such as 10:30 is a string. Values such as 010 and no,
+which YAML 1.2 reads differently, are rejected by `pipeline.config.lines`.
+"""
 
 import math
 import re
@@ -8,6 +12,9 @@ import yaml
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _FLOAT = "tag:yaml.org,2002:float"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_STRING = "tag:yaml.org,2002:str"
+_TIME = re.compile(r"^[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?$")
+_ONLY_1_1 = re.compile(r"[-+]?0[0-7_]+|[-+]?0b[01_]+|[-+.]?[0-9].*_.*|yes|no|on|off", re.IGNORECASE)
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -24,6 +31,10 @@ class Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers()
 
 
+for _first in "-+0123456789":
+    Loader.yaml_implicit_resolvers[_first].insert(0, (_STRING, _TIME))
+
+
 class Dumper(yaml.SafeDumper):
     """Dumper whose output `Loader` reads back unchanged."""
 
@@ -32,6 +43,11 @@ class Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         """Write repeated values in full instead of as aliases, for readability."""
         return True
+
+
+def is_ambiguous(node: yaml.ScalarNode) -> bool:
+    """Return True if a value without quotes is a number or boolean in YAML 1.1, and something else in YAML 1.2."""
+    return node.style is None and node.tag != _STRING and _ONLY_1_1.fullmatch(node.value) is not None
 
 
 def written(value: object) -> str:

@@ -1,5 +1,6 @@
 """Interpolation: ``${...}`` resolved by OmegaConf, with all problems collected and the resulting length limited."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -148,6 +149,8 @@ class _Resolver:
     def _reason(self, error: Exception, said: str) -> str:
         if isinstance(error, InterpolationKeyError) and (found := _NO_KEY.fullmatch(said)):
             long = len(found[1]) > _LONGEST
+            if found[1] in os.environ:
+                return f"there is no key {found[1]}. Write ${{oc.env:{found[1]}}} for the environment variable."
             known = [*self._raw, *deferred.RUNTIME_VALUES] if len(self.problems) < MOST_PROBLEMS and not long else []
             return f"there is no key {found[1][:_LONGEST]}{did_you_mean(found[1], known)}"
         if isinstance(error, InterpolationToMissingValueError):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from pipeline.config import keys
-from pipeline.config.dialect import Loader
+from pipeline.config.dialect import Loader, is_ambiguous, written
 from pipeline.config.uris import without_credentials_in
 from pipeline.errors import ExperimentError, Problem
 
@@ -28,6 +28,8 @@ _MOST_BITS = 64
 _LONGEST = 200  # characters of an override in a message
 _MOST_VALUES = 50_000
 _DEEPEST = 40  # OmegaConf takes some ten of Python's thousand stack frames for each level
+_COLOR_OR_MARK = re.compile(r"[ \t]*(#(?:[0-9a-fA-F]{3,8})?)[ \t]*[\n\0]")
+"""Comment in the place of a value that is probably the value."""
 _TAB = re.compile(r"^ *\t[ \t]*\S")
 
 _MEANINGS = (
@@ -100,10 +102,14 @@ def of_override(override: str) -> str:
     return f"{COMMAND_LINE}{override if len(override) <= _LONGEST else f'{override[:_LONGEST]}...'}"
 
 
-def parse(text: str, *, place: PlaceOf, depth: int = 0) -> tuple[Any, dict[str, int]]:
+def parse(text: str, *, place: PlaceOf, depth: int = 0, in_shell: bool = False) -> tuple[Any, dict[str, int]]:
     """Parse a YAML document; return its value (None if it is empty) and the line of every key.
 
-    ``depth`` is the number of sections around the value.
+    Args:
+        text: the document.
+        place: returns the place of a line in messages.
+        depth: number of sections around the value.
+        in_shell: True for a value on a command line, where messages double the quotes and a comment is an error.
 
     Raises:
         ExperimentError: not YAML, duplicate keys, keys that aren't strings, tags, or too many values or levels.
@@ -114,7 +120,10 @@ def parse(text: str, *, place: PlaceOf, depth: int = 0) -> tuple[Any, dict[str, 
         raise ExperimentError(explain_syntax(error, text, place=place)) from None
     except RecursionError:
         raise ExperimentError([Problem("", f"nested deeper than {_DEEPEST} levels", place(1))]) from None
-    reader = _Reader(place)
+    reader = _Reader(place, in_shell=in_shell)
+    if in_shell and text[node.end_mark.index if node else 0 :].lstrip().startswith("#"):
+        message = f"# starts a comment in YAML. Put the value in quotes: {reader.quoted(text)}"
+        raise ExperimentError([Problem("", message, place(1))])
     value = None if node is None else reader.value(node, "", depth=depth)
     if reader.problems:
         raise ExperimentError(reader.problems)
@@ -124,12 +133,17 @@ def parse(text: str, *, place: PlaceOf, depth: int = 0) -> tuple[Any, dict[str, 
 class _Reader:
     """Conversion of YAML nodes to plain values; merge keys (``<<``) and aliases are expanded."""
 
-    def __init__(self, place: PlaceOf) -> None:
+    def __init__(self, place: PlaceOf, *, in_shell: bool) -> None:
         self.lines: dict[str, int] = {}
         self.problems: list[Problem] = []
-        self._place = place
+        self._place, self._in_shell = place, in_shell
         self._values = 0
         self._constructor = yaml.constructor.SafeConstructor()
+
+    def quoted(self, text: str) -> str:
+        """Return a text as YAML in quotes, as it is written here."""
+        inner = "'" + text.replace("'", "''") + "'"
+        return f'"{inner}"' if self._in_shell else inner
 
     def value(self, node: yaml.Node, key: str, *, depth: int) -> Any:
         self._values += 1
@@ -140,7 +154,21 @@ class _Reader:
             return self._mapping(node, key, depth=depth)
         if isinstance(node, yaml.SequenceNode) and node.tag in _COLLECTIONS:
             return [self._entry(item, keys.child(key, i), item, depth=depth) for i, item in enumerate(node.value)]
-        return self._scalar(node, key)
+        value = self._scalar(node, key)
+        if isinstance(node, yaml.ScalarNode) and (message := self._find_misreading(node, value)):
+            self.problems.append(self._problem(key, message, node))
+        return value
+
+    def _find_misreading(self, node: yaml.ScalarNode, value: object) -> str:
+        """Return what is wrong with a scalar that YAML reads as another value than most people expect; empty if OK."""
+        if is_ambiguous(node):
+            other = f"Write {written(value)}, or {self.quoted(node.value)} for the text."
+            return f"is {node.value}, which is {written(value)} in YAML 1.1 and not in YAML 1.2. {other}"
+        mark = node.start_mark
+        is_empty = value is None and node.value == "" and mark.buffer is not None
+        if is_empty and (comment := _COLOR_OR_MARK.match(mark.buffer or "", mark.pointer)):
+            return f"is empty, since # starts a comment. Write {self.quoted(comment[1])}, or null."
+        return ""
 
     def _entry(self, node: yaml.Node, key: str, at: yaml.Node, *, depth: int) -> Any:
         self.lines[key] = at.start_mark.line + 1
@@ -160,6 +188,9 @@ class _Reader:
                 self.problems.append(self._problem(keys.child(key, text), message, name))
                 continue
             first[text] = name.start_mark.line + 1
+            if node.flow_style and name.style is None and ":" in text and not value.value:
+                message = f"has no value. Put a space after the colon: {text.replace(':', ': ', 1)}"
+                self.problems.append(self._problem(keys.child(key, text), message, name))
             result[text] = self._entry(value, keys.child(key, text), name, depth=depth)
         return result
 

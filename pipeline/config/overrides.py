@@ -31,7 +31,7 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dic
     for override in overrides:
         key, text = _split(override)
         try:
-            value = lines.parse(text, place=lambda _: "", depth=len(keys.split(key)))[0]
+            value = lines.parse(text, place=lambda _: "", depth=len(keys.split(key)), in_shell=True)[0]
             key, value = _of_parameter(key, value)
             _set(tree, key, value)
         except ExperimentError as error:

@@ -11,6 +11,8 @@ PREFIX, TRAIN = "validation/", "train/"
 OF_TRAINING = ("loss", "learning_rate", "gradient_norm", "skipped_steps")
 """Metrics of a step that the project reports itself, without "train/"; all others are logs of a task."""
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")
+_NOT_A_FOLDER = re.compile(r"(?<![^/])(\.{0,2})(?![^/])")
+"""Part of a name between slashes that is not the name of a folder: empty, or dots."""
 _MLFLOW_LENGTH = 250
 _MOST_VALUES = 4
 _INDEX = re.compile(r"(_true|_predicted)?_\d+\Z")
@@ -57,8 +59,8 @@ def named(values: Mapping[str, float]) -> Iterator[str]:
 
 
 def mlflow_name(name: str) -> str:
-    """Return a name that MLflow accepts; one forbidden character makes it reject a whole batch of values."""
-    return _FORBIDDEN.sub("_", name)[:_MLFLOW_LENGTH]
+    """Return a name that MLflow accepts; a name that it rejects makes it reject a whole batch of values."""
+    return _NOT_A_FOLDER.sub("_", _FORBIDDEN.sub("_", name)[:_MLFLOW_LENGTH])
 
 
 def name_problems(metrics: Iterable[str]) -> Iterator[Problem]:

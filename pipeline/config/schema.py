@@ -209,7 +209,8 @@ class Experiment(Section):
     given. Optimizers with train() and eval(), such as schedule-free optimizers, are in eval() mode during evaluation
     and export."""
     scheduler: Component | None = None
-    """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}."""
+    """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}. Schedulers in
+    its arguments, as a SequentialLR has them, also get the optimizer."""
     optimizers: Mapping[str, NamedOptimizer] = {}
     """Several optimizers by name, instead of ``optimizer``, for a task that yields one loss per optimizer. ``params``
     lists the names of the parameters: ``{critic: {_target_: torch.optim.Adam, params: "critic.*"}}``. ``every: 5``

@@ -216,6 +216,8 @@ class _Search(NamedTuple):
         home = str(getattr(found, "__module__", None))
         if self.target in self.allowed:  # allowed by its own name, wherever it is defined
             return found
+        if instead := built_in.class_of_function(self.target):
+            self._fail(f"{self.target} is a function, which cannot be named here. Write {instead}, a class.")
         if not _under(home, self.allowed):
             self._fail(f"{self.target} is defined in {home}, which is not allowed. {_remedy(self.target)}")
         if not self.is_built_in(found):

@@ -60,6 +60,12 @@ _TIMED_EVERY = {"cpu": 10, "cuda": 100}
 """Steps of which torch times one. On a GPU, where it waits for the step before, that is torch's default."""
 _TIMED_AT_FIRST = 10
 """First steps, which torch times all."""
+_UNSENT = dict.fromkeys((torch.int16, torch.uint16), torch.int32)
+_UNSENT_ON_CPU = {
+    **dict.fromkeys((torch.uint32, torch.uint64), torch.int64),
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.bfloat16),
+}
+"""Types of tensors that neither gloo nor NCCL sends, and those that gloo doesn't send, with what to use instead."""
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -107,6 +113,7 @@ class Strategy(base.Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         options = cast(Options, self.options)
         _refuse_sparse(model, options)
+        _check_buffers(model, device=self.device)
         model = self.prepare(model)
         buffers: dict[str, Any] = {} if options.local_sgd_period is None else {_SYNC_BUFFERS: False}
         wrapped = DistributedDataParallel(
@@ -203,6 +210,23 @@ def _refuse_sparse(model: nn.Module, options: Options) -> None:
             "model",
             f"{names[0]} has sparse gradients, which {how} does not support; set sparse: false, or remove {how}",
         )
+
+
+def _check_buffers(model: nn.Module, *, device: torch.device) -> None:
+    """Check that DDP can send the model's buffers, as it does before each step.
+
+    Raises:
+        ExperimentError: gloo or NCCL can't send one.
+    """
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    unsent = _UNSENT if device.type == "cuda" else {**_UNSENT, **_UNSENT_ON_CPU}
+    for name, buffer in model.named_buffers():
+        is_dense = buffer.layout == torch.strided
+        if name in ignored or (is_dense and buffer.dtype not in unsent):
+            continue
+        kind, other = (buffer.dtype, unsent[buffer.dtype]) if is_dense else (buffer.layout, "a dense tensor")
+        message = f"the buffer {name} is {kind}, which DDP cannot send to other workers. Use {other}"
+        raise ExperimentError.of("model", f"{message}, or an attribute that is not a buffer.")
 
 
 def _hook(options: Options, *, device: torch.device) -> tuple[PowerSGDState | None, Hook]:

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _HINT = "return pairs from the dataset, or set `task:` to a class that reads such batches"
+_WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss)
 _MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples
 
 
@@ -77,6 +78,7 @@ class Supervised(Task):
         """Compute the loss of (inputs, targets)."""
         inputs, targets = _pair(batch)
         outputs = _logits(model(inputs))
+        _match_weights(self.loss, outputs)
         loss = self.loss(outputs, self._counted(targets))
         if not isinstance(loss, Tensor) or loss.ndim:
             raise ExperimentError.of("loss", f"is {described(loss)}, not a scalar; return the mean over the batch")
@@ -169,6 +171,16 @@ def is_known(task: object) -> bool:
 def _is_entropy(loss: object) -> TypeGuard[nn.CrossEntropyLoss | nn.NLLLoss]:
     """Return True if a loss computes torch's cross entropy; a subclass may compute something else."""
     return getattr(type(loss), "forward", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+
+
+def _match_weights(loss: object, outputs: Any) -> None:
+    """Give the weights of a torch loss the type that it needs, so that a file or class may have integers or doubles."""
+    if not isinstance(loss, _WEIGHTED) or not isinstance(outputs, Tensor):
+        return
+    needed = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+    for name, weight in loss._buffers.items():
+        if weight is not None and weight.dtype != needed:
+            loss._buffers[name] = weight.to(needed)
 
 
 def _has_zero(weight: Tensor | None) -> bool:

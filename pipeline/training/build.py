@@ -29,6 +29,7 @@ from pipeline.training import (
     recomputation,
     several_optimizers,
     start_from,
+    synced_norms,
 )
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
@@ -52,11 +53,8 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     device = device_of(trial, rank=rank)
     forget_memory(device)
     source = open_source(trial, rank=rank, device=device, datasets=datasets)
-    create = partial(
-        components.build,
-        allowed=trial.allowed,
-        runtime=runtime(trial, order=source.order, rank=rank),
-    )
+    known = runtime(trial, order=source.order, rank=rank)
+    create = partial(components.build, allowed=trial.allowed, runtime=known)
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     is_sharded = isinstance(strategy, Sharded)
     keeps_compiled = datasets is not None
@@ -66,15 +64,17 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         raise ExperimentError(problems)
     model = built.model
     validates = source.validation is not None
+    is_by_step = experiment.train.scheduler_interval == "step"
+    advances = known["total_steps"] // (1 if is_by_step else known["steps_per_epoch"])
     optimizer: Optimizer
     scheduler: LRScheduler | None
     if experiment.optimizers:
         optimizer, scheduler = several_optimizers.build(
-            create, experiment, model=model, learned=learned, validates=validates
+            create, experiment, model=model, learned=learned, validates=validates, advances=advances
         )
     else:
         optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=is_sharded)
-        scheduler = parts.scheduler(create, experiment, optimizer=optimizer, validates=validates)
+        scheduler = parts.scheduler(create, experiment, optimizer=optimizer, validates=validates, advances=advances)
     optimizers.check_averaging(optimizer, trial=trial)
     context = TrainContext(
         trial=trial,
@@ -128,6 +128,7 @@ def _build_model(
     """
     train, sharded = trial.experiment.train, strategy if isinstance(strategy, Sharded) else None
     model = parts.model(create, trial.experiment, device=torch.device("cpu") if sharded else device)
+    synced_norms.check_device(model, device)
     loaded = start_from.load(model, trial, rank=rank, device=device)
     hooked = gradient_hooks.find_hooked(model)
     frozen.freeze(model, train.freeze)

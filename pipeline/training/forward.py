@@ -1,6 +1,8 @@
 """The forward pass of a batch, in training and in evaluation, with checks of the task's output."""
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
 
@@ -16,6 +18,8 @@ from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch, StreamOrder
 from pipeline.training.parameter_names import listed
 from pipeline.training.yielded import combined, outputs
+
+_UNEXPECTED = re.compile(r"got an unexpected keyword argument '(.*?)'")
 
 
 def forward(
@@ -80,6 +84,12 @@ def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) ->
             raise _unused(names, context) from error
         if isinstance(context.task, Supervised) and _is_of_the_call(error, context.model):
             raise _called_otherwise(error, batch) from error
+        if isinstance(batch, Mapping) and (columns := _find_untaken(error, batch, context.model)):
+            raise ExperimentError.of(
+                "data",
+                f"samples have {listed(columns)}, which {type(context.model).__name__} does not take as an argument. "
+                "Remove this from the samples, e.g. with dataset.remove_columns of Hugging Face datasets.",
+            ) from error
         raise
     if isinstance(output, Iterator):
         raise _refused(context, "yields losses, which needs several optimizers; set optimizers: in the file")
@@ -130,6 +140,18 @@ def _is_of_the_call(error: Exception, model: nn.Module) -> bool:
     """Return True if the model's ``forward`` doesn't take the arguments that it was called with."""
     name = f"{type(model).forward.__qualname__}() "
     return isinstance(error, TypeError) and str(error).startswith(name)
+
+
+def _find_untaken(error: Exception, batch: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """Return the keys of a batch that the model doesn't take, if the error is about one of them."""
+    found = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
+    if found is None or found[1] not in batch:
+        return []
+    parameters = inspect.signature(model.forward).parameters
+    if found[1] in parameters:  # another function of the model raised it
+        return []
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return [found[1]] if takes_any else [name for name in batch if name not in parameters]
 
 
 def _called_otherwise(error: Exception, batch: Any) -> ExperimentError:

@@ -7,7 +7,7 @@ from typing import Any
 from warnings import catch_warnings, filterwarnings
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, LRScheduler, OneCycleLR, SequentialLR
 
 from pipeline.config.finetuning import OWN_RATES, ParameterGroup
 from pipeline.config.train import LearningRateScaling, Train
@@ -80,20 +80,53 @@ def refuse_hidden_rates(
         ExperimentError: ``train.lr_scaling``, or the rate of a parameter group, would have no effect.
     """
     own = any("lr" in group.settings for group in groups)
-    if own and isinstance(scheduler, OneCycleLR | CyclicLR) and target not in OWN_RATES:
-        name = _torchs_name(scheduler)
+    found = [part for part, _ in _with_nested(scheduler, 0) if isinstance(part, OneCycleLR | CyclicLR)]
+    if not found or target in OWN_RATES:
+        return
+    name = _torchs_name(found[0])
+    if own:
         remedy = f"Set scheduler._target_ to torch.optim.lr_scheduler.{name}, with a list of rates"
-        raise ExperimentError.of(
-            "scheduler", f"{target} returned a {name}, whose rates override optimizer.groups. {remedy}."
-        )
-    if factor != 1 and isinstance(scheduler, OneCycleLR | CyclicLR) and target not in OWN_RATES:
+        raise ExperimentError.of("scheduler", f"{target} uses {name}, whose rates override optimizer.groups. {remedy}.")
+    if factor != 1:
         raise ExperimentError.of(
             "scheduler",
-            f"{target} returned a {type(scheduler).__name__}, whose rates override the optimizer's, so "
+            f"{target} uses {name}, whose rates override the optimizer's, so "
             "train.lr_scaling would have no effect. Set scheduler._target_ to "
-            f"torch.optim.lr_scheduler.{_torchs_name(scheduler)}, or set train.lr_scaling.rule: none and scale the "
+            f"torch.optim.lr_scheduler.{name}, or set train.lr_scaling.rule: none and scale the "
             "rates in your code.",
         )
+
+
+def check_length(scheduler: LRScheduler, *, advances: int) -> None:
+    """Check before training that each OneCycleLR is as long as the training: torch raises an error after its last step.
+
+    Args:
+        scheduler: the scheduler, which may contain others.
+        advances: how many times the training advances it.
+
+    Raises:
+        ExperimentError: one is too short.
+    """
+    for part, most in _with_nested(scheduler, advances):
+        if isinstance(part, OneCycleLR) and part.total_steps < most:
+            raise ExperimentError.of(
+                "scheduler",
+                f"OneCycleLR has total_steps {part.total_steps}, but the training advances it {most} times. "
+                f"Set total_steps to {most} or more. ${{total_steps}} is the number of steps of the training.",
+            )
+
+
+def _with_nested(scheduler: LRScheduler, advances: int) -> Iterator[tuple[LRScheduler, int]]:
+    """Yield a scheduler and those in it, with the number of times that each is advanced."""
+    yield scheduler, advances
+    inner: Sequence[LRScheduler] = getattr(scheduler, "_schedulers", ())
+    if isinstance(scheduler, SequentialLR):
+        bounds = [0, *(min(milestone, advances + 1) for milestone in scheduler._milestones), advances + 1]
+        for part, start, end in zip(inner, bounds[:-1], bounds[1:], strict=True):
+            yield from _with_nested(part, max(0, end - start - 1))
+    elif isinstance(scheduler, ChainedScheduler):
+        for part in inner:
+            yield from _with_nested(part, advances)
 
 
 def _set_rates(optimizer: Optimizer, rates: list[float]) -> None:

@@ -54,6 +54,8 @@ def explained(error: BaseException) -> str:
         )
     if not isinstance(targets, Tensor):
         return f"needs a tensor of targets, but got {_kind(targets)}; set `task:` to a class that selects the tensor"
+    if said := _lengths(outputs, called.f_locals, has_classes=called.f_code in _CLASSES):
+        return said
     if called.f_code in _ELEMENTS:
         return _shapes(outputs, targets) or _types(outputs, targets)
     return _classes(outputs, targets, ignored=called.f_locals.get("ignore_index", _IGNORED))
@@ -88,6 +90,20 @@ def warned() -> Iterator[list[str]]:
             told.append(f"gets outputs of shape {outputs} and targets of shape {targets}{_to(outputs, targets)}")
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _lengths(outputs: Tensor, given: Mapping[str, object], *, has_classes: bool) -> str:
+    """Explain weights that are not one for each class."""
+    for name in ("weight", "pos_weight"):
+        weight = given.get(name)
+        if not isinstance(weight, Tensor):
+            continue
+        classes = outputs.shape[1 if outputs.ndim > 1 else 0]
+        does_fit = weight.shape == (classes,) if has_classes else _both(outputs.shape, weight.shape) == outputs.shape
+        if not does_fit:
+            shapes = f"{_tensor(name, weight)} for {_tensor('outputs', outputs)}"
+            return f"gets {shapes}; set {name} to a list with one number for each class"
+    return ""
 
 
 def _both(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:

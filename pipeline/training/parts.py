@@ -27,7 +27,7 @@ from pipeline.system.imports import undisturbed
 from pipeline.tasks import Supervised, Task
 from pipeline.training import optimizers, parameter_groups
 from pipeline.training.learned import held_by, learned_by
-from pipeline.training.learning_rate import refuse_hidden_rates, scaling_factor, with_scaled_rates
+from pipeline.training.learning_rate import check_length, refuse_hidden_rates, scaling_factor, with_scaled_rates
 from pipeline.training.order import mix
 from pipeline.training.randomness import generators_kept, seed_all
 from pipeline.wording import counted
@@ -79,7 +79,16 @@ def seeded_model(create: Create, experiment: Experiment, *, device: torch.device
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ExperimentError.of("model", f"{experiment.model.target} has no trainable parameters")
+    _separate_elements(model)
     return in_double(model) if experiment.train.precision == "fp64" else model
+
+
+def _separate_elements(model: nn.Module) -> None:
+    """Give each element of a buffer its own memory: what ``expand`` returns can't be written, nor restored."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout == torch.strided and 0 in buffer.stride():
+                module._buffers[name] = buffer.contiguous()
 
 
 def model_seed(experiment: Experiment) -> int:
@@ -203,8 +212,18 @@ def optimizer(
     return optimizer
 
 
-def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, validates: bool) -> LRScheduler | None:
-    """Build the scheduler, or return None without one; ``validates`` is True if there is a validation set."""
+def scheduler(
+    create: Create, experiment: Experiment, *, optimizer: Optimizer, validates: bool, advances: int
+) -> LRScheduler | None:
+    """Build the scheduler, or return None without one.
+
+    Args:
+        create: builds components.
+        experiment: names the scheduler.
+        optimizer: its learning rates are scheduled.
+        validates: True if there is a validation set.
+        advances: how many times the training advances the scheduler.
+    """
     if experiment.scheduler is None:
         return None
     factor = scaling_factor(experiment.train.lr_scaling, global_batch_size=experiment.train.global_batch_size)
@@ -216,6 +235,7 @@ def scheduler(create: Create, experiment: Experiment, *, optimizer: Optimizer, v
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}, not a torch LRScheduler")
     groups = experiment.optimizer.groups if experiment.optimizer is not None else ()
     refuse_hidden_rates(scheduler, target=experiment.scheduler.target, factor=factor, groups=groups)
+    check_length(scheduler, advances=advances)
     if not isinstance(scheduler, ReduceLROnPlateau):
         if experiment.train.scheduler_metric is not None:
             raise ExperimentError.of("train.scheduler_metric", f"{NO_PLATEAU}. Remove this key.")

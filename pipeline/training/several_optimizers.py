@@ -101,9 +101,15 @@ def each_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def build(
-    create: parts.Create, experiment: Experiment, *, model: nn.Module, learned: nn.Module | None, validates: bool
+    create: parts.Create,
+    experiment: Experiment,
+    *,
+    model: nn.Module,
+    learned: nn.Module | None,
+    validates: bool,
+    advances: int,
 ) -> tuple[Optimizers, Schedulers | None]:
-    """Build the optimizers and schedulers of an experiment that has several.
+    """Build the optimizers and schedulers of an experiment that has several, see `parts.scheduler`.
 
     Raises:
         ExperimentError: one can't be built or train its parameters, or the parameters aren't divided among them.
@@ -117,7 +123,7 @@ def build(
             if has_modes(optimizer):
                 message = f"{type(optimizer).__name__} keeps a second set of weights, so it can't be one of several"
                 raise ExperimentError.of("optimizer", f"{message} optimizers; use another, e.g. torch.optim.Adam")
-            scheduler = parts.scheduler(create, own, optimizer=optimizer, validates=validates)
+            scheduler = parts.scheduler(create, own, optimizer=optimizer, validates=validates, advances=advances)
             if isinstance(scheduler, ReduceLROnPlateau):
                 message = "is a ReduceLROnPlateau, which is not supported with several optimizers"
                 raise ExperimentError.of("scheduler", f"{message}; use another scheduler")

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
 from pipeline.tasks.gathering import Pass
+from pipeline.training import torch_errors
 from pipeline.training.alternation import alternate
 from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
@@ -107,7 +108,8 @@ def forward_backward(
             loss = gathering.reaching_rows(losses.add(output, micro_batch))
             del output  # logits of a large vocabulary would stay in memory during the backward pass
             mark(Phase.BACKWARD)
-            context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            with torch_errors.explained(context.trainable):
+                context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if context.learned is not None and exchange and context.rank.world_size > 1 and not context.is_local_step:
         scale = context.strategy.gradient_scale
         exchange_gradients(trainable(context.learned), scale=scale, device=context.device)

@@ -3,8 +3,28 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import nn
+
+from pipeline.errors import ExperimentError
+
+
+def check_device(model: nn.Module, device: torch.device) -> None:
+    """Check that SyncBatchNorm layers have a GPU, where several workers train.
+
+    Raises:
+        ExperimentError: a layer is on the CPU.
+    """
+    if device.type != "cpu" or not dist.is_initialized():
+        return
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    if names:
+        raise ExperimentError.of(
+            "model",
+            f"the layer {names[0]} is a SyncBatchNorm, which works on GPUs only. Use torch.nn.BatchNorm1d, 2d or 3d. "
+            "On GPUs, parallel.options.sync_batch_norm: true then computes statistics over all workers.",
+        )
 
 
 class SyncedNorms:

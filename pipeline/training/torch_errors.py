@@ -7,13 +7,15 @@ code that waits for a collective. An error from a ``raise`` statement of user co
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from opcode import opmap
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Origin
 from pipeline.system.imports import PACKAGE
 
@@ -27,6 +29,9 @@ _NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 """Error of DDP about parameters without a gradient, and where it counts them, among those that require one."""
+_TWICE = "Expected to mark a variable ready only once"
+_TWICE_INDEX = re.compile(r"Parameter at index (\d+)")
+"""Error of DDP about a parameter that gets two gradients in one backward pass, and where it counts it."""
 
 _OTHER_TYPE = "the inputs and weights of a layer have different types; return inputs.float() from the dataset"
 _HINTS = (
@@ -74,6 +79,29 @@ def without_gradient(error: BaseException, names: Sequence[str]) -> list[str] | 
         return None
     found = _INDICES.search(str(error))
     return [names[int(index)] for index in found[1].split()] if found else []
+
+
+@contextmanager
+def explained(names: Iterable[str]) -> Iterator[None]:
+    """Name the layer if DDP finds that a backward pass computes its gradients twice.
+
+    ``names`` are as in `without_gradient`.
+
+    Raises:
+        ExperimentError: DDP raised this error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _TWICE not in str(error) or not _is_from_torch(error):
+            raise
+        found = _TWICE_INDEX.search(str(error))
+        layer = list(names)[int(found[1])].rpartition(".")[0] if found else "a layer"
+        raise ExperimentError.of(
+            "parallel.options.static_graph",
+            f"is false, but one backward pass computes the gradients of {layer or 'the model'} twice, as "
+            "torch.utils.checkpoint with use_reentrant=True does. Set static_graph: true, or use_reentrant=False.",
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from ranks import on_ranks
 from pipeline import registry
 from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
+from pipeline.errors import ExperimentError
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, Failed
@@ -23,6 +24,7 @@ from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.strategies import base
 from pipeline.training.build import build
 from pipeline.training.step import optimizer_step
+from pipeline.training.synced_norms import check_device
 from pipeline.worker import main
 
 NAMES = registry.names("strategies")
@@ -188,6 +190,31 @@ def test_ddp_refuses_sync_batch_norm_on_cpu() -> None:
     assert refusal is not None
     assert "remove it" in refusal
     assert strategy.refuse(strategy.Options(sync_batch_norm=True), device="cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        (torch.ones(2, dtype=torch.int16), "is torch.int16, which DDP cannot send to other workers. Use torch.int32, "),
+        (torch.ones(2, dtype=torch.float8_e4m3fn), "is torch.float8_e4m3fn, .* Use torch.bfloat16, "),
+        (torch.eye(2).to_sparse(), "is torch.sparse_coo, .* Use a dense tensor, "),
+    ],
+    ids=["int16", "float8", "sparse"],
+)
+def test_ddp_refuses_buffers_that_gloo_cannot_send(buffer: torch.Tensor, said: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].register_buffer("own", buffer)
+    strategy: Any = registry.load("strategies", "ddp").Strategy
+    with pytest.raises(ExperimentError, match=f"model: the buffer 0.own {said}"):
+        strategy(strategy.Options(), device=torch.device("cpu"), world_size=2).wrap(model)
+
+
+def test_sync_batch_norm_on_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    check_device(model, torch.device("cpu"))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(ExperimentError, match="model: the layer 1 is a SyncBatchNorm, which works on GPUs only"):
+        check_device(model, torch.device("cpu"))
 
 
 # Options of ddp

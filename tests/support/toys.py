@@ -835,14 +835,26 @@ class LossOfItsOwn(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def sequences(samples: int = 21) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Tokens and their labels by name; each sample has another number of labels that count."""
+def sequences(samples: int = 21, *, column: str = "") -> tuple[Dataset[Any], Dataset[Any]]:
+    """Tokens and their labels by name, with one more column; each sample has another number of labels that count."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(11, (samples, 6), generator=generator)
     labels = tokens % 5
     labels[torch.rand(labels.shape, generator=generator) < torch.linspace(0, 0.9, samples)[:, None]] = -100
-    named = Plain({"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True))
+    more = {column: 0} if column else {}
+    named = Plain({"input_ids": one, "labels": other, **more} for one, other in zip(tokens, labels, strict=True))
     return named, Plain(named.samples[:7])
+
+
+class Expanded(nn.Linear):
+    """Has a buffer whose elements share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.register_buffer("scale", torch.ones(1).expand(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs * self.scale)
 
 
 def flat_sgd(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:

@@ -142,7 +142,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model": TWO_CLASSES, "data": component("toys.classification"), "loss": CROSS_ENTROPY},
         "loss: gets outputs of shape .* 2 classes are numbered 0 to 1",
     ),
-    "an argument": ({"optimizer": component("torch.optim.SGD", lr="abc")}, "optimizer: torch.optim.SGD raised"),
+    "an argument": ({"optimizer": component("torch.optim.SGD", lr="abc")}, "optimizer.lr: is 'abc'"),
     "targets of another shape": ({"data": component("toys.triples")}, "target size"),
     "no targets": ({"data": component("toys.singles")}, "data"),
     "a metric": ({"metrics": {"accuracy": ACCURACY}}, "metrics.accuracy: MulticlassAccuracy raised"),

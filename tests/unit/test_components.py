@@ -54,6 +54,9 @@ def component(target: str, **arguments: Any) -> Component:
     return Component.model_validate({"_target_": target, **arguments})
 
 
+SCHEDULERS = "torch.optim.lr_scheduler"
+
+
 def experiment(**changed: Any) -> Experiment:
     sections = {
         "name": "e",
@@ -360,6 +363,42 @@ class TestCheck:
             }
         assert checked(name, scheduler={"_target_": f"{name}.nets.anything", "x": 1}) == {}
 
+    def test_schedulers_in_a_scheduler_are_given_it_as_well(self) -> None:
+        inner = {"_target_": f"{SCHEDULERS}.LinearLR", "optimizer": 1}
+        scheduler = {"_target_": f"{SCHEDULERS}.ChainedScheduler", "schedulers": [inner]}
+        assert checked(scheduler=scheduler) == {
+            "scheduler.schedulers[0].optimizer": f"pipeline passes the optimizer to {SCHEDULERS}.LinearLR as this "
+            "argument. Remove it."
+        }
+
+    @pytest.mark.parametrize(
+        ("function", "instead"),
+        [
+            ("torch.nn.functional.cross_entropy", "torch.nn.CrossEntropyLoss"),
+            ("torch.nn.functional.binary_cross_entropy_with_logits", "torch.nn.BCEWithLogitsLoss"),
+            ("torch.nn.functional.gelu", "torch.nn.GELU"),
+        ],
+    )
+    def test_for_a_function_of_torch_its_class_is_named(self, function: str, instead: str) -> None:
+        assert checked(loss={"_target_": function}) == {
+            "loss._target_": f"{function} is a function, which cannot be named here. Write {instead}, a class."
+        }
+
+    @pytest.mark.parametrize(
+        ("section", "parameters", "remedy"),
+        [
+            ("loss", "outputs, targets, gain=1", "write a class whose forward(outputs, targets) calls it."),
+            ("task", "model, batch", "write a class whose __call__(model, batch) calls it."),
+        ],
+    )
+    def test_for_a_function_of_a_step_a_class_is_asked_for(
+        self, package: Any, section: str, parameters: str, remedy: str
+    ) -> None:
+        name = package(nets=f"def own({parameters}): pass\n")
+        sections = {"loss": None, section: {"_target_": f"{name}.nets.own"}}
+        (message,) = checked(name, **sections).values()
+        assert message.endswith(remedy)
+
     def test_nested_components_are_found_anywhere(self) -> None:
         inner = {"_target_": "torch.nn.Linear", "in_features": 1}
         model = {"_target_": "torch.nn.ModuleDict", "modules": {"a": {"b": [1, inner]}, "c": {"_target_": 3}}}
@@ -384,6 +423,37 @@ class TestBuild:
         schedule = component("torch.optim.lr_scheduler.StepLR", step_size=marker("total_steps"))
         scheduler = build(schedule, optimizer, key="scheduler", allowed=BUILT_IN, runtime={"total_steps": 7})
         assert scheduler.step_size == 7
+
+    @pytest.mark.parametrize("kind", ["SequentialLR", "ChainedScheduler"])
+    def test_schedulers_in_a_scheduler_get_the_optimizer(self, kind: str) -> None:
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.5)
+        inner = [{"_target_": f"{SCHEDULERS}.ConstantLR"}, {"_target_": f"{SCHEDULERS}.StepLR", "step_size": 3}]
+        milestones = {"milestones": [4]} if kind == "SequentialLR" else {}
+        declared = component(f"{SCHEDULERS}.{kind}", schedulers=inner, **milestones)
+        scheduler = build(declared, optimizer, key="scheduler", allowed=BUILT_IN)
+        assert [type(one).__name__ for one in scheduler._schedulers] == ["ConstantLR", "StepLR"]
+        assert scheduler.optimizer is optimizer
+
+    def test_a_list_of_class_weights_is_a_tensor(self) -> None:
+        loss = build(component("torch.nn.CrossEntropyLoss", weight=[1, 5, 1]), key="loss", allowed=BUILT_IN)
+        assert torch.equal(loss.weight, torch.tensor([1.0, 5.0, 1.0]))
+
+    @pytest.mark.parametrize(
+        ("key", "declared", "said"),
+        [
+            ("loss.weight", component("torch.nn.NLLLoss", weight="balanced"), "(a string). Write a list of numbers."),
+            ("optimizer.lr", component("torch.optim.SGD", lr="abc"), "is 'abc' (a string). Write a number."),
+            ("optimizer.momentum", component("torch.optim.SGD", lr=1, momentum=[1]), "is a list. Write a number."),
+        ],
+    )
+    def test_an_exception_names_the_argument_of_another_type(self, key: str, declared: Component, said: str) -> None:
+        section = key.partition(".")[0]
+        parameters = [torch.nn.Linear(1, 1).parameters()] if section == "optimizer" else []
+        with pytest.raises(ExperimentError) as caught:
+            build(declared, *parameters, key=section, allowed=BUILT_IN)
+        (problem,) = caught.value.problems
+        assert problem.key == key
+        assert said in problem.message
 
     def test_runtime_values_are_numbers_alone_and_digits_in_a_text(self, package: Any) -> None:
         name = package(nets="def keep(**given): return given\n")

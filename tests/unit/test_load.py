@@ -124,6 +124,12 @@ class TestReading:
             "since": "2020-01-01"
         }
 
+    def test_times_stay_texts(self) -> None:
+        assert read(GOOD, "data.since=10:30", "data.of=1:02:03.5").experiment.data.arguments == {
+            "since": "10:30",
+            "of": "1:02:03.5",
+        }
+
     def test_an_argument_may_be_called_target(self) -> None:
         experiment = read(GOOD + "metrics: {a: {_target_: a.b, target: 3}}").experiment
         assert experiment.metrics["a"].target == "a.b"
@@ -164,6 +170,12 @@ class TestNotYaml:
             ("a: !!int x", "e.yaml:1: a: 'x' is not an integer of at most 64 bits; put strings in quotes"),
             ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),
             ("a: &a [*a]", "e.yaml:1: "),
+            ("a: #ff0000", "e.yaml:1: a: is empty, since # starts a comment. Write '#ff0000', or null."),
+            (
+                "a: 1\nb: [0, no]",
+                "e.yaml:2: b[1]: is no, which is false in YAML 1.1 and not in YAML 1.2. Write false, ",
+            ),
+            ("a: {cat:2, b: 1}", "e.yaml:1: a.cat:2: has no value. Put a space after the colon: cat: 2"),
             ("a: " + "[" * 1000, "e.yaml:1: nested deeper than 40 levels"),
         ],
     )
@@ -381,6 +393,21 @@ class TestOverrides:
             ("name=[1", "name: a bracket is not closed, or a comma is missing"),
             ("train.epochs=${sed}", "train.epochs: is '${sed}'; there is no key sed; did you mean seed?"),
             ("model=torch.nn.Linear", "model: is 'torch.nn.Linear' (a string); write _target_: torch.nn.Linear"),
+            (
+                "seed=010",
+                """seed: is 010, which is 8 in YAML 1.1 and not in YAML 1.2. Write 8, or "'010'" for the text.""",
+            ),
+            (
+                "seed=1_0",
+                """seed: is 1_0, which is 10 in YAML 1.1 and not in YAML 1.2. Write 10, or "'1_0'" for the text.""",
+            ),
+            ("data.color=#ff0000", """data.color: # starts a comment in YAML. Put the value in quotes: "'#ff0000'\""""),
+            ("name=a #b", """name: # starts a comment in YAML. Put the value in quotes: "'a #b'\""""),
+            ("data.weights={cat:2}", "data.weights.cat:2: has no value. Put a space after the colon: cat: 2"),
+            (
+                "data.folder=${HOME}",
+                "data.folder: is '${HOME}'; there is no key HOME. Write ${oc.env:HOME} for the environment variable.",
+            ),
         ],
     )
     def test_a_problem_names_the_override(self, override: str, expected: str) -> None:

@@ -69,9 +69,21 @@ def test_types_that_don_t_fit_are_told(loss: Callable[[Tensor, Tensor], Tensor])
 
 
 def test_other_errors_keep_torch_s_words() -> None:
-    weight = torch.ones(2)  # the loss's own tensor is wrong, not what it gets
-    assert explained(raised(lambda: functional.cross_entropy(CLASSES, torch.tensor([0, 1, 2, 0]), weight))) == ""
     assert explained(raised(lambda: CLASSES @ CLASSES)) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("weight", lambda weight: functional.cross_entropy(CLASSES, torch.tensor([0, 1, 2, 0]), weight)),
+        ("pos_weight", lambda weight: functional.binary_cross_entropy_with_logits(CLASSES, CLASSES, pos_weight=weight)),
+    ],
+)
+def test_weights_of_another_number_of_classes(name: str, loss: Callable[[Tensor], Tensor]) -> None:
+    assert explained(raised(lambda: loss(torch.ones(2)))) == (
+        f"gets {name} of shape (2,) (float32) for outputs of shape (4, 3) (float32); "
+        f"set {name} to a list with one number for each class"
+    )
 
 
 def refused(**sections: Any) -> str:

@@ -114,6 +114,12 @@ class TestNames:
             "validation/acc_1 ___. Rename one of them."
         ]
 
+    @pytest.mark.parametrize(
+        ("name", "written"), [("top//1", "top/_/1"), ("top/", "top/_"), ("a/../b", "a/_/b"), ("f1.macro", "f1.macro")]
+    )
+    def test_mlflow_gets_names_of_paths(self, name: str, written: str) -> None:
+        assert reported.mlflow_name(f"validation/{name}") == f"validation/{written}"
+
     def test_of_other_signs_are_allowed(self, read: Any) -> None:
         read("metrics:\n  'acc@1 (%)': {_target_: toy_metrics.Count}\n  'acc@5 (%)': {_target_: toy_metrics.Count}\n")
 

@@ -51,7 +51,14 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "scheduler": {"_target_": f"{_SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": "${total_steps}"},
     },
     "milestones": {
-        "scheduler": {"_target_": f"{_SCHEDULERS}.MultiStepLR", "milestones": [2, 4, 4]},
+        "scheduler": {
+            "_target_": f"{_SCHEDULERS}.SequentialLR",
+            "schedulers": [
+                {"_target_": f"{_SCHEDULERS}.LinearLR", "total_iters": 2},
+                {"_target_": f"{_SCHEDULERS}.MultiStepLR", "milestones": [1, 2, 2]},
+            ],
+            "milestones": [2],
+        },
         "train": {"gradient_accumulation": 2},
     },
 }

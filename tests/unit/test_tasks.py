@@ -35,6 +35,16 @@ def test_supervised_takes_a_plain_function_as_loss():
     assert step.loss == 1
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.float64])
+def test_class_weights_of_another_type(kind):
+    outputs, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1, 5, 1], dtype=kind))
+
+    step = Supervised(loss)(nn.Identity(), (outputs, targets))
+
+    assert step.loss == functional.cross_entropy(outputs, targets, torch.tensor([1.0, 5.0, 1.0]))
+
+
 def test_supervised_trains_a_transformers_model():
     from transformers import ResNetConfig, ResNetForImageClassification
 

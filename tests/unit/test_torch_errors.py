@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 import toys
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.trial import Rank
-from pipeline.training.torch_errors import is_out_of_memory, origin
+from pipeline.training.torch_errors import explained, is_out_of_memory, origin
 from pipeline.worker import main
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"
@@ -147,3 +151,29 @@ def test_a_layer_that_is_no_batch_norm_keeps_its_own_words() -> None:
 
 def test_a_model_that_is_too_large_for_memory_says_so() -> None:
     assert is_out_of_memory(caught(lambda: nn.Linear(10**7, 10**7)))
+
+
+class Reentrant(nn.Module):
+    """A model that recomputes a layer in two backward passes within one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        once = checkpoint(self.body, self.first(inputs), use_reentrant=True)
+        return checkpoint(self.body, once, use_reentrant=True)
+
+
+def test_a_layer_that_ddp_gets_two_gradients_of_is_named() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Reentrant())
+        loss = model(torch.ones(2, 3)).sum()
+        with pytest.raises(ExperimentError) as info, explained(dict(model.module.named_parameters())):
+            loss.backward()
+    finally:
+        dist.destroy_process_group()
+    assert str(info.value).startswith(
+        "parallel.options.static_graph: is false, but one backward pass computes the gradients of body.0 twice"
+    )

@@ -435,6 +435,9 @@ def test_a_model_that_is_not_to_be_logged_is_still_sent() -> None:
     assert list(outbox.files) == ["model/weights.pt", "model/example.pt", "model/reference.pt"]
 
 
+SCHEDULERS = "torch.optim.lr_scheduler"
+
+
 def regression(**arguments: Any) -> dict[str, Any]:
     return {"_target_": "toys.regression", **arguments}
 
@@ -543,12 +546,41 @@ def test_a_large_batch_is_not_listed_whole() -> None:
             "metrics.a",
             "is a function; use a torchmetrics metric",
         ),
+        (
+            {
+                "model": {"_target_": "toys.LossOfItsOwn"},
+                "data": {"_target_": "toys.sequences", "column": "idx"},
+                "task": {"_target_": "pipeline.tasks.FromModel"},
+                "loss": None,
+            },
+            "data",
+            "samples have idx, which LossOfItsOwn does not take as an argument. Remove this from the samples",
+        ),
         ({"optimizer": {"_target_": "toys.Stretched"}}, "optimizer", "is a Stretched, not a torch.optim"),
         ({"scheduler": {"_target_": "toys.Stretched"}}, "scheduler", "is a Stretched, not a torch LRScheduler"),
         (
             {"scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
             "scheduler",
             "set train.scheduler_interval: epoch",
+        ),
+        (
+            {"scheduler": {"_target_": f"{SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": 5}},
+            "scheduler",
+            "OneCycleLR has total_steps 5, but the training advances it 6 times. Set total_steps to 6 or more.",
+        ),
+        (
+            {
+                "scheduler": {
+                    "_target_": f"{SCHEDULERS}.SequentialLR",
+                    "schedulers": [
+                        {"_target_": f"{SCHEDULERS}.ConstantLR"},
+                        {"_target_": f"{SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": 2},
+                    ],
+                    "milestones": [3],
+                }
+            },
+            "scheduler",
+            "OneCycleLR has total_steps 2, but the training advances it 3 times.",
         ),
         (
             {
@@ -575,6 +607,14 @@ def test_what_is_wrong_is_named_with_its_key(sections: dict[str, Any], key: str,
     (problem,) = caught.value.problems
     assert problem.key == key
     assert message in problem.message
+
+
+def test_a_buffer_whose_elements_share_memory_trains() -> None:
+    result, _ = toys.trained(
+        model={"_target_": "toys.Expanded"}, train={"on_nonfinite": "skip"},
+        metrics={"mae": {"_target_": "torchmetrics.MeanAbsoluteError"}},
+    )  # fmt: skip
+    assert math.isfinite(result.metrics["validation/mae"])
 
 
 @pytest.mark.parametrize("index", [0, 5])
