@@ -11,6 +11,8 @@ PREFIX, TRAIN = "validation/", "train/"
 OF_TRAINING = ("loss", "learning_rate", "gradient_norm", "skipped_steps")
 """Metrics of a step that the project reports itself, without "train/"; all others are logs of a task."""
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")
+_NOT_A_PATH = re.compile(r"^/|(?<=/)/|/$|(?<![^/])\.{1,2}(?![^/])")
+"""Parts of a name that a path would lose: ``//``, a slash at either end, and the parts ``.`` and ``..``."""
 _MLFLOW_LENGTH = 250
 _MOST_VALUES = 4
 _INDEX = re.compile(r"(_true|_predicted)?_\d+\Z")
@@ -58,7 +60,22 @@ def named(values: Mapping[str, float]) -> Iterator[str]:
 
 def mlflow_name(name: str) -> str:
     """Return a name that MLflow accepts; one forbidden character makes it reject a whole batch of values."""
-    return _FORBIDDEN.sub("_", name)[:_MLFLOW_LENGTH]
+    return _NOT_A_PATH.sub("_", _FORBIDDEN.sub("_", name)[:_MLFLOW_LENGTH])
+
+
+def mlflow_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a name that MLflow accepts for each name. If two would be equal, the later one gets a number."""
+    written = {name: mlflow_name(name) for name in names}
+    taken = {name for name, accepted in written.items() if name == accepted}
+    numbers = defaultdict[str, int](int)
+    for name, accepted in written.items():
+        candidate = accepted
+        while name != accepted and candidate in taken:
+            numbers[accepted] += 1
+            candidate = f"{accepted[: _MLFLOW_LENGTH - 9]}_{numbers[accepted] + 1}"
+        taken.add(candidate)
+        written[name] = candidate
+    return written
 
 
 def name_problems(metrics: Iterable[str]) -> Iterator[Problem]:

@@ -25,7 +25,9 @@ def check_free_memory(device: torch.device, *, needed: int) -> None:
         return
     reserved = torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved  # of which the driver is unaware
+    allowed = (
+        int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    )  # of which the driver is unaware
     if (free := min(free, allowed) + reserved - torch.cuda.memory_allocated(device)) < needed:
         message = f"the next training step needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free"
         raise torch.OutOfMemoryError(message)
