@@ -137,7 +137,8 @@ class Tracking(Section):
     """Destinations of the results: MLflow, a folder for each run, and other trackers."""
 
     uri: Writable = "sqlite:///mlflow.db"
-    """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server."""
+    """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server. Without it, the environment variable
+    MLFLOW_TRACKING_URI is used, then the default."""
     experiment: Writable | None = None
     """Name of the MLflow experiment; default: the name of this experiment."""
     directory: Writable = "runs"
