@@ -8,7 +8,8 @@ from pipeline.errors import Problem
 from pipeline.wording import figure
 
 PREFIX, TRAIN = "validation/", "train/"
-OF_TRAINING = ("loss", "learning_rate", "gradient_norm", "skipped_steps")
+LEARNING_RATE, OF_GROUP = "learning_rate", "_group_"
+OF_TRAINING = ("loss", LEARNING_RATE, "gradient_norm", "skipped_steps")
 """Metrics of a step that the project reports itself, without "train/"; all others are logs of a task."""
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")
 _NOT_A_PATH = re.compile(r"^/|(?<=/)/|/$|(?<![^/])\.{1,2}(?![^/])")
