@@ -201,8 +201,8 @@ class Experiment(Section):
     instead of ``model``, ``loss``, ``optimizer`` and ``scheduler``."""
     metrics: Mapping[str, Component] = {}
     """torchmetrics metrics for the validation set, by name. A metric computes a number, a number per class (NAME_0), a
-    confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve. The last evaluation writes curves to
-    metrics/NAME.csv and .png."""
+    confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve. The last evaluation writes curves,
+    and results with more than 1,000 values, to metrics/NAME.csv and .png."""
     optimizer: Optimizer | None = None
     """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with separate
     settings. Required unless ``optimizers`` is given. torch's SGD, Adam and AdamW are fused unless ``fused: false`` is

@@ -193,10 +193,8 @@ def _signature(inputs: "Arrays", outputs: "Arrays | None") -> "ModelSignature":
 def _schema(arrays: "Arrays") -> "Schema":
     from mlflow.types import Schema, TensorSpec
 
-    named: Mapping[str | None, Array] = dict(arrays) if isinstance(arrays, Mapping) else {None: arrays}
-    return Schema(
-        [TensorSpec(one.dtype, (-1, *one.shape[1:]) if one.ndim else (), name) for name, one in named.items()]
-    )
+    named: list[tuple[str | None, Array]] = [(None, arrays)] if not isinstance(arrays, Mapping) else [*arrays.items()]
+    return Schema([TensorSpec(one.dtype, (-1, *one.shape[1:]) if one.ndim else (), name) for name, one in named])
 
 
 def _listed(inputs: "Arrays") -> Any:
