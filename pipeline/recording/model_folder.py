@@ -81,7 +81,7 @@ class Program:
             "serving_input_path": _SERVED,
             "type": "ndarray",
         }
-        model.signature = _signature(self.inputs, self.outputs)
+        model.signature = signature(self.inputs, self.outputs)
         model.add_flavor("pytorch", model_data=data.parent.name, pytorch_version=self.event.torch, code=None)
         pyfunc.add_to_model(
             model,
@@ -145,7 +145,7 @@ class Module:
                 self.module,
                 path,
                 mlflow_model=model,
-                signature=_signature(self.inputs, predicted(self.module, self.example)),
+                signature=signature(self.inputs, predicted(self.module, self.example)),
                 input_example=self.inputs,
                 serialization_format=serialization_format,
                 # Given: MLflow would start a process that loads the model to infer it.
@@ -183,7 +183,7 @@ def _outputs(arrays: "Mapping[str, Array]") -> "Arrays | None":
     return _part("outputs", arrays) if any(name.startswith("outputs") for name in arrays) else None
 
 
-def _signature(inputs: "Arrays", outputs: "Arrays | None") -> "ModelSignature":
+def signature(inputs: "Arrays", outputs: "Arrays | None") -> "ModelSignature":
     """Describe inputs and outputs. MLflow infers no tensors from a mapping with a single number, such as a loss."""
     from mlflow.models import ModelSignature
 
