@@ -243,7 +243,8 @@ def _reason(error: BaseException) -> str:
         error = cause
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _PACKAGES:
         hint = f"; pip install {_PACKAGES[package]}"
-    line = (str(error) or type(error).__name__).partition("\n")[0]
+    text = str(error) if isinstance(error, Exception) else repr(error)  # SystemExit(0), which is "0" as text
+    line = (text or type(error).__name__).partition("\n")[0]
     return redacted(line)[:300] + hint
 
 
