@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import deferred, interpolation, keys, lightning_module, messages, source, sweep
+from pipeline.config import deferred, interpolation, keys, lightning_module, messages, source, sweep, tracking_address
 from pipeline.config.consistency import contradictions
 from pipeline.config.lines import Places
 from pipeline.config.overrides import apply_overrides, override
@@ -93,6 +93,7 @@ def checked(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile
     """Validate what was read, with overrides, which are written into it. Raises as `load` does."""
     tree = read.tree
     rejected = apply_overrides(overrides, tree, read.entries)
+    rejected += tracking_address.fill_in(tree)
     places = Places(name, read.entries)
     if source.EXTENDS in tree:
         rejected.append(Problem(source.EXTENDS, "works only in files. Set it in the experiment file."))

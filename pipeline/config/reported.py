@@ -8,7 +8,8 @@ from pipeline.errors import Problem
 from pipeline.wording import figure
 
 PREFIX, TRAIN = "validation/", "train/"
-OF_TRAINING = ("loss", "learning_rate", "gradient_norm", "skipped_steps")
+LEARNING_RATE, OF_GROUP = "learning_rate", "_group_"
+OF_TRAINING = ("loss", LEARNING_RATE, "gradient_norm", "skipped_steps")
 """Metrics of a step that the project reports itself, without "train/"; all others are logs of a task."""
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")
 _NOT_A_FOLDER = re.compile(r"(?<![^/])(\.{0,2})(?![^/])")
@@ -61,6 +62,21 @@ def named(values: Mapping[str, float]) -> Iterator[str]:
 def mlflow_name(name: str) -> str:
     """Return a name that MLflow accepts; a name that it rejects makes it reject a whole batch of values."""
     return _NOT_A_FOLDER.sub("_", _FORBIDDEN.sub("_", name)[:_MLFLOW_LENGTH])
+
+
+def mlflow_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a name that MLflow accepts for each name. If two would be equal, the later one gets a number."""
+    written = {name: mlflow_name(name) for name in names}
+    taken = {name for name, accepted in written.items() if name == accepted}
+    numbers = defaultdict[str, int](int)
+    for name, accepted in written.items():
+        candidate = accepted
+        while name != accepted and candidate in taken:
+            numbers[accepted] += 1
+            candidate = f"{accepted[: _MLFLOW_LENGTH - 9]}_{numbers[accepted] + 1}"
+        taken.add(candidate)
+        written[name] = candidate
+    return written
 
 
 def name_problems(metrics: Iterable[str]) -> Iterator[Problem]:

@@ -138,7 +138,8 @@ class Tracking(Section):
     """Destinations of the results: MLflow, a folder for each run, and other trackers."""
 
     uri: Writable = "sqlite:///mlflow.db"
-    """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server."""
+    """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server. Without it, the environment variable
+    MLFLOW_TRACKING_URI is used, then the default."""
     experiment: Writable | None = None
     """Name of the MLflow experiment; default: the name of this experiment."""
     directory: FilePath = "runs"
@@ -201,8 +202,8 @@ class Experiment(Section):
     instead of ``model``, ``loss``, ``optimizer`` and ``scheduler``."""
     metrics: Mapping[str, Component] = {}
     """torchmetrics metrics for the validation set, by name. A metric computes a number, a number per class (NAME_0), a
-    confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve. The last evaluation writes curves to
-    metrics/NAME.csv and .png."""
+    confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve. The last evaluation writes curves,
+    and results with more than 1,000 values, to metrics/NAME.csv and .png."""
     optimizer: Optimizer | None = None
     """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with separate
     settings. Required unless ``optimizers`` is given. torch's SGD, Adam and AdamW are fused unless ``fused: false`` is

@@ -38,6 +38,15 @@ class Frozen(BaseModel):
             return super().model_dump_json(**options)
 
 
+class Recorded(Frozen):
+    """Record that is valid JSON: NaN and infinity are the strings "NaN", "Infinity" and "-Infinity".
+
+    It is read back as it was, except for values of fields without a type.
+    """
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+
 class WithEnvironment(Frozen):
     """Message to a process with its environment, whose names and values may be any bytes."""
 

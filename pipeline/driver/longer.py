@@ -8,6 +8,7 @@ from pipeline.config.train import Train
 from pipeline.driver.checkpoint_choice import describe_missing_end
 from pipeline.errors import UsageError
 from pipeline.recording.folder import RunState
+from pipeline.recording.outcome import TrackingOutcome
 from pipeline.training.checkpoints.storage import Storage, address_of
 
 LENGTHS = ("train.epochs", "train.steps", "train.early_stopping")
@@ -29,8 +30,11 @@ def refuse_finished(file: ExperimentFile, state: RunState) -> None:
         UsageError: the training isn't longer than the run's, or the run has no checkpoint to continue from.
     """
     if not is_longer(file.experiment.train, state.experiment.train):
+        outcome = TrackingOutcome.kept(state.folder)
+        is_sent = outcome is not None and outcome.delivered
+        sync = "" if is_sent else f" To send all its results to MLflow: pipeline sync {state.folder}."
         raise UsageError(
-            f"--resume: {state.folder} has finished. To continue it, train for more than "
+            f"--resume: {state.folder} has finished.{sync} To continue it, train for more than "
             f"{state.experiment.train.length}, for example with a larger train.epochs. "
             "To train again, start a new run without --resume."
         )

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeline.config import lightning_module
-from pipeline.config.schema import Experiment, RegisteredModel
+from pipeline.config.schema import Experiment, RegisteredModel, Tracking
+from pipeline.config.tracking_address import describe_origin
 from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import Training, Trial
@@ -37,7 +38,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         data += f", {sizes.test_samples} test samples" if sizes.test_samples else ""
         whole = train.length if train.steps else f"{train.steps_of(sizes.steps_per_epoch)} in {train.length}"
         steps = f"{sizes.steps_per_epoch} per epoch, {whole}, {batches}" if sizes.train_samples else steps
-    order = plan.experiment.order
+    order, tracking = plan.experiment.order, plan.experiment.tracking
     drawn = sizes.epoch_samples if sizes is not None else None
     count = f", {drawn} samples in an epoch" if sizes is not None and drawn not in (None, sizes.train_samples) else ""
     lines = [
@@ -51,7 +52,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         *_describe_optimizers(plan.experiment),
         *([f"stops early  {train.early_stopping.condition}"] if train.early_stopping is not None else []),
         *([f"result       the weights with the best {best}"] if (best := plan.experiment.checkpoint.best) else []),
-        f"tracking     {plan.experiment.tracking.uri}",
+        f"tracking     {without_credentials(tracking.uri)} ({_tracking_origin(tracking)})",
         *([f"registers    {_registered(to)}"] if (to := plan.experiment.tracking.register_model) is not None else []),
         "",
         "training run and measurements, in this order:",
@@ -81,6 +82,10 @@ def _describe_optimizers(experiment: Experiment) -> Iterator[str]:
         yield from (f"group        {group}" for group in (own.optimizer.groups if own.optimizer is not None else ()))
 
 
+def _tracking_origin(tracking: Tracking) -> str:
+    return describe_origin(tracking.uri, is_set="uri" in tracking.model_fields_set)
+
+
 def _registered(model: RegisteredModel) -> str:
     alias = f" with alias {model.alias}" if model.alias else ""
     return f"the trained model as a version of {model.name}{alias}"
@@ -101,6 +106,7 @@ def record(plan: Plan, sizes: DataSizes | None) -> str:
             "global_batch_size": plan.experiment.train.global_batch_size,
             "batch_size_per_worker": plan.experiment.train.batch_size_per_worker,
             "tracking": without_credentials(plan.experiment.tracking.uri),
+            "tracking_from": _tracking_origin(plan.experiment.tracking),
             "trials": [{"max_steps": None} | trial.model_dump(mode="json", include=fields) for trial in plan.measured],
             "notes": [*plan.notes, *(sizes.notes if sizes is not None else ())],
         },

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from pipeline.config.values import Direction, Frozen
+from pipeline.config.values import Direction, Recorded
 from pipeline.errors import Problem
 from pipeline.protocol.trial import Rank, Role, Split, Status
 from pipeline.protocol.trial_result import BatchSizes, TrialResult
@@ -38,7 +38,7 @@ class Point(NamedTuple):
     value: float
 
 
-class Event(Frozen):
+class Event(Recorded):
     """Base of all events. ``time`` is in seconds since the epoch, by default that of construction."""
 
     time: float = Field(default_factory=now)
@@ -90,7 +90,7 @@ class TrialOpened(Event):
     """Steps, counted from 1, whose batch a rollback leaves out."""
 
 
-class Loaded(Frozen):
+class Loaded(Recorded):
     """Weights that a training has started from, see ``train.start_from``."""
 
     source: str
@@ -457,7 +457,7 @@ AnyEvent = Annotated[
     Field(discriminator="kind"),
 ]
 
-_events: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent, config=ConfigDict(ser_json_inf_nan="constants"))
+_events: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent, config=ConfigDict(ser_json_inf_nan="strings"))  # valid JSON
 
 
 def event_to_json(event: AnyEvent) -> bytes:

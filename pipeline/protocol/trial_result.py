@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import model_validator
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Recorded
 from pipeline.wording import figure
 
 RANDOM_NUMBERS = "random numbers"
 """Part of `TrialResult.coupling` if a step draws some, e.g. for dropout."""
 
 
-class Spread(Frozen):
+class Spread(Recorded):
     """A measured value: median, lowest and highest of several windows."""
 
     median: float
@@ -28,7 +28,7 @@ class Spread(Frozen):
     a `Probe`; otherwise empty."""
 
 
-class StepParts(Frozen):
+class StepParts(Recorded):
     """Breakdown of the time of one optimizer step, in milliseconds; the parts add up to the step within its noise.
 
     The wait for data is measured during training. Everything else is measured afterwards by leaving a part out, see
@@ -74,7 +74,7 @@ class StepParts(Frozen):
         return self.compute_ms + (self.exposed_communication_ms or 0.0) + self.data_wait_ms + self.rest_ms
 
 
-class BatchCost(Frozen):
+class BatchCost(Recorded):
     """Time of one rank's micro-batch of a given size, in milliseconds, alone and on a batch held in memory."""
 
     samples: int
@@ -86,7 +86,7 @@ class BatchCost(Frozen):
     """Forward and backward of the slowest rank in each round, in which all sizes were measured; their noise."""
 
 
-class Link(Frozen):
+class Link(Recorded):
     """Bandwidth and latency between workers, as seen by an all-reduce."""
 
     latency_us: float
@@ -95,7 +95,7 @@ class Link(Frozen):
     """Gbit/s that one worker sends, in both directions at the same time."""
 
 
-class AllReduce(Frozen):
+class AllReduce(Recorded):
     """Time of an all-reduce of one size."""
 
     bytes: int
@@ -104,7 +104,7 @@ class AllReduce(Frozen):
     """Time on the slowest rank in each round, whose median is ``ms``; their noise."""
 
 
-class Gradient(Frozen):
+class Gradient(Recorded):
     """Gradient of one trainable parameter."""
 
     bytes: int
@@ -112,7 +112,7 @@ class Gradient(Frozen):
     """Fraction of the backward pass after which the gradient is ready."""
 
 
-class Costs(Frozen):
+class Costs(Recorded):
     """Measurements of a `Probe` from which scaling is predicted."""
 
     curve: tuple[BatchCost, ...]
@@ -129,7 +129,7 @@ class Costs(Frozen):
     """Number of workers of the trial."""
 
 
-class Held(Frozen):
+class Held(Recorded):
     """Memory of parameters, gradients and optimizer state."""
 
     mb: tuple[float, ...]
@@ -138,7 +138,7 @@ class Held(Frozen):
     """Groups of the sharded model, e.g. "12 x Block and all other parameters"; empty if every rank holds all of it."""
 
 
-class Spike(Frozen):
+class Spike(Recorded):
     """A report interval in which gradient synchronization took several times its median."""
 
     first_step: int
@@ -169,7 +169,7 @@ class Spike(Frozen):
         )
 
 
-class Communication(Frozen):
+class Communication(Recorded):
     """Gradient synchronization during a training, as DDP times it: from the first bucket sent to the last received.
 
     The exchange overlaps the backward pass; the part that does not is `StepParts.exposed_communication_ms`.
@@ -187,7 +187,7 @@ class Communication(Frozen):
     """The spike that cost most time."""
 
 
-class Flops(Frozen):
+class Flops(Recorded):
     """Floating-point operations of training, forward and backward: matrix products, convolutions and attention.
 
     What activation checkpointing repeats doesn't count.
@@ -199,7 +199,7 @@ class Flops(Frozen):
     """Operators that multiply matrices, or may do so, and whose operations are not known, e.g. "aten::_cudnn_rnn"."""
 
 
-class Energy(Frozen):
+class Energy(Recorded):
     """Energy that the GPUs of a training took, whatever ran on them, while this session trained."""
 
     joules: float
@@ -217,7 +217,7 @@ class Energy(Frozen):
         return self.joules / self.samples
 
 
-class Best(Frozen):
+class Best(Recorded):
     """Step whose weights are the result of a training: that with the best value of ``checkpoint.best``."""
 
     metric: str
@@ -233,7 +233,7 @@ class Best(Frozen):
         return f"weights of step {self.step:,} (epoch {self.epoch}), the best {self.metric}"
 
 
-class Unsaved(Frozen):
+class Unsaved(Recorded):
     """Checkpoints of a training that could not be saved."""
 
     newest: int | None
@@ -244,7 +244,7 @@ class Unsaved(Frozen):
     """Error of the last of them."""
 
 
-class TrialResult(Frozen):
+class TrialResult(Recorded):
     """Measurements of a trial, sent by rank 0 at its end."""
 
     trial: str
@@ -317,7 +317,7 @@ class TrialResult(Frozen):
     """Set by a `Probe` only."""
 
 
-class BatchCandidate(Frozen):
+class BatchCandidate(Recorded):
     """Result for one batch size."""
 
     batch_size: int
@@ -330,7 +330,7 @@ class BatchCandidate(Frozen):
     """Per device on GPUs (allocated for this size), per process on CPU (peak resident size so far), in rank order."""
 
 
-class BatchSizes(Frozen):
+class BatchSizes(Recorded):
     """Result of a `Tuning`."""
 
     candidates: tuple[BatchCandidate, ...]

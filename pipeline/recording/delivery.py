@@ -2,12 +2,11 @@
 
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from threading import Event as Flag
 
@@ -32,6 +31,15 @@ _ENVIRONMENT = {
 _TRY_AGAIN = {401, 403, 408, 429}  # wrong credentials can be replaced during the run
 BATCH_POINTS = 1000
 """Metric points in one call."""
+_PACKAGES = {
+    "boto3": "boto3",
+    "google": "google-cloud-storage",
+    "azure": "azure-storage-blob azure-identity",
+    "psycopg2": "psycopg2-binary",
+    "pymysql": "pymysql",
+    "MySQLdb": "mysqlclient",
+}
+"""Packages that stores need besides MLflow, by the module that can't be imported."""
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last is repeated
 _LAST_ATTEMPTS = 3  # after the end of the run
 
@@ -131,7 +139,8 @@ class Delivery:
                 try:
                     self.run.upload(uploads[0])
                 except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-                    if _is_outage(error):
+                    # Of a file, MLflow's answer alone is final; e.g. a package for the artifact store can be installed.
+                    if _http_status(error) is None or _is_outage(error):
                         self._files.begin(_reason(error))
                         return False
                     self._refuse(uploads[0], _reason(error))
@@ -140,8 +149,8 @@ class Delivery:
         self._files.end()
         return True
 
-    def fail(self, error: Exception) -> None:
-        """Begin an outage: events could not be written."""
+    def fail(self, error: BaseException) -> None:
+        """Start an outage: events could not be written."""
         self._results.begin(_reason(error))
 
     def _write(self, events: Sequence[AnyEvent]) -> None:
@@ -232,25 +241,32 @@ def _reason(error: BaseException) -> str:
     hint = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" if _http_status(error) == 401 else ""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    line = (str(error) or type(error).__name__).partition("\n")[0]
+    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _PACKAGES:
+        hint = f"; pip install {_PACKAGES[package]}"
+    text = str(error) if isinstance(error, Exception) else repr(error)  # SystemExit(0), which is "0" as text
+    line = (text or type(error).__name__).partition("\n")[0]
     return redacted(line)[:300] + hint
 
 
 def _is_outage(error: Exception) -> bool:
-    """Return True if the same event may be accepted later, False if MLflow has refused it as invalid."""
-    from sqlalchemy.exc import OperationalError
-
+    """Return True if the same event may be accepted later, False if MLflow has rejected it as invalid."""
     if (status := _http_status(error)) is not None:
         return status >= 500 or status in _TRY_AGAIN
-    return isinstance(error, OSError | OperationalError)
+    with suppress(ImportError):
+        from sqlalchemy.exc import OperationalError
+
+        if isinstance(error, OperationalError):
+            return True
+    return isinstance(error, OSError | ImportError)
 
 
 def _http_status(error: BaseException) -> int | None:
     """Return the HTTP status of a store's answer, or the status that MLflow's client assigns to the error."""
-    if "mlflow" not in sys.modules:  # it can't be imported: that is the error
+    try:
+        from mlflow.exceptions import MlflowException
+        from requests import HTTPError
+    except BaseException:  # noqa: BLE001 - whatever a file raises that hides MLflow; the given error names it
         return None
-    from mlflow.exceptions import MlflowException
-    from requests import HTTPError
 
     if isinstance(error, MlflowException):
         return int(error.get_http_status_code())

@@ -231,7 +231,7 @@ def flush(
         if outcome:
             with suppress(OSError):  # a full disk or a deleted folder: the journal has raised it
                 outcome.keep(recorder.folder)
-            if outcome.message and not outcome.delivered and is_kept(recorder.folder):  # else an error names it
+            if outcome.message and is_kept(recorder.folder):  # else an error names it
                 warn(outcome.message)
 
 

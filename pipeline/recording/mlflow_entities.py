@@ -4,15 +4,17 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from pipeline.config.reported import mlflow_name
+from pipeline.config.reported import mlflow_name, mlflow_names
 from pipeline.protocol.events import Event, Point, Started
 from pipeline.recording.scalars import PEAK_OF_RANK
+from pipeline.wording import join_names
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Metric, Param, RunTag
 
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
 _CUT = " ... [cut]"
+_MOST_NAMES = 3
 _FIGURES = {
     "speedup", "speedup_low", "speedup_high", "speedup_pairs", "efficiency", "samples_per_second", "step_ms",
     "time/compute_ms", "time/exposed_communication_ms", "time/data_wait_ms", "time/rest_ms", "time/compile_s",
@@ -67,7 +69,22 @@ def params(values: Mapping[str, str]) -> "list[Param]":
     """Convert parameters."""
     from mlflow.entities import Param
 
-    return [Param(mlflow_name(name), _cut(value, _PARAM_LENGTH)) for name, value in values.items()]
+    names = mlflow_names(values)
+    return [Param(names[name], _cut(value, _PARAM_LENGTH)) for name, value in values.items()]
+
+
+def describe_renamed(names: Iterable[str]) -> str:
+    """Return a warning that names parameters which MLflow has under other names; empty if none."""
+    # The brackets of lists, e.g. compare[1].workers, are no surprise.
+    renamed = [
+        f"{name} is {accepted}"
+        for name, accepted in mlflow_names(names).items()
+        if accepted != name.replace("[", "_").replace("]", "_")
+    ]
+    if not renamed:
+        return ""
+    more = f" (and {len(renamed) - _MOST_NAMES} more)" if len(renamed) > _MOST_NAMES else ""
+    return f"MLflow does not accept these names of parameters. There, {join_names(renamed[:_MOST_NAMES])}{more}."
 
 
 def tags(values: Mapping[str, str]) -> "list[RunTag]":

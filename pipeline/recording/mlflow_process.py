@@ -97,6 +97,7 @@ class Writer:
         self._batch = 0  # events being sent
         self._upload_at = 0.0
         self._opened, self._is_open = opened, False
+        self._has_ended = False  # without trouble
         self._uri, self._is_kept = task.uri, task.adds
         self._parts = self._deliver_all()
 
@@ -110,15 +111,17 @@ class Writer:
                 for _ in self._parts:
                     if is_beside and self.closing.is_set():
                         return
-        except Exception as error:  # noqa: BLE001 - MLflow can't even be imported; training doesn't need it
-            self._delivery.fail(error)
+        except BaseException as error:  # noqa: BLE001 - also SystemExit, of a user's file that hides a package
+            with suppress(Exception):  # else nothing would report the end
+                self._delivery.fail(error)
         self.done.set()
 
     def reply(self) -> WriterReply:
         """Report the progress."""
         is_done = self.done.is_set()
         events = self._batch + len(self.feed)
-        trouble = self._delivery.trouble or ("" if is_done else "the run stopped waiting")
+        ending = "the delivery ended early" if is_done else "the run stopped waiting"
+        trouble = self._delivery.trouble or ("" if is_done and self._has_ended else ending)
         return WriterReply(
             waiting=self._delivery.waiting(events) or "final status",
             outcome=TrackingOutcome.of(self._delivery, trouble=trouble, waiting=events),
@@ -144,7 +147,7 @@ class Writer:
         yield
         end = [] if has_ended or self.end is None or not self._is_kept else [self.end]
         if not end or persist(partial(self._delivery.attempt, end), ending=self.closing):
-            persist(self._delivery.upload, ending=self.closing)
+            self._has_ended = persist(self._delivery.upload, ending=self.closing)
 
     def _next_batch(self) -> list[AnyEvent] | None:
         """Collect events of about a second, at first those there are; empty if files are due first, None at the end."""

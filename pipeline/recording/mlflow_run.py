@@ -73,6 +73,8 @@ class MlflowRun:
         """Name of the saved view of a sweep's trials; empty for other runs."""
         self.uploads: deque[ArtifactSaved | ModelSaved] = deque()
         """Files to upload; metrics don't wait for them."""
+        self.missing: list[str] = []
+        """Files that are not sent, after a warning."""
         self._warn, self._adds = warn, adds
         self._client: MlflowClient
         self._runs: TaggedRuns
@@ -107,6 +109,7 @@ class MlflowRun:
         run_id, path = self._run(event), PurePosixPath(event.path)
         if not (self.folder / path).exists():
             self._warn(f"{self.folder / path} was deleted, so it is missing from the run's artifacts in MLflow")
+            self.missing.append(event.path)
             return
         self._client.log_artifact(run_id, str(self.folder / path), str(path.parent) if path.parent.name else None)
         if path.name.endswith("_table.json"):
@@ -118,7 +121,8 @@ class MlflowRun:
         run_id = self._runs.of(event.run, trial=MAIN) if event.run else self.run_id
         folder = self.folder / PurePosixPath(event.run).name if event.run else self.folder
         if event.example:
-            log_model(self._client, event, self._exported, run_id=run_id, folder=folder, warn=self._warn)
+            if not log_model(self._client, event, self._exported, run_id=run_id, folder=folder, warn=self._warn):
+                self.missing.append("its model")
         else:
             self._client.log_artifact(run_id, str(folder / event.weights), str(PurePosixPath(event.weights).parent))
             self._warn(
@@ -152,6 +156,8 @@ class MlflowRun:
         self._logs_model, self._is_member = event.logs_model, bool(event.sweep)
         is_sweep = event.tags.get("role") == "sweep"
         params = shared_params(event.params) if is_sweep else event.params
+        if (warning := entities.describe_renamed(params)) and not event.sweep:  # the sweep's own run warns of it
+            self._warn(warning)
         named = {name: value for name, value in event.tags.items() if name not in OWN_TAGS}  # perhaps new ones
         self._describe(self.run_id, params=params, tags=named)
         self._save_views(event)

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pipeline.config.uris import without_credentials
+from pipeline.errors import ResourceError
 from pipeline.protocol.events import Event, RunClosed
 from pipeline.protocol.trial import Status
 from pipeline.recording import mlflow_entities as entities
@@ -19,10 +21,20 @@ ERROR_TAG = "error"
 
 
 def experiment_id(client: "MlflowClient", name: str, *, root: str | None) -> str:
-    """Return the id of an MLflow experiment; create it with the artifact location ``root`` unless it exists."""
+    """Return the id of an MLflow experiment; create it with the artifact location ``root`` unless it exists.
+
+    Raises:
+        ResourceError: the experiment was deleted.
+        MlflowException: the store's.
+    """
     from mlflow.exceptions import MlflowException
 
     if found := client.get_experiment_by_name(name):
+        if found.lifecycle_stage == "deleted":
+            raise ResourceError(
+                f"the experiment {name} was deleted in MLflow. Restore it: MLFLOW_TRACKING_URI="
+                f"{without_credentials(client.tracking_uri)} mlflow experiments restore -x {found.experiment_id}"
+            )
         return str(found.experiment_id)
     try:
         return str(client.create_experiment(name, artifact_location=root))

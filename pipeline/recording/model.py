@@ -37,19 +37,23 @@ def log_model(
     run_id: str,
     folder: Path,
     warn: Callable[[str], None],
-) -> None:
+) -> bool:
     """Log the model of a run once: in torch.export's format, or as pickle if the export fails.
 
     A model that can't be rebuilt or saved is a warning; its weights are an artifact of the run in any case.
+
+    Returns:
+        True if MLflow has the model.
 
     Raises:
         Exception: whatever MLflow's store raises; the call may be repeated.
     """
     logged = logged_model(client, run_id)
-    if logged is None or logged.status.value != "READY":
-        _log_model(client, saved, exported, logged=logged, run_id=run_id, folder=folder, warn=warn)
+    is_logged = logged is not None and logged.status.value == "READY"
+    is_logged = is_logged or _log_model(client, saved, exported, logged=logged, run_id=run_id, folder=folder, warn=warn)
     if exported is not None:
         (folder / exported.program).unlink(missing_ok=True)
+    return is_logged
 
 
 def _log_model(
@@ -61,7 +65,8 @@ def _log_model(
     run_id: str,
     folder: Path,
     warn: Callable[[str], None],
-) -> None:
+) -> bool:
+    """Log the model; return False after a warning."""
     from mlflow.models import Model
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -70,11 +75,11 @@ def _log_model(
             found = source(saved, exported, folder=folder)
         except PipelineError as error:
             warn(f"the model isn't logged to MLflow. {error}")
-            return
+            return False
         except Exception as error:  # noqa: BLE001 - user code; the run itself is fine
             _log.warning("the model can't be rebuilt", exc_info=error)
             warn(f"the model isn't logged to MLflow, because it can't be rebuilt: {first_line(error)}")
-            return
+            return False
         logged = logged or _create(client, run_id)
         identity = {"run_id": logged.source_run_id, "model_id": logged.model_id, "model_uuid": logged.model_id}
         model = Model(artifact_path=logged.artifact_location, **identity)
@@ -85,10 +90,11 @@ def _log_model(
             _log.warning("the model can't be saved", exc_info=error)
             warn(f"the model isn't logged to MLflow, because it can't be saved: {first_line(error)}")
             client.finalize_logged_model(logged.model_id, "FAILED")
-            return
+            return False
         client.log_model_artifacts(logged.model_id, str(path))
         _describe(client, logged, path=path, inputs=found.inputs, step=saved.step)
     client.finalize_logged_model(logged.model_id, "READY")
+    return True
 
 
 def logged_model(client: "MlflowClient", run_id: str) -> "LoggedModel | None":

@@ -20,7 +20,8 @@ from pipeline.protocol.events import ModelExported, ModelSaved
 
 if TYPE_CHECKING:
     import numpy as np
-    from mlflow.models import Model
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import Schema
     from torch import nn
 
     from pipeline.training.exported_model import Example
@@ -67,7 +68,6 @@ class Program:
     def write(self, path: Path, *, model: "Model", warn: Callable[[str], None]) -> None:
         """Write what `mlflow.pytorch.save_model` writes, but for its search through all installed packages."""
         from mlflow import pyfunc
-        from mlflow.models import infer_signature
         from mlflow.models.model import MLMODEL_FILE_NAME
 
         data = path / PROGRAM
@@ -81,7 +81,7 @@ class Program:
             "serving_input_path": _SERVED,
             "type": "ndarray",
         }
-        model.signature = infer_signature(self.inputs, self.outputs)
+        model.signature = signature(self.inputs, self.outputs)
         model.add_flavor("pytorch", model_data=data.parent.name, pytorch_version=self.event.torch, code=None)
         pyfunc.add_to_model(
             model,
@@ -137,7 +137,6 @@ class Module:
     def write(self, path: Path, *, model: "Model", warn: Callable[[str], None]) -> None:
         """Write the folder as MLflow does."""
         import mlflow.pytorch
-        from mlflow.models import infer_signature
 
         from pipeline.training.exported_model import predicted
 
@@ -146,7 +145,7 @@ class Module:
                 self.module,
                 path,
                 mlflow_model=model,
-                signature=infer_signature(self.inputs, predicted(self.module, self.example)),
+                signature=signature(self.inputs, predicted(self.module, self.example)),
                 input_example=self.inputs,
                 serialization_format=serialization_format,
                 # Given: MLflow would start a process that loads the model to infer it.
@@ -182,6 +181,20 @@ def _part(kind: str, arrays: "Mapping[str, Array]") -> Any:
 
 def _outputs(arrays: "Mapping[str, Array]") -> "Arrays | None":
     return _part("outputs", arrays) if any(name.startswith("outputs") for name in arrays) else None
+
+
+def signature(inputs: "Arrays", outputs: "Arrays | None") -> "ModelSignature":
+    """Describe inputs and outputs. MLflow infers no tensors from a mapping with a single number, such as a loss."""
+    from mlflow.models import ModelSignature
+
+    return ModelSignature(_schema(inputs), _schema(outputs) if outputs is not None else None)
+
+
+def _schema(arrays: "Arrays") -> "Schema":
+    from mlflow.types import Schema, TensorSpec
+
+    named: list[tuple[str | None, Array]] = [(None, arrays)] if not isinstance(arrays, Mapping) else [*arrays.items()]
+    return Schema([TensorSpec(one.dtype, (-1, *one.shape[1:]) if one.ndim else (), name) for name, one in named])
 
 
 def _listed(inputs: "Arrays") -> Any:

@@ -16,6 +16,7 @@ from pipeline.recording.folder import is_kept, killed, trials_of
 from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.store import check_store, run_link, with_credentials
 from pipeline.recording.trackers import attach_also
+from pipeline.wording import join_names
 
 
 def sync(folder: Path, *, warn: Callable[[str], None], to: str = "") -> TrackingOutcome:
@@ -96,7 +97,9 @@ def _send(
         tracker.close(timeout_s=None)
     if not outcome.message:
         link = run_link(uri, outcome.experiment_id, outcome.run_id)
-        outcome = outcome.model_copy(update={"message": f"all of {folder} is in MLflow: {link}"})
+        missing = delivery.run.missing
+        what = f"all of {folder} except {join_names(missing)}" if missing else f"all of {folder}"
+        outcome = outcome.model_copy(update={"message": f"{what} is in MLflow: {link}"})
     if any(tracker.has_failed for tracker in also):  # of which the user has been told
         outcome = outcome.model_copy(update={"delivered": False})
     return outcome

@@ -88,10 +88,10 @@ class Attached:
             while (event := self._feed.get()) is not None:
                 tracker.receive(event)
             tracker.close()
-        except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
+        except BaseException as error:  # noqa: BLE001 - nothing of tracking may reach training, sys.exit() included
             # Without its traceback: exceptions of services quote URIs with their passwords.
-            said = redacted(" ".join(str(error).split()))[:300]
             self.has_failed = True
+            said = redacted(" ".join(str(error).split()))[:300]
             self._warn(f"{self.name} raised {type(error).__name__}: {said}. It gets no further events. {self._remedy}")
         finally:
             self.done.set()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
@@ -48,7 +48,7 @@ optimizer.
 """
 
 
-class Row(Frozen):
+class Row(Recorded):
     """Measurements of one trial, from one or several repeats, relative to the baseline."""
 
     trial: str
@@ -302,7 +302,7 @@ class Row(Frozen):
         return [math.inf if math.isnan(difference) else difference for difference in differences]
 
 
-class Unmeasured(Frozen):
+class Unmeasured(Recorded):
     """A cell of a comparison that was not measured."""
 
     trial: str
@@ -314,7 +314,7 @@ class Unmeasured(Frozen):
     """Explanation, e.g. that the cell needs more cores than there are."""
 
 
-class Advice(Frozen):
+class Advice(Recorded):
     """One suggested change."""
 
     reason: str

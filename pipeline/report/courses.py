@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeline.config.reported import source_of
+from pipeline.config.reported import OF_GROUP, source_of
 from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, RunOpened, Started, TrialOpened
 
@@ -74,6 +74,8 @@ class Course:
     steps_per_epoch: int = 0
     loss: Series = field(default_factory=Series)
     learning_rate: Series = field(default_factory=Series)
+    group_rates: dict[str, Series] = field(default_factory=dict)
+    """Learning rates of other parameter groups, by metric."""
     validation: dict[str, Series] = field(default_factory=dict)
     """Metrics of the validation set by name, e.g. "validation/accuracy"."""
     windows: list[Window] = field(default_factory=list)
@@ -119,6 +121,9 @@ class Course:
                 series = self.loss if name == LOSS else self.learning_rate
                 series.add(step, now - (event.step - step) * step_s, value, has_all_steps=True)
                 steps += name == LOSS
+            elif name.startswith(f"{RATE}{OF_GROUP}"):
+                series = self.group_rates.setdefault(name, Series())
+                series.add(step, now - (event.step - step) * step_s, value, has_all_steps=True)
             elif name.startswith(_VALIDATION):
                 self.validation.setdefault(name, Series()).add(step, now, value)
                 if name == VALIDATION_LOSS:

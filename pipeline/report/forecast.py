@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Recorded
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.trial import Scaling
 from pipeline.protocol.trial_result import Link
@@ -24,7 +24,7 @@ _LIMITS = {"batch per worker": "batch size"}
 _MEANING = {"strong": "{} samples shared", "weak": "{} samples for each worker"}
 
 
-class Check(Frozen):
+class Check(Recorded):
     """A predicted speedup next to the measured one."""
 
     workers: int
@@ -55,7 +55,7 @@ class Check(Frozen):
         return self.predicted_low <= self.measured_high and self.measured_low <= self.predicted_high
 
 
-class Outlook(Frozen):
+class Outlook(Recorded):
     """Predictions for one kind of scaling."""
 
     scaling: Scaling
@@ -67,7 +67,7 @@ class Outlook(Frozen):
     """Largest number of workers that was considered for ``worthwhile``."""
 
 
-class Forecast(Frozen):
+class Forecast(Recorded):
     """Prediction for an experiment, with the measurements behind it."""
 
     name: str

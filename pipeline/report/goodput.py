@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 from pipeline.config.reported import PREFIX
-from pipeline.config.values import Frozen
+from pipeline.config.values import Recorded
 from pipeline.protocol.events import (
     AnyEvent,
     CheckpointSaved,
@@ -45,7 +45,7 @@ LABELS: Mapping[Use, str] = {
 _STEP, _DATA_WAIT, _LOSS = "time/step_ms", "time/window_data_wait_ms", "train/loss"
 
 
-class Goodput(Frozen):
+class Goodput(Recorded):
     """Wall clock of a training, from the run's opening to the training's end, in seconds by use."""
 
     seconds: Mapping[Use, float]

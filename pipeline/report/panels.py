@@ -52,8 +52,10 @@ def of_one(course: Course) -> Iterator[Panel]:
     yield Panel("Loss", keys, f"step{epochs}", partial(_loss, course=course), f"validation: {best}" if best else "")
     for metric in validation_metrics(course)[:MOST_METRICS]:
         yield Panel(metric, (), "step", partial(_dots, course=course, metric=metric), _best(course, metric))
-    if varies(course.learning_rate):
-        yield Panel("Learning rate", (), "step", partial(_line, series=course.learning_rate, color=LIGHT["accent"]))
+    rates = [course.learning_rate, *course.group_rates.values()]
+    if any(map(varies, rates)):
+        keys = (Key("first group", LIGHT["accent"]), Key("other groups", LIGHT["grey"])) if len(rates) > 1 else ()
+        yield Panel("Learning rate", keys, "step", partial(_rates, rates=rates))
     if len(course.windows) > 1:
         kinds = dict.fromkeys(pause.kind for pause in course.pauses if pause.end > pause.begin)
         keys = tuple(Key(kind, _PAUSES[kind], "box") for kind in kinds)
@@ -189,6 +191,12 @@ def shared_keys(courses: Sequence[Course], *, best: int | None) -> tuple[Key, ..
 
 def _line(axes: Axes, *, series: Series, color: str) -> None:
     axes.plot(*thinned(series.steps, series.values, buckets=BUCKETS), color=color, lw=1.8)
+
+
+def _rates(axes: Axes, *, rates: Sequence[Series]) -> None:
+    for other in rates[1:]:
+        _line(axes, series=other, color=LIGHT["grey"])
+    _line(axes, series=rates[0], color=LIGHT["accent"])
 
 
 def scaled(axes: Axes, values: Sequence[float]) -> None:

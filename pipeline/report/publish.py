@@ -1,6 +1,5 @@
 """The files of a report in the run's folder: JSON, table, pictures and page."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.report.about import About
+from pipeline.report.records import table_json
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, PAIRS_NAME, REPORT_NAME, AnyReport
 from pipeline.system.imports import uncollected
@@ -57,7 +57,7 @@ def save(
 
 def _save_figures(report: Report, folder: Path, *, warn: Callable[[str], None]) -> Iterator[str]:
     """Write the figures of a report as JSON, table and CSV; yield the names of the files."""
-    texts = {REPORT_NAME: report.to_json() + "\n", "speedup_table.json": _table(report)}
+    texts = {REPORT_NAME: report.to_json() + "\n", "speedup_table.json": table_json(report.table())}
     if report.is_comparison:
         texts["comparison.json"] = comparison_json(report) + "\n"
     for name, text in texts.items():
@@ -83,9 +83,3 @@ def _save_pairs(report: Report, folder: Path) -> None:
     from pipeline.report import pairs
 
     (folder / PAIRS_NAME).write_text(pairs.table(report), encoding="utf-8")
-
-
-def _table(report: Report) -> str:
-    """Return the table in the JSON format of MLflow's ``log_table``."""
-    table = report.table()
-    return json.dumps({"columns": list(table), "data": [list(row) for row in zip(*table.values(), strict=True)]})

@@ -1,5 +1,7 @@
 """The numbers of a report for programs: `--json` of `pipeline run` and `pipeline compare`, and tables for MLflow."""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -199,6 +201,16 @@ def columns(entries: Sequence[Row | Unmeasured]) -> dict[str, list[Any]]:
     metrics = [name for prefix in _METRICS for name in known if name.startswith(prefix)]
     names = dict.fromkeys(name for name in (*_RESULT, *metrics, *_USED, *known) if name in known)
     return {name: [record.get(name) for record in records] for name in names}
+
+
+def table_json(columns: Mapping[str, Sequence[Any]]) -> str:
+    """Return columns in the JSON format of MLflow's ``log_table``; a number that JSON does not have is null."""
+    rows = [[_finite(value) for value in row] for row in zip(*columns.values(), strict=True)]
+    return json.dumps({"columns": list(columns), "data": rows}, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _relative(row: Row) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.values import Frozen
+from pipeline.config.values import Recorded
 from pipeline.planning.plan import restriction
 from pipeline.planning.scheduler_units import scheduler_units
 from pipeline.protocol.events import Evaluated, Finished
@@ -16,7 +16,7 @@ from pipeline.report.tables import ReportTable
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
 
 
-class Report(Frozen):
+class Report(Recorded):
     """Result of a run or of a comparison."""
 
     name: str

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from pipeline.config.values import Frozen
 from pipeline.protocol.links import link
 from pipeline.report.tables import ReportTable
@@ -34,6 +36,8 @@ _MOST_DESCRIBED = 20
 class SweptTrial(Frozen):
     """One trial of a sweep."""
 
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
     number: int
     """Number of the trial, from 1."""
     values: Mapping[str, Any]
@@ -53,6 +57,8 @@ class SweptTrial(Frozen):
 class Swept(Frozen):
     """Output of ``pipeline sweep --json``."""
 
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
     experiment: str
     metric: str
     mode: Literal["min", "max"]
@@ -67,6 +73,12 @@ class Swept(Frozen):
     """Id of the sweep's run."""
     log_scaled: tuple[str, ...] = ()
     """Keys whose values are spread over orders of magnitude: drawn with a uniform logarithm, or listed so."""
+
+    def describe_missing_best(self) -> str:
+        """Return why there is no best trial."""
+        if any(trial.state == "finished" for trial in self.trials):
+            return f"{self.metric} is NaN in all completed trials, so there is no best trial"
+        return "No trial completed, so there is no best trial"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -136,7 +148,7 @@ class SweptReport(Frozen):
     def verdict(self) -> str:
         """Best trial in one line."""
         if (best := self.swept.trial(self.swept.best)) is None:
-            return "No trial completed, so there is no best trial"
+            return self.swept.describe_missing_best()
         of = f"trial {best.number} of {len(self.swept.trials)}"
         return f"Best: {of}, {self.swept.metric} {figure(best.value)} ({assigned(best.values)})"
 

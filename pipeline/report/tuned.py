@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeline.config.dialect import written
 from pipeline.config.train import Train
-from pipeline.config.values import Frozen
+from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import BatchCandidate, BatchSizes
@@ -30,7 +30,7 @@ class BatchAdvice(NamedTuple):
     reason: str
 
 
-class Tuned(Frozen):
+class Tuned(Recorded):
     """Output of ``pipeline tune-batch --json``. Batch sizes are samples per device and micro-batch."""
 
     candidates: tuple[BatchCandidate, ...]
@@ -45,7 +45,7 @@ class Tuned(Frozen):
     """Lines for the file that lead to the recommended size; empty if the file has that size."""
 
 
-class TunedReport(Frozen):
+class TunedReport(Recorded):
     """The report of `pipeline tune-batch` for people."""
 
     tuned: Tuned

@@ -19,6 +19,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.forward import accepted, has_lone_sample, lone_sample_error
 from pipeline.training.global_batch import training_pass
 from pipeline.training.learned import exchange_gradients
+from pipeline.training.learning_rate import rates_by_metric
 from pipeline.training.logs import with_loss
 from pipeline.training.order import MicroBatch
 from pipeline.training.several_optimizers import Optimizers
@@ -73,7 +74,8 @@ def alternate(
             continue
         if exchanges:
             exchange_gradients(part.trained, scale=1.0, device=part.device)
-        figures[f"learning_rate_{name}"] = float(part.optimizer.param_groups[0]["lr"])
+        rates = [float(group["lr"]) for group in part.optimizer.param_groups]
+        figures |= {f"learning_rate_{name}": rates[0], **rates_by_metric(rates, name=f"learning_rate_{name}")}
         limit = declared[name].clip_grad_norm or shared
         if update is not None and (norm := update(part, limit=limit)) is not None:
             figures[f"gradient_norm_{name}"] = norms[name] = norm

@@ -34,7 +34,7 @@ from pipeline.training.metric_states import (
     in_full_precision,
     unmergeable,
 )
-from pipeline.training.metrics import Curve, read
+from pipeline.training.metrics import Drawable, read
 from pipeline.training.optimizers import evaluating
 from pipeline.training.step_guard import Buffers
 from pipeline.training.watch import mark, waiting
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Show = Callable[[str, Curve], None]
+Show = Callable[[str, Drawable], None]
 """Receives the metric's name and its curve."""
 
 
@@ -89,7 +89,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute loss and metrics over a split, by name ("validation/loss"); empty without it. Collective.
 
-    ``show`` receives the curves, on all ranks. Some metrics need many samples: ``with_metrics=False`` leaves them out.
+    ``show`` receives curves and large results, on all ranks. Some metrics need many samples: ``with_metrics=False``
+    leaves them out.
     """
     if not context.batches.has(split):
         return {}

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CyclicLR, LRScheduler, OneCycleLR, SequentialLR
 
 from pipeline.config.finetuning import OWN_RATES, ParameterGroup
+from pipeline.config.reported import LEARNING_RATE, OF_GROUP
 from pipeline.config.train import LearningRateScaling, Train
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
@@ -34,8 +35,8 @@ def warmup_factor(scaling: LearningRateScaling, *, step: int, global_batch_size:
 
 
 @contextmanager
-def warmup(optimizer: Optimizer, train: Train, *, step: int) -> Iterator[float]:
-    """Set the warm-up's learning rate for a step, counted from 0, and yield that of the first parameter group.
+def warmup(optimizer: Optimizer, train: Train, *, step: int) -> Iterator[list[float]]:
+    """Set the warm-up's learning rate for a step, counted from 0, and yield the rates of all parameter groups.
 
     The scheduler's learning rate is put back afterwards, so any scheduler works with a warm-up.
     """
@@ -43,9 +44,14 @@ def warmup(optimizer: Optimizer, train: Train, *, step: int) -> Iterator[float]:
     scheduled = [group["lr"] for group in optimizer.param_groups]
     if factor != 1:
         _set_rates(optimizer, [rate * factor for rate in scheduled])
-    yield float(scheduled[0] * factor)
+    yield [float(rate * factor) for rate in scheduled]
     if factor != 1:
         _set_rates(optimizer, scheduled)
+
+
+def rates_by_metric(rates: Sequence[float], *, name: str = LEARNING_RATE) -> dict[str, float]:
+    """Return the learning rates of the later parameter groups by metric, each rate once, e.g. learning_rate_group_1."""
+    return {f"{name}{OF_GROUP}{index}": rate for index, rate in enumerate(rates) if index and rate not in rates[:index]}
 
 
 def advance_scheduler(scheduler: LRScheduler, *, is_skipped: bool) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.config.reported import OF_TRAINING, mlflow_name
+from pipeline.config.reported import LEARNING_RATE, OF_GROUP, OF_TRAINING, mlflow_name
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.tasks import StepOutput
@@ -22,7 +22,7 @@ def names_of(logs: Mapping[str, Tensor]) -> tuple[str, ...]:
     for name in logs:
         if not isinstance(name, str) or not name:
             raise _refused(f"has the name {name!r}; use a non-empty string")
-        if (written := mlflow_name(name)) in taken:
+        if (written := mlflow_name(name)) in taken or written.startswith(f"{LEARNING_RATE}{OF_GROUP}"):
             raise _refused(f"has the name {name}, but train/{written} is already reported; choose another name")
         taken.add(written)
     return tuple(sorted(logs))

@@ -32,7 +32,7 @@ from pipeline.training.evaluation import build_metrics, evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.meter import Meter
-from pipeline.training.metrics import Curve
+from pipeline.training.metrics import Drawable
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.nvtx import annotated
 from pipeline.training.probe import Afterwards, plan_rounds, probe, record_trace, unused_parameters, waits
@@ -247,7 +247,7 @@ def after_report(context: TrainContext, *, step: int, epoch: int, meter: Meter, 
 def validate(context: TrainContext, *, step: int, epoch: int, meter: Meter) -> dict[str, float]:
     """Evaluate after ``step`` steps; report the values, and tell them to what follows them. Collective."""
     pictures.log(context, meter.outbox, step=step)
-    curves: dict[str, Curve] = {}
+    curves: dict[str, Drawable] = {}
     values = evaluate(context, show=curves.__setitem__)
     meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch)
     if not values:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 _MOST_LABELLED = 20
+_MOST_VALUES = 1000
+"""Values of a metric that are numbers of each evaluation; results with more are files of the last one."""
 
 
 def build(create: Create, components: Mapping[str, Component]) -> "dict[str, Metric]":
@@ -127,13 +129,47 @@ class Curve(NamedTuple):
                 yield (number if len(self.lines) > 1 else "", *point)
 
 
+class Array(NamedTuple):
+    """A result with many values, such as the confusion matrix of 300 classes."""
+
+    axes: tuple[str, ...]
+    """Names of the dimensions."""
+    values: Tensor
+
+    def write(self, path: Path) -> None:
+        """Write the values as CSV, a row for each with its index in each dimension."""
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow((*self.axes, "value"))
+            indices = product(*map(range, self.values.shape))
+            rows.writerows(
+                (*index, value) for index, value in zip(indices, self.values.flatten().tolist(), strict=True)
+            )
+
+    def draw(self, path: Path, *, title: str) -> None:
+        """Draw the values as colors in a PNG: the first dimension downwards, all others to the right."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 5), layout="constrained")
+        axes = figure.add_subplot(ylabel=self.axes[0], xlabel=", ".join(self.axes[1:]), title=title)
+        image = axes.imshow(self.values.reshape(len(self.values), -1).double().numpy(), aspect="auto")
+        figure.colorbar(image)
+        FigureCanvasAgg(figure)  # pyplot might choose a backend with a window
+        figure.savefig(path)
+
+
+Drawable = Curve | Array
+"""A result that becomes a table and a picture."""
+
+
 class Readings(NamedTuple):
     """Computed results of metrics."""
 
     values: dict[str, float]
     """Numbers by reported name, without "validation/"."""
-    curves: dict[str, Curve]
-    """Curves by name of the metric."""
+    curves: dict[str, Drawable]
+    """Curves and large results by name of the metric."""
 
 
 def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Readings:
@@ -150,6 +186,11 @@ def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Reading
             readings.curves[name] = curve
         elif metric is not None and has_threshold(metric, result):
             readings.values.update(_numbered(name, result[0]) | _numbered(f"{name}_threshold", result[1]))
+        elif isinstance(result, Tensor) and result.numel() > _MOST_VALUES:
+            axes = [
+                axis.strip("_") or f"index_{n}" for n, axis in enumerate(_axes(metric, result) or ("",) * result.ndim)
+            ]
+            readings.curves[name] = Array(tuple(axes), result.detach().cpu())
         elif isinstance(result, Tensor | float | int):
             readings.values.update(_numbered(name, result, axes=_axes(metric, result)))
         else:

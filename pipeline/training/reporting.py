@@ -38,7 +38,7 @@ from pipeline.training.example import example_of, reference_of
 from pipeline.training.exported_model import check_memory, export, trained_model
 from pipeline.training.learned import kept, trainable
 from pipeline.training.matmul_precision import matmul_precision
-from pipeline.training.metrics import Curve
+from pipeline.training.metrics import Drawable
 from pipeline.training.norms import local
 from pipeline.training.reference import Reference
 from pipeline.training.watch import waiting
@@ -219,8 +219,8 @@ def exported_model(trial: Training, outbox: Outbox, *, folder: Path) -> None:
     outbox.event(ModelExported(trial=trial.name, program=_PROGRAM, samples=_SAMPLES, torch=torch.__version__))
 
 
-def curve(name: str, curve: Curve, *, context: TrainContext, outbox: Outbox) -> None:
-    """Send a curve of the last evaluation as CSV and PNG."""
+def curve(name: str, curve: Drawable, *, context: TrainContext, outbox: Outbox) -> None:
+    """Send a curve or a large result of the last evaluation as CSV and PNG."""
     if not context.rank.is_first:
         return
     with tempfile.TemporaryDirectory() as folder:

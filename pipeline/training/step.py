@@ -22,7 +22,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward, has_lone_sample, lone_sample_error
 from pipeline.training.global_batch import training_pass
 from pipeline.training.learned import exchange_gradients, trainable
-from pipeline.training.learning_rate import advance_scheduler, warmup
+from pipeline.training.learning_rate import advance_scheduler, rates_by_metric, warmup
 from pipeline.training.logs import with_loss
 from pipeline.training.norms import total_norm
 from pipeline.training.order import MicroBatch
@@ -42,11 +42,12 @@ class StepResult(NamedTuple):
     norm: Tensor | None
     """Gradient norm before clipping; None without clipping."""
     rate: float
-    """Learning rate."""
+    """Learning rate of the first parameter group."""
     is_skipped: bool
     """True if the weights were left as they are because of a loss or gradient that isn't finite; equal on all ranks."""
     by_optimizer: Mapping[str, Tensor | float] = MappingProxyType({})
-    """Learning rate and gradient norm of each of several optimizers that updated, by the metric without "train/"."""
+    """Learning rates of other parameter groups, and learning rate and gradient norm of each of several optimizers that
+    updated, by the metric without "train/"."""
 
 
 def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, exchange: bool = True) -> StepResult:
@@ -58,7 +59,8 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
         step: number of this step, counted from 0.
         exchange: false keeps gradients on their rank, for measuring.
     """
-    with StepGuard(context, step=step) as guard, warmup(context.optimizer, context.experiment.train, step=step) as rate:
+    train = context.experiment.train
+    with StepGuard(context, step=step) as guard, warmup(context.optimizer, train, step=step) as rates:
         if context.experiment.optimizers:
             update, weight = partial(_update, guard=guard), None
             loss, norm, by_optimizer = alternate(
@@ -66,19 +68,19 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
             )
         else:
             loss, weight = forward_backward(context, stream, exchange=exchange, step=step)
-            limit = context.experiment.train.clip_grad_norm
-            norm, by_optimizer = _update(context, guard=guard, limit=limit), {}
+            norm = _update(context, guard=guard, limit=train.clip_grad_norm)
+            by_optimizer = rates_by_metric(rates)
         if guard.has_updated:
             context.scaler.update()
     if exchange and (local := context.strategy.local_updates) is not None:
         local.after_step(context.whole)
     if context.averages is not None:
         context.averages.update(step=step)
-    if context.scheduler is not None and context.experiment.train.scheduler_interval == "step":
+    if context.scheduler is not None and train.scheduler_interval == "step":
         # Whether the first fp16 step overflowed is known on the device only.
         may_skip = not guard.has_updated or (context.scaler.is_enabled() and not step)
         advance_scheduler(context.scheduler, is_skipped=may_skip)
-    return StepResult(loss, weight, norm, rate, guard.is_skipped, by_optimizer)
+    return StepResult(loss, weight, norm, rates[0], guard.is_skipped, by_optimizer)
 
 
 def _update(context: TrainContext, *, guard: StepGuard, limit: float | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from recordings import Store
 from pipeline.protocol.events import WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
 from pipeline.protocol.trial import Rank
 from pipeline.recording import journal as journals
-from pipeline.recording.model_folder import Module, Program
+from pipeline.recording.model_folder import Module, Program, signature
 from pipeline.recording.sync import sync
 from pipeline.system.memory_limits import MemoryLimit
 from pipeline.training import exported_model, reporting
@@ -80,6 +80,14 @@ def test_the_folder_is_what_mlflow_itself_writes(trained: tuple[Path, toys.Kept]
     inputs = np.ones((5, 3))
     predicted = [mlflow.pyfunc.load_model(str(path)).predict(inputs) for path in (ours, theirs)]
     assert np.array_equal(*predicted)
+
+
+def test_a_mapping_with_a_single_number_has_a_signature_of_tensors() -> None:
+    """As the outputs of a model that also computes its loss; MLflow itself infers columns of it."""
+    outputs = {"logits": np.zeros((2, 3), np.float32), "loss": np.zeros((), np.float32)}
+    described = signature({"x": np.zeros((2, 4)), "mask": np.zeros(2, bool)}, outputs)
+    assert [(one.name, one.shape) for one in described.inputs] == [("x", (-1, 4)), ("mask", (-1,))]
+    assert [(one.name, one.shape) for one in described.outputs] == [("logits", (-1, 3)), ("loss", ())]
 
 
 def test_the_program_is_sent_without_torch_and_then_removed(

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -10,10 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 from recordings import JOURNALS, Recording, Store
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
+from pipeline.recording import delivery, mlflow_run
 from pipeline.recording import journal as journals
 from pipeline.recording.mlflow import MlflowSubscriber
 from pipeline.recording.mlflow_process import Writer, WriterTask
@@ -22,6 +25,13 @@ from pipeline.recording.sync import sync
 Journal = Callable[[str], Recording]
 BLOCKED_S = 0.1
 """An event that takes longer has waited for somebody."""
+
+
+class _Unspeakable(Exception):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        raise KeyError
 
 
 def opened(store: Store, **more: Any) -> RunOpened:
@@ -152,14 +162,14 @@ def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_pa
 
 
 def test_events_that_mlflow_refuses_take_no_others_with_them(store: Store, tmp_path: Path) -> None:
-    refused = opened(store, params={"data/../path": "x"})  # MLflow's stores may take a name for a path
+    refused = opened(store, params={"": "x"})
     events = [opened(store), refused, metrics(0), metrics(1), RunClosed(time=1.7e9, status="FINISHED")]
     told: list[str] = []
     outcome = sync(journaled(tmp_path / "refused", events), warn=told.append)
     assert outcome.delivered
     assert outcome.message.startswith("MLflow rejected 1 event, kept in ")
     assert len(told) == 1
-    assert "data/../path" in told[0]
+    assert 'Invalid value ""' in told[0]
     (run,) = store.runs("made")
     assert len(store.series(run, "train/loss")) == 2
 
@@ -182,11 +192,83 @@ def test_what_mlflow_has_no_room_for_is_cut_and_renamed(store: Store, tmp_path: 
     assert run.data.metrics == {"validation/top_5 ___": 0.5}
 
 
+def test_names_that_mlflow_does_not_accept_are_told_apart(store: Store, tmp_path: Path) -> None:
+    params = {"optimizer.lr": "0.1", "compare[0].workers": "2"} | {
+        f"labels.{name}": name for name in ("+", "*", "a//b", "a/", "../a")
+    }
+    told: list[str] = []
+    journaled(tmp_path / "names", [opened(store, params=params), metrics(1), RunClosed(time=1.7e9, status="FINISHED")])
+    assert sync(tmp_path / "names", warn=told.append).message.startswith("all of ")
+    (run,) = store.runs("made")
+    names = ("optimizer.lr", "compare_0_.workers", "labels._", "labels.__2", "labels.a/_/b", "labels.a/_", "labels.../a")
+    assert run.data.params == dict(zip(names, params.values(), strict=True))
+    assert told == [
+        "MLflow does not accept these names of parameters. There, labels.+ is labels._, labels.* is labels.__2 and "
+        "labels.a//b is labels.a/_/b (and 1 more)."
+    ]
+
+
+def test_a_deleted_experiment_names_the_command_that_restores_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = journaled(tmp_path / "gone", [opened(store), metrics(1), RunClosed(time=1.7e9, status="FINISHED")])
+    known = sync(folder, warn=pytest.fail).experiment_id
+    store.client.delete_experiment(known)
+    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0,))
+    outcome = sync(folder, warn=[].append)
+    assert not outcome.delivered
+    assert f"MLFLOW_TRACKING_URI={store.uri} mlflow experiments restore -x {known}" in outcome.message
+    store.client.restore_experiment(known)
+    assert sync(folder, warn=pytest.fail).delivered
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), ModuleNotFoundError("No module named 'mlflow.x'"), _Unspeakable()])
+def test_whatever_ends_the_delivery_is_reported(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """As a user's file mlflow.py may: it raises in the handler of an error as well."""
+    folder = journaled(tmp_path / "hidden", [opened(store), metrics(1), RunClosed(time=1.7e9, status="FINISHED")])
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(mlflow_run, "create_store", fail)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", None)
+    writer = Writer(WriterTask(folder=folder, log=folder / "log.txt", uri="", known=0, environment=()), warn=print)
+    writer.feed.end()
+    writer.closing.set()
+    with closing(writer.feed):
+        writer.work()
+        reply = writer.reply()
+    assert reply.is_done
+    assert reply.outcome is not None
+    assert not reply.outcome.delivered
+    assert "pipeline sync" in reply.outcome.message
+    assert isinstance(error, Exception) or "SystemExit(0)" in reply.outcome.message
+
+
+def test_a_file_that_the_artifact_store_does_not_take_is_not_delivered(
+    store: Store, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'boto3'", name="boto3")
+
+    folder = journal("interrupted").folder
+    with monkeypatch.context() as patch:
+        patch.setattr(delivery, "_PAUSES_S", (0.0,))
+        patch.setattr(MlflowClient, "log_artifact", fail)
+        outcome = sync(folder, warn=[].append)
+    assert not outcome.delivered
+    assert "(No module named 'boto3'; pip install boto3). Nothing is lost" in outcome.message
+    assert sync(folder, warn=pytest.fail).delivered
+
+
 def test_a_model_that_cannot_be_built_again_is_a_warning(store: Store, journal: Journal) -> None:
     folder, told = journal("single").folder, list[str]()
     experiment = folder / "experiment.yaml"
     experiment.write_text(experiment.read_text().replace("in_features: 64", "in_features: 65"))
-    assert sync(folder, warn=told.append).delivered
+    assert sync(folder, warn=told.append).message.startswith(f"all of {folder} except its model is in MLflow: ")
     assert len(told) == 1
     assert "the model isn't logged" in told[0]
     assert [run.info.status for run in store.runs("tiny")] == ["FINISHED"]

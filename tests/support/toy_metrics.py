@@ -20,6 +20,13 @@ class Count(Metric):
         return self.seen
 
 
+class Undefined(Count):
+    """Is NaN."""
+
+    def compute(self) -> Tensor:
+        return torch.tensor(float("nan"))
+
+
 class TF32(Count):
     """Sets TF32 by the newer API."""
 

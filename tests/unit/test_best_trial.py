@@ -1,13 +1,15 @@
 """Which trial of a sweep is the best: of those that were trained to their end, by the direction of its metric."""
 
+import json
 import math
 from typing import Any
 
 import pytest
 
+from pipeline.commands.sweep.journals import Evaluation
 from pipeline.commands.sweep.sweep_report import _is_logarithmic, best_of
 from pipeline.config.sweep import Parameter
-from pipeline.report.swept import SweptTrial
+from pipeline.report.swept import Swept, SweptReport, SweptTrial
 
 
 def trials(*values: float | None, **of_one: Any) -> list[SweptTrial]:
@@ -39,6 +41,19 @@ def test_the_best_has_the_smallest_or_the_largest_value(given: list[SweptTrial],
 
 def test_there_is_none_where_none_was_measured() -> None:
     assert best_of(trials(None, math.nan), "min") is None
+
+
+def test_a_sweep_whose_metric_is_nan_says_so_and_is_valid_json() -> None:
+    swept = Swept(
+        experiment="tiny", metric="validation/pearson", mode="max", search="random", seed=0, best=None, command=(),
+        run="made", trials=tuple(trials(math.nan, math.nan)),
+    )  # fmt: skip
+    assert swept.describe_missing_best() == (
+        "validation/pearson is NaN in all completed trials, so there is no best trial"
+    )
+    for record in (swept, SweptReport(swept=swept, hardware="")):
+        json.loads(record.model_dump_json(), parse_constant=pytest.fail)
+    assert Evaluation(1, 1, math.nan).as_score(minimizes=False) == -math.inf
 
 
 @pytest.mark.parametrize(

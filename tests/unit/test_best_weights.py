@@ -1,6 +1,8 @@
 """The result of a training: the weights of its best checkpoint, told as such, and their value on the test set."""
 
 import hashlib
+import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from pipeline.protocol.events import Finished, ModelSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.console import _format_finished
+from pipeline.report.records import table_json
 from pipeline.report.report import Report
 from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import Manifest, folder_name
@@ -113,7 +116,23 @@ def test_a_manifest_of_before_is_whole() -> None:
     without = made.model_dump_json(exclude={"metric_name", "data", "digest"})
 
     assert made.sealed().digest == hashlib.sha256(without.encode()).hexdigest()
+    undefined, of_before = made.model_copy(update={"metric": math.nan}), without.replace("0.5", "NaN")
+    assert undefined.sealed().digest == hashlib.sha256(of_before.encode()).hexdigest()
     assert made.model_copy(update={"metric_name": "validation/loss"}).sealed().digest != made.sealed().digest
+
+
+def test_files_of_a_training_whose_metric_is_nan_are_valid_json(tmp_path: Path) -> None:
+    constant = {"pearson": {"_target_": "toy_metrics.Undefined"}}
+    sections = {"metrics": constant, "checkpoint": {"best": "validation/pearson", "mode": "max"}}
+    result, _ = run(tmp_path, **sections)
+    report = Report.of([toys.trial()], [Finished(result=result)], hardware="")
+    files = [file.read_text() for file in sorted(tmp_path.rglob("*.json"))]
+    assert any('"metric": "NaN"' in file for file in files)
+    for text in (*files, report.to_json(), table_json(report.table())):
+        json.loads(text, parse_constant=pytest.fail)
+    assert Report.model_validate_json(report.to_json()).to_json() == report.to_json()
+    again, _ = run(tmp_path, resume=True, **sections)
+    assert math.isnan(again.metrics["validation/pearson"])
 
 
 def test_it_is_said_with_its_metric(tmp_path: Path) -> None:

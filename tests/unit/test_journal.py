@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,18 @@ def test_every_event_survives_its_line(text: str, value: float, time: float) -> 
         line = event_to_json(event)
         assert b"\n" not in line
         assert event_from_json(line) == event
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_lacks_is_valid_json_and_read_back(value: float) -> None:
+    event = Metrics(time=1.0, step=1, epoch=1, points=(Point("m", 1, value),))
+    line = event_to_json(event).decode()
+    json.loads(line, parse_constant=pytest.fail)
+    of_before = line.replace(f'"{json.dumps(value)}"', json.dumps(value))
+    for written in (line, of_before):
+        read_back = event_from_json(written)
+        assert isinstance(read_back, Metrics)
+        assert repr(read_back.points) == repr(event.points)
 
 
 def test_an_appended_event_is_readable_while_the_journal_is_open(path: Path) -> None:

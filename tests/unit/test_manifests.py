@@ -152,3 +152,13 @@ def test_slurm_refuses_what_it_can_not_do() -> None:
         manifests.slurm_script(request(), nodes=3)
     with pytest.raises(UsageError, match="Remove the option"):
         manifests.slurm_script(request(environment=("TOKEN",)))
+
+
+def test_a_job_needs_the_variable_that_its_tracking_address_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there:5000")
+    assert "MLFLOW_TRACKING_URI" not in request("tracking.uri=http://here:5000").variables
+    without = Path("without.yaml")
+    without.write_text("\n".join(line for line in Path("lab.yaml").read_text().splitlines() if "uri" not in line))
+    asked = Request(file=load("without.yaml"))
+    assert asked.variables == ("MLFLOW_TRACKING_URI",)
+    assert ': "${MLFLOW_TRACKING_URI?set on the machine' in asked.command()

@@ -223,6 +223,20 @@ class TestWhatMetricsCompute:
         mean = csv.DictReader(io.StringIO(outbox.files["metrics/mean.csv"].decode()))
         assert {row["class"] for row in mean} == {""}
 
+    def test_a_large_result_becomes_a_table_and_a_picture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pipeline.training.metrics._MOST_VALUES", 8)
+        confusion, recall = metric("MulticlassConfusionMatrix"), metric("MulticlassRecall", average="none")
+        result, outbox = toys.trained(**CLASSES, metrics={"confusion": confusion, "recall": recall})
+        assert not [name for name in result.metrics if "confusion" in name]
+        assert "validation/recall_2" in result.metrics
+        assert outbox.files["metrics/confusion.png"].startswith(b"\x89PNG")
+        rows = list(csv.DictReader(io.StringIO(outbox.files["metrics/confusion.csv"].decode())))
+        assert [(row["true"], row["predicted"]) for row in rows] == [(a, b) for a in "012" for b in "012"]
+        of_class = [sum(float(row["value"]) for row in rows if row["true"] == each) for each in "012"]
+        own = [float(row["value"]) for row in rows if row["true"] == row["predicted"]]
+        expected = [result.metrics[f"validation/recall_{each}"] for each in range(3)]
+        assert [right / all_of for right, all_of in zip(own, of_class, strict=True)] == pytest.approx(expected)
+
     def test_a_point_of_a_curve_comes_with_its_threshold(self) -> None:
         result, _ = toys.trained(
             **CLASSES, metrics={"recall": metric("MulticlassRecallAtFixedPrecision", min_precision=0.3)}

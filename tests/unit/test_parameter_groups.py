@@ -17,6 +17,7 @@ from pipeline.config.load import from_mapping
 from pipeline.config.summary import config_hash, flatten
 from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Metrics
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop, parts
 from pipeline.training.build import build
@@ -86,6 +87,20 @@ def test_scaling_warmup_and_schedulers_apply_to_all_groups() -> None:
     context.scheduler.step()
 
     assert [group["lr"] for group in context.optimizer.param_groups] == pytest.approx([0.1, 0.1, 0.01])
+
+
+def test_each_group_with_another_rate_has_its_curve() -> None:
+    own, warmup = {"match": "body.0.weight", "lr": 0.04}, {"rule": "none", "warmup_steps": 1}
+    _, outbox = toys.trained(
+        model=NET, optimizer=optimizer(*GROUPS, own), train={"steps": 3, "epochs": None, "lr_scaling": warmup}
+    )
+    names = {point.name for event in outbox.events if isinstance(event, Metrics) for point in event.points}
+    rates = {name: outbox.series(name) for name in names if "learning_rate" in name}
+    assert rates == {
+        "train/learning_rate": pytest.approx([0.05, 0.1, 0.1]),
+        "train/learning_rate_group_1": pytest.approx([0.005, 0.01, 0.01]),
+        "train/learning_rate_group_2": pytest.approx([0.02, 0.04, 0.04]),
+    }
 
 
 def test_frozen_parameters_and_those_of_a_loss_have_their_place() -> None:

@@ -407,7 +407,7 @@ experiment   toy, seed 3
 machine      8 cores, 16 GiB, no GPU
 data         22 training samples, 10 validation samples
 steps        3 per epoch, 6 in 2 epochs, 8 samples each, fp64
-tracking     sqlite:///mlflow.db
+tracking     sqlite:///mlflow.db (default)
 
 training run and measurements, in this order:
   main      ddp with torchrun: 3 workers, 2 CPU threads each, per-worker batch 2 or 3 in 2 micro-batches

@@ -11,6 +11,7 @@ from pipeline.errors import ExperimentError, UsageError
 from pipeline.protocol.events import Metrics, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
 from pipeline.recording.folder import RunState
+from pipeline.recording.outcome import TrackingOutcome
 from pipeline.recording.recorder import Recorder
 
 FILE = """\
@@ -127,11 +128,24 @@ def now(text: str = FILE, *, epochs: int = 6) -> ExperimentFile:
 def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
     longer.refuse_finished(now(), finished())
     assert resume.changes(now(), finished(), allowed=False) == ["train.epochs was 4, is now 6"]
+    state = finished()
+    TrackingOutcome(delivered=True).keep(state.folder)
     for epochs in (4, 3):
         with pytest.raises(
             UsageError, match=r"has finished\. To continue it, train for more than 4 epochs, .* start a new run without"
         ):
-            longer.refuse_finished(now(epochs=epochs), finished())
+            longer.refuse_finished(now(epochs=epochs), state)
+
+
+def test_a_finished_run_that_was_killed_before_its_delivery_names_the_command_that_sends_it() -> None:
+    state = finished()
+    for outcome in (None, TrackingOutcome(delivered=False)):
+        if outcome is not None:
+            outcome.keep(state.folder)
+        with pytest.raises(
+            UsageError, match=r"has finished\. To send all its results to MLflow: pipeline sync runs/r\. "
+        ):
+            longer.refuse_finished(now(epochs=4), state)
 
 
 def test_kernels_may_be_chosen_otherwise_in_a_resumed_run() -> None:

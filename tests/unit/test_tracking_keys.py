@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import toys
 
+from pipeline.commands.doctor.tracking import store
+from pipeline.config import tracking_address
 from pipeline.config.consistency import OWN_TAGS, contradictions
 from pipeline.config.load import from_mapping
 from pipeline.config.summary import to_yaml
@@ -24,6 +26,28 @@ def problems(**tracking: Any) -> str:
     with pytest.raises(ExperimentError) as caught:
         from_mapping({**toys.experiment().model_dump(mode="json"), "tracking": tracking})
     return str(caught.value)
+
+
+def test_the_address_is_that_of_the_file_then_of_the_variable_and_the_plan_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def plan(**tracking: Any) -> str:
+        whole = toys.experiment(parallel={"launcher": "inprocess"}).model_dump(mode="json") | {"tracking": tracking}
+        text = describe(
+            make_plan(from_mapping(whole).experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False), None
+        )
+        return next(line for line in text.splitlines() if line.startswith("tracking"))
+
+    monkeypatch.delenv(tracking_address.VARIABLE, raising=False)
+    assert plan() == "tracking     sqlite:///mlflow.db (default)"
+    monkeypatch.setenv(tracking_address.VARIABLE, "http://me:secret@there:5000")
+    assert plan() == plan(log_model=False) == "tracking     http://there:5000 (MLFLOW_TRACKING_URI)"
+    assert plan(uri="sqlite:///mine.db") == "tracking     sqlite:///mine.db (tracking.uri)"
+    assert store(None) == "http://me:secret@there:5000"
+    monkeypatch.setenv(tracking_address.VARIABLE, "./mlruns")
+    assert (
+        "tracking.uri: not set, so MLFLOW_TRACKING_URI is used. It is ./mlruns; MLflow no longer stores" in problems()
+    )
 
 
 def test_a_name_alone_is_a_section_with_this_name() -> None:

@@ -1,11 +1,11 @@
 """Check of the MLflow tracking store: reachable, access granted, compatible version."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pipeline.commands.doctor.check_result import CheckResult
+from pipeline.config.tracking_address import default_address
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError
 from pipeline.recording.store import check_store, is_server, redacted, resolve_uri, with_credentials
@@ -27,8 +27,7 @@ _WRONG_NAME = "Invalid Host"
 
 def store(uri: str | None) -> str:
     """Return the address of the store: ``uri``, MLFLOW_TRACKING_URI, or a SQLite file in the working directory."""
-    named = uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-    return resolve_uri(named, base=Path.cwd())
+    return resolve_uri(uri or default_address(), base=Path.cwd())
 
 
 def check_tracking(uri: str, *, client: str | None) -> CheckResult:

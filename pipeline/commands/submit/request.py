@@ -47,7 +47,8 @@ class Request:
     @property
     def variables(self) -> tuple[str, ...]:
         """Names of the environment variables that the experiment reads."""
-        return tuple(dict.fromkeys(_FROM_ENVIRONMENT.findall("\n".join((self.text, *self.overrides)))))
+        tracking = str(self.file.tree.get("tracking"))  # the file may leave tracking.uri to a variable
+        return tuple(dict.fromkeys(_FROM_ENVIRONMENT.findall("\n".join((self.text, *self.overrides, tracking)))))
 
     def command(self, *more: str, path: str | None = None) -> str:
         """Return the shell command; it uses ``exec``, so that ``pipeline run`` gets SIGTERM and sets the exit code."""

@@ -16,7 +16,7 @@ from pipeline.protocol.events import STOPPED_EARLY
 from pipeline.recording import journal
 from pipeline.recording.folder import trials_of
 
-EPOCH, SUGGESTION = "epoch", "suggestion"
+EPOCH, SUGGESTION, VALUE = "epoch", "suggestion", "value"
 OUTPUT_NAME = "output.txt"
 """Name of the file with the output of a trial's process, which is short unless it fails."""
 _LOOK_S = 0.1
@@ -59,7 +59,8 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         if self._last is None:
             raise self._failed(f"it ended without a value of {self._job.metric}")
         score = self._last.as_score(minimizes=self._minimizes)
-        return {EPOCH: self._last.epoch, self._job.metric: score, "done": evaluation is None}
+        # Ray Tune ranks the score; the value is for people.
+        return {EPOCH: self._last.epoch, self._job.metric: score, VALUE: self._last.value, "done": evaluation is None}
 
     def cleanup(self) -> None:
         """Stop the trial if it is still running."""

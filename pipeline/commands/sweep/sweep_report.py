@@ -1,6 +1,5 @@
 """Report of a sweep: the state of its trials, in the terminal, in files, in the tracking store."""
 
-import json
 import math
 import shlex
 from collections import Counter
@@ -19,6 +18,7 @@ from pipeline.config.uris import without_credentials_in
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording.folder import id_of
+from pipeline.report.records import table_json
 from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial, figure
 
 _WIDE_RANGE = 30
@@ -142,10 +142,8 @@ def _tags(swept: Swept) -> Iterator[Tagged]:
 
 
 def _files(result: SweptReport) -> dict[str, str]:
-    columns = result.columns()
-    table = {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}
     return {
         FILE_NAME: result.model_dump_json(indent=1) + "\n",
-        TABLE_NAME: json.dumps(table),
+        TABLE_NAME: table_json(result.columns()),
         CSV_NAME: result.to_csv(),
     }

@@ -15,7 +15,7 @@ from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
 from pipeline.commands.sweep.journals import reached
 from pipeline.commands.sweep.planning import SweepPlan
-from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, Supervisor
+from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, VALUE, Supervisor
 from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live
 from pipeline.commands.sweep.sweep_report import trial as swept_trial
 from pipeline.config.sweep import Sweep
@@ -115,9 +115,9 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         number, metric = _suggestion(trial).number, self._plan.sweep.metric
         if trial.last_result.get(EPOCH) == result[EPOCH] or number in self._over:
             return
-        self.progress.evaluated(number, epoch=result[EPOCH], value=result[metric])
+        self.progress.evaluated(number, epoch=result[EPOCH], value=result[VALUE])
         if not self._is_live:
-            self.tell(f"trial {number}: epoch {result[EPOCH]}, {metric} {figure(result[metric])}")
+            self.tell(f"trial {number}: epoch {result[EPOCH]}, {metric} {figure(result[VALUE])}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Tell the end of a trial."""

@@ -38,7 +38,7 @@ def _title(swept: Swept) -> str:
 
 def _best(swept: Swept) -> Iterator[str]:
     if (best := swept.trial(swept.best)) is None:
-        yield from label("RESULT", "No trial completed, so there is no best trial")
+        yield from label("RESULT", swept.describe_missing_best())
         return
     names = short_names(list(best.values))
     values = [f"{name} {shown(value)}" for name, value in zip(names, best.values.values(), strict=True)]

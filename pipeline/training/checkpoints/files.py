@@ -5,9 +5,12 @@ torch.distributed.checkpoint, whose reader reads both layouts at any world size.
 """
 
 import json
+import math
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors import safe_open
@@ -18,6 +21,7 @@ from pipeline.training.checkpoints.state import State, empty_like, is_sharded
 from pipeline.training.context import TrainContext
 
 _TENSORS = "state.safetensors"
+_FLOAT = "$float"
 
 
 def write_unsharded(state: State, folder: Path) -> tuple[StoredFile, ...]:
@@ -57,13 +61,13 @@ def write_shards(state: State, folder: Path, *, group: dist.ProcessGroup) -> tup
 
 
 def _write_values(state: State, folder: Path) -> None:
-    (folder / VALUES).write_text(json.dumps(state.values), encoding="utf-8")
+    (folder / VALUES).write_text(json.dumps(_with_floats_as_text(state.values), allow_nan=False), encoding="utf-8")
     _sync(folder / VALUES)
 
 
 def read(context: TrainContext, folder: Path) -> State:
     """Read the state in a folder; of a sharded model this rank's shard only. Collective for a sharded model."""
-    values = json.loads((folder / VALUES).read_text(encoding="utf-8"))
+    values = json.loads((folder / VALUES).read_text(encoding="utf-8"), object_hook=_with_floats)
     if (folder / _TENSORS).exists() and not is_sharded(context):
         with safe_open(folder / _TENSORS, framework="pt") as file:
             return State({name: file.get_tensor(name) for name in file.keys()}, values)  # noqa: SIM118 (no mapping)
@@ -86,6 +90,19 @@ def _read_shards(context: TrainContext, folder: Path, values: object) -> State:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_sharded(context))
     return State(tensors, values)
+
+
+def _with_floats_as_text(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON does not have, by mappings that `_with_floats` reads."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(float(value))}
+    if isinstance(value, Mapping):
+        return {key: _with_floats_as_text(item) for key, item in value.items()}
+    return [_with_floats_as_text(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _with_floats(value: dict[str, Any]) -> Any:
+    return float(value[_FLOAT]) if value.keys() == {_FLOAT} else value
 
 
 def _listed(folder: Path, names: list[str]) -> tuple[StoredFile, ...]:

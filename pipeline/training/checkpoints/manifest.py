@@ -4,6 +4,8 @@ A checkpoint without a manifest, or with different files, is incomplete.
 """
 
 import hashlib
+import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_serializer
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Direction, Frozen
@@ -96,7 +98,15 @@ class Manifest(Frozen):
     def _digest(self) -> str:
         # Unknown to earlier versions, whose digests lack them.
         unknown = {name for name in ("metric_name", "data") if getattr(self, name) is None}
-        return hashlib.sha256(self.model_dump_json(exclude={"digest", *unknown}).encode()).hexdigest()
+        text = self.model_dump_json(exclude={"digest", *unknown})
+        if self.metric is not None and not math.isfinite(self.metric):  # earlier versions wrote no quotes
+            text = text.replace(f'"{json.dumps(self.metric)}"', json.dumps(self.metric))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @field_serializer("metric", when_used="json")
+    def _written_as_json(self, metric: float | None) -> float | str | None:
+        """Return a number that JSON has, or its name."""
+        return metric if metric is None or math.isfinite(metric) else json.dumps(metric)
 
 
 def parse(content: bytes) -> Manifest | None:
