@@ -1,6 +1,6 @@
 """Calls of ``set_epoch`` on map-style datasets, in each process that reads them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from pipeline.training.order import MicroBatch, mix
 from pipeline.training.randomness import generators_kept, seed_all
 
 _CPU = torch.device("cpu")
-_EPOCHS = WeakIdKeyDictionary()
+_EPOCHS: MutableMapping[Any, int] = WeakIdKeyDictionary()
 """Epoch of each dataset in this process; readers share it, as two sets may be parts of one dataset."""
 
 
@@ -62,7 +62,7 @@ def set_epoch(dataset: Dataset[Any], epoch: int, *, seed: int) -> None:
     _set(find_datasets_with_epoch(dataset), epoch, seed=seed)
 
 
-def is_in_first_epoch(dataset: Dataset[Any]) -> bool:
+def is_in_first_epoch(dataset: object) -> bool:
     """Return True if neither a dataset nor the datasets in it were set to an epoch after the first."""
     return not any(_EPOCHS.get(one) for one in find_datasets_with_epoch(dataset))
 

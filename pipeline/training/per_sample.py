@@ -120,7 +120,8 @@ class Reader:
         read = self._reading()
         for index in np.union1d(spread, first_of_class[:: -(-len(first_of_class) // _COMPARED)]).tolist():
             try:
-                value = _as_class(self._field(*read([index]), "targets"))
+                (sample,) = read([index])
+                value = _as_class(self._field(sample, "targets"))
             except (ExperimentError, TrainingError):
                 continue
             if value is not None and value != targets[index]:
