@@ -74,6 +74,7 @@ def test_the_epoch_is_set_in_each_process_before_its_samples_are_read(wrap: Call
         reader = loader(wrap(toys.InEpochs()), workers=workers)
         batches = ([micro_batch(0, 5, epoch=epoch), micro_batch(1, epoch=epoch)] for epoch in range(3))
         read[workers] = [torch.cat([batch for _, batch in reader.batches(epoch)]) for epoch in batches]
+        reader.close()
     assert [epoch[:, 0].tolist() for epoch in read[0]] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
     assert all(map(torch.equal, read[0], read[2]))
     assert len({float(epoch[0, 1]) for epoch in read[0]}) == 3
