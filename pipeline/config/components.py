@@ -16,6 +16,8 @@ from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
 
+DEFAULT_COLLATE = "torch.utils.data.default_collate"
+"""A collate function itself, as a component for ``loader``; others build one."""
 _PASSED = {
     "optimizer": ("the model's parameters",),
     "optimizers": ("the model's parameters",),
@@ -25,8 +27,9 @@ _PASSED = {
     "order": ("the training set", "the epoch", "a generator"),
     "order.weights": ("the training set",),
     "order.bucket_by": ("the training set",),
+    DEFAULT_COLLATE: ("the samples",),
 }
-"""Positional arguments that these components are called with."""
+"""Positional arguments that components are called with, by their key or target."""
 
 
 def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
@@ -42,7 +45,8 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     """Find what is wrong with the components without calling them; imports their packages."""
     problems: list[Problem] = []
     for key, component in named(experiment):
-        passed = _PASSED.get(key.partition("[")[0], _PASSED.get(key.partition(".")[0], ()))
+        keys_of = (key.partition("[")[0], key.partition(".")[0], component.target)
+        passed = next((_PASSED[one] for one in keys_of if one in _PASSED), ())
         problems += _check(component, key=key, passed=passed, allowed=allowed)
         problems += environment.unset(component.arguments, key=key)
     if (
@@ -142,8 +146,9 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
             yield keys.child(section, name), component
     if experiment.order is not None:
         yield from experiment.order.components
-    if experiment.loader.collate:
-        yield "loader.collate", experiment.loader.collate
+    for name in ("collate", "evaluation_collate"):
+        if component := getattr(experiment.loader, name):
+            yield f"loader.{name}", component
     for name, component in experiment.metrics.items():
         yield f"metrics.{name}", component
     for index, component in enumerate(experiment.tracking.trackers):

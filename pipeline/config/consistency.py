@@ -190,7 +190,7 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
     if experiment.order is not None:
         message = "has no effect on pipeline.data.streamed. Remove this key, and shuffle the rows with Ray Data."
         yield Problem("order", message)
-    for name in ("num_workers", "collate"):
+    for name in ("num_workers", "collate", "evaluation_collate"):
         if getattr(loader, name):
             message = (
                 "has no effect on pipeline.data.streamed. Remove this key, and use Ray Data's map_batches instead."

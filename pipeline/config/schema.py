@@ -52,6 +52,14 @@ class Loader(Section):
     """Batches that each DataLoader worker process prefetches."""
     collate: Component | None = None
     """Component that builds the collate_fn; default: torch's default_collate."""
+    evaluation_collate: Component | None = None
+    """Component that builds the collate_fn of validation and test sets; default: ``collate``. Required if ``collate``
+    draws random numbers and there is such a set."""
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a later key that is not given, so that experiments of before keep their hash."""
+        return {name: value for name, value in write(self).items() if name != "evaluation_collate" or value is not None}
 
 
 class Checkpoint(Section):

@@ -2,6 +2,7 @@
 
 from pipeline.data.arrays import arrays
 from pipeline.data.cifar import cifar10
+from pipeline.data.csv_rows import read_csv
 from pipeline.data.example_sentences import example_sentences
 from pipeline.data.handwriting import digits
 from pipeline.data.labelled_texts import texts
@@ -23,6 +24,7 @@ __all__ = [
     "digits",
     "example_sentences",
     "make_once",
+    "read_csv",
     "shards",
     "streamed",
     "tabular",

@@ -102,6 +102,10 @@ class _Check:
         context.gathers = self._pass.is_used
         if self._rows.is_unlike:  # the first step raises it
             return
+        if parts.is_redrawn:
+            seen = "the batches of loader.collate differ each time they are read"
+            context.unexamined = f"the loss could not be checked: {seen}. {_UNCHECKED}"
+            return
         is_conclusive = self._check_draws(draws)
         if not is_divided:
             return

@@ -11,11 +11,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeline.training import gradient_hooks, learned
 from pipeline.training.attributes_kept import attributes_kept
+from pipeline.training.collation import Collation
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
 from pipeline.training.matmul_precision import set_exact_convolutions, set_matmul_precision
 from pipeline.training.norms import total_norm
 from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.training.rank_equality import fingerprint
 
 
 class Loss(NamedTuple):
@@ -77,6 +79,10 @@ class Parts:
         self._context, self._module, self._rows = context, module, rows
         self._count, cut = len(samples), len(samples) // 2
         self._whole = range(self._count), context.batches.read(list(samples))
+        collate, (_, batch), read = context.batches.collate(None), self._whole, context.batches.read
+        self._is_cut = context.order.is_stream or can_slice(collate, batch, samples, read=read)
+        self.is_redrawn = not self._is_cut and is_redrawn(collate, batch, samples, read=read)
+        """True if the parts have other random numbers of the collate function than the batch."""
         self._parts = [(indices, self._cut(indices, samples)) for indices in (range(cut), range(cut, self._count))]
 
     def draw(self, seed: int, *, differentiates: bool = False) -> Comparison:
@@ -115,13 +121,23 @@ class Parts:
 
     def _cut(self, indices: range, samples: Sequence[int]) -> Any:
         """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
-        context, (_, batch) = self._context, self._whole
-        if context.order.is_stream or can_slice(context, batch, samples, read=context.batches.read):
-            return tree_map(lambda leaf: leaf[indices.start : indices.stop], batch)
-        return context.batches.read([samples[index] for index in indices])
+        if self._is_cut:
+            return tree_map(lambda leaf: leaf[indices.start : indices.stop], self._whole[1])
+        return self._context.batches.read([samples[index] for index in indices])
 
 
-def can_slice(context: TrainContext, batch: Any, samples: Sequence[int], *, read: Callable[[list[int]], Any]) -> bool:
+def is_redrawn(
+    collate: Collation | None, batch: Any, samples: Sequence[int], *, read: Callable[[list[int]], Any]
+) -> bool:
+    """Return True if samples of a batch get other random numbers from the collate function when they are read again."""
+    if collate is None:
+        return False
+    return collate.draws or fingerprint(read([*samples])) != fingerprint(batch)
+
+
+def can_slice(
+    collate: Collation | None, batch: Any, samples: Sequence[int], *, read: Callable[[list[int]], Any]
+) -> bool:
     """Return True if parts of a batch are cut from it, else they are read.
 
     What a custom collate function makes may depend on the samples, such as the length that they are padded to. But one
@@ -130,10 +146,12 @@ def can_slice(context: TrainContext, batch: Any, samples: Sequence[int], *, read
     leaves = tree_leaves(batch)
     if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
         return False
-    if context.experiment.loader.collate is None:
+    if collate is None:
         return True
     if not leaves or any(len(leaf) != len(samples) for leaf in leaves):
         return False
+    if collate.draws:
+        return True
     turned = tree_leaves(read([*samples][::-1]))  # its last sample seeds the function
     return not all(
         leaf.shape == other.shape and torch.allclose(leaf.double(), other.flip(0).double(), rtol=1e-3, equal_nan=True)

@@ -14,6 +14,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank, Split
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
+from pipeline.training.collation import Collation
 from pipeline.training.data_digest import DataDigest
 from pipeline.training.data_source import Datasets, Source
 from pipeline.training.iterable import IterableLoader
@@ -28,6 +29,10 @@ MicroBatches = Iterator[tuple[MicroBatch, Any]]
 """A rank's micro-batches with their data, in order."""
 AnyLoader = BatchLoader | StreamLoader | IterableLoader
 _MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+_DRAWS = (
+    "the random numbers of loader.collate are drawn for each micro-batch. Training therefore depends on the number of "
+    "workers and on train.gradient_accumulation"
+)
 
 
 class Batches:
@@ -45,7 +50,7 @@ class Batches:
     ) -> None:
         self._source, self._experiment = source, experiment
         self.rank, self._device, self._strategy, self._task = rank, device, strategy, task
-        self.rows = RowCheck(is_needed=experiment.loader.collate is not None)
+        self._rows, self._evaluation_rows = RowCheck(source.collate), RowCheck(source.evaluation_collate)
 
     @cached_property
     def data(self) -> DataDigest:
@@ -180,7 +185,16 @@ class Batches:
     @property
     def notes(self) -> tuple[str, ...]:
         """Promises that the data can't keep."""
-        return (*self._source.notes, *(self.data.notes if "data" in vars(self) else ()))
+        draws = self._source.collate is not None and self._source.collate.draws
+        return (*self._source.notes, *([_DRAWS] if draws else []), *(self.data.notes if "data" in vars(self) else ()))
+
+    def collate(self, split: Split | None) -> Collation | None:
+        """Return the collate function of a set, None for torch's own; of the training set if ``split`` is None."""
+        return self._source.collate if split is None else self._source.evaluation_collate
+
+    def skip_row_checks(self) -> None:
+        """Accept batches with other numbers of rows than samples: losses are not weighted by the samples."""
+        self._rows.is_needed = self._evaluation_rows.is_needed = False
 
     def position(self, step: int) -> Mapping[str, Any] | None:
         """Return the position of iterable data after ``step`` steps; None of data that needs none."""
@@ -204,23 +218,24 @@ class Batches:
 
     def _ahead(self, loader: AnyLoader, micro_batches: Iterable[MicroBatch], *, what: str) -> MicroBatches:
         batches = loader.batches(micro_batches)
-        if self.rows.is_needed:
+        if (rows := self._rows if what == "training" else self._evaluation_rows).is_needed:
             names = isinstance(loader, BatchLoader)
-            batches = self._complete(batches, partial(self.rows.check, read=loader.read, what=what, names=names))
+            batches = _complete(batches, rows, partial(rows.check, read=loader.read, what=what, names=names))
         if isinstance(self._task, Supervised):
             batches = _without_ignored(batches, self._task)
         return prefetched(batches, place=self.placed, device=self._device)
 
-    def _complete(self, batches: MicroBatches, check: Callable[[MicroBatch, Any], None]) -> MicroBatches:
-        """Refuse batches without a row for each sample, as long as this matters."""
-        for micro_batch, batch in batches:
-            if self.rows.is_needed:
-                check(micro_batch, batch)
-            yield micro_batch, batch
-
     def _evaluation(self, rank: int, *, samples: int) -> Iterator[MicroBatch]:
         world_size, parts = self.rank.world_size, self._accumulation
         return self.order.evaluation_micro_batches(samples, rank=rank, world_size=world_size, accumulation=parts)
+
+
+def _complete(batches: MicroBatches, rows: RowCheck, check: Callable[[MicroBatch, Any], None]) -> MicroBatches:
+    """Refuse batches without a row for each sample, as long as this matters."""
+    for micro_batch, batch in batches:
+        if rows.is_needed:
+            check(micro_batch, batch)
+        yield micro_batch, batch
 
 
 def _without_ignored(batches: MicroBatches, task: Supervised) -> MicroBatches:

@@ -1,15 +1,19 @@
 """Source of a rank's data: loaders and order of its samples, of datasets or of streams that a launcher sends."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment, Loader
-from pipeline.errors import ExperimentError
+from pipeline.config.values import Component
+from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training import parts, rank_equality
+from pipeline.training.collation import Collation
+from pipeline.training.fetch import Collate
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.iterable_order import IterableOrder, is_iterable, promises
 from pipeline.training.iterable_reader import counted_length
@@ -17,6 +21,9 @@ from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import SampleOrder, StreamOrder
 from pipeline.training.own_order import order_of
 from pipeline.training.stream import RowStream, StreamLoader, received
+
+_FEW = 4
+"""Samples of each set that are read to find out if an evaluation's collate function draws random numbers."""
 
 
 class Source(NamedTuple):
@@ -34,6 +41,10 @@ class Source(NamedTuple):
     test_samples: int = 0
     notes: tuple[str, ...] = ()
     """Promises that the data can't keep."""
+    collate: Collation | None = None
+    """Collate function of the training set; None for torch's own."""
+    evaluation_collate: Collation | None = None
+    """Collate function of the validation and the test set; None for torch's own."""
 
 
 Datasets = tuple[Any, Any, Any]
@@ -92,24 +103,22 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
     order = train_order(experiment, train, allowed=trial.allowed, silent=not rank.is_first)
     named = zip(("validation", "test"), held_out, strict=True)
     sizes = {what: held_out_size(experiment, dataset, what=what) for what, dataset in named}
-    known, own = runtime(trial, order=order, rank=rank), experiment.loader.collate
-    collate = components.build(own, key="loader.collate", allowed=trial.allowed, runtime=known) if own else None
+    collate, evaluation_collate = _collates(trial, runtime(trial, order=order, rank=rank))
     share = max(1, order.global_batch_size // (rank.world_size * experiment.train.gradient_accumulation))
 
     def loader(dataset: Any, what: str, *, samples: int | None, block: int) -> BatchLoader | IterableLoader:
         seed, options = experiment.seed, experiment.loader
+        own = collate if what == "training" else evaluation_collate
         if not is_iterable(dataset):
             keeps = what != "training"  # where each step seeds the generators after reading
-            return BatchLoader(
-                dataset, options=options, collate=collate, seed=seed, device=device, keeps_generators=keeps
-            )
+            return BatchLoader(dataset, options=options, collate=own, seed=seed, device=device, keeps_generators=keeps)
         return IterableLoader(
             dataset,
             what=what,
             samples=samples,
             block=block,
             seed=seed,
-            collate=collate,
+            collate=own,
             pin_memory=_pins(options, device),
             keeps_state=what == "training" and rank.is_first and isinstance(trial, Training) and trial.saves,
         )
@@ -122,6 +131,11 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
     )
     loaders = {"validation": validation, "test": test}
     there = {what: (loader, sizes[what]) for what, loader in loaders.items() if loader is not None}
+    if evaluation_collate is not None and evaluation_collate.is_fixed:
+        for each, samples in there.values():
+            with suppress(ExperimentError, TrainingError):  # of a sample, which the evaluation reports if it reads it
+                each.read([*range(min(_FEW, samples))])
+        evaluation_collate.check()
     rank_equality.check_data({"training": (train_loader, order.set_size), **there}, rank=rank)
     if experiment.order is not None:
         rank_equality.check_order(order, rank=rank)
@@ -135,7 +149,27 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
         test,
         sizes["test"],
         promises(train),
+        collate,
+        evaluation_collate,
     )
+
+
+def _collates(trial: Trial, known: Mapping[str, int]) -> tuple[Collation | None, Collation | None]:
+    """Build the collate functions of training and of evaluations; None for torch's own."""
+    loader = trial.experiment.loader
+
+    def built(own: Component | None, key: str) -> Collate | None:
+        if own is None or own.target == components.DEFAULT_COLLATE:
+            return None
+        collate: Collate = components.build(own, key=key, allowed=trial.allowed, runtime=known)
+        return collate
+
+    function = built(loader.collate, key := "loader.collate")
+    collate = None if function is None else Collation(function, key=key)
+    if loader.evaluation_collate is None:
+        return collate, None if function is None else Collation(function, key=key, is_fixed=True)
+    function = built(loader.evaluation_collate, key := "loader.evaluation_collate")
+    return collate, None if function is None else Collation(function, key=key)
 
 
 def _pins(options: Loader, device: torch.device) -> bool:

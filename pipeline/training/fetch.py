@@ -23,6 +23,8 @@ def collated(indices: list[int], samples: list[Any], collate: Collate | None) ->
     """Make a batch of samples; an error in its place is raised by `usable`."""
     try:
         return (collate or default_collate)(samples)
+    except ExperimentError as error:
+        return Unusable(error)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
         if is_out_of_shared_memory(error):
             return Unusable(shared_memory_error())
@@ -30,7 +32,8 @@ def collated(indices: list[int], samples: list[Any], collate: Collate | None) ->
         if missing and (collate is None or len(missing) == len(samples)):  # a collate may leave some out, see `rows`
             return Unusable(_missing(missing))
         if collate is not None:
-            return Unusable(failed(f"loader.collate failed on samples {format_indices(indices)}", error))
+            key = getattr(collate, "key", "loader.collate")
+            return Unusable(failed(f"{key} failed on samples {format_indices(indices)}", error))
         return Unusable(_not_a_batch(indices, samples, error))
 
 

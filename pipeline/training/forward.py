@@ -57,7 +57,8 @@ def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
     gives_weight = output.weight is not None
     if context.gives_weight is None:
         context.gives_weight = gives_weight
-        context.batches.rows.is_needed &= not gives_weight
+        if gives_weight:
+            context.batches.skip_row_checks()
     elif context.gives_weight != gives_weight:
         raise _refused(
             context, "returns StepOutput.weight for some batches and None for others; return it for all or none"

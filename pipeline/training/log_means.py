@@ -115,7 +115,7 @@ def _examine(context: TrainContext, module: nn.Module, *, split: Split | None) -
     with values.computing():
         first, names = values.whole(0, 1), values.names
         evaluates_itself = isinstance(context.task, OwnEvaluation)
-        if names == ("loss",) and not evaluates_itself:
+        if (names == ("loss",) and not evaluates_itself) or values.is_redrawn:
             return []
         found = _Comparison(context, values).run(first)
     return [one for one in found if evaluates_itself or split is None or one.name != "loss"]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from pipeline.protocol.trial import Rank, Split
 from pipeline.tasks import OwnEvaluation
-from pipeline.training.batch_parts import can_slice
+from pipeline.training.batch_parts import can_slice, is_redrawn
 from pipeline.training.context import TrainContext
 from pipeline.training.differing_samples import choose
 from pipeline.training.forward import forward
@@ -51,6 +51,15 @@ class LoggedValues:
     def names(self) -> tuple[str, ...]:
         """Names of the values: the loss, then the logs."""
         return ("loss", *(self._context.log_names or ()))
+
+    @property
+    def is_redrawn(self) -> bool:
+        """True if parts of a batch would have other random numbers of the collate function than the batch."""
+        batches, samples, read = self._context.batches, self.groups[0], self._read
+        if (collate := batches.collate(self._split)) is None or batches.order.is_stream:
+            return False
+        batch = read(samples)
+        return not can_slice(collate, batch, samples, read=read) and is_redrawn(collate, batch, samples, read=read)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -93,8 +102,8 @@ class LoggedValues:
 
     def _cut(self, batch: Any, samples: Sequence[int], own: Sequence[int]) -> Any:
         """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
-        context = self._context
-        if context.order.is_stream or can_slice(context, batch, samples, read=self._read):
+        collate = self._context.batches.collate(self._split)
+        if self._context.order.is_stream or can_slice(collate, batch, samples, read=self._read):
             return tree_map(lambda leaf: leaf[own[0] : own[-1] + 1], batch)
         return self._read([samples[index] for index in own])
 

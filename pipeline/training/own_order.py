@@ -19,6 +19,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
 from pipeline.training import per_sample
+from pipeline.training.dataset_epoch import set_epoch
 from pipeline.training.order import ContiguousOrder, Indices, SampleOrder, mix
 from pipeline.training.per_sample import Numbers, Reader
 from pipeline.training.randomness import generators_kept, seed_all
@@ -132,6 +133,7 @@ class _Declared:
         call = components.bound(component, key="order", allowed=self._allowed)
 
         def called(epoch: int) -> Indices:
+            set_epoch(self._dataset, epoch, seed=self._plain.seed)
             drawn = self._seeded(call, epoch)(self._dataset, epoch, self._plain.generator(epoch))
             return _indices(drawn, epoch=epoch, samples=self._plain.samples, target=component.target)
 

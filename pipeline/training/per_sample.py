@@ -9,9 +9,9 @@ import numpy.typing as npt
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from pipeline.data.splits import Table
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.training.fetch import usable
+from pipeline.training.fetch import copy_dataset, usable
 from pipeline.training.order import MicroBatch
 from pipeline.training.readers import fetcher
 
@@ -21,6 +21,8 @@ Wanted = Literal["targets", "lengths"]
 """Value of a sample, by the name of the attribute in which a dataset may have it for all samples."""
 
 _CHUNK = 256
+_COMPARED = 32
+"""Samples, and so many of different classes, whose targets are compared with the attribute ``targets``."""
 _READ: WeakKeyDictionary[Any, dict[str, Numbers]] = WeakKeyDictionary()
 """Numbers by dataset."""
 _NAMES = {"targets": ("labels", "label", "targets", "target"), "lengths": ("input_ids", "inputs", "tokens", "text")}
@@ -80,14 +82,14 @@ class Reader:
 
     def _lengths(self) -> Numbers:
         if (known := self._known(self._dataset, "lengths")) is not None:
-            return np.asarray(known)
+            return known
         if type(self._dataset) is TensorDataset and (rows := self._dataset.tensors[0]).ndim > 1:
             return np.full(len(rows), rows.shape[1])
         return np.array([self._length(field, index) for index, field in enumerate(self._each("lengths"))])
 
     def _targets(self) -> Numbers:
-        if (known := self._known(self._dataset, "targets")) is not None:
-            return np.asarray(known)
+        if (known := self._known(self._dataset, "targets")) is not None and not self._differ(known):
+            return known
         if isinstance(self._dataset, Table):
             chunks = (self._dataset.batch(list(indices)) for indices in self._chunks())
             return np.concatenate([np.asarray(self._field(columns, "targets")) for columns in chunks])
@@ -96,23 +98,46 @@ class Reader:
             raise self._no_classes("targets have different shapes")
         return np.stack(values)
 
-    def _known(self, dataset: Any, field: Wanted) -> Any:
+    def _known(self, dataset: Any, field: Wanted) -> Numbers | None:
         """Return the values that a dataset has as a whole; None if its samples have to be read."""
-        if isinstance(dataset, Subset):
+        if type(dataset) is Subset:  # a subclass may return other targets than the dataset in it
             known = self._known(dataset.dataset, field)
-            return None if known is None else np.asarray(known)[np.asarray(dataset.indices)]
+            return None if known is None else known[np.asarray(dataset.indices)]
         if field == "targets" and type(dataset) is TensorDataset:
-            return self._field(dataset.tensors, field).numpy()
+            return _as_numbers(self._field(dataset.tensors, field))
         if getattr(dataset, "target_transform", None) is not None:
             return None
-        known = getattr(dataset, field, None)
-        return None if callable(known) else known
+        known = _as_numbers(getattr(dataset, field, None))
+        return known if known is not None and len(known) == len(dataset) else None
+
+    def _differ(self, targets: Numbers) -> bool:
+        """Return True if the targets of an attribute are not the classes of the samples, a few of which are read.
+
+        A sample that cannot be read, or that has no class, contradicts no attribute.
+        """
+        _, first_of_class = np.unique(targets, return_index=True)
+        spread = np.linspace(0, len(targets) - 1, _COMPARED, dtype=int)
+        read = self._reading()
+        for index in np.union1d(spread, first_of_class[:: -(-len(first_of_class) // _COMPARED)]).tolist():
+            try:
+                (sample,) = read([index])
+                value = _as_class(self._field(sample, "targets"))
+            except (ExperimentError, TrainingError):
+                continue
+            if value is not None and value != targets[index]:
+                return True
+        return False
 
     def _each(self, field: Wanted) -> Iterator[Any]:
-        read = fetcher(self._dataset, collate=list, seed=self._seed)
+        read = self._reading()
         for indices in self._chunks():
-            for sample in usable(read.__getitems__(MicroBatch(0, list(indices), weight=1.0, is_last=True))):
+            for sample in read(list(indices)):
                 yield self._field(sample, field)
+
+    def _reading(self) -> Callable[[list[int]], Any]:
+        """Return a function that reads samples of a copy: files that it opens must not be open in forked processes."""
+        reader = fetcher(copy_dataset(self._dataset), collate=list, seed=self._seed)
+        return lambda indices: usable(reader.__getitems__(MicroBatch(0, indices, weight=1.0, is_last=True)))
 
     def _chunks(self) -> Iterator[range]:
         samples = len(self._dataset)  # type: ignore[arg-type] # map-style, checked before
@@ -148,6 +173,26 @@ class Reader:
     def _refused(self, seen: str) -> ExperimentError:
         remedy = "Set _target_ to a function that gets the training set and returns a number for each sample"
         return ExperimentError.of(self._key, f"{seen}. {remedy}.")
+
+
+def _as_numbers(values: Any) -> Numbers | None:
+    """Return values as a number for each sample, shape (samples,); None if they are something else."""
+    try:
+        numbers = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    numbers = numbers[:, 0] if numbers.ndim > 1 and numbers.shape[1:] == (1,) else numbers
+    return numbers if numbers.ndim == 1 and numbers.dtype.kind in "biuf" else None
+
+
+def _as_class(target: Any) -> float | None:
+    """Return a target as a whole number; None if it is something else."""
+    try:
+        array = np.asarray(target)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    is_whole = array.size == 1 and array.dtype.kind in "biuf" and float(array.item()).is_integer()
+    return float(array.item()) if is_whole else None
 
 
 def checked(values: Any, *, samples: int, key: str, source: str) -> Numbers:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError
+from pipeline.training.dataset_epoch import EpochReader, find_datasets_with_epoch
 from pipeline.training.fetch import Collate, Noted, Unusable, collated, failed, format_indices
 from pipeline.training.order import MicroBatch, mix, mixer
 from pipeline.training.randomness import GENERATORS, drawn_from, drawn_since, generators_kept, seed_generators, watch
@@ -21,16 +22,19 @@ from pipeline.training.rank_equality import fingerprint
 
 def fetcher(
     dataset: Dataset[Any], *, collate: Collate | None, seed: int, keeps_generators: bool = True
-) -> "Rows | Samples":
+) -> "Rows | Samples | EpochReader":
     """Return the reader of a dataset's batches: whole rows for tables of tensors, else samples.
 
     Without ``keeps_generators`` reading leaves the global generators in any state, which saves 90 µs a batch.
     """
+    reader: Rows | Samples
     if type(dataset) is TensorDataset and collate is None:
-        return Rows(partial(_indexed, dataset.tensors))
-    if isinstance(dataset, Table) and collate is None:
-        return Rows(dataset.batch)
-    return Samples(dataset, collate=collate, seed=seed, keeps_generators=keeps_generators)
+        reader = Rows(partial(_indexed, dataset.tensors))
+    elif isinstance(dataset, Table) and collate is None:
+        reader = Rows(dataset.batch)
+    else:
+        reader = Samples(dataset, collate=collate, seed=seed, keeps_generators=keeps_generators)
+    return EpochReader(reader, dataset, seed=seed) if find_datasets_with_epoch(dataset) else reader
 
 
 class Rows(Dataset[Any]):

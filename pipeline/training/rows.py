@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.training.collation import Collation
 from pipeline.training.order import MicroBatch
 
 Read = Callable[[list[int]], Any]
@@ -30,8 +31,9 @@ def count_rows(batch: Any) -> int | None:
 class RowCheck:
     """Comparison of the rows of collated batches with the numbers of samples."""
 
-    def __init__(self, *, is_needed: bool) -> None:
-        self.is_needed = is_needed
+    def __init__(self, collate: Collation | None) -> None:
+        self._key = "" if collate is None else collate.key
+        self.is_needed = collate is not None
         """False without a collate function, for weighted losses, and once a batch shows another layout."""
 
     def check(self, micro_batch: MicroBatch, batch: Any, *, read: Read, what: str, names: bool) -> None:
@@ -61,7 +63,9 @@ class RowCheck:
         if len(kept) > 1 and _rows_of(kept[:2], read) != 2:  # such as time, or packed tokens
             self.is_needed = False
         elif len(kept) > 1 or rows == len(kept):
-            raise _error(f"{asked} samples of the {what} set", rows, left_out=sorted(left_out) if names else [])
+            raise _error(
+                self._key, f"{asked} samples of the {what} set", rows, left_out=sorted(left_out) if names else []
+            )
 
 
 def _rows_of(indices: list[int], read: Read) -> int | None:
@@ -72,11 +76,11 @@ def _rows_of(indices: list[int], read: Read) -> int | None:
         return 0
 
 
-def _error(asked: str, rows: int | None, *, left_out: Sequence[int]) -> ExperimentError:
+def _error(key: str, asked: str, rows: int | None, *, left_out: Sequence[int]) -> ExperimentError:
     shown = ", ".join(map(str, left_out[:8])) + (f" and {len(left_out) - 8} more" if len(left_out) > 8 else "")
     named = f". It leaves out {'samples' if len(left_out) > 1 else 'sample'} {shown}" if left_out else ""
     return ExperimentError.of(
-        "loader.collate",
+        key,
         f"returned {rows} rows for {asked}{named}. Losses are weighted by the number of samples, so their mean "
         "would be wrong. Leave samples out in the dataset, e.g. torch.utils.data.Subset(dataset, readable), "
         "or return the divisor of the loss as StepOutput.weight.",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import toys
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
@@ -64,6 +64,20 @@ def test_a_samples_noise_is_its_own(workers: int) -> None:
     assert shared == whole
     columns = list(zip(*whole.values(), strict=True))
     assert all(len(set(column)) == 11 for column in columns)  # torch's, Python's and NumPy's: samples differ
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, lambda inner: Subset(ConcatDataset([inner]), range(8))])
+def test_the_epoch_is_set_in_each_process_before_its_samples_are_read(wrap: Callable[..., Dataset[Any]]) -> None:
+    """With the same random numbers in each process; also of the datasets that a dataset holds."""
+    read: dict[int, list[torch.Tensor]] = {}
+    for workers in (0, 2):
+        reader = loader(wrap(toys.InEpochs()), workers=workers)
+        batches = ([micro_batch(0, 5, epoch=epoch), micro_batch(1, epoch=epoch)] for epoch in range(3))
+        read[workers] = [torch.cat([batch for _, batch in reader.batches(epoch)]) for epoch in batches]
+        reader.close()
+    assert [epoch[:, 0].tolist() for epoch in read[0]] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert all(map(torch.equal, read[0], read[2]))
+    assert len({float(epoch[0, 1]) for epoch in read[0]}) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -158,6 +158,23 @@ class Unseeded(Plain):
         return (inputs if index % 2 else inputs + int.from_bytes(os.urandom(2))), targets
 
 
+class InEpochs(Dataset[Any]):
+    """A map-style dataset whose samples are the epoch and a number that `set_epoch` draws; notes each call."""
+
+    def __init__(self, samples: int = 8) -> None:
+        self.samples, self.epoch, self.drawn, self.calls = samples, -1, 0.0, list[int]()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.drawn = epoch, torch.rand(()).item()
+        self.calls.append(epoch)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(self.epoch), self.drawn])
+
+
 class Noisy(Plain):
     """Adds noise of three generators to each sample: torch's, Python's and NumPy's."""
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -308,6 +309,35 @@ def pad_sentences(draws: bool = False) -> Any:
         return words, torch.stack([label for _, label in samples])
 
     return collate
+
+
+def mixing(how: str) -> Any:
+    """Return a collate function that mixes each sample with the one before it.
+
+    ``how``: always, rarely, or with the share and both targets as fields; by torch's generator or one of its own.
+    """
+    own = np.random.default_rng(0)
+
+    def collate(samples: list[Any]) -> Any:
+        inputs, targets = torch.utils.data.default_collate(samples)
+        share = own.random() if "own" in how else torch.rand(()).item()
+        share = 1.0 if "rarely" in how and share > 0.3 else share
+        mixed = share * inputs + (1 - share) * inputs.roll(1, 0)
+        if "fields" in how:
+            return mixed, targets, targets.roll(1, 0), share
+        return mixed, share * targets + (1 - share) * targets.roll(1, 0)
+
+    return collate
+
+
+class OfBothTargets:
+    """The mean square for batches of `mixing` with fields, and for pairs."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+        inputs, targets, other, share = batch if len(batch) == 4 else (*batch, batch[1], 1.0)
+        outputs = model(inputs)
+        loss = share * (outputs - targets).square().mean() + (1 - share) * (outputs - other).square().mean()
+        return StepOutput(loss, outputs, targets)
 
 
 def of_zeros() -> Any:

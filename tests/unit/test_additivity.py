@@ -125,6 +125,22 @@ def test_padding_and_a_collate_that_draws_are_no_other_loss(draws: bool) -> None
     assert built(**sections, loss=loss, loader={"collate": collate}, accumulation=2).unexamined == ""
 
 
+@pytest.mark.parametrize("how", ["always", "rarely", "always own", "fields", "fields own"])
+def test_a_loss_is_not_blamed_for_what_a_collate_draws(how: str) -> None:
+    task = {"loss": None, "task": {"_target_": "weighed.OfBothTargets"}}
+    plain = {"_target_": "torch.utils.data.default_collate"}
+    for seed in range(3):
+        loader = {"collate": {"_target_": "weighed.mixing", "how": how}, "evaluation_collate": plain}
+        context = built(**(task if "fields" in how else {}), loader=loader, accumulation=2, seed=seed)
+        assert context.unexamined == (UNLIKE if "fields" in how else "")
+
+
+UNLIKE = (
+    "the loss could not be checked: the batches of loader.collate differ each time they are read. It must be a mean "
+    "over the samples, or training depends on the number of workers."
+)
+
+
 def test_a_loss_that_draws_random_numbers_may_be_a_little_off() -> None:
     """As those of detectors are, which sample proposals."""
     noisy = {"_target_": "weighed.noisy", "of": "compared", "noise": 0.01}

@@ -1,15 +1,19 @@
 """Data that doesn't divide: fewer samples than workers, a last batch of one, a sample that can't be read, streams."""
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toys
 from torch import nn
 from torch.utils.data import default_collate
 
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training.loop import train
 from pipeline.training.order import SampleOrder
@@ -102,13 +106,15 @@ class Counted:
 
 
 def _train(data: dict[str, Any], collate: str, **sections: Any) -> toys.Kept:
-    given = toys.trial(
-        data={"_target_": f"{HERE}.unreadable", **data}, loader={"collate": {"_target_": f"{HERE}.{collate}"}},
-        **sections, train={"epochs": 1, "global_batch_size": 4, "gradient_accumulation": 2},
-    )  # fmt: skip
+    loader = {"collate": {"_target_": f"{HERE}.{collate}"}}
+    return _train_points(data={"_target_": f"{HERE}.unreadable", **data}, loader=loader, **sections)[1]
+
+
+def _train_points(**sections: Any) -> tuple[TrialResult, toys.Kept]:
+    given = toys.trial(**sections, train={"epochs": 1, "global_batch_size": 4, "gradient_accumulation": 2})
     outbox = toys.Kept()
-    train(given.model_copy(update={"allowed": (*given.allowed, HERE)}), rank=Rank(), outbox=outbox)
-    return outbox
+    result = train(given.model_copy(update={"allowed": (*given.allowed, HERE)}), rank=Rank(), outbox=outbox)
+    return result, outbox
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,65 @@ def _train(data: dict[str, Any], collate: str, **sections: Any) -> toys.Kept:
 def test_a_collate_that_leaves_samples_out_is_refused(data: dict[str, Any], said: str) -> None:
     with pytest.raises(ExperimentError, match=said):
         _train(data, "dropping")
+
+
+def drawing(how: str) -> Any:
+    """Return a collate function that replaces inputs by random numbers."""
+    own = np.random.default_rng(0)
+    draw: dict[str, Callable[[], float]] = {
+        "torch": lambda: torch.rand(()).item(), "Python": random.random, "NumPy": np.random.random_sample,
+        "its own generator": own.random, "a forked generator": _forked, "only in whole batches": random.random,
+    }  # fmt: skip
+
+    def collate(samples: list[Any]) -> Any:
+        inputs, targets = default_collate(samples)
+        return inputs * 0 + (1.0 if "whole" in how and len(samples) < 2 else draw[how]()), targets
+
+    return collate
+
+
+def _forked() -> float:
+    with torch.random.fork_rng(devices=()):
+        return torch.rand(()).item()
+
+
+@pytest.mark.parametrize(
+    "how", ["torch", "Python", "NumPy", "its own generator", "a forked generator", "only in whole batches"]
+)
+def test_a_collate_that_draws_makes_no_batch_of_an_evaluation_unless_declared(how: str) -> None:
+    random_ = {"_target_": f"{HERE}.drawing", "how": how}
+    points, frozen = {"_target_": f"{HERE}.unreadable", "at": []}, {"_target_": "torch.optim.SGD", "lr": 0.0}
+
+    def validation_loss(**loader: Any) -> float:
+        _, outbox = _train_points(data=points, loader=loader, optimizer=frozen)
+        return outbox.series("validation/loss")[-1]
+
+    said = r"loader\.collate: draws random numbers\. Without loader\.evaluation_collate it also makes"
+    with pytest.raises(ExperimentError, match=said):
+        validation_loss(collate=random_)
+    plain = validation_loss()
+    assert validation_loss(collate=random_, evaluation_collate=DEFAULT) == plain
+    assert validation_loss(collate=DEFAULT, evaluation_collate=random_) != plain
+    assert validation_loss(collate=random_, evaluation_collate=random_) != plain
+
+
+DEFAULT = {"_target_": "torch.utils.data.default_collate"}
+
+
+def test_a_collate_of_evaluations_is_named_in_errors() -> None:
+    for data, said in (({"validation": [3]}, "returned 1 rows for 2 samples of the vali"), ({}, "failed on samples")):
+        loader = {
+            "evaluation_collate": {"_target_": f"{HERE}.dropping"} if data else {"_target_": "toys.broken_collate"}
+        }
+        with pytest.raises((ExperimentError, TrainingError), match=f"loader.evaluation_collate:? {said}"):
+            _train_points(data={"_target_": f"{HERE}.unreadable", "at": [], **data}, loader=loader)
+
+
+def test_training_with_a_collate_that_draws_says_what_it_depends_on() -> None:
+    points = {"_target_": f"{HERE}.unreadable", "at": []}
+    for how, notes in ({"_target_": f"{HERE}.drawing", "how": "torch"}, 1), ({"_target_": f"{HERE}.dropping"}, 0):
+        result, _ = _train_points(data=points, loader={"collate": how, "evaluation_collate": DEFAULT})
+        assert sum("loader.collate are drawn for each micro-batch" in note for note in result.data_notes) == notes
 
 
 @pytest.mark.parametrize("collate", ["along_time", "in_lists"])

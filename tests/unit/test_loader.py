@@ -235,6 +235,23 @@ def test_what_another_thread_draws_once_is_not_taken_for_a_draw_of_the_dataset()
     assert dataset.asked == [1, 1, 3, 3, 2]
 
 
+def test_the_epoch_of_a_dataset_is_set_once_for_each_epoch() -> None:
+    """Although it is read for checks as well, and by a validation set that is a part of it."""
+    dataset = toys.InEpochs()
+    training, validation = loader(dataset), loader(Subset(dataset, range(4)))
+    training.read([0])
+    for epoch in (0, 1):
+        assert [batch[0, 0] for _, batch in training.batches([micro_batch(1, epoch=epoch)] * 2)] == [epoch] * 2
+        training.read([0])
+    assert dataset.calls == [0, 1]
+    assert [batch[0, 0] for _, batch in validation.batches([micro_batch(1)])] == [0]
+    assert [batch[0, 0] for _, batch in training.batches([micro_batch(1, epoch=1)])] == [1]
+    assert dataset.calls == [0, 1, 0, 1]
+    dataset.set_epoch = lambda epoch: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(TrainingError, match=r"^set_epoch\(2\) of the dataset failed: ZeroDivisionError: division by"):
+        list(training.batches([micro_batch(1, epoch=2)]))
+
+
 def test_a_subclass_is_not_read_past() -> None:
     class Doubled(InBatches):
         def __getitem__(self, index: int) -> Any:

@@ -205,7 +205,19 @@ class WithTargets(Plain):
         self.targets, self.target_transform = targets, transform
 
 
+class TwoClasses(Subset[Any]):
+    """Makes two classes of many."""
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x, int(y == 0)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
 PAIRS = [(torch.zeros(2), int(index < 6)) for index in range(60)]
+TEN = [(torch.zeros(2), index // 6) for index in range(60)]
 BALANCED = {
     "table": Rows(),
     "pairs": Plain(PAIRS),
@@ -213,6 +225,13 @@ BALANCED = {
     "known": WithTargets([ValueError("unread")] * 60, [y for _, y in PAIRS]),
     "transformed": WithTargets(PAIRS, [0] * 60, transform=int),
     "part": Subset(WithTargets([ValueError("unread")] * 90, [*(y for _, y in PAIRS), *[2] * 30]), range(60)),
+    "part with other targets": TwoClasses(WithTargets(TEN, [y for _, y in TEN]), range(60)),
+    "part of such a part": Subset(TwoClasses(WithTargets(TEN, [y for _, y in TEN]), range(60)), range(60)),
+    "other targets than known": WithTargets(PAIRS, [index % 10 for index in range(60)]),
+    "other targets in one class": WithTargets(PAIRS, [int(index < 6) + (index == 7) for index in range(60)]),
+    "fewer targets than samples": WithTargets(PAIRS, [0]),
+    "targets with several numbers": WithTargets(PAIRS, [[0, 1], [1]] * 30),
+    "samples with other targets": WithTargets([(x, torch.ones(3)) for x, _ in PAIRS], [y for _, y in PAIRS]),
 }
 
 
@@ -286,7 +305,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Dataset[Any], str]] = {
     "no targets": ({"weights": "balanced"}, toys.singles()[0], "a sample has 1 fields, not"),
     "no pairs": ({"weights": "balanced"}, Plain([1.0]), "a sample is a float, not"),
     "no such field": ({"weights": "balanced"}, Plain([{"x": 1}]), "a sample has the fields x, but none of labels"),
-    "fewer targets": ({"weights": "balanced"}, WithTargets(PAIRS, [0]), "attribute targets has 1 numbers, but .* 60"),
     "no length": ({"bucket_by": "length"}, Plain([(1, 2)]), "order.bucket_by: sample 0 is a int without a length"),
     "outside": (
         {"_target_": "toy_orders.given", "indices": [0, 3, 4]}, PLAIN,

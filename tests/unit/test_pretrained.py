@@ -1,6 +1,8 @@
 """Models and tokenizers of transformers, from folders that are written here."""
 
 import csv
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from toys import experiment
 from pipeline.config import components, extras
 from pipeline.config.targets import BUILT_IN
 from pipeline.data import texts
+from pipeline.data.labelled_texts import _in_order
 from pipeline.data.padding import padded
 from pipeline.driver.parameters import problems
 from pipeline.errors import ExperimentError
@@ -134,3 +137,42 @@ def test_texts_become_padded_batches(folder: Path, tmp_path: Path) -> None:
         texts(str(source), tokenizer=str(folder), label="labels")
     with pytest.raises(ExperimentError, match=r"data\.tokenizer: can't load a tokenizer from"):
         texts(str(source), tokenizer=str(tmp_path))
+
+
+TEMPLATES = Path(__file__).parents[2] / "templates" / "ddp-project" / "templates" / "data"
+CSV_READERS: dict[str, Callable[[Any, Path], object]] = {
+    "text_classes": lambda template, path: template["text_classes"](path, tokenizer="none"),
+    "table": lambda template, path: template["read"](path, {"text": (0, 1), "label": (0, 1)}),
+    "table_classes": lambda template, path: template["_rows"](path, ("text", "label")),
+}
+CSV_ROWS = {
+    "comma": ("a, b,no", r"the row has 3 fields \('a', ' b', 'no'\) for 2 columns \(text, label\)\. Put quotes"),
+    "too few fields": ("a", r"the row has 1 field \('a'\) for 2 columns \(text, label\)\. Add the missing fields"),
+    "open quote": ('"a,no\nb,no', r"the row that starts here can't be read .*\. Check its quotes: "),
+    "open quote before another": ('"a,no\n"b, c",no', r"the row that starts here can't be read "),
+}
+
+
+@pytest.mark.parametrize(("row", "said"), CSV_ROWS.values(), ids=CSV_ROWS)
+def test_a_row_of_a_csv_without_a_field_for_each_column_is_named(row: str, said: str, tmp_path: Path) -> None:
+    source = tmp_path / "texts.csv"
+    source.write_text(f'\ufefftext,label\n"a ""film"", good",no\n{row}\n\nb,no\n', encoding="utf-8")
+    with pytest.raises(ExperimentError, match=rf"data\.source: .*texts\.csv:3: {said}"):
+        texts(str(source), tokenizer="none")
+    for name, read in CSV_READERS.items():
+        with pytest.raises(ValueError, match=rf"texts\.csv:3: {said}"):
+            read(runpy.run_path(str(TEMPLATES / f"{name}.py")), source)
+
+
+def test_labels_that_are_numbers_are_numbered_by_value(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "texts.csv"
+    source.write_text("\ufefftext,label\n" + "".join(f"good,{number}\nbad, {number}\n" for number in range(12)))
+    train, _ = texts(str(source), tokenizer=str(folder), validation_fraction=0)
+    labels = [train[index]["labels"] for index in range(24)]
+    assert sorted(labels) == sorted([*range(12)] * 2)
+    in_order = _in_order({str(number) for number in range(12)} | {"1.5"})
+    assert in_order == ["0", "1", "1.5", *map(str, range(2, 12))]
+    assert _in_order({"10", "9", "nine"}) == ["10", "9", "nine"]
+    source.write_text("text,label\na,no\nb, \n")
+    with pytest.raises(ExperimentError, match=r"data\.source: .*texts\.csv:3: label is empty\. Fill it in, or"):
+        texts(str(source), tokenizer=str(folder))

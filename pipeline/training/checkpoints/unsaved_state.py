@@ -15,6 +15,7 @@ from pipeline.tasks import InSteps
 from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.checkpoints.state import view
 from pipeline.training.context import TrainContext
+from pipeline.training.dataset_epoch import is_in_first_epoch
 from pipeline.training.iterable_order import is_iterable
 from pipeline.training.parameter_names import listed
 from pipeline.training.rank_equality import fingerprint
@@ -100,7 +101,9 @@ class UnsavedState:
         if any(one.startswith(name) for one in self._named):
             return True  # without reading again, which would advance its generator
         before = self._samples[name]
-        return before is not None and before != _first_sample(self._context, name)
+        if before is None or not is_in_first_epoch(dict(_datasets(self._context))[name]):
+            return False  # set_epoch may change its samples
+        return before != _first_sample(self._context, name)
 
 
 def attributes(

@@ -11,11 +11,11 @@ return the same data in all of them.
 """
 
 import argparse
-import csv
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from pipeline.data import read_csv
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -54,15 +54,12 @@ def read(path: str | Path, columns: Mapping[str, tuple[float, float]]) -> Tensor
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a column is missing, or a value is no number.
+        ValueError: a column is missing, a row has more or fewer fields than columns, or a value is not a number.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: there is no such table; put yours there")
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file)
-        if missing := [name for name in columns if name not in (rows.fieldnames or ())]:
-            raise ValueError(f"{path}: has no column {', '.join(missing)}; it has {', '.join(rows.fieldnames or ())}")
-        numbers = [[_number(row[name], place=f"{path}:{rows.line_num}: {name}") for name in columns] for row in rows]
+    rows = read_csv(path, columns)
+    numbers = [[_number(row[name], place=f"{path}:{line}: {name}") for name in columns] for line, row in rows]
     means, deviations = torch.tensor(list(columns.values())).unbind(1)
     return (torch.tensor(numbers).view(-1, len(columns)) - means) / deviations
 
@@ -73,9 +70,9 @@ def unscaled(outputs: Tensor) -> Tensor:
     return outputs * deviations + means
 
 
-def _number(text: str | None, *, place: str) -> float:
+def _number(text: str, *, place: str) -> float:
     try:
-        return float(text or "")
+        return float(text)
     except ValueError:
         raise ValueError(f"{place} is {text!r}, not a number; fill it in, or remove the row") from None
 
@@ -85,8 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("path")
     path = parser.parse_args().path
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        names = next(csv.reader(file))
+    names = list(read_csv(path)[0].fields)
     for name, column in zip(names, read(path, dict.fromkeys(names, (0, 1))).T, strict=True):
         print(f'    "{name}": ({column.mean():.4g}, {column.std():.4g}),')
 

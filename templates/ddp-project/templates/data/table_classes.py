@@ -11,10 +11,11 @@ return the same data in all of them.
 """
 
 import argparse
-import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from pipeline.data import read_csv
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -48,8 +49,10 @@ def table_classes(*, path: str = "data/table.csv", limit: int | None = None) -> 
         limit: use only this many rows, training and validation together.
     """
     rows = _rows(path, (*COLUMNS, TARGET))
-    if unknown := sorted({row[TARGET] for _, row in rows} - set(CLASSES)):
-        raise ValueError(f"{path}: {TARGET} is {', '.join(unknown)}; CLASSES of data.py has {', '.join(CLASSES)}")
+    for line, row in rows:
+        if row[TARGET] not in CLASSES:
+            known = ", ".join(CLASSES)
+            raise ValueError(f"{path}:{line}: {TARGET} is {row[TARGET]!r}; CLASSES of data.py has {known}")
     targets = torch.tensor([CLASSES.index(row[TARGET]) for _, row in rows])[:limit]
     inputs = _scaled(path, rows)[:limit]
     held_out = torch.arange(len(inputs)) % _EVERY == 0
@@ -61,23 +64,19 @@ def read(path: str | Path) -> Tensor:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a column is missing, or a value is no number.
+        ValueError: a column is missing, a row has more or fewer fields than columns, or a value is not a number.
     """
     return _scaled(path, _rows(path, tuple(COLUMNS)))
 
 
-def _rows(path: str | Path, names: tuple[str, ...]) -> list[tuple[int, dict[str, str]]]:
+def _rows(path: str | Path, names: tuple[str, ...]) -> Sequence[tuple[int, dict[str, str]]]:
     """Rows of a CSV file with their lines."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: there is no such table; put yours there")
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file, restval="")
-        if missing := [name for name in names if name not in (rows.fieldnames or ())]:
-            raise ValueError(f"{path}: has no column {', '.join(missing)}; it has {', '.join(rows.fieldnames or ())}")
-        return [(rows.line_num, row) for row in rows]
+    return read_csv(path, names)
 
 
-def _scaled(path: str | Path, rows: list[tuple[int, dict[str, str]]]) -> Tensor:
+def _scaled(path: str | Path, rows: Sequence[tuple[int, dict[str, str]]]) -> Tensor:
     numbers = [[_number(row[name], place=f"{path}:{line}: {name}") for name in COLUMNS] for line, row in rows]
     means, deviations = torch.tensor(list(COLUMNS.values())).unbind(1)
     return (torch.tensor(numbers).view(-1, len(COLUMNS)) - means) / deviations
@@ -94,8 +93,7 @@ def main() -> None:
     """Print the columns of a table, with mean and deviation of numbers and the values of others."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("path")
-    with Path(parser.parse_args().path).open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
+    rows = [row for _, row in read_csv(parser.parse_args().path)]
     for name in rows[0]:
         try:
             column = torch.tensor([float(row[name]) for row in rows])

@@ -5,11 +5,11 @@ tokenizer can pad) can be used as `data:` in `experiments/*.yaml`, with its keyw
 worker and must return the same data in all of them.
 """
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.data import read_csv
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
@@ -44,19 +44,19 @@ def text_classes(
 
     Raises:
         FileNotFoundError: the file is missing.
-        ValueError: a label is not among CLASSES.
+        ValueError: a label is not among CLASSES, or a row has more or fewer fields than columns.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} is not there; put your texts there")
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path, ["text", "label"])
     rows = rows[:: -(-len(rows) // limit)] if limit else rows
-    if unknown := {row["label"] for row in rows} - {*CLASSES}:
-        raise ValueError(f"{path}: label {min(unknown)!r} is not among CLASSES in {__name__}; add it there")
-    tokens = encode([row["text"] for row in rows], tokenizer=tokenizer, max_length=max_length)
+    for line, row in rows:
+        if row["label"] not in CLASSES:
+            raise ValueError(f"{path}:{line}: label {row['label']!r} is not among CLASSES in {__name__}; add it there")
+    tokens = encode([row["text"] for _, row in rows], tokenizer=tokenizer, max_length=max_length)
     samples = [
         {**{name: values[number] for name, values in tokens.items()}, "labels": CLASSES.index(row["label"])}
-        for number, row in enumerate(rows)
+        for number, (_, row) in enumerate(rows)
     ]
     return Texts([sample for number, sample in enumerate(samples) if number % _EVERY]), Texts(samples[::_EVERY])
 
