@@ -71,7 +71,6 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     yield from task_consistency.with_optimizers(experiment)
     yield from _swept(experiment)
     yield from _only_for_ray(parallel)
-    yield from _against_local_sgd(experiment)
     yield from _layouts(experiment)
     yield from _order(experiment)
     yield from _streamed(experiment)
@@ -135,25 +134,6 @@ def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
     for name, key in (("CPU", "cpus_per_worker"), ("GPU", "gpus_per_worker")):
         if name in parallel.resources_per_worker:
             yield Problem(f"parallel.resources_per_worker.{name}", f"is not a custom resource. Set parallel.{key}.")
-
-
-def _against_local_sgd(experiment: Experiment) -> Iterator[Problem]:
-    """Find settings that need equal weights on all workers after each step."""
-    train, entries = experiment.train, enumerate(experiment.compare)
-    options = {"parallel": experiment.parallel.options, **{f"compare[{i}]": entry.options for i, entry in entries}}
-    for key in (key for key, given in options.items() if given.get("local_sgd_period") is not None):
-        where = f"{key}.options.local_sgd_period"
-        if train.ema is not None:
-            yield Problem(where, "lets the workers' weights differ, which train.ema can't average; remove one of them")
-        if train.on_nonfinite == "skip":
-            yield Problem(
-                where,
-                "lets each worker step by itself, so they can't skip a step together; write train.on_nonfinite: stop",
-            )
-        if train.precision == "fp16":
-            yield Problem(
-                where, "lets each worker step by itself, and fp16 would skip other steps on each; use precision: bf16"
-            )
 
 
 def _layouts(experiment: Experiment) -> Iterator[Problem]:

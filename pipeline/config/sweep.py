@@ -19,7 +19,7 @@ MOST_TRIALS = 10_000
 """Limit on the trials of a sweep; larger numbers are taken for typing errors."""
 _FIXED = ("name", "tracking", "sweep", "compare", "measure", "parallel", "checkpoint")
 """Sections that don't change how well a model is trained, or that all trials share."""
-_ALLOWED = "parallel.options"  # local_sgd_period and communication_hook change the training
+_ALLOWED = "parallel.options"  # communication_hook changes the training
 
 
 def _range(kind: type, *, example: str, least: float = -math.inf) -> BeforeValidator:

@@ -141,11 +141,6 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
     if main.experiment.train.ema is not None:
         yield "train.ema: the averaged weights are evaluated and logged as the model."
     yield from scheduler_units(main.experiment)
-    if (start := main.options.get("local_sgd_start_step")) is not None:
-        warmup = main.experiment.measure.warmup_steps
-        yield f"local SGD: from step {start + 1} on weights differ between workers; their average is evaluated"
-        if start > warmup:
-            yield f"local SGD begins after {start} steps, so measurements, which warm up for {warmup}, don't include it"
     yield from _ignored_variables(main.experiment.parallel)
     if main.experiment.sweep is not None:
         yield "This run uses the values of the file. To search the values of its sweep section, use pipeline sweep."

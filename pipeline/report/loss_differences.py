@@ -58,14 +58,12 @@ def explain_loss(row: Row, baseline: Row) -> str:
         shared = [describe_share(kind) for kind in statistics if kind != "SyncBatchNorm"]
         reasons = [*shared, f"the baseline computes the statistics of each of its {parts} micro-batches"]
     hook = row.options.get("communication_hook", "none")
-    period = row.options.get("local_sgd_period")
     return ", ".join(
         [
             *reasons,
             *(f"{kind} draws a different mask on each worker" for kind in masks),
             *([f"each worker draws different {RANDOM_NUMBERS}"] if has_random_numbers else []),
             *([] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]),
-            *([f"with local_sgd_period: {period} workers train independently between averages"] if period else []),
         ]
     )
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +15,6 @@ class NoOptions(Section):
     """Options of a strategy that has none."""
 
 
-class LocalUpdates(Protocol):
-    """Optimizer steps that each rank takes on its own gradients, with weights that are averaged now and then.
-
-    The counterpart of exchanging gradients in every step; post-local SGD does it. All ranks call all methods alike.
-    """
-
-    @property
-    def is_local_step(self) -> bool:
-        """True if the gradients of the next step stay on their ranks."""
-
-    @property
-    def has_diverged(self) -> bool:
-        """True if ranks may hold different weights and optimizer states at the moment."""
-
-    def set_step(self, *, steps: int) -> None:
-        """Set the number of steps taken so far, in this process or before."""
-
-    def after_step(self, model: nn.Module) -> None:
-        """Count an optimizer step, taken or skipped, and average the weights if it is time to. Collective."""
-
-    def averaged_weights(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which all ranks have the average of their weights. Collective."""
-
-
 class Strategy(ABC):
     """Wraps a model for data-parallel training.
 
@@ -47,8 +23,7 @@ class Strategy(ABC):
     and scales each loss by `gradient_scale` times the share's part of the batch, so that what reaches the optimizer
     is the gradient of the mean over the global batch, uneven shares included.
 
-    Only `wrap` must be written. A strategy whose ranks hold parts of the weights is a `Sharded` one; a strategy whose
-    ranks step by themselves for a while has `local_updates`.
+    Only `wrap` must be written. A strategy whose ranks hold parts of the weights is a `Sharded` one.
     """
 
     Options: ClassVar[type[Section]] = NoOptions
@@ -61,8 +36,6 @@ class Strategy(ABC):
     """CUDA indices of this process's GPUs, the one of `device` first; empty on CPU. Set before `wrap` is called."""
     needs_process_group: ClassVar[bool] = False
     """True if torch.distributed must be initialized even for a single process."""
-    local_updates: LocalUpdates | None = None
-    """Set by `wrap` if ranks take steps without synchronizing gradients."""
 
     def __init__(
         self, options: Section, *, device: torch.device, world_size: int, compute_dtype: torch.dtype | None = None
@@ -133,26 +106,13 @@ class Strategy(ABC):
         """
         return None
 
-    def state_dict(self) -> Mapping[str, Any] | None:
-        """Return rank-local strategy state to checkpoint (numbers, strings, tensors), or None.
+    @property
+    def restarts(self) -> str:
+        """Sentence on state of this strategy that is lost when a training resumes; empty if there is none."""
+        return ""
 
-        All ranks return tensors of the same names and shapes, or all return None.
-        """
-        return None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`, after a backward pass of the same model."""
-        raise NotImplementedError  # a class with a state has its own, see __init_subclass__
-
-    def __init_subclass__(cls) -> None:
-        """Refuse a class that saves a state which it can't restore, before it trains for hours.
-
-        Raises:
-            TypeError: it has `state_dict` without `load_state_dict`.
-        """
-        super().__init_subclass__()
-        if cls.state_dict is not Strategy.state_dict and cls.load_state_dict is Strategy.load_state_dict:
-            raise TypeError(f"{cls.__qualname__} has state_dict, so it also needs load_state_dict to resume")
+    def forget(self) -> None:  # noqa: B027 - most strategies keep nothing
+        """Drop what backward passes have left in the strategy, after some whose gradients are discarded."""
 
 
 class Sharded(Strategy):

@@ -5,7 +5,6 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from inspect import signature
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -13,19 +12,13 @@ from pydantic import Field
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from pipeline.config.values import NotNegative, Section
+from pipeline.config.values import Section
 from pipeline.errors import ExperimentError
 from pipeline.strategies import base
-from pipeline.strategies._local_sgd import LocalSGD
-
-_DDP = signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "broadcast_buffers"  # before torch 2.13
-"""Argument of DDP that is false with local SGD, which is for slow links: rank 0's buffers are evaluated and saved."""
 
 
 class Options(Section):
@@ -46,14 +39,6 @@ class Options(Section):
     """Find parameters without a gradient in each step. Needed if the model skips some parameters; takes time."""
     communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compression of gradients for all-reduce: none, 16-bit types (bf16: GPUs only), or low-rank factors (powersgd)."""
-    powersgd_rank: Annotated[int, Field(gt=0)] = 1
-    """Rank of PowerSGD's factors. A higher rank is more accurate and slower."""
-    powersgd_start_step: Annotated[int, Field(ge=2)] = 3  # torch refuses less; 3 is the default of measure.warmup_steps
-    """Steps with uncompressed gradients before PowerSGD starts. More steps keep more accuracy."""
-    local_sgd_period: Annotated[int, Field(ge=2)] | None = None
-    """Post-local SGD: steps that each worker takes with its own gradients between two averagings of the weights."""
-    local_sgd_start_step: NotNegative | None = None
-    """Steps with all-reduced gradients before local SGD begins; required with local_sgd_period."""
 
 
 _TIMED_EVERY = {"cpu": 10, "cuda": 100}
@@ -89,10 +74,7 @@ class Strategy(base.Strategy):
             return "sync_batch_norm needs GPUs, since torch's SyncBatchNorm does not support the CPU; remove it"
         if ddp.communication_hook == "bf16" and device == "cpu":
             return "communication_hook: bf16 needs GPUs, since torch sends bf16 over NCCL only; use fp16 or powersgd"
-        changed = ddp.model_fields_set & {"powersgd_rank", "powersgd_start_step"}
-        if changed and ddp.communication_hook != "powersgd":
-            return f"{min(changed)} has no effect. Set communication_hook: powersgd, or remove {min(changed)}."
-        return _refuse_local_sgd(ddp)
+        return None
 
     @override
     @classmethod
@@ -115,7 +97,6 @@ class Strategy(base.Strategy):
         _refuse_sparse(model, options)
         _check_buffers(model, device=self.device)
         model = self.prepare(model)
-        buffers: dict[str, Any] = {} if options.local_sgd_period is None else {_SYNC_BUFFERS: False}
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
@@ -123,16 +104,11 @@ class Strategy(base.Strategy):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
-            **buffers,
         )
         wrapped._set_ddp_runtime_logging_sample_rate(_TIMED_EVERY[self.device.type])  # type: ignore[no-untyped-call]
         if options.communication_hook != "none":
-            self._powersgd, hook = _hook(options, device=self.device)
+            self._powersgd, hook = _hook(options.communication_hook, device=self.device)
             wrapped.register_comm_hook(self._powersgd, hook)
-        if options.local_sgd_period is not None:
-            local = LocalSGD(period=options.local_sgd_period, start_step=options.local_sgd_start_step or 0)
-            wrapped.register_comm_hook(local.hook_state, post_localSGD_hook)
-            self.local_updates = local
         return wrapped
 
     @property
@@ -167,32 +143,17 @@ class Strategy(base.Strategy):
             return None
         return (timed * mean_ns - timed_before * mean_before) / (timed - timed_before) / 1e6
 
+    @property
     @override
-    def state_dict(self) -> Mapping[str, Any] | None:
-        """Return PowerSGD's state by bucket: rank-local error feedback and the shared low-rank factors."""
-        if (state := self._powersgd) is None:
-            return None
-        _, keys, *rest = cast(tuple[Any, ...], state.rng.get_state(legacy=True))
-        return {
-            "steps": state.iter,
-            "errors": dict(state.error_dict),
-            "p": dict(state.p_memory_dict),
-            "q": dict(state.q_memory_dict),
-            "generator": {"keys": torch.from_numpy(keys.astype("int64")), "rest": list(rest)},
-        }
+    def restarts(self) -> str:
+        return "" if self._powersgd is None else "PowerSGD's error feedback is not in checkpoints and starts at zero."
 
     @override
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        if (state := self._powersgd) is None:
-            return
-        state.iter = saved["steps"]
-        tables = ((state.error_dict, "errors"), (state.p_memory_dict, "p"), (state.q_memory_dict, "q"))
-        for table, name in tables:
-            table.clear()
-            table.update({bucket: tensor.to(self.device) for bucket, tensor in saved[name].items()})
-        generator = saved["generator"]
-        keys = generator["keys"].numpy().astype("uint32")
-        state.rng.set_state(("MT19937", keys, *generator["rest"]))
+    def forget(self) -> None:
+        if self._powersgd is not None:
+            fresh = _new_powersgd()
+            for name in fresh.__slots__:
+                setattr(self._powersgd, name, getattr(fresh, name))
 
 
 def timed_of(steps: int, *, every: int) -> int:
@@ -201,10 +162,9 @@ def timed_of(steps: int, *, every: int) -> int:
 
 
 def _refuse_sparse(model: nn.Module, options: Options) -> None:
-    """Refuse sparse gradients with communication hooks and local SGD, which handle dense gradients only."""
+    """Refuse sparse gradients with communication hooks, which handle dense gradients only."""
     names = base.sparse_modules(model)
     how = f"communication_hook: {options.communication_hook}" if options.communication_hook != "none" else ""
-    how = "local SGD" if options.local_sgd_period is not None else how
     if names and how:
         raise ExperimentError.of(
             "model",
@@ -229,17 +189,19 @@ def _check_buffers(model: nn.Module, *, device: torch.device) -> None:
         raise ExperimentError.of("model", f"{message}, or an attribute that is not a buffer.")
 
 
-def _hook(options: Options, *, device: torch.device) -> tuple[PowerSGDState | None, Hook]:
-    """Return the state and the function of the communication hook, which torch calls with each bucket."""
-    if options.communication_hook != "powersgd":
-        return None, fp16_compress_hook if options.communication_hook == "fp16" else bf16_compress_hook
-    state = PowerSGDState(
+def _hook(name: str, *, device: torch.device) -> tuple[PowerSGDState | None, Hook]:
+    """Return the state and the function of a communication hook, which torch calls with each bucket."""
+    if name != "powersgd":
+        return None, fp16_compress_hook if name == "fp16" else bf16_compress_hook
+    return _new_powersgd(), powerSGD_hook if device.type == "cuda" else _powersgd_in_order
+
+
+def _new_powersgd() -> PowerSGDState:
+    return PowerSGDState(
         process_group=None,
-        matrix_approximation_rank=options.powersgd_rank,
-        start_powerSGD_iter=options.powersgd_start_step,
+        start_powerSGD_iter=3,  # the default of measure.warmup_steps, so that measurements include it
         orthogonalization_epsilon=1e-8,  # with torch's default of 0 a gradient of zeros becomes NaN
     )
-    return state, powerSGD_hook if device.type == "cuda" else _powersgd_in_order
 
 
 def _powersgd_in_order(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -251,13 +213,3 @@ def _powersgd_in_order(state: PowerSGDState, bucket: GradBucket) -> torch.future
     done = powerSGD_hook(state, bucket)
     done.wait()
     return done
-
-
-def _refuse_local_sgd(options: Options) -> str | None:
-    period, start = options.local_sgd_period, options.local_sgd_start_step
-    if (period is None) != (start is None):
-        missing = "local_sgd_period" if period is None else "local_sgd_start_step"
-        return f"{missing} is missing; local SGD needs a period and a start step, such as 4 and 100"
-    if period is not None and options.communication_hook != "none":
-        return f"local SGD sends no gradients for communication_hook: {options.communication_hook}; remove one of them"
-    return None

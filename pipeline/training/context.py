@@ -128,11 +128,6 @@ class TrainContext:
         finally:
             self.log_names = in_training
 
-    @property
-    def is_local_step(self) -> bool:
-        """True if the gradients of the next step stay on this rank."""
-        return self.strategy.local_updates is not None and self.strategy.local_updates.is_local_step
-
     @cached_property
     def whole(self) -> nn.Module:
         """The model and the task's own module: everything that training changes."""

@@ -29,6 +29,7 @@ def dry_run(context: TrainContext, *, with_last: bool = False) -> None:
     for _ in chosen:
         forward_backward(context, stream)
         context.optimizer.zero_grad(set_to_none=True)
+    context.strategy.forget()
     buffers.restore()
 
 
@@ -36,13 +37,8 @@ def compile_ahead(context: TrainContext) -> None:
     """Compile for all sizes of training batches before the first step. Collective."""
     if context.compiling is None:
         return
-    memory = context.strategy.state_dict()
     is_read_in_sequence = context.order.is_stream  # an epoch's last step would take reading all of it
     dry_run(context, with_last=context.steps >= context.order.steps_per_epoch and not is_read_in_sequence)
-    if context.strategy.local_updates is not None:
-        context.strategy.local_updates.set_step(steps=0)
-    if memory is not None:
-        context.strategy.load_state_dict(memory)
 
 
 def group_by_step(micro_batches: Iterable[MicroBatch]) -> list[list[MicroBatch]]:

@@ -4,7 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -177,7 +177,7 @@ def resulting_weights(context: TrainContext) -> Iterator[None]:
 
     They are the averaged weights, or those of the optimizer's evaluation mode, if the training has either.
     """
-    with evaluating(context.optimizer), averaged_weights(context):
+    with evaluating(context.optimizer):
         if context.averages is not None:
             context.averages.exchange()
         try:
@@ -185,12 +185,6 @@ def resulting_weights(context: TrainContext) -> Iterator[None]:
         finally:
             if context.averages is not None:
                 context.averages.exchange()
-
-
-def averaged_weights(context: TrainContext) -> AbstractContextManager[None]:
-    """Return a context in which all ranks have the same weights, where they have diverged. Collective."""
-    local = context.strategy.local_updates
-    return nullcontext() if local is None else local.averaged_weights(context.whole)
 
 
 def evaluation_module(context: TrainContext) -> nn.Module:

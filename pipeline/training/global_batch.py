@@ -54,15 +54,12 @@ def _refuse(context: TrainContext) -> None:
     """Refuse a training in which a rank's batch is no share of a global batch that all ranks step on.
 
     Raises:
-        ExperimentError: there are micro-batches, local steps, a stream, or a state that rows carry on.
+        ExperimentError: there are micro-batches, a stream, or a state that rows carry on.
     """
     task = "the task compares all samples of a global batch (pipeline.tasks.gathered)"
     if context.accumulation > 1:
         message = f"is {context.accumulation}, but {task}, and a micro-batch has only a part of them; remove it"
         raise ExperimentError.of("train.gradient_accumulation", message)
-    if context.strategy.local_updates is not None:
-        message = f"lets each worker step on its own samples, but {task}; remove it"
-        raise ExperimentError.of("parallel.options.local_sgd_period", message)
     if context.carried is not None:
         message = (
             "carries a state from batch to batch and calls pipeline.tasks.gathered, which can't be evaluated together"

@@ -51,7 +51,6 @@ class Meter:
     stop_agreed: bool = False
     """True if the driver had asked any rank to stop by the last flush; equal on all ranks."""
     _losses: list[torch.Tensor] = field(default_factory=list)
-    _weights: list[torch.Tensor | None] = field(default_factory=list)
     _norms: list[torch.Tensor] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
     _by_optimizer: list[Mapping[str, torch.Tensor | float]] = field(default_factory=list)
@@ -71,7 +70,6 @@ class Meter:
         """Add the result of a step; ``samples`` is the size of its global batch."""
         self.waits.end_step()
         self._losses.append(result.loss)
-        self._weights.append(result.weight)
         self._rates.append(result.rate)
         self._by_optimizer.append(result.by_optimizer)
         self._samples += samples
@@ -90,12 +88,11 @@ class Meter:
         steps = len(self._losses)
         own = torch.stack(self._losses).reshape(steps, -1).T  # the loss, and logs if there are any
         alone = [self.communication.own_ms(), *waits]
-        ranks = self._of_all_ranks(torch.cat([own.flatten(), *self._divisors(), own.new_tensor([*flags, *alone])]))
+        ranks = self._of_all_ranks(torch.cat([own.flatten(), own.new_tensor([*flags, *alone])]))
         # Gathered, since the rounding of an all-reduce would depend on how many steps are reported together.
         slowest = float(ranks[:, -len(waits) :].amax(0).mean())
         *sums, stop_asked, has_compiled, step_ms = ranks[:, : -len(alone)].sum(0).tolist()
-        means = [sums[first : first + steps] for first in range(0, own.numel(), steps)]
-        losses, *logs = [_divided(values, sums[own.numel() :]) for values in means]
+        losses, *logs = [sums[first : first + steps] for first in range(0, own.numel(), steps)]
         lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
         self.step, self.stop_agreed = step, bool(stop_asked)
         names = [f"train/{name}" for name in self.context.log_names or ()]
@@ -104,7 +101,7 @@ class Meter:
             columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
         self.clock.count(lap, is_disturbed=bool(has_compiled))
         self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
-        self._losses, self._weights, self._norms, self._rates, self._samples = [], [], [], [], 0
+        self._losses, self._norms, self._rates, self._samples = [], [], [], 0
         self.gauge.read()
         measure = self.trial.experiment.measure
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
@@ -149,13 +146,6 @@ class Meter:
         """Latest value of every metric, without those of single windows, which the result summarizes itself."""
         return {name: value for name, value in self.latest.items() if not name.startswith(WINDOWS)}
 
-    def _divisors(self) -> list[torch.Tensor]:
-        """Stack this rank's shares of the divisors of the losses, if any step has one."""
-        if not any(weight is not None for weight in self._weights):
-            return []
-        one = self._losses[0].new_tensor(float(self.rank.is_first))
-        return [torch.stack([one if weight is None else weight for weight in self._weights])]
-
     def send(self, points: list[Point], *, step: int, epoch: int) -> None:
         """Report points of any metrics at ``step`` of ``epoch``, both counted from 1."""
         self.latest.update({point.name: point.value for point in points})
@@ -191,13 +181,6 @@ class Meter:
         self._skipped_before = int(self.latest.get(SKIPPED, 0))
         if is_over:
             self.clock.laps.append(Lap(*state["lap"]))
-
-
-def _divided(losses: list[float], weights: list[float]) -> list[float]:
-    """Divide losses by weights, if there are any; a loss of weight 0 is 0."""
-    return (
-        [loss / weight if weight else 0.0 for loss, weight in zip(losses, weights, strict=True)] if weights else losses
-    )
 
 
 class Cadence:

@@ -90,8 +90,8 @@ class Finiteness:
                     f"{some(steps)}. {REMEDY}."
                 )
             return
-        if self.trial.experiment.train.precision == "fp16" or self.trial.options.get("local_sgd_period"):
-            norms = ()  # fp16 gradients overflow until the scale fits; in local SGD norms differ between ranks
+        if self.trial.experiment.train.precision == "fp16":
+            norms = ()  # fp16 gradients overflow until the scale fits
         for index, (loss, norm) in enumerate(zip_longest(losses, norms, fillvalue=0.0)):
             if not (math.isfinite(loss) and math.isfinite(norm)) and not self.trial.leaves_out(first + index):
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"

@@ -54,12 +54,6 @@ def check_averaging(optimizer: Optimizer, *, trial: Trial) -> None:
     name = type(optimizer).__name__
     if trial.experiment.train.ema is not None:
         raise ExperimentError.of("train.ema", f"averages the weights, but {name} also does; remove train.ema")
-    if trial.options.get("local_sgd_period") is not None:
-        raise ExperimentError.of(
-            "optimizer",
-            f"{name} keeps a second set of weights on each worker, which local SGD doesn't average; use a different "
-            "optimizer, or remove local_sgd_period",
-        )
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:

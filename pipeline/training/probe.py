@@ -220,8 +220,6 @@ def _slot(context: TrainContext, step: Callable[[], object], *, steps: int) -> f
 def _without_optimizer(context: TrainContext, stream: MicroBatches, *, exchange: bool) -> None:
     forward_backward(context, stream, exchange=exchange)
     context.optimizer.zero_grad(set_to_none=True)
-    if exchange and (local := context.strategy.local_updates) is not None:  # weights are exchanged, not gradients
-        local.after_step(context.whole)
 
 
 def unused_parameters(context: TrainContext, held: HeldStep) -> int:

@@ -37,8 +37,6 @@ class StepResult(NamedTuple):
     loss: Tensor
     """This rank's part of the global batch's mean loss, on the device: scalar; with `StepOutput.logs` a vector of
     the loss and these, shape (1 + logs,)."""
-    weight: Tensor | None
-    """This rank's part of the divisor of the summed losses, scalar; None if they are means already."""
     norm: Tensor | None
     """Gradient norm before clipping; None without clipping."""
     rate: float
@@ -62,25 +60,23 @@ def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, ex
     train = context.experiment.train
     with StepGuard(context, step=step) as guard, warmup(context.optimizer, train, step=step) as rates:
         if context.experiment.optimizers:
-            update, weight = partial(_update, guard=guard), None
+            update = partial(_update, guard=guard)
             loss, norm, by_optimizer = alternate(
                 context, _one_step(context, stream, step=step), exchange=exchange, step=step, update=update
             )
         else:
-            loss, weight = forward_backward(context, stream, exchange=exchange, step=step)
+            loss = forward_backward(context, stream, exchange=exchange, step=step)
             norm = _update(context, guard=guard, limit=train.clip_grad_norm)
             by_optimizer = rates_by_metric(rates)
         if guard.has_updated:
             context.scaler.update()
-    if exchange and (local := context.strategy.local_updates) is not None:
-        local.after_step(context.whole)
     if context.averages is not None:
         context.averages.update(step=step)
     if context.scheduler is not None and train.scheduler_interval == "step":
         # Whether the first fp16 step overflowed is known on the device only.
         may_skip = not guard.has_updated or (context.scaler.is_enabled() and not step)
         advance_scheduler(context.scheduler, is_skipped=may_skip)
-    return StepResult(loss, weight, norm, rates[0], guard.is_skipped, by_optimizer)
+    return StepResult(loss, norm, rates[0], guard.is_skipped, by_optimizer)
 
 
 def _update(context: TrainContext, *, guard: StepGuard, limit: float | None) -> Tensor | None:
@@ -93,15 +89,13 @@ def _update(context: TrainContext, *, guard: StepGuard, limit: float | None) -> 
     return norm
 
 
-def forward_backward(
-    context: TrainContext, stream: MicroBatches, *, exchange: bool = True, step: int = 0
-) -> tuple[Tensor, Tensor | None]:
+def forward_backward(context: TrainContext, stream: MicroBatches, *, exchange: bool = True, step: int = 0) -> Tensor:
     """Run forward and backward on one step's micro-batches, and leave the gradients in the model.
 
-    Without ``exchange`` ranks send each other nothing. Returns `StepResult`'s loss and weight.
+    Without ``exchange`` ranks send each other nothing. Returns `StepResult`'s loss.
     """
     if context.experiment.optimizers:
-        return alternate(context, _one_step(context, stream, step=step), exchange=exchange).loss, None
+        return alternate(context, _one_step(context, stream, step=step), exchange=exchange).loss
     losses = _StepLoss(context, exchange=exchange)
     for micro_batch, batch in _one_step(context, stream, step=step):
         with _communication(context, micro_batch, exchange=exchange):
@@ -112,7 +106,7 @@ def forward_backward(
             mark(Phase.BACKWARD)
             with torch_errors.explained(context.trainable):
                 context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    if context.learned is not None and exchange and context.rank.world_size > 1 and not context.is_local_step:
+    if context.learned is not None and exchange and context.rank.world_size > 1:
         scale = context.strategy.gradient_scale
         exchange_gradients(trainable(context.learned), scale=scale, device=context.device)
     return losses.settle()
@@ -138,8 +132,7 @@ class _StepLoss:
         if output.weight is not None:
             self._denominator = self._denominator or Denominator(
                 micro_batches=context.accumulation,
-                is_shared=self._exchange and context.rank.world_size > 1 and not context.is_local_step,
-                is_local_step=context.is_local_step,
+                is_shared=self._exchange and context.rank.world_size > 1,
                 boundary=context.boundary,
             )
             loss, share = self._denominator.counted(output, micro_batch)
@@ -155,11 +148,11 @@ class _StepLoss:
             weight = weight + 0 * loss.detach()
         return _times(loss, weight)
 
-    def settle(self) -> tuple[Tensor, Tensor | None]:
-        """Return `StepResult`'s loss and weight, and correct the gradients where the weight was only estimated."""
+    def settle(self) -> Tensor:
+        """Return `StepResult`'s loss, and correct the gradients where the weight was only estimated."""
         assert self._total is not None  # each step has a micro-batch
         if self._denominator is None:
-            return self._total, None
+            return self._total
         return self._denominator.settle(self._total, gradients=self._context.gradients())
 
 

@@ -22,22 +22,19 @@ class Denominator:
 
     With one micro-batch for each rank it is known before the backward pass. With several, backward passes use an
     estimate from the first micro-batches, so that gradients are about as large as those of a mean (those of a sum would
-    overflow in fp16), and the gradients are corrected once at the end. In a local step each rank has its own divisor.
+    overflow in fp16), and the gradients are corrected once at the end.
     """
 
-    def __init__(
-        self, *, micro_batches: int, is_shared: bool, is_local_step: bool, boundary: "Boundary | None"
-    ) -> None:
+    def __init__(self, *, micro_batches: int, is_shared: bool, boundary: "Boundary | None") -> None:
         """Begin a step.
 
         Args:
             micro_batches: micro-batches of the step on each rank.
             is_shared: True if the divisor is summed over all ranks.
-            is_local_step: True if ranks step on their own gradients.
             boundary: boundary of the model, if gradients of NaN must be kept from it.
         """
         self._micro_batches, self._is_shared = micro_batches, is_shared
-        self._is_local_step, self._boundary = is_local_step, boundary
+        self._boundary = boundary
         self._weights: list[Tensor] = []
         self._samples = 0.0
         self._likely = torch.ones(())
@@ -52,21 +49,15 @@ class Denominator:
         self._samples += micro_batch.weight
         return self._loss(output.loss, weight, micro_batch), weight / self._likely
 
-    def settle(self, loss: Tensor, *, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Correct the gradients after the last micro-batch; return the sum of losses, and of weights.
-
-        The weights are None unless ranks step on their own gradients: the losses are already divided by all weights.
-        """
-        if self._micro_batches == 1 and not self._is_local_step:
-            return loss, None
+    def settle(self, loss: Tensor, *, gradients: Sequence[Tensor]) -> Tensor:
+        """Correct the gradients after the last micro-batch; return the sum of losses, each divided by all weights."""
+        if self._micro_batches == 1:
+            return loss
         own = torch.stack(self._weights).sum()
-        sums = (loss * self._likely, own) if self._is_local_step else None
-        if sums is not None and self._micro_batches == 1:
-            return sums
         known = self._summed(own) if self._is_shared else own / (self._samples or 1)
         factor = self._likely / _not_zero(known)
         multiply(gradients, factor)
-        return sums or (loss * factor, None)
+        return loss * factor
 
     def _first(self, weight: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Estimate the sum of weights from the first micro-batch of each rank."""

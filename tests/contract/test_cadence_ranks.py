@@ -36,7 +36,7 @@ def _report(rank: Rank, folder: Path) -> None:
     clock.resume()
     for step in range(1, 100):
         time.sleep(0.004 * rank.rank)  # nothing else makes ranks wait for each other
-        meter.add(StepResult(torch.zeros(()), None, None, 0.1, False), samples=4)
+        meter.add(StepResult(torch.zeros(()), None, 0.1, False), samples=4)
         if meter.cadence.is_due(step):
             meter.flush(step=step, epoch=1)
             reports.append(step)

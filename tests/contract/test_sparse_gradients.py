@@ -29,7 +29,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "fsdp": ("fsdp", {}, "sparse gradients, which fsdp does not support"),
     "powersgd": ("ddp", {"communication_hook": "powersgd"}, "communication_hook: powersgd"),
     "fp16": ("ddp", {"communication_hook": "fp16"}, "communication_hook: fp16"),
-    "local SGD": ("ddp", {"local_sgd_period": 2, "local_sgd_start_step": 0}, "local SGD"),
 }
 
 

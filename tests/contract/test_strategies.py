@@ -311,11 +311,3 @@ def test_ddp_refuses_the_bf16_hook_on_cpu() -> None:
     assert refusal is not None
     assert "use fp16" in refusal
     assert strategy.refuse(strategy.Options(communication_hook="bf16"), device="cuda") is None
-
-
-def test_ddp_refuses_options_of_a_hook_that_is_off() -> None:
-    strategy: Any = registry.load("strategies", "ddp").Strategy
-
-    for options in (strategy.Options(powersgd_rank=2), strategy.Options(communication_hook="fp16", powersgd_rank=1)):
-        assert "powersgd_rank" in strategy.refuse(options, device="cpu")
-    assert strategy.refuse(strategy.Options(communication_hook="powersgd", powersgd_rank=2), device="cpu") is None

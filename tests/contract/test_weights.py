@@ -79,7 +79,7 @@ EQUAL_AT_THE_START = {
     "data": {"_target_": "weighed.padded_later"},
     "task": {"_target_": "weighed.Untold"},
 }
-LOCAL_WORKERS = 2
+REFUSED_WORKERS = 2
 ACCUMULATIONS = {1: (1, 2, 4), 2: (1, 2, 4), 3: (4,), 4: (2,)}
 """By the number of workers."""
 WORKERS = {"single": (1,), "dp": (1,), "ddp": (1, 2, 3, 4), "fsdp": (1, 2, 3, 4)}
@@ -119,21 +119,9 @@ def _trial(case: str, strategy: str, workers: int, accumulation: int) -> Trial:
     )  # fmt: skip
 
 
-def _locally(trial: Trial) -> Trial:
-    """The same with local SGD from the second step on, which doesn't go with skipping."""
-    train = trial.experiment.train.model_copy(update={"on_nonfinite": "stop"})
-    experiment = trial.experiment.model_copy(update={"train": train})
-    options = {"local_sgd_start_step": 1, "local_sgd_period": 2}
-    return trial.model_copy(update={"experiment": experiment, "options": options})
-
-
 def _train(rank: Rank, strategies: list[str], folder: Path) -> None:
     """All cases on one rank; processes are started once for all of them."""
-    if rank.world_size == LOCAL_WORKERS:
-        for case in CASES:
-            reached = _trained(_locally(_trial(case, "ddp", rank.world_size, 2)), rank)
-            if rank.is_first:
-                torch.save(tuple(reached), folder / f"local, {case}, 2.pt")
+    if rank.world_size == REFUSED_WORKERS:
         for strategy in strategies:  # the check of a loss sees all ranks' gradients of sharded weights
             with pytest.raises(ExperimentError, match=r"task: is not the mean .*whose gradients differ by"):
                 build(_trial("", strategy, rank.world_size, 1), rank=rank)
@@ -153,12 +141,11 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
         for step in range(context.order.steps_per_epoch):
             result = optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
             assert not result.is_skipped
-            weight = torch.tensor(float(rank.is_first)) if result.weight is None else result.weight
-            losses.append(torch.cat([result.loss.reshape(-1), weight.double()[None]]))
+            losses.append(result.loss.reshape(-1).double())
     sums = torch.stack(losses)
     if rank.world_size > 1:
         dist.all_reduce(sums)
-    total, *logs = sums[:, :-1].T / torch.where(sums[:, -1] != 0, sums[:, -1], 1.0)
+    total, *logs = sums.T
     validation = evaluate(context)
     own = {
         name: [*values.tolist(), validation[f"validation/{name}"]]
@@ -254,15 +241,3 @@ def test_the_objective_is_that_of_the_whole_batch(
         for got, wanted in ((own.weights, expected.weights), (own.learned, expected.learned)):
             assert got.keys() == wanted.keys()
             assert all(float((got[name] - value).abs().max()) <= TOLERANCE for name, value in wanted.items())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_where_ranks_step_by_themselves_the_loss_of_all_is_told(
-    reached: Callable[[str, int, str, int], Reached], case: str
-) -> None:
-    """Until their first own step they have the same weights as one process."""
-    own = reached("local", LOCAL_WORKERS, case, 2)
-    expected = by_hand(case)
-    assert own.losses[:2] == pytest.approx(expected.losses[:2], rel=TOLERANCE, abs=TOLERANCE)
-    for name, values in expected.logs.items():
-        assert own.logs[name][:2] == pytest.approx(values[:2], rel=TOLERANCE, abs=TOLERANCE)

@@ -41,6 +41,8 @@ PACED = ["model={_target_: lab.Sluggish, ms: 10}", "train.epochs=25", "train.log
          "scheduler={_target_: torch.optim.lr_scheduler.StepLR, step_size: 20, gamma: 0.5}",
          "checkpoint.every_steps=10"]  # fmt: skip
 """Slow enough to be stopped in the middle: 100 steps of 10 ms."""
+ALONE = [*INPROCESS, "train.epochs=15", "checkpoint.every_steps=20", "checkpoint.keep=1"]
+ADAM = {"_target_": "torch.optim.Adam", "lr": 0.05}
 
 
 class Lab:
@@ -124,6 +126,25 @@ def killed(lab: Lab) -> Path:
     return _stopped(lab, signal.SIGKILL, code=-signal.SIGKILL)
 
 
+def killed_ema(lab: Lab) -> Path:
+    """With averaged weights."""
+    return _stopped(lab, signal.SIGKILL, *ALONE, "train.ema={decay: 0.9}", code=-signal.SIGKILL)
+
+
+def killed_fp16(lab: Lab) -> Path:
+    """With a gradient scaler."""
+    return _stopped(lab, signal.SIGKILL, *ALONE, "train.precision=fp16", code=-signal.SIGKILL)
+
+
+def killed_optimizers(lab: Lab) -> Path:
+    """With two optimizers, each with a scheduler, that take turns."""
+    two = {"one": {**ADAM, "params": "linear.weight"}, "other": {**ADAM, "params": "linear.bias"}}
+    step = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 20, "gamma": 0.5}
+    more = ["optimizer=null", "scheduler=null", f"optimizers={json.dumps(two)}"]
+    more += [f"schedulers={json.dumps({'one': step, 'other': step})}", "loss=null", "task={_target_: lab.Turns}"]
+    return _stopped(lab, signal.SIGKILL, *ALONE, *more, code=-signal.SIGKILL)
+
+
 def resumed(lab: Lab) -> Path:
     """What was killed, gone on with."""
     return lab.run("run", "lab.yaml", "--no-baseline", *DDP, *PACED, "--resume")
@@ -169,15 +190,16 @@ def batch_size(lab: Lab) -> Path:
 
 RECORDINGS: dict[str, Callable[[Lab], Path]] = {
     one.__name__.replace("_", "-"): one
-    for one in (finished, single, failed, nan, nan_stopped, interrupted, killed, resumed, elastic, comparison, sweep,
+    for one in (finished, single, failed, nan, nan_stopped, interrupted, killed, resumed, killed_ema,
+                killed_fp16, killed_optimizers, elastic, comparison, sweep,
                 forecast, batch_size)
 }  # fmt: skip
-WITH_CHECKPOINTS = ("killed",)
+WITH_CHECKPOINTS = ("killed", "killed-ema", "killed-fp16", "killed-optimizers")
 
 
-def _stopped(lab: Lab, number: signal.Signals, *, code: int) -> Path:
+def _stopped(lab: Lab, number: signal.Signals, *more: str, code: int) -> Path:
     known = lab.runs
-    process = lab.start("run", "lab.yaml", "--no-baseline", *DDP, *PACED)
+    process = lab.start("run", "lab.yaml", "--no-baseline", *DDP, *PACED, *more)
     workers: list[psutil.Process] = []
     try:
         lab.wait(process, known, lambda events: _step(events) >= 45)

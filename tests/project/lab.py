@@ -9,12 +9,15 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
+
+from pipeline.tasks import StepOutput, Task
 
 FEATURES, CLASSES = 4, 3
 
@@ -70,6 +73,15 @@ class Net(nn.Module):
         if self.fault == "exits":
             raise SystemExit("a library that gives up")
         raise ZeroDivisionError("the model's own mistake")
+
+
+class Turns(Task):
+    """Two optimizers take turns in each step."""
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Iterator[StepOutput]:
+        for name in ("one", "other"):
+            outputs = model(batch[0])
+            yield StepOutput(nn.functional.cross_entropy(outputs, batch[1]), outputs, batch[1], optimizer=name)
 
 
 class Normed(nn.Module):

@@ -110,7 +110,7 @@ def add(to: Meter, *losses: float, norm: float | None = None) -> None:
     for loss in losses:
         known = None if norm is None else torch.tensor(norm)
         own = torch.tensor(loss, dtype=torch.float64)
-        to.add(StepResult(own, None, known, loss / 10, is_skipped=False), samples=4)
+        to.add(StepResult(own, known, loss / 10, is_skipped=False), samples=4)
 
 
 def test_each_step_is_reported_with_its_number(watch: Watch) -> None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
-from pipeline.training import loop, optimizers
+from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.context import TrainContext
@@ -289,9 +289,6 @@ class TestOptimizersWithModes:
             "train.ema",
             "averages the weights, but ScheduleFree also does; remove train.ema",
         )
-        local = _trial(optimizer=self.FREE).model_copy(update={"options": {"local_sgd_period": 2}})
-        with pytest.raises(ExperimentError, match="which local SGD doesn't average"):
-            optimizers.check_averaging(_build(optimizer=self.FREE).optimizer, trial=local)
 
 
 class TestScaledLearningRates:

@@ -117,17 +117,6 @@ class TestThePlan:
             plan(SERVER, parallel={"strategy": "dp"}, compile=True)
         plan(LAPTOP, parallel={"strategy": "dp"}, compile=True)  # one replica
 
-    @pytest.mark.parametrize(("start", "notes"), [(3, 1), (100, 2)])
-    def test_says_what_local_sgd_does(self, start: int, notes: int) -> None:
-        options = {"local_sgd_start_step": start, "local_sgd_period": 4}
-        parallel = {"strategy": "ddp", "workers": 2, "launcher": "torchrun", "options": options}
-        told = [note for note in plan(parallel=parallel).notes if note.startswith("local SGD")]
-
-        assert told[0] == (
-            f"local SGD: from step {start + 1} on weights differ between workers; their average is evaluated"
-        )
-        assert len(told) == notes
-
 
 def test_the_compiler_is_looked_for_where_torch_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -167,16 +156,3 @@ class TestWhatComesOut:
         assert "compiled in 12.3 s" in report.outcome
         assert report.table()["compile_s"] == [12.34]
         assert "All trials use activation checkpointing of blocks.*." in report.remarks
-
-
-def test_losses_of_local_sgd_are_no_riddle() -> None:
-    options = {"local_sgd_start_step": 0, "local_sgd_period": 4}
-    main = samples.MAIN.model_copy(update={"options": options})
-    ends = [
-        samples.finished("baseline", samples.spread(100.0), losses=(2.0, 1.0, 0.5)),
-        samples.finished("main", samples.spread(190.0), losses=(2.0, 1.1, 0.6)),
-    ]
-    report = Report.of([samples.BASELINE, main], ends, hardware="")
-
-    (remark,) = (remark for remark in report.remarks if "Loss differs" in remark)
-    assert remark.endswith("with local_sgd_period: 4 workers train independently between averages.")

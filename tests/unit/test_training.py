@@ -155,7 +155,7 @@ def test_a_weight_on_the_cpu_is_not_read_from_the_device() -> None:
     assert context.boundary is not None
     context.wrapped(INPUTS.double())
     output = accepted(context, StepOutput(torch.ones((), device="meta"), None, None, weight))
-    denominator = Denominator(micro_batches=1, is_shared=False, is_local_step=False, boundary=context.boundary)
+    denominator = Denominator(micro_batches=1, is_shared=False, boundary=context.boundary)
     loss, factor = denominator.counted(output, MicroBatch(0, [0], weight=1.0, is_last=True))
     assert {loss.device.type, factor.device.type} == {"meta"}
 

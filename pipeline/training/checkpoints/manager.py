@@ -15,7 +15,7 @@ from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
 from pipeline.training.build import device_of
-from pipeline.training.checkpoints import data_state, rank_state, resuming, unsaved_state
+from pipeline.training.checkpoints import data_state, resuming, unsaved_state
 from pipeline.training.checkpoints.manifest import Manifest, describe, entries, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
 from pipeline.training.checkpoints.state import State, count_bytes, is_sharded, restore, restore_weights, snapshot, view
@@ -25,7 +25,6 @@ from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, Checkpoi
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import dry_run
-from pipeline.training.evaluation import averaged_weights
 from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
 from pipeline.training.order import StreamOrder
@@ -133,7 +132,7 @@ class CheckpointManager:
             self._warn(f"no complete checkpoint in {self._storage.address}. Training starts from step 0.")
             return 0
         manifest = found.manifest
-        if self._context.rank.world_size > 2 or self._context.strategy.state_dict() is not None:
+        if self._context.rank.world_size > 2:
             # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
             # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
             dry_run(self._context)
@@ -146,10 +145,8 @@ class CheckpointManager:
                 "earlier version. Training continues."
             )
         overrides = Overrides.of(self._context)
-        if (local := self._context.strategy.local_updates) is not None:
-            local.set_step(steps=manifest.step)
         restore(self._context, found.state)
-        rank_state.load(self._context, found.state, warn=self._warn)
+        self._warn_of_missing(found.state)
         data_state.load(self._context, found.state, step=manifest.step, warn=self._warn)
         overrides.apply(self._context, manifest=manifest, warn=self._warn)
         self._restored = found.state.values.get(unsaved_state.KEY) or {}  # older checkpoints have none
@@ -165,6 +162,16 @@ class CheckpointManager:
                 "order. To resume exactly, set data.order: kept in new runs."
             )
         return manifest.step
+
+    def _warn_of_missing(self, state: State) -> None:
+        """Warn of state of ranks that is not restored: the strategy's, and that of a feature of earlier versions."""
+        if restarts := self._context.strategy.restarts:
+            self._warn(f"{restarts} Training continues, but losses differ from an uninterrupted run.")
+        if (state.values.get("memory") or {}).get("own"):
+            self._warn(
+                "the checkpoint was saved during local SGD, which this version does not have. Training continues from "
+                "the average of the workers' weights, and synchronizes gradients in each step."
+            )
 
     def note_first_step(self) -> None:
         """Note what the first step of this process has changed that checkpoints do not contain."""
@@ -204,14 +211,13 @@ class CheckpointManager:
         elif not self._is_idle():
             self._tell_left_out(step)
             return
-        local, data = rank_state.gather(self._context), data_state.gather(self._context, step=step)
-        with averaged_weights(self._context):
-            state = snapshot(self._context) if self._writer is not None else None
+        data = data_state.gather(self._context, step=step)
+        state = snapshot(self._context) if self._writer is not None else None
         if self._writer is None or state is None:
             return
-        values = {**state.values, **local.values, **data.values, "meter": self._meter.state()}
+        values = {**state.values, **data.values, "meter": self._meter.state()}
         values[unsaved_state.KEY] = self._unsaved.check() if self._unsaved is not None else {}
-        state = State({**state.tensors, **local.tensors, **data.tensors}, values)
+        state = State({**state.tensors, **data.tensors}, values)
         blocked = time.perf_counter() - began
         manifest = describe(self._context, step=step, metric=metric)
         self._writer.start(CheckpointJob(state=state, manifest=manifest, began=began, blocked_s=blocked))
