@@ -18,11 +18,12 @@ def check_device(model: nn.Module, device: torch.device) -> None:
     """
     if device.type != "cpu" or not dist.is_initialized():
         return
-    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
-    if names:
+    layers = [name for name, layer in model.named_modules() if type(layer) is nn.SyncBatchNorm]
+    if layers:
+        what = f"the layer {layers[0]}" if layers[0] else "the model"
         raise ExperimentError.of(
             "model",
-            f"the layer {names[0]} is a SyncBatchNorm, which works on GPUs only. Use torch.nn.BatchNorm1d, 2d or 3d. "
+            f"{what} is a SyncBatchNorm, which works on GPUs only. Use torch.nn.BatchNorm1d, 2d or 3d. "
             "On GPUs, parallel.options.sync_batch_norm: true then computes statistics over all workers.",
         )
 

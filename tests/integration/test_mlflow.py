@@ -327,7 +327,7 @@ def test_a_journal_is_sent_to_another_store(database: str, tmp_path: Path, warni
     folder = journaled(
         tmp_path, [opened("sqlite://mlflow.db", "moved"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
     )
-    with pytest.raises(ResourceError, match=r"write sqlite:///mlflow\.db\n.*pipeline sync .* --to URI"):
+    with pytest.raises(ResourceError, match=r"Use sqlite:///mlflow\.db\n.*pipeline sync .* --to URI"):
         sync(folder, warn=warnings_told.append)
 
     outcome = sync(folder, warn=warnings_told.append, to=database)

@@ -388,7 +388,7 @@ def test_a_password_is_in_no_file_and_sync_takes_it_from_the_environment(
         training.set_step()
     proxy.fault = ""
 
-    assert "send the rest with: pipeline sync" in run.shown
+    assert "Send the rest with: pipeline sync" in run.shown
     texts = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
     assert run.folder / journal.FILE_NAME in texts
     assert [path for path, text in texts.items() if SECRET.encode() in text] == []

@@ -79,7 +79,7 @@ def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Fol
     assert parent.data.metrics["validation/loss"] == runs[best].data.metrics["validation/loss"]
     assert runs["trial-003"].info.status == "KILLED"
     assert [name for name, run in runs.items() if run.outputs and run.outputs.model_outputs] == [best]
-    assert f"The model of trial {folder.result['best']} is logged to its run in MLflow" in ended.stdout
+    assert f"logged to MLflow with trial {folder.result['best']}" in ended.stdout
     assert runs["trial-003"].data.tags["stopped_early"].startswith("stopped early by ASHA")
     assert parent.info.status == "FINISHED"
     artifacts = {
@@ -99,11 +99,11 @@ def test_the_table_fits_a_terminal_and_names_the_command_that_trains_the_best_ag
 ) -> None:
     folder, ended = swept
     lines = ended.stdout.splitlines()
-    begin = next(i for i, line in enumerate(lines) if line.startswith("trial ") and "state" in line)
+    begin = next(i for i, line in enumerate(lines) if line.startswith("trial ") and "status" in line)
     assert max(map(len, lines[begin : begin + 5])) <= 80
-    assert lines[begin].split() == ["trial", "lr", "validation/loss", "epochs", "state"]
+    assert lines[begin].split() == ["trial", "validation/loss", "epochs", "status", "lr"]
     best = folder.result["trials"][folder.result["best"] - 1]
-    again = next(line for line in lines if line.startswith("pipeline run "))
+    again = next(line for line in lines if line.startswith("Retrain  pipeline run "))
     assert again.endswith(f"optimizer.lr={best['values']['optimizer.lr']}")
     assert "sweep=" not in again
 

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from pipeline import registry
-from pipeline.strategies.base import Strategy
 
 
 @pytest.fixture
@@ -57,14 +55,3 @@ def test_built_in_names_cannot_be_taken() -> None:
 def test_unknown_names(name: str) -> None:
     with pytest.raises(KeyError):
         registry.load("strategies", name)
-
-
-def test_a_strategy_whose_state_could_not_be_restored_is_refused_where_it_is_written() -> None:
-    with pytest.raises(TypeError, match="Forgetful has state_dict, so it also needs load_state_dict"):
-
-        class Forgetful(Strategy):
-            def wrap(self, model: nn.Module) -> nn.Module:
-                return model
-
-            def state_dict(self) -> dict[str, int]:
-                return {"step": 1}
