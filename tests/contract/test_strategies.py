@@ -21,7 +21,6 @@ from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, Failed
 from pipeline.protocol.trial import Rank, Training, Trial
-from pipeline.strategies import base
 from pipeline.training.build import build
 from pipeline.training.step import optimizer_step
 from pipeline.training.synced_norms import check_device
@@ -135,12 +134,6 @@ def test_the_cases_train_something_and_differ(trained: Trained) -> None:
     assert _distance(weights["uneven last batch"], weights["accumulation"]) <= TOLERANCE  # by definition
     for case in set(CASES) - {"uneven last batch", "accumulation"}:
         assert _distance(weights[case], weights["uneven last batch"]) > 1e-4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_strategy_that_has_a_memory_takes_it_back(name: str) -> None:
-    strategy, default = registry.load("strategies", name).Strategy, base.Strategy
-    assert (strategy.state_dict is default.state_dict) == (strategy.load_state_dict is default.load_state_dict)
 
 
 @pytest.mark.parametrize("name", NAMES)
