@@ -69,8 +69,9 @@ def _find_modules() -> Iterator[tuple[Path, str]]:
     for place in (Path.cwd(), Path.cwd() / "src"):
         with suppress(OSError):  # there is no src/, or it can't be listed
             for path in sorted(place.iterdir()):
-                if path.stem in names and _source(path).is_file() and not (path / "worker" / "main.py").is_file():
-                    yield path, path.stem
+                name = path.name.removesuffix(".py")  # a folder queue.old hides nothing
+                if name in names and _source(path).is_file() and not (path / "worker" / "main.py").is_file():
+                    yield path, name
 
 
 def _source(path: Path) -> Path:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config import component_arguments
 from pipeline.config.components import build, check, resolve
 from pipeline.config.deferred import RUNTIME_VALUES, marker
 from pipeline.config.load import from_mapping
@@ -437,6 +438,12 @@ class TestBuild:
     def test_a_list_of_class_weights_is_a_tensor(self) -> None:
         loss = build(component("torch.nn.CrossEntropyLoss", weight=[1, 5, 1]), key="loss", allowed=BUILT_IN)
         assert torch.equal(loss.weight, torch.tensor([1.0, 5.0, 1.0]))
+
+        def own(weight: torch.Tensor | list[float]) -> object:
+            return weight
+
+        parameters = component_arguments.parameters_of(own)
+        assert component_arguments.with_tensors({"weight": [1, 5]}, parameters) == {"weight": [1, 5]}
 
     @pytest.mark.parametrize(
         ("key", "declared", "said"),
