@@ -98,15 +98,16 @@ def with_tensors(arguments: Mapping[str, Any], parameters: Parameters) -> dict[s
     return dict(arguments)
 
 
-def find_wrong_type(arguments: Mapping[str, Any], parameters: Parameters) -> tuple[str, str] | None:
+def find_wrong_type(error: Exception, arguments: Mapping[str, Any], parameters: Parameters) -> tuple[str, str] | None:
     """Find an argument that an error is probably about: no number although its default is one, or no tensor.
 
+    An error about a number names the other type, e.g. 'str'; an argument such as ``size=[32, 48]`` may be correct.
     Returns its name, and what to write. A file can't hold a tensor, but `with_tensors` makes one.
     """
     for name, value in arguments.items():
         parameter = parameters.get(name)
-        is_number = isinstance(value, Number) or value is None
-        if parameter is not None and isinstance(parameter.default, Number) and not is_number:
+        is_named = not isinstance(value, Number) and f"'{type(value).__name__}'" in str(error)
+        if parameter is not None and isinstance(parameter.default, Number) and is_named:
             return name, "Write a number."
         if name in _WEIGHTS and _is_tensor(parameter) and isinstance(value, str | Number | list):
             return name, "Write a list of numbers."

@@ -462,6 +462,11 @@ class TestBuild:
         assert problem.key == key
         assert said in problem.message
 
+    def test_an_exception_about_something_else_does_not_blame_an_argument(self, package: Any) -> None:
+        name = package(data="def images(size=32, download=False): raise ValueError('no images')\n")
+        with pytest.raises(ExperimentError, match=r"^data: .+ raised ValueError: no images$"):
+            build(component(f"{name}.data.images", size=[32, 48], download="a"), key="data", allowed=(name,))
+
     def test_runtime_values_are_numbers_alone_and_digits_in_a_text(self, package: Any) -> None:
         name = package(nets="def keep(**given): return given\n")
         given = component(f"{name}.nets.keep", a="${total_steps}", b=["w${world_size}/${total_steps}"], c="${other}")
