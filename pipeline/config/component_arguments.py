@@ -1,6 +1,7 @@
 """Arguments of components: what a class or function takes, and what is wrong with those in the file."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Number
@@ -15,6 +16,7 @@ OPTIMIZER = "optimizer"
 """Argument of schedulers, also of those in a SequentialLR. In a ChainedScheduler it is not the first one."""
 _WEIGHTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors, for which a file has lists."""
+_LIST = re.compile(r"\b(list|List|tuple|Tuple|Sequence|Iterable|Collection)\b")
 _CALLED_LATER = {
     "loss": "write a class whose forward(outputs, targets) calls it",
     "task": "write a class whose __call__(model, batch) calls it",
@@ -96,15 +98,16 @@ def with_tensors(arguments: Mapping[str, Any], parameters: Parameters) -> dict[s
     return dict(arguments)
 
 
-def find_wrong_type(arguments: Mapping[str, Any], parameters: Parameters) -> tuple[str, str] | None:
+def find_wrong_type(error: Exception, arguments: Mapping[str, Any], parameters: Parameters) -> tuple[str, str] | None:
     """Find an argument that an error is probably about: no number although its default is one, or no tensor.
 
+    An error about a number names the other type, e.g. 'str'; an argument such as ``size=[32, 48]`` may be correct.
     Returns its name, and what to write. A file can't hold a tensor, but `with_tensors` makes one.
     """
     for name, value in arguments.items():
         parameter = parameters.get(name)
-        is_number = isinstance(value, Number) or value is None
-        if parameter is not None and isinstance(parameter.default, Number) and not is_number:
+        is_named = not isinstance(value, Number) and f"'{type(value).__name__}'" in str(error)
+        if parameter is not None and isinstance(parameter.default, Number) and is_named:
             return name, "Write a number."
         if name in _WEIGHTS and _is_tensor(parameter) and isinstance(value, str | Number | list):
             return name, "Write a list of numbers."
@@ -112,8 +115,9 @@ def find_wrong_type(arguments: Mapping[str, Any], parameters: Parameters) -> tup
 
 
 def _is_tensor(parameter: inspect.Parameter | None) -> bool:
-    """Return True if the type of a parameter is a tensor, perhaps among others."""
-    return parameter is not None and "Tensor" in str(parameter.annotation)
+    """Return True if the type of a parameter is a tensor, perhaps among others, but no list."""
+    kind = str(parameter.annotation) if parameter is not None else ""
+    return "Tensor" in kind and not _LIST.search(kind)
 
 
 def _missing(names: Sequence[str], *, target: str, key: str, is_itself: bool) -> list[Problem]:

@@ -123,7 +123,7 @@ def bound(
             said = environment.redact(" ".join(str(error).split()))
             message = f"{component.target} raised {type(error).__name__}: {said[:300]}"
             wrong = (
-                component_arguments.find_wrong_type(arguments, parameters)
+                component_arguments.find_wrong_type(error, arguments, parameters)
                 if isinstance(error, TypeError | ValueError)
                 else None
             )

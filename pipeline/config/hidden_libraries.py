@@ -6,6 +6,7 @@ A process that has imported a library before keeps it, but those that it starts 
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from importlib.machinery import BuiltinImporter, FrozenImporter
 from pathlib import Path
 from traceback import walk_tb
 
@@ -18,7 +19,7 @@ _LIBRARIES = frozenset(
         *("psutil", "pydantic", "pynvml", "rich", "safetensors", "sklearn", "threadpoolctl", "torch", "torchmetrics"),
         *("typer", "typing_extensions", "yaml"),
         *("click", "filelock", "google", "packaging", "pandas", "requests", "scipy", "sqlalchemy", "sympy"),
-        *("argparse", "mimetypes", "pprint", "profile", "runpy", "tarfile", "unittest", "xml"),
+        *("argparse", "mimetypes", "pprint", "profile", "tarfile", "unittest", "xml"),
     }
 )
 """Libraries that the processes of each run import: those of ddp-pipeline except Ray, and some of torch and MLflow, with
@@ -63,14 +64,15 @@ def explain_failed_import(error: Exception) -> UsageError | None:
 def _find_modules() -> Iterator[tuple[Path, str]]:
     """Yield what has the name of a library in the working directory and its src/, with that name; not pipeline itself.
 
-    A folder without __init__.py hides nothing.
+    A folder without __init__.py hides nothing, nor does a file with the name of a built-in module such as time.
     """
-    names = sys.stdlib_module_names | _LIBRARIES | {"ray"}
+    names = {name for name in sys.stdlib_module_names if not _is_built_in(name)} | _LIBRARIES | {"ray"}
     for place in (Path.cwd(), Path.cwd() / "src"):
         with suppress(OSError):  # there is no src/, or it can't be listed
             for path in sorted(place.iterdir()):
-                if path.stem in names and _source(path).is_file() and not (path / "worker" / "main.py").is_file():
-                    yield path, path.stem
+                name = path.name.removesuffix(".py")  # a folder queue.old hides nothing
+                if name in names and _source(path).is_file() and not (path / "worker" / "main.py").is_file():
+                    yield path, name
 
 
 def _source(path: Path) -> Path:
@@ -79,6 +81,11 @@ def _source(path: Path) -> Path:
 
 def _is_pythons(name: str) -> bool:
     return name in sys.stdlib_module_names
+
+
+def _is_built_in(name: str) -> bool:
+    """Return True for a module that Python finds before it looks into folders."""
+    return BuiltinImporter.find_spec(name) is not None or FrozenImporter.find_spec(name) is not None
 
 
 def _is_loaded_from(path: Path, name: str) -> bool:

@@ -14,10 +14,13 @@ from contextlib import suppress
 import psutil
 
 WAIT_S = 5.0
-"""Seconds that threads get to end by themselves: one of them may still write a file."""
+"""Seconds that processes and threads get to end by themselves: one of them may still write a file."""
+_POLL_S = 0.05
 _SHOWN = 5
-_HELPERS = ("from multiprocessing.resource_tracker", "from multiprocessing.forkserver")
-"""Processes of Python, which end together with this one."""
+_HELPERS = ("resource_tracker import main", "from multiprocessing.forkserver")
+"""Processes of Python and joblib, which end together with this one."""
+_POOLS = ("concurrent.futures.process", "joblib.externals.loky.process_executor", "loky.process_executor")
+"""Modules with pools of processes, which they end when Python exits, after the work that is left."""
 _abandoned: list[threading.Thread] = []
 
 
@@ -29,7 +32,7 @@ class Leftovers:
         self._processes = {child.pid for child in psutil.Process().children()}
 
     def end(self, warn: Callable[[str], None], *, run_exit_functions: bool = True) -> None:
-        """Kill the processes, wait `WAIT_S` seconds for the threads, and warn of both by name.
+        """Wait `WAIT_S` seconds for processes, which are killed then, and for threads; warn of both by name.
 
         The remaining threads end together with the process, see `exit_despite_threads`.
 
@@ -39,8 +42,8 @@ class Leftovers:
         """
         if names := self._kill_processes(run_exit_functions=run_exit_functions):
             warn(
-                f"Processes that user code started were still running: {_join(names)}. They were killed. End them in "
-                "your code."
+                f"Processes that user code started were still running after {WAIT_S:g} s: {_join(names)}. They were "
+                "killed. End them in your code."
             )
         if threads := self._wait_for_threads():
             _abandoned.extend(threads)
@@ -51,18 +54,22 @@ class Leftovers:
             )
 
     def _kill_processes(self, *, run_exit_functions: bool) -> list[str]:
-        """Kill the processes that are left; return their names."""
+        """Kill the processes that are left after `WAIT_S` seconds; return their names."""
         found = {child: f"{child.name()} ({child.pid})" for child in self._find_processes()}
+        deadline = time.monotonic() + WAIT_S
         if found:
+            pools = threading.Thread(target=_end_pools, daemon=True)
+            pools.start()
+            pools.join(WAIT_S)  # before the finalizers, which close their queues
             multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined] # end managers, as at exit
         waited_for = {child.pid for child in multiprocessing.active_children()}  # by a function of atexit
-        killed = [child for child in found if child.pid in waited_for]
+        killed = _wait_for_end([child for child in found if child.pid in waited_for], deadline=deadline)
         _kill(killed)
-        if len(found) > len(killed) and run_exit_functions:
+        others = [child for child in found if child not in killed and _is_alive(child)]
+        if others and run_exit_functions:
             atexit._run_exitfuncs()
-        killed += (others := [child for child in found if child not in killed and _is_alive(child)])
-        _kill(others)
-        return [found[child] for child in killed]
+        _kill(others := _wait_for_end(others, deadline=deadline))
+        return [found[child] for child in (*killed, *others)]
 
     def _find_processes(self) -> list[psutil.Process]:
         """Return child processes, without those that Python ends itself."""
@@ -96,6 +103,20 @@ def exit_despite_threads(code: int) -> None:
         with suppress(OSError, ValueError):  # the other end is closed
             stream.flush()
     os._exit(code)
+
+
+def _end_pools() -> None:
+    """End pools of processes, as Python does when it exits."""
+    for name in _POOLS:
+        if (module := sys.modules.get(name)) is not None:
+            module._python_exit()
+
+
+def _wait_for_end(processes: Iterable[psutil.Process], *, deadline: float) -> list[psutil.Process]:
+    """Wait until processes have ended; return those that have not at the deadline."""
+    while (alive := [process for process in processes if _is_alive(process)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return alive
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -4,12 +4,15 @@ A collate function may draw in training, e.g. to mix the samples of a batch. In 
 experiment says so with ``loader.evaluation_collate``, because the result is random.
 """
 
+import copy
 import random
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.config.components import DEFAULT_COLLATE
 from pipeline.errors import ExperimentError
@@ -19,7 +22,7 @@ from pipeline.training.rank_equality import fingerprint
 
 _LOOKS = 4
 """Batches of each size that are looked at, where random numbers are allowed."""
-_State = tuple[torch.Tensor, object, Any]
+_State = tuple[Tensor, object, Any]
 
 
 class Collation:
@@ -50,11 +53,12 @@ class Collation:
             self.check()
             return self._function(samples)
         self._looks[len(samples)] += 1
+        unchanged = _copy(samples) if looks < _LOOKS else samples  # the function may pop a key, or scale in place
         before = _states()
         batch = self._function(samples)
-        has_drawn = not _are_equal(before, _states()) and self._moves(samples)
+        has_drawn = not _are_equal(before, _states()) and self._moves(unchanged)
         # Some generators do not show: those of the function itself, and global ones that it sets back.
-        self.draws = has_drawn or (self.is_fixed and not looks and self._varies(samples))
+        self.draws = has_drawn or (self.is_fixed and not looks and self._varies(unchanged))
         self.check()
         return batch
 
@@ -72,7 +76,7 @@ class Collation:
         """Return True if a generator moves each time: another thread may have drawn once."""
         for _ in range(2):
             before = _states()
-            self._function(samples)
+            self._function(_copy(samples))
             if _are_equal(before, _states()):
                 return False
         return True
@@ -83,9 +87,22 @@ class Collation:
         with generators_kept():
             watch(GENERATORS)
             for _ in range(2):
-                prints.add(fingerprint(self._function(samples)))
+                prints.add(fingerprint(self._function(_copy(samples))))
                 torch.rand(()), random.random(), np.random.random_sample()  # noqa: S311 - moves the generators
         return len(prints) > 1
+
+
+def _copy(value: Any) -> Any:
+    """Copy samples as far as a collate function may change them; objects that they refer to may be large."""
+    if type(value) is dict:
+        return {name: _copy(one) for name, one in value.items()}
+    if type(value) in (list, tuple) and not (value and isinstance(value[0], int | float | str)):  # not each token
+        return type(value)(map(_copy, value))
+    if isinstance(value, Tensor):
+        return value.clone()
+    with suppress(Exception):  # an object that can't be copied
+        return copy.copy(value)
+    return value
 
 
 def _states() -> _State:

@@ -69,7 +69,7 @@ def is_in_first_epoch(dataset: object) -> bool:
 
 def find_datasets_with_epoch(dataset: Any, inside: tuple[int, ...] = ()) -> list[Any]:
     """Find the outermost datasets with a method ``set_epoch``: the dataset itself, or those in its attributes."""
-    if callable(getattr(dataset, "set_epoch", None)):
+    if _has(dataset, "set_epoch"):
         return [dataset]
     found: list[Any] = []
     for value in getattr(dataset, "__dict__", {}).values():
@@ -86,7 +86,12 @@ def _as_datasets(value: Any) -> Sequence[Any]:
 
 
 def _is_dataset(value: Any) -> bool:
-    return isinstance(value, Dataset) or (hasattr(value, "set_epoch") and hasattr(value, "__getitem__"))
+    return isinstance(value, Dataset) or (_has(value, "set_epoch") and _has(value, "__getitem__"))
+
+
+def _has(value: Any, name: str) -> bool:
+    """Return True if an object's class has a method; ``__getattr__`` of user code may raise any error."""
+    return callable(getattr(type(value), name, None))
 
 
 def _set(datasets: Sequence[Any], epoch: int, *, seed: int) -> None:

@@ -9,7 +9,7 @@ import psutil
 
 LEAVING = """
 import multiprocessing, subprocess, sys, threading, time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pipeline.system import leftovers
 
 def start(name, daemon=False):
@@ -18,15 +18,22 @@ def start(name, daemon=False):
 def wait():
     time.sleep(600)
 
-leftovers.WAIT_S = 0.1
+def write():
+    time.sleep(0.3)
+    print("written", flush=True)
+
+fork = multiprocessing.get_context("fork")
 earlier = subprocess.Popen(["sleep", "600"])
 found = leftovers.Leftovers()
 start("daemon", daemon=True)
 pool = ThreadPoolExecutor()
-pool.submit(print, "idle").result()
+pool.submit(print, "idle", flush=True).result()
+of_processes = ProcessPoolExecutor(1, mp_context=fork)
+of_processes.submit(int).result()
+fork.Process(target=write).start()
 found.end(print)
 leftovers.exit_despite_threads(1)
-fork = multiprocessing.get_context("fork")
+leftovers.WAIT_S = 0.1
 processes = [subprocess.Popen(["sleep", "600"]), fork.Process(target=wait), fork.Process(target=wait, daemon=True)]
 for process in processes[1:]:
     process.start()
@@ -40,13 +47,13 @@ leftovers.exit_despite_threads(7)
 
 
 def test_a_process_ends_without_what_user_code_has_left_and_names_it(tmp_path: Path) -> None:
-    """Not daemons, an idle pool, and a manager, which Python ends itself, nor what was there before."""
+    """Not daemons, idle pools, and a manager, which Python ends itself, nor what ends soon or was there before."""
     ended = subprocess.run([sys.executable, "-c", LEAVING], cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     assert ended.returncode == 7, ended.stderr
-    idle, pids, of_processes, of_threads = ended.stdout.splitlines()
+    idle, written, pids, of_processes, of_threads = ended.stdout.splitlines()
     earlier, program, process, daemon = pids.split()
-    assert idle == "idle"
+    assert (idle, written) == ("idle", "written")
     assert f"sleep ({program})" in of_processes
     assert f"({process})" in of_processes
     assert earlier not in of_processes

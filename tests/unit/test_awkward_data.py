@@ -15,6 +15,7 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
+from pipeline.training.collation import Collation
 from pipeline.training.loop import train
 from pipeline.training.order import SampleOrder
 
@@ -171,6 +172,22 @@ def test_a_collate_that_draws_makes_no_batch_of_an_evaluation_unless_declared(ho
 
 
 DEFAULT = {"_target_": "torch.utils.data.default_collate"}
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_collate_that_changes_its_samples_gets_them_unchanged(draws: bool) -> None:
+    def collate(samples: list[dict[str, Any]]) -> Any:
+        targets = [sample.pop("targets") for sample in samples]
+        for sample in samples:
+            sample["inputs"] /= 2
+        return torch.stack([sample["inputs"] for sample in samples]) + (torch.rand(()) if draws else 0), targets
+
+    collation = Collation(collate, key="loader.collate", is_fixed=not draws)
+    for _ in range(2):
+        inputs, targets = collation([{"inputs": torch.full((1,), 4.0), "targets": 3}])
+        assert targets == [3]
+        assert draws or inputs.tolist() == [[2.0]]
+    assert collation.draws == draws
 
 
 def test_a_collate_of_evaluations_is_named_in_errors() -> None:

@@ -270,7 +270,8 @@ class TestHiddenLibraries:
         assert str(caught.value) == message
 
     def test_a_name_that_hides_nothing_is_accepted(self) -> None:
-        for file in ("net.py", "mlflow/meta.yaml", "tests/__init__.py", "turtledemo.py", "ray.py", "sklearn.py"):
+        folders = ("mlflow/meta.yaml", "tests/__init__.py", "queue.old/__init__.py")
+        for file in (*folders, "net.py", "time.py", "turtledemo.py", "ray.py", "sklearn.py"):
             Path(file).parent.mkdir(exist_ok=True)
             Path(file).touch()
         Path("pipeline").symlink_to(Path(pipeline.__file__).parent)  # a checkout of it

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config import component_arguments
 from pipeline.config.components import build, check, resolve
 from pipeline.config.deferred import RUNTIME_VALUES, marker
 from pipeline.config.load import from_mapping
@@ -438,6 +439,12 @@ class TestBuild:
         loss = build(component("torch.nn.CrossEntropyLoss", weight=[1, 5, 1]), key="loss", allowed=BUILT_IN)
         assert torch.equal(loss.weight, torch.tensor([1.0, 5.0, 1.0]))
 
+        def own(weight: torch.Tensor | list[float]) -> object:
+            return weight
+
+        parameters = component_arguments.parameters_of(own)
+        assert component_arguments.with_tensors({"weight": [1, 5]}, parameters) == {"weight": [1, 5]}
+
     @pytest.mark.parametrize(
         ("key", "declared", "said"),
         [
@@ -454,6 +461,11 @@ class TestBuild:
         (problem,) = caught.value.problems
         assert problem.key == key
         assert said in problem.message
+
+    def test_an_exception_about_something_else_does_not_blame_an_argument(self, package: Any) -> None:
+        name = package(data="def images(size=32, download=False): raise ValueError('no images')\n")
+        with pytest.raises(ExperimentError, match=r"^data: .+ raised ValueError: no images$"):
+            build(component(f"{name}.data.images", size=[32, 48], download="a"), key="data", allowed=(name,))
 
     def test_runtime_values_are_numbers_alone_and_digits_in_a_text(self, package: Any) -> None:
         name = package(nets="def keep(**given): return given\n")

@@ -235,7 +235,7 @@ def test_what_another_thread_draws_once_is_not_taken_for_a_draw_of_the_dataset()
     assert dataset.asked == [1, 1, 3, 3, 2]
 
 
-def test_the_epoch_of_a_dataset_is_set_once_for_each_epoch() -> None:
+def test_the_epoch_of_a_dataset_is_set_once_for_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although it is read for checks as well, and by a validation set that is a part of it."""
     dataset = toys.InEpochs()
     training, validation = loader(dataset), loader(Subset(dataset, range(4)))
@@ -247,9 +247,19 @@ def test_the_epoch_of_a_dataset_is_set_once_for_each_epoch() -> None:
     assert [batch[0, 0] for _, batch in validation.batches([micro_batch(1)])] == [0]
     assert [batch[0, 0] for _, batch in training.batches([micro_batch(1, epoch=1)])] == [1]
     assert dataset.calls == [0, 1, 0, 1]
-    dataset.set_epoch = lambda epoch: 1 / 0  # type: ignore[method-assign]
+    monkeypatch.setattr(toys.InEpochs, "set_epoch", lambda *_: 1 / 0)
     with pytest.raises(TrainingError, match=r"^set_epoch\(2\) of the dataset failed: ZeroDivisionError: division by"):
         list(training.batches([micro_batch(1, epoch=2)]))
+
+
+def test_an_object_in_a_dataset_may_raise_any_error_for_an_attribute() -> None:
+    class Settings(dict[str, int]):
+        def __getattr__(self, name: str) -> int:
+            return self[name]
+
+    dataset = toys.Plain(range(4))
+    dataset.settings = Settings(size=3)  # type: ignore[attr-defined]
+    assert [batch.tolist() for _, batch in loader(dataset).batches([micro_batch(1)])] == [[1]]
 
 
 def test_a_subclass_is_not_read_past() -> None:
