@@ -6,6 +6,8 @@ experiment says so with ``loader.evaluation_collate``, because the result is ran
 
 import random
 from collections import Counter
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -50,11 +52,13 @@ class Collation:
             self.check()
             return self._function(samples)
         self._looks[len(samples)] += 1
+        kept = samples if looks else _copy(samples)  # the function may change them, e.g. remove their labels
         before = _states()
         batch = self._function(samples)
-        has_drawn = not _are_equal(before, _states()) and self._moves(samples)
-        # Some generators do not show: those of the function itself, and global ones that it sets back.
-        self.draws = has_drawn or (self.is_fixed and not looks and self._varies(samples))
+        has_drawn = not _are_equal(before, _states())
+        with suppress(Exception):  # it accepts no samples that it has changed
+            # Some generators do not show: those of the function itself, and global ones that it sets back.
+            self.draws = (has_drawn and self._moves(kept)) or (self.is_fixed and not looks and self._varies(kept))
         self.check()
         return batch
 
@@ -71,8 +75,8 @@ class Collation:
     def _moves(self, samples: list[Any]) -> bool:
         """Return True if a generator moves each time: another thread may have drawn once."""
         for _ in range(2):
-            before = _states()
-            self._function(samples)
+            again, before = _copy(samples), _states()
+            self._function(again)
             if _are_equal(before, _states()):
                 return False
         return True
@@ -83,9 +87,17 @@ class Collation:
         with generators_kept():
             watch(GENERATORS)
             for _ in range(2):
-                prints.add(fingerprint(self._function(samples)))
+                prints.add(fingerprint(self._function(_copy(samples))))
                 torch.rand(()), random.random(), np.random.random_sample()  # noqa: S311 - moves the generators
         return len(prints) > 1
+
+
+def _copy(samples: list[Any]) -> list[Any]:
+    """Return a copy of samples, of the list alone if they can't be copied."""
+    try:
+        return deepcopy(samples)
+    except Exception:  # noqa: BLE001 - whatever objects a dataset returns
+        return [*samples]
 
 
 def _states() -> _State:

@@ -69,7 +69,7 @@ def is_in_first_epoch(dataset: object) -> bool:
 
 def find_datasets_with_epoch(dataset: Any, inside: tuple[int, ...] = ()) -> list[Any]:
     """Find the outermost datasets with a method ``set_epoch``: the dataset itself, or those in its attributes."""
-    if callable(getattr(dataset, "set_epoch", None)):
+    if _takes_epoch(dataset):
         return [dataset]
     found: list[Any] = []
     for value in getattr(dataset, "__dict__", {}).values():
@@ -86,7 +86,14 @@ def _as_datasets(value: Any) -> Sequence[Any]:
 
 
 def _is_dataset(value: Any) -> bool:
-    return isinstance(value, Dataset) or (hasattr(value, "set_epoch") and hasattr(value, "__getitem__"))
+    return isinstance(value, Dataset) or (_takes_epoch(value) and hasattr(type(value), "__getitem__"))
+
+
+def _takes_epoch(value: Any) -> bool:
+    try:
+        return callable(getattr(value, "set_epoch", None))
+    except Exception:  # noqa: BLE001 - of a user's __getattr__, e.g. a KeyError of a dict with attributes
+        return False
 
 
 def _set(datasets: Sequence[Any], epoch: int, *, seed: int) -> None:

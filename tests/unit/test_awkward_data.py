@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
+from pipeline.training.collation import Collation
 from pipeline.training.loop import train
 from pipeline.training.order import SampleOrder
 
@@ -171,6 +173,19 @@ def test_a_collate_that_draws_makes_no_batch_of_an_evaluation_unless_declared(ho
 
 
 DEFAULT = {"_target_": "torch.utils.data.default_collate"}
+
+
+def test_a_collate_may_change_its_samples() -> None:
+    """Those of transformers remove labels from samples. A collate that also draws is rejected like others."""
+
+    def collate(samples: list[Any]) -> Any:
+        return [sample.pop("label") for sample in samples], random.random() if draws else samples.clear()
+
+    for draws in (False, True):
+        made = Collation(collate, key="loader.collate", is_fixed=True)
+        for _ in range(1 if draws else 2):
+            with pytest.raises(ExperimentError, match="draws random numbers") if draws else nullcontext():
+                assert made([{"label": 1}, {"label": 2}])[0] == [1, 2]
 
 
 def test_a_collate_of_evaluations_is_named_in_errors() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.training.dataset_epoch import find_datasets_with_epoch
 from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import MicroBatch, mix
 from pipeline.training.placing import to_device
@@ -250,6 +251,16 @@ def test_the_epoch_of_a_dataset_is_set_once_for_each_epoch() -> None:
     dataset.set_epoch = lambda epoch: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(TrainingError, match=r"^set_epoch\(2\) of the dataset failed: ZeroDivisionError: division by"):
         list(training.batches([micro_batch(1, epoch=2)]))
+
+
+def test_an_attribute_of_a_dataset_may_have_no_attributes() -> None:
+    class Settings(dict[str, int]):
+        __getattr__ = dict.__getitem__  # raises KeyError
+
+    dataset = toys.InEpochs()
+    outer = Subset(dataset, range(4))
+    outer.settings = Settings(size=1)  # type: ignore[attr-defined]
+    assert find_datasets_with_epoch(outer) == [dataset]
 
 
 def test_a_subclass_is_not_read_past() -> None:
