@@ -81,6 +81,7 @@ def find_datasets_with_epoch(dataset: Any, inside: tuple[int, ...] = ()) -> list
 
 def _as_datasets(value: Any) -> Sequence[Any]:
     """Return the datasets that an attribute holds; empty if it holds something else."""
+    value = list(value.values()) if isinstance(value, dict) else value
     values = value if isinstance(value, list | tuple) else [value]
     return values if all(_is_dataset(one) for one in values) else []
 

@@ -260,7 +260,8 @@ def test_an_attribute_of_a_dataset_may_have_no_attributes() -> None:
     dataset = toys.InEpochs()
     outer = Subset(dataset, range(4))
     outer.settings = Settings(size=1)  # type: ignore[attr-defined]
-    assert find_datasets_with_epoch(outer) == [dataset]
+    outer.parts = {"a": dataset}  # type: ignore[attr-defined]
+    assert find_datasets_with_epoch(outer) == [dataset, dataset]
 
 
 def test_a_subclass_is_not_read_past() -> None:
