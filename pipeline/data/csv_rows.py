@@ -29,7 +29,7 @@ def read_csv(path: str | Path, columns: Iterable[str] = ()) -> list[CsvRow]:
 
     Raises:
         OSError: the file can't be read.
-        ValueError: it has no such column, no rows, or a row that has not one field for each column.
+        ValueError: it is not in UTF-8, or has no such column, no rows, or a row that has not one field for each column.
     """
     (line, names), *rows = list(_rows(Path(path))) or [(1, [])]
     if missing := [name for name in columns if name not in names]:
@@ -52,6 +52,8 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 if fields:
                     yield line, fields
                 line = reader.line_num + 1
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: is not in UTF-8 ({error}). Save it in UTF-8.") from None
         except csv.Error as error:
             raise ValueError(
                 f"{path}:{line}: the row that starts here can't be read ({error}). Check its quotes: "

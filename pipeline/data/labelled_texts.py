@@ -85,7 +85,7 @@ def _rows(source: Path, *, columns: Mapping[str, str]) -> list[dict[str, str]]:
     """Read the rows, without white space around labels, where a space would make another class."""
     try:
         rows = read_csv(source)
-    except (OSError, UnicodeError) as error:
+    except OSError as error:
         raise ExperimentError.of("data.source", f"can't read {source} as CSV ({error}); name another file") from error
     except ValueError as error:
         raise ExperimentError.of("data.source", str(error)) from error

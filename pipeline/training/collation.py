@@ -56,9 +56,11 @@ class Collation:
         unchanged = _copy(samples) if looks < _LOOKS else samples  # the function may pop a key, or scale in place
         before = _states()
         batch = self._function(samples)
-        has_drawn = not _are_equal(before, _states()) and self._moves(unchanged)
-        # Some generators do not show: those of the function itself, and global ones that it sets back.
-        self.draws = has_drawn or (self.is_fixed and not looks and self._varies(unchanged))
+        has_drawn = not _are_equal(before, _states())
+        with suppress(Exception):  # it accepts no samples that it has changed
+            # Some generators do not show: those of the function itself, and global ones that it sets back.
+            is_drawn_again = has_drawn and self._moves(unchanged)
+            self.draws = is_drawn_again or (self.is_fixed and not looks and self._varies(unchanged))
         self.check()
         return batch
 
@@ -75,8 +77,8 @@ class Collation:
     def _moves(self, samples: list[Any]) -> bool:
         """Return True if a generator moves each time: another thread may have drawn once."""
         for _ in range(2):
-            before = _states()
-            self._function(_copy(samples))
+            again, before = _copy(samples), _states()
+            self._function(again)
             if _are_equal(before, _states()):
                 return False
         return True

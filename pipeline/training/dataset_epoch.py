@@ -69,7 +69,7 @@ def is_in_first_epoch(dataset: object) -> bool:
 
 def find_datasets_with_epoch(dataset: Any, inside: tuple[int, ...] = ()) -> list[Any]:
     """Find the outermost datasets with a method ``set_epoch``: the dataset itself, or those in its attributes."""
-    if _has(dataset, "set_epoch"):
+    if _takes_epoch(dataset):
         return [dataset]
     found: list[Any] = []
     for value in getattr(dataset, "__dict__", {}).values():
@@ -81,17 +81,20 @@ def find_datasets_with_epoch(dataset: Any, inside: tuple[int, ...] = ()) -> list
 
 def _as_datasets(value: Any) -> Sequence[Any]:
     """Return the datasets that an attribute holds; empty if it holds something else."""
+    value = list(value.values()) if isinstance(value, dict) else value
     values = value if isinstance(value, list | tuple) else [value]
     return values if all(_is_dataset(one) for one in values) else []
 
 
 def _is_dataset(value: Any) -> bool:
-    return isinstance(value, Dataset) or (_has(value, "set_epoch") and _has(value, "__getitem__"))
+    return isinstance(value, Dataset) or (_takes_epoch(value) and hasattr(type(value), "__getitem__"))
 
 
-def _has(value: Any, name: str) -> bool:
-    """Return True if an object's class has a method; ``__getattr__`` of user code may raise any error."""
-    return callable(getattr(type(value), name, None))
+def _takes_epoch(value: Any) -> bool:
+    try:
+        return callable(getattr(value, "set_epoch", None))
+    except Exception:  # noqa: BLE001 - of a user's __getattr__, e.g. a KeyError of a dict with attributes
+        return False
 
 
 def _set(datasets: Sequence[Any], epoch: int, *, seed: int) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.training.dataset_epoch import find_datasets_with_epoch
 from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import MicroBatch, mix
 from pipeline.training.placing import to_device
@@ -252,14 +253,15 @@ def test_the_epoch_of_a_dataset_is_set_once_for_each_epoch(monkeypatch: pytest.M
         list(training.batches([micro_batch(1, epoch=2)]))
 
 
-def test_an_object_in_a_dataset_may_raise_any_error_for_an_attribute() -> None:
+def test_an_attribute_of_a_dataset_may_have_no_attributes() -> None:
     class Settings(dict[str, int]):
-        def __getattr__(self, name: str) -> int:
-            return self[name]
+        __getattr__ = dict.__getitem__  # raises KeyError
 
-    dataset = toys.Plain(range(4))
-    dataset.settings = Settings(size=3)  # type: ignore[attr-defined]
-    assert [batch.tolist() for _, batch in loader(dataset).batches([micro_batch(1)])] == [[1]]
+    dataset = toys.InEpochs()
+    outer = Subset(dataset, range(4))
+    outer.settings = Settings(size=1)  # type: ignore[attr-defined]
+    outer.parts = {"a": dataset}  # type: ignore[attr-defined]
+    assert find_datasets_with_epoch(outer) == [dataset, dataset]
 
 
 def test_a_subclass_is_not_read_past() -> None:

@@ -13,6 +13,7 @@ from toys import experiment
 from pipeline.config import components, extras
 from pipeline.config.targets import BUILT_IN
 from pipeline.data import texts
+from pipeline.data.csv_rows import read_csv
 from pipeline.data.labelled_texts import _in_order
 from pipeline.data.padding import padded
 from pipeline.driver.parameters import problems
@@ -162,6 +163,15 @@ def test_a_row_of_a_csv_without_a_field_for_each_column_is_named(row: str, said:
     for name, read in CSV_READERS.items():
         with pytest.raises(ValueError, match=rf"texts\.csv:3: {said}"):
             read(runpy.run_path(str(TEMPLATES / f"{name}.py")), source)
+
+
+def test_a_csv_in_another_encoding_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "texts.csv"
+    source.write_text("text,label\ncafé,no\n", encoding="cp1252")  # as Excel writes it
+    with pytest.raises(ValueError, match=r"texts\.csv: is not in UTF-8 \(.* 0xe9 .*\)\. Save it in UTF-8\."):
+        read_csv(source)
+    with pytest.raises(ExperimentError, match=r"data\.source: .*texts\.csv: is not in UTF-8"):
+        texts(str(source), tokenizer="none")
 
 
 def test_labels_that_are_numbers_are_numbered_by_value(folder: Path, tmp_path: Path) -> None:
