@@ -124,31 +124,6 @@ def test_a_checkpoint_of_before_is_gone_on_from_exactly(
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=0, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["killed-ema", "killed-fp16", "killed-optimizers"])
-def test_state_of_before_is_resumed(
-    journal: Journal, lab: Path, store: Any, command: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Averages, a gradient scaler, two optimizers with schedulers: the rest is that of a training without a pause."""
-    killed = journal(name)
-    monkeypatch.chdir(lab)
-    monkeypatch.syspath_prepend(JOURNALS.parent / "project")
-    (lab / "pyproject.toml").write_text((JOURNALS.parent / "project" / "pyproject.toml").read_text())
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    (newest,) = (int(path.name.removeprefix("step-")) for path in (killed.folder / "checkpoints").iterdir())
-    experiment = str(killed.folder / "experiment.yaml")
-
-    with written_here():
-        command("run", experiment, "--no-baseline", "tracking.log_model=false")
-        ended = command("run", experiment, "--no-baseline", "--resume", killed.folder.name, "tracking.log_model=false")
-
-    assert ended.code == 0, ended.output
-    assert [event.step for event in killed.all_of(Resumed)] == [newest]
-    (whole,) = {*killed.folder.parent.iterdir()} - {killed.folder}
-    undisturbed = Recording(whole)
-    for series in ("train/loss", "train/learning_rate", "validation/loss"):
-        assert killed.series(series) == undisturbed.series(series)
-
-
 @pytest.mark.parametrize(
     ("name", "uses"),
     [
