@@ -230,6 +230,13 @@ def test_a_screen_has_room_for_ten_rows_and_says_what_is_left_out() -> None:
     assert "test/confusion has 400 values: see pipeline evaluate --json." in shown(evaluation(classes=20))
 
 
+def test_a_command_that_confirms_another_loss_sets_no_key_twice() -> None:
+    command = "pipeline run a.yaml train.epochs=2 'model.hidden=[64, 64]'"
+    text = shown(resnet(coupling=()), PLACES._replace(command=command))
+    (line,) = (line for line in text.splitlines() if line.startswith("CONFIRM"))
+    assert line.endswith("pipeline run a.yaml 'model.hidden=[64, 64]' train.precision=fp64 \\")
+
+
 def test_the_result_in_a_line_is_that_of_the_screen() -> None:
     sentences = {name: getattr(make(), "verdict", "") for name, make in SCREENS.items()}
     assert sentences == {

@@ -149,8 +149,10 @@ def format_invalid(outcome: Outcome, places: Places) -> Iterator[str]:
         "CHECK",
         "Code in your model, loss or dataset that depends on the rank, or random numbers from your own generators",
     )
-    words = [*(places.command.split() or ["pipeline", "run", "FILE"]), "train.precision=fp64", "train.epochs=1"]
-    yield from label_command("CONFIRM", words)
+    settings = {"train.precision": "fp64", "train.epochs": "1"}
+    given = shlex.split(places.command) or ["pipeline", "run", "FILE"]
+    words = [shlex.quote(word) for word in given if word.partition("=")[0] not in settings]
+    yield from label_command("CONFIRM", [*words, *(f"{key}={value}" for key, value in settings.items())])
 
 
 def _use(report: Report) -> Iterator[str]:
