@@ -259,11 +259,12 @@ def test_system_metrics_of_two_nodes_are_told_apart(shown: Shown, pages: Pages) 
         two = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.placement=strict_spread"]
         slow = "model={_target_: lab.Sluggish, ms: 200}"  # the first sample is taken after a second
         ran = run(nodes, folder, *two, slow, "checkpoint.keep=0", f"tracking.uri={shown.store}")
-    assert ran.code == 0, ran.output
+        assert ran.code == 0, ran.output
+        said = places_of(ran.folder)
     client = MlflowClient(tracking_uri=shown.store, registry_uri=shown.store)
     experiment = client.get_experiment_by_name("lab")
     (main,) = client.search_runs([experiment.experiment_id])
     expected = {name for name in main.data.metrics if name.startswith("system/")}
     assert {name.split("/")[1] for name in expected} == {"node0", "node1"}
-    theirs = shown._replace(run=main, said=places_of(ran.folder))
+    theirs = shown._replace(run=main, said=said)
     assert _charts(pages, theirs, "system-metrics", expected, name="system-metrics-of-nodes") == expected
