@@ -65,7 +65,7 @@ def check(function: Callable[..., Any], component: Component, *, key: str, passe
             return [Problem(f"{key}._target_", message)]
         taken[parameters.pop(0).name] = what
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    # A wrapper may take more than the function it wraps, e.g. that of transformers' configurations.
+    # A wrapper may take more than its function takes, as the wrapper of transformers' configurations does.
     outer = inspect.signature(function, follow_wrapped=False).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in (*parameters, *outer))
     for name in given:

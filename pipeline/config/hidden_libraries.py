@@ -1,6 +1,6 @@
 """Files and folders of the user that hide a library: they have its name, and the working directory is searched first.
 
-A process that has imported a library before keeps it, but those that it starts import the user's file instead.
+A process that has already imported a library keeps it. The processes that it starts import the user's file instead.
 """
 
 import sys

@@ -122,7 +122,7 @@ def parse(text: str, *, place: PlaceOf, depth: int = 0, in_shell: bool = False) 
         raise ExperimentError([Problem("", f"nested deeper than {_DEEPEST} levels", place(1))]) from None
     reader = _Reader(place, in_shell=in_shell)
     if in_shell and text[node.end_mark.index if node else 0 :].lstrip().startswith("#"):
-        message = f"# starts a comment in YAML. Put the value in quotes: {reader.quoted(text)}"
+        message = f"# starts a comment in YAML. Put the value in quotes: {reader.quote(text)}"
         raise ExperimentError([Problem("", message, place(1))])
     value = None if node is None else reader.value(node, "", depth=depth)
     if reader.problems:
@@ -140,7 +140,7 @@ class _Reader:
         self._values = 0
         self._constructor = yaml.constructor.SafeConstructor()
 
-    def quoted(self, text: str) -> str:
+    def quote(self, text: str) -> str:
         """Return a text as YAML in quotes, as it is written here."""
         inner = "'" + text.replace("'", "''") + "'"
         return f'"{inner}"' if self._in_shell else inner
@@ -162,12 +162,12 @@ class _Reader:
     def _find_misreading(self, node: yaml.ScalarNode, value: object) -> str:
         """Return what is wrong with a scalar that YAML reads as another value than most people expect; empty if OK."""
         if is_ambiguous(node):
-            other = f"Write {written(value)}, or {self.quoted(node.value)} for the text."
+            other = f"Write {written(value)}, or {self.quote(node.value)} for the text."
             return f"is {node.value}, which is {written(value)} in YAML 1.1 and not in YAML 1.2. {other}"
         mark = node.start_mark
         is_empty = value is None and node.value == "" and mark.buffer is not None
         if is_empty and (comment := _COLOR_OR_MARK.match(mark.buffer or "", mark.pointer)):
-            return f"is empty, since # starts a comment. Write {self.quoted(comment[1])}, or null."
+            return f"is empty, since # starts a comment. Write {self.quote(comment[1])}, or null."
         return ""
 
     def _entry(self, node: yaml.Node, key: str, at: yaml.Node, *, depth: int) -> Any:

@@ -14,7 +14,7 @@ def expand_home(path: str) -> str:
     """Expand ``~`` at the start of a path or of the path of a SQLite URI.
 
     Raises:
-        ValueError: there is no such home directory.
+        ValueError: the user has no home directory.
     """
     prefix = SQLITE if path.startswith(SQLITE) else ""
     if not (rest := path.removeprefix(prefix)).startswith("~"):
@@ -23,7 +23,7 @@ def expand_home(path: str) -> str:
         return f"{prefix}{Path(rest).expanduser()}"
     except RuntimeError:
         home = rest.partition("/")[0]
-        raise ValueError(f"{home} is not expanded: there is no such home directory. Use an absolute path.") from None
+        raise ValueError(f"{home} is not expanded: this user has no home directory. Use an absolute path.") from None
 
 
 def without_credentials(uri: str) -> str:

@@ -113,7 +113,7 @@ def _expand_home(text: str) -> str:
     """Expand ``~`` at the start of a path.
 
     Raises:
-        ValueError: there is no such home directory, or the path names an environment variable.
+        ValueError: the user has no home directory, or the path names an environment variable.
     """
     if "://" in text:
         return text

@@ -141,14 +141,14 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
     if main.experiment.train.ema is not None:
         yield "train.ema: the averaged weights are evaluated and logged as the model."
     yield from scheduler_units(main.experiment)
-    yield from _ignored_variables(main.experiment.parallel)
+    yield from _find_ignored_variables(main.experiment.parallel)
     if main.experiment.sweep is not None:
         yield "This run uses the values of the file. To search the values of its sweep section, use pipeline sweep."
     if wanted and not has_baseline:
         yield f"The training run is the baseline ({main.title}), so no speedup is measured."
 
 
-def _ignored_variables(parallel: Parallel) -> Iterator[str]:
+def _find_ignored_variables(parallel: Parallel) -> Iterator[str]:
     """Name variables that a platform or an earlier session has set, and that this run does not use."""
     if ranks := find_ignored_ranks():
         yield (

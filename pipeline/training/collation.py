@@ -5,6 +5,7 @@ experiment says so with ``loader.evaluation_collate``, because the result is ran
 """
 
 import copy
+import logging
 import random
 from collections import Counter
 from contextlib import suppress
@@ -23,6 +24,7 @@ from pipeline.training.rank_equality import fingerprint
 _LOOKS = 4
 """Batches of each size that are looked at, where random numbers are allowed."""
 _State = tuple[Tensor, object, Any]
+_log = logging.getLogger(__name__)
 
 
 class Collation:
@@ -57,10 +59,13 @@ class Collation:
         before = _states()
         batch = self._function(samples)
         has_drawn = not _are_equal(before, _states())
-        with suppress(Exception):  # it accepts no samples that it has changed
+        try:
             # Some generators do not show: those of the function itself, and global ones that it sets back.
             is_drawn_again = has_drawn and self._moves(unchanged)
             self.draws = is_drawn_again or (self.is_fixed and not looks and self._varies(unchanged))
+        except Exception as error:  # noqa: BLE001 - it may take no samples twice; what the first call showed counts
+            _log.info("%s can't be called again on the same samples", self.key, exc_info=error)
+            self.draws = has_drawn
         self.check()
         return batch
 

@@ -27,7 +27,7 @@ def collated(indices: list[int], samples: list[Any], collate: Collate | None) ->
         return Unusable(error)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; reported with its traceback
         if is_out_of_shared_memory(error):
-            return Unusable(shared_memory_error())
+            return Unusable(make_shared_memory_error())
         missing = [index for index, sample in zip(indices, samples, strict=True) if sample is None]
         if missing and (collate is None or len(missing) == len(samples)):  # a collate may leave some out, see `rows`
             return Unusable(_missing(missing))
@@ -44,7 +44,7 @@ def is_out_of_shared_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and (is_full or "out of shared memory" in text)
 
 
-def shared_memory_error() -> ExperimentError:
+def make_shared_memory_error() -> ExperimentError:
     """Return the error for a full /dev/shm, with its size."""
     size = f" ({shutil.disk_usage(_SHM).total / 2**20:,.0f} MiB)" if os.path.isdir(_SHM) else ""  # noqa: PTH112
     return ExperimentError.of(

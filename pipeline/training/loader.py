@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError
 from pipeline.system.signals import sigterm_blocked, sigterm_only_from
-from pipeline.training.fetch import Collate, copy_dataset, is_out_of_shared_memory, shared_memory_error, usable
+from pipeline.training.fetch import Collate, copy_dataset, is_out_of_shared_memory, make_shared_memory_error, usable
 from pipeline.training.order import MicroBatch
 from pipeline.training.placing import map_tensors
 from pipeline.training.randomness import generators_kept
@@ -118,7 +118,7 @@ class BatchLoader:
                 yield served.popleft(), usable(batch, note=self._notes.append)
         except RuntimeError as error:
             if is_out_of_shared_memory(error):
-                raise shared_memory_error() from error
+                raise make_shared_memory_error() from error
             raise
 
     def read(self, indices: list[int]) -> Any:

@@ -81,14 +81,14 @@ class Reader:
         return known[wanted]
 
     def _lengths(self) -> Numbers:
-        if (known := self._known(self._dataset, "lengths")) is not None:
+        if (known := self._find_known(self._dataset, "lengths")) is not None:
             return known
         if type(self._dataset) is TensorDataset and (rows := self._dataset.tensors[0]).ndim > 1:
             return np.full(len(rows), rows.shape[1])
         return np.array([self._length(field, index) for index, field in enumerate(self._each("lengths"))])
 
     def _targets(self) -> Numbers:
-        if (known := self._known(self._dataset, "targets")) is not None and not self._differ(known):
+        if (known := self._find_known(self._dataset, "targets")) is not None and not self._differ(known):
             return known
         if isinstance(self._dataset, Table):
             chunks = (self._dataset.batch(list(indices)) for indices in self._chunks())
@@ -98,10 +98,10 @@ class Reader:
             raise self._no_classes("targets have different shapes")
         return np.stack(values)
 
-    def _known(self, dataset: Any, field: Wanted) -> Numbers | None:
+    def _find_known(self, dataset: Any, field: Wanted) -> Numbers | None:
         """Return the values that a dataset has as a whole; None if its samples have to be read."""
         if type(dataset) is Subset:  # a subclass may return other targets than the dataset in it
-            known = self._known(dataset.dataset, field)
+            known = self._find_known(dataset.dataset, field)
             return None if known is None else known[np.asarray(dataset.indices)]
         if field == "targets" and type(dataset) is TensorDataset:
             return _as_numbers(self._field(dataset.tensors, field))

@@ -104,7 +104,7 @@ def forward_backward(context: TrainContext, stream: MicroBatches, *, exchange: b
             loss = gathering.reaching_rows(losses.add(output, micro_batch))
             del output  # logits of a large vocabulary would stay in memory during the backward pass
             mark(Phase.BACKWARD)
-            with torch_errors.explained(context.trainable):
+            with torch_errors.explain_double_gradients(context.trainable):
                 context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if context.learned is not None and exchange and context.rank.world_size > 1:
         scale = context.strategy.gradient_scale

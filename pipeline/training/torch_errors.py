@@ -82,7 +82,7 @@ def without_gradient(error: BaseException, names: Sequence[str]) -> list[str] | 
 
 
 @contextmanager
-def explained(names: Iterable[str]) -> Iterator[None]:
+def explain_double_gradients(names: Iterable[str]) -> Iterator[None]:
     """Name the layer if DDP finds that a backward pass computes its gradients twice.
 
     ``names`` are as in `without_gradient`.

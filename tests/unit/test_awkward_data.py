@@ -190,6 +190,19 @@ def test_a_collate_that_changes_its_samples_gets_them_unchanged(draws: bool) -> 
     assert collation.draws == draws
 
 
+def test_a_collate_that_takes_no_samples_twice_is_rejected_if_it_draws() -> None:
+    calls: list[int] = []
+
+    def collate(samples: list[Any]) -> Any:
+        calls.append(len(samples))
+        if len(calls) > 1:
+            raise LookupError("only once")
+        return torch.rand(len(samples))
+
+    with pytest.raises(ExperimentError, match="draws random numbers"):
+        Collation(collate, key="loader.collate", is_fixed=True)([1, 2])
+
+
 def test_a_collate_of_evaluations_is_named_in_errors() -> None:
     for data, said in (({"validation": [3]}, "returned 1 rows for 2 samples of the vali"), ({}, "failed on samples")):
         loader = {

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.trial import Rank
-from pipeline.training.torch_errors import explained, is_out_of_memory, origin
+from pipeline.training.torch_errors import explain_double_gradients, is_out_of_memory, origin
 from pipeline.worker import main
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"
@@ -170,7 +170,7 @@ def test_a_layer_that_ddp_gets_two_gradients_of_is_named() -> None:
     try:
         model = DistributedDataParallel(Reentrant())
         loss = model(torch.ones(2, 3)).sum()
-        with pytest.raises(ExperimentError) as info, explained(dict(model.module.named_parameters())):
+        with pytest.raises(ExperimentError) as info, explain_double_gradients(dict(model.module.named_parameters())):
             loss.backward()
     finally:
         dist.destroy_process_group()

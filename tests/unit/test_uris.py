@@ -80,7 +80,7 @@ def test_a_home_folder_is_expanded_in_every_path(tmp_path: Path, monkeypatch: py
     ("directory", "message"),
     [
         ("$HOME/runs", "$HOME is not expanded in paths. To insert this environment variable, use ${oc.env:HOME}."),
-        ("~nobody-at-all/runs", "~nobody-at-all is not expanded: there is no such home directory."),
+        ("~nobody-at-all/runs", "~nobody-at-all is not expanded: this user has no home directory."),
     ],
 )
 def test_a_path_that_cannot_be_expanded_is_rejected(directory: str, message: str) -> None:
