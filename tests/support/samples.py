@@ -94,7 +94,7 @@ MAIN = trial("main", "main", strategy="ddp", workers=2)
 
 
 def report(*, has_pairs: bool = True) -> Report:
-    """A baseline at 100 samples/s, one process with both cores at 180, and ddp x 2 at 190.
+    """A baseline at 100 samples/s, one process with both cores at 180, and ddp, 2 workers at 190.
 
     Args:
         has_pairs: True if they were measured in turn; False: one after the other, in windows.
@@ -116,7 +116,7 @@ DDP_2 = trial("ddp-2", "cell", strategy="ddp", workers=2)
 WEAK = trial("ddp-2-weak", "cell", strategy="ddp", workers=2, scaling="weak", batch=128)
 DDP_4 = Unmeasured(
     trial="ddp-4",
-    title="ddp x 4",
+    title="ddp, 4 workers",
     strategy="ddp",
     workers=4,
     reason="4 workers with 1 core each need 4 cores; this machine has 2",
@@ -138,10 +138,10 @@ MEASURED: dict[str, tuple[float, ...]] = {
 
 
 def comparison(*, losses: tuple[float, ...] = LOSSES, coupling: tuple[str, ...] = ()) -> Report:
-    """A baseline, ddp x 2 in strong and in weak scaling and a reference, 3 repeats each; ddp x 4 isn't measured.
+    """A baseline, 2 workers of ddp in strong and in weak scaling and a reference, 3 repeats each; 4 aren't measured.
 
     Args:
-        losses: those of ddp x 2 in strong scaling; the others have `LOSSES`.
+        losses: those of ddp, 2 workers in strong scaling; the others have `LOSSES`.
         coupling: layers of the model that depend on how a batch is shared.
     """
     trials = [BASELINE, DDP_2, WEAK, ALL_CORES]

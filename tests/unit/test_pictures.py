@@ -65,7 +65,7 @@ def training(steps: int = 100, *, metrics: tuple[str, ...] = ("accuracy",), gap:
     }
     half = 0.005 * steps
     return Course(
-        title="ddp x 2",
+        title="ddp, 2 workers",
         trial="main",
         steps_per_epoch=steps // 2,
         loss=Series(step, seconds, values),

@@ -38,7 +38,7 @@ class Running(Frozen):
     status: str
     """RUNNING, or how the run ended."""
     title: str = ""
-    """Title of the trial that was launched last, e.g. "ddp x 2"."""
+    """Title of the trial that was launched last, e.g. "ddp, 2 workers"."""
     number: int | None = None
     """Number of this trial among those that are launched one after the other, counted from 1."""
     trials: int | None = None
