@@ -16,6 +16,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from pipeline.config import built_in
+from pipeline.config.removed import describe_removed
 from pipeline.config.user_modules import hiding_library, record_import
 from pipeline.errors import ExperimentError, Problem, UnguardedScriptError, UsageError
 from pipeline.system.imports import undisturbed
@@ -144,6 +145,8 @@ class _Search(NamedTuple):
         return self._accept(found, in_class=in_class)
 
     def _refuse_by_name(self) -> None:
+        if message := describe_removed(self.target):
+            self._fail(message)
         root, *rest = self.target.split(".")
         if root == "__main__":
             self._fail(

@@ -1,5 +1,6 @@
 """Order and length of an IterableDataset as training data, and what can't be promised of it."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -103,4 +104,10 @@ def notes(dataset: Any, experiment: Experiment) -> tuple[str, ...]:
 
 def offers_state(dataset: object) -> bool:
     """Return True if a dataset can tell where it is, and continue there, as Hugging Face's and torchdata's do."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        return False
+    try:
+        inspect.signature(dataset.state_dict).bind()  # LitData's needs arguments that only its loader has
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -506,3 +506,10 @@ class TestBuild:
         inner = {"_target_": "os.system", "command": "false"}
         with pytest.raises(ExperimentError, match=r"^model\.modules\.a\._target_: os\.system is not in an allowed"):
             build(component("torch.nn.ModuleDict", modules={"a": inner}), key="model", allowed=BUILT_IN)
+
+
+def test_a_removed_component_says_what_to_use_instead() -> None:
+    assert refusal("pipeline.data.shards") == (
+        "pipeline.data.shards was removed. "
+        "Read the tar files with webdataset in an iterable dataset of your package (docs/data.md)."
+    )
