@@ -1,13 +1,25 @@
-"""Keys, values and components of an experiment file that earlier versions had, and what to use instead."""
+"""What an experiment file could name in earlier versions and can't any more, with what to use instead."""
 
 from collections.abc import Mapping
+from typing import Any
 
-REMOVED: Mapping[str, str] = {
+KEYS: Mapping[str, str] = {}
+"""Remedy by dotted key."""
+TARGETS: Mapping[str, str] = {
     "pipeline.data.shards": "Read the tar files with webdataset in an iterable dataset of your package (docs/data.md).",
 }
-"""What to use instead, by the dotted name of a component."""
+"""Remedy by dotted name of a component."""
+VALUES: Mapping[tuple[str, str], str] = {
+    ("tracking.also", "csv"): (
+        "Remove it. To write a CSV table, copy the tracker of docs/extend.md into your package and name it in "
+        "tracking.trackers."
+    ),
+}
+"""Remedy by dotted key, without indices, and value."""
 
 
-def describe_removed(name: str) -> str | None:
-    """Return the message about something that was removed; None for anything else."""
-    return f"{name} was removed. {REMOVED[name]}" if name in REMOVED else None
+def drop_without_effect(tree: dict[str, Any]) -> None:
+    """Drop what no longer exists and had no effect on the training from the experiment of a recorded run."""
+    tracking = tree.get("tracking")
+    if isinstance(tracking, dict) and isinstance(tracking.get("also"), list):
+        tracking["also"] = [name for name in tracking["also"] if ("tracking.also", name) not in VALUES]
