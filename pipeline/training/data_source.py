@@ -184,7 +184,6 @@ def _streamed(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
         global_batch_size=batch_size,
         seed=trial.experiment.seed,
         share_size=batch_size // rank.world_size,
-        deals_evenly=not train.keeps_order,
     )
 
     def loader(stream: RowStream) -> StreamLoader:

@@ -23,8 +23,6 @@ class RowStream:
 
     rows: int
     """Rows in an epoch, over all ranks."""
-    keeps_order: bool
-    """True if a global batch is consecutive rows, rather than any rows that reach its ranks."""
     schema: str
     """Columns and their types, to tell datasets apart."""
     open: Callable[[int], Pass]

@@ -14,8 +14,8 @@ from pipeline.training.order import MicroBatch, StreamOrder, padded
 from pipeline.training.stream import Pass, RowStream, StreamLoader
 
 
-def order(rows: int, *, share: int, workers: int, evenly: bool = False) -> StreamOrder:
-    return StreamOrder(samples=rows, global_batch_size=share * workers, seed=0, share_size=share, deals_evenly=evenly)
+def order(rows: int, *, share: int, workers: int) -> StreamOrder:
+    return StreamOrder(samples=rows, global_batch_size=share * workers, seed=0, share_size=share)
 
 
 class Dealt:
@@ -23,7 +23,7 @@ class Dealt:
 
     def __init__(self, rows: int, *, rank: int, workers: int, there: int | None = None) -> None:
         self.passes = 0
-        self.stream = RowStream(rows=rows, keeps_order=True, schema="", open=self._open)
+        self.stream = RowStream(rows=rows, schema="", open=self._open)
         self._blocks = (rank, workers, rows if there is None else there)
 
     def _open(self, size: int) -> Pass:
@@ -68,19 +68,6 @@ def test_a_global_batch_is_consecutive_rows_of_all_ranks(rows: int, share: int, 
     assert [row for step in sorted(seen) for row in seen[step]] == list(range(rows))
     assert list(weights.values()) == pytest.approx([1.0] * plan.steps_per_epoch)
     assert [len(seen[step]) for step in sorted(seen)] == [plan.batch_size(step) for step in range(plan.steps_per_epoch)]
-
-
-@settings(deadline=None)  # of a busy machine
-@given(rows=st.integers(1, 12), share=st.integers(1, 7), workers=st.integers(1, 5))
-def test_even_dealing_gives_all_ranks_as_many(rows: int, share: int, workers: int) -> None:
-    plan = order(rows * workers, share=share, workers=workers, evenly=True)
-    counts = {
-        tuple(len(micro_batch.indices) for micro_batch in plan.micro_batches(0, rank=rank, world_size=workers))
-        for rank in range(workers)
-    }
-
-    assert len(counts) == 1
-    assert sum(counts.pop()) == rows
 
 
 @settings(deadline=None)  # of a busy machine
@@ -173,7 +160,7 @@ def failing(_: int) -> Pass:
 
 
 def test_what_the_pipeline_raises_is_said() -> None:
-    stream = RowStream(rows=4, keeps_order=True, schema="", open=failing)
+    stream = RowStream(rows=4, schema="", open=failing)
     plan = order(4, share=2, workers=1)
 
     with pytest.raises(TrainingError, match=r"^the Ray dataset can't be read: file: x\.parquet$") as caught:
