@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
 
 Indices = npt.NDArray[np.int64]
@@ -213,8 +214,25 @@ class ContiguousOrder(SampleOrder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamOrder(SampleOrder):
-    """The order of a stream: a global batch is consecutive rows, and each rank's share is a block of them.
+class SequentialOrder(SampleOrder):
+    """The order of items that come in sequence and can't be read by index."""
+
+    is_stream = True
+
+    @override
+    def permutation(self, epoch: int) -> torch.Tensor:
+        return torch.arange(self.samples)
+
+    @override
+    def global_batches(self, epoch: int, *, first: int = 0) -> Iterator[Indices]:
+        size = self.global_batch_size
+        for start in range(first * size, self.samples, size):
+            yield np.arange(start, min(start + size, self.samples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOrder(SequentialOrder):
+    """The order of a stream of rows: a global batch is consecutive rows, and each rank's share is a block of them.
 
     All blocks have the same size. In an uneven last batch the first ranks get full blocks and the last ranks nothing.
     """
@@ -223,11 +241,12 @@ class StreamOrder(SampleOrder):
     """Rows in a block: a rank's share of a full global batch."""
 
     noun = "rows"
-    is_stream = True
 
-    @override
-    def permutation(self, epoch: int) -> torch.Tensor:
-        return torch.arange(self.samples)
+    @classmethod
+    def of(cls, experiment: Experiment, *, rows: int, workers: int) -> "StreamOrder":
+        """Return the order of rows that are sent to so many workers, which divide the global batch equally."""
+        size = experiment.train.global_batch_size
+        return cls(samples=rows, global_batch_size=size, seed=experiment.seed, share_size=size // workers)
 
     @override
     def share(self, batch: Indices, *, rank: int, world_size: int) -> Indices:

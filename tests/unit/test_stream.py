@@ -116,7 +116,7 @@ def test_rows_that_were_looked_at_come_all_the_same() -> None:
     """They belong to the first pass; another one would deal those of the second epoch."""
     plan = order(6, share=3, workers=1)
     reader = loader(dealt := Dealt(6, rank=0, workers=1), plan)
-    assert len(reader.read([0, 1])[0]) == 2
+    assert len(reader.peek()[0]) == 3
     assert rows_of(reader.batches(plan.micro_batches(0, rank=0, world_size=1))) == [[0, 1, 2], [3, 4, 5]]
     assert dealt.passes == 1
 
@@ -146,11 +146,16 @@ def test_sharded_models_get_as_many_micro_batches_on_all_ranks(rank: int) -> Non
     )
 
 
-def test_a_few_rows_are_read_from_what_is_at_hand() -> None:
-    reader = loader(dealt := Dealt(6, rank=0, workers=1), order(6, share=3, workers=1))
+def test_the_first_rows_can_be_read_by_index_at_any_time() -> None:
+    plan = order(40, share=20, workers=1)
+    reader = loader(dealt := Dealt(40, rank=0, workers=1), plan)
+    reader.head = reader.peek()
+    rows_of(reader.batches(plan.micro_batches(0, rank=0, world_size=1)))
 
-    assert reader.read([0, 0, 0, 0, 0])[0].tolist() == [0, 1, 2, 0, 1]
-    assert reader.read([5])[0].tolist() == [0]
+    assert reader.readable == 16
+    assert reader.read([15, 0, 3])[0].tolist() == [15, 0, 3]
+    assert reader.read([3])[1]["y"].tolist() == [-3]
+    assert reader.read([16])[0].tolist() == [0]
     assert dealt.passes == 1
 
 
