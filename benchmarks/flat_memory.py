@@ -12,9 +12,7 @@ import json
 import resource
 import subprocess
 import sys
-import tarfile
 import tempfile
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +20,22 @@ import numpy as np
 import torch
 
 from pipeline.config.schema import Loader
-from pipeline.data import Splits, arrays, shards, tokens
+from pipeline.data import Splits, arrays, tokens
 from pipeline.training.loader import BatchLoader
 from pipeline.training.order import SampleOrder
 
 LIMIT_MB, DATA_MB = 320, 3200
-KINDS = ("arrays", "tokens", "shards", "loaded")
+KINDS = ("arrays", "tokens", "loaded")
 RESULTS = Path(__file__).parent / "results"
 _MB = 2**20
 _ROW = 64 * 1024  # bytes
-_SHARDS = 8
 _READINGS = 100
 
 
 def make(kind: str, folder: Path, *, data_mb: int) -> None:
     """Write data; arrays and tokens are zeros, which need no room on the disk."""
     rows = data_mb * _MB // _ROW
-    if kind == "shards":
-        for number in range(_SHARDS):
-            _write_shard(folder / f"train-{number}.tar", range(number, rows, _SHARDS))
-    elif kind == "tokens":
+    if kind == "tokens":
         with (folder / "train.bin").open("wb") as file:
             file.truncate(data_mb * _MB + 2)
     else:
@@ -49,22 +43,8 @@ def make(kind: str, folder: Path, *, data_mb: int) -> None:
         np.save(folder / "targets.npy", np.arange(rows))
 
 
-def _write_shard(path: Path, samples: range) -> None:
-    with tarfile.open(path, "w") as tar:
-        for sample in samples:
-            for field, value in (("npy", np.full(_ROW // 4, sample, np.float32)), ("cls", sample)):
-                content = BytesIO()
-                np.save(content, value) if field == "npy" else content.write(str(value).encode())
-                member = tarfile.TarInfo(f"{sample:06d}.{field}")
-                member.size = content.tell()
-                content.seek(0)
-                tar.addfile(member, content)
-
-
 def data(kind: str, folder: Path) -> Splits:
     """The data as an experiment declares it."""
-    if kind == "shards":
-        return shards(train=f"{folder}/train-{{0..{_SHARDS - 1}}}.tar", fields=["npy", "cls"])
     if kind == "tokens":
         return tokens(train=f"{folder}/train.bin", length=_ROW // 2)
     return arrays(inputs=f"{folder}/inputs.npy", targets=f"{folder}/targets.npy")

@@ -46,7 +46,6 @@ _FUNCTIONS = frozenset(
         "pipeline.data.digits",
         "pipeline.data.example_sentences",
         "pipeline.data.padding.padded",
-        "pipeline.data.shards",
         "pipeline.data.streamed",
         "pipeline.data.tabular",
         "pipeline.data.texts",

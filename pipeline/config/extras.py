@@ -18,7 +18,6 @@ OPTIONAL_PACKAGES: Mapping[str, str] = {
     "tensorboard": "tracking.also: [tensorboard]",
     "transformers": "pipeline.models.pretrained, pipeline.data.texts",
     "wandb": "tracking.also: [wandb]",
-    "webdataset": "pipeline.data.shards",
 }
 """Features that need an optional package, by the name of the package on the package index.
 

@@ -52,7 +52,6 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.data.texts",
         "pipeline.data.arrays",
         "pipeline.data.tokens",
-        "pipeline.data.shards",
         "pipeline.data.with_noise",
         "pipeline.data.streamed",
         "pipeline.data.two_views",

@@ -12,7 +12,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import deferred, interpolation, keys, lightning_module, messages, source, sweep, tracking_address
+from pipeline.config import (
+    deferred,
+    interpolation,
+    keys,
+    lightning_module,
+    messages,
+    removed,
+    source,
+    sweep,
+    tracking_address,
+)
 from pipeline.config.consistency import contradictions
 from pipeline.config.lines import Places
 from pipeline.config.overrides import apply_overrides, override
@@ -20,6 +30,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.source import Source
 from pipeline.errors import ExperimentError, Problem
 
+_JOURNAL = "events.jsonl"  # next to the experiment of a recorded run
 _IN_PYTHON = "experiment"  # instead of a file name in messages
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -65,11 +76,16 @@ class ExperimentFile:
 def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
     """Load an experiment file, with ``key=value`` overrides applied before interpolation.
 
+    Of a recorded run, values that no longer exist and that had no effect on the training are left out.
+
     Raises:
         UsageError: the file can't be read, or an override is malformed.
         ExperimentError: the file is wrong; holds every problem that was found.
     """
-    return checked(str(path), source.read(str(path)), overrides)
+    read = source.read(str(path))
+    if Path(path).with_name(_JOURNAL).is_file():
+        removed.drop_without_effect(read.tree)
+    return checked(str(path), read, overrides)
 
 
 def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> ExperimentFile:

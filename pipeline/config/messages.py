@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import keys
+from pipeline.config import keys, removed
 from pipeline.config.dialect import Loader
 from pipeline.config.jsonschema import Schema, Shape
 from pipeline.config.keys import Part
@@ -99,6 +99,8 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape, data
 
 def _unknown(parts: tuple[Part, ...], shape: Shape, data: object) -> str:
     *section, name = parts
+    if remedy := removed.KEYS.get(keys.join(parts)):
+        return f"was removed. {remedy}"
     fields = shape.fields(section)
     if near := nearest(str(name), fields):
         return f"unknown key; did you mean {near}?"
@@ -129,12 +131,18 @@ def _missing(parts: tuple[Part, ...], section: object, schema: Schema) -> str:
 
 def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
     schema = shape.at(parts)
+    if isinstance(value, str) and (remedy := removed.VALUES.get((_without_indices(parts), value))):
+        return f"{value} was removed. {remedy}"
     if shape.is_component(parts) or parts[-1:] == ("_target_",):
         return f"is {shown(value)}; write _target_: {_target_in(value)}"
     if fields := shape.fields(parts):
         return f"is {shown(value)}; write a mapping with keys from {', '.join(fields)}"
     hint = did_you_mean(value, schema.get("enum", ()), cutoff=0.7) if isinstance(value, str) else ""
     return f"is {shown(value)}; write {_expected(schema)}{hint or _unquoted(value, schema)}"
+
+
+def _without_indices(parts: tuple[Part, ...]) -> str:
+    return keys.join([part for part in parts if isinstance(part, str)])
 
 
 def _target_in(value: object) -> str:

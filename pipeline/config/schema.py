@@ -162,9 +162,9 @@ class Tracking(Section):
     names."""
     tags: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./ -]*$", max_length=250)], str] = {}
     """Additional tags of the run in MLflow, e.g. {team: vision}. The names of pipeline's tags cannot be used."""
-    also: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
-    """Additional trackers. They write into the run's folder: metrics.csv, tensorboard/ and wandb/. wandb also sends the
-    results to Weights & Biases. The packages tensorboard and wandb must be installed."""
+    also: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Additional trackers. They write into the run's folder: tensorboard/ and wandb/. wandb also sends the results to
+    Weights & Biases. The packages tensorboard and wandb must be installed."""
     trackers: tuple[Component, ...] = ()
     """Additional custom trackers. Each is built with the run's folder and receives every event."""
 

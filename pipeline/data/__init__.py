@@ -8,7 +8,6 @@ from pipeline.data.handwriting import digits
 from pipeline.data.labelled_texts import texts
 from pipeline.data.make_once import make_once
 from pipeline.data.noise import with_noise
-from pipeline.data.shards import shards
 from pipeline.data.splits import Splits
 from pipeline.data.streamed import streamed
 from pipeline.data.tabular import tabular
@@ -25,7 +24,6 @@ __all__ = [
     "example_sentences",
     "make_once",
     "read_csv",
-    "shards",
     "streamed",
     "tabular",
     "texts",

@@ -1,23 +1,20 @@
 """Datasets of Ray Data, which reads them on the cluster and streams them to the workers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.errors import ExperimentError
 
 if TYPE_CHECKING:
     from ray.data import Dataset as RayDataset
 
-Kept = Literal["kept", "free"]
-
 
 class Streamed(NamedTuple):
-    """Lazy Ray datasets, with the columns and the order of their batches."""
+    """Lazy Ray datasets, with the columns of their batches."""
 
     train: "RayDataset"
     validation: "RayDataset | None"
     columns: tuple[str, ...]
-    keeps_order: bool
 
 
 def streamed(
@@ -25,20 +22,19 @@ def streamed(
     train: "RayDataset",
     validation: "RayDataset | None" = None,
     columns: Sequence[str] = (),
-    order: Kept = "kept",
 ) -> Streamed:
     """Return Ray datasets for ``parallel.launcher: ray``. Called in the driver only.
+
+    A global batch is consecutive rows, the same for any number of workers, and resuming is exact.
 
     Args:
         train: training set, e.g. {_target_: ray.data.read_parquet, paths: folder}, or a user-defined function that
             returns a ray.data.Dataset.
         validation: validation set. None trains without validation.
         columns: columns of a batch in order, e.g. [image, label]. Empty: a batch is a dictionary of all columns.
-        order: kept: a global batch is consecutive rows, the same for any number of workers, and resuming is exact.
-            free: blocks go to workers on the same node, in no fixed order.
 
     Raises:
-        ExperimentError: a set is not a Ray dataset, the order is unknown, or columns is not a list.
+        ExperimentError: a set is not a Ray dataset, or columns is not a list.
     """
     from ray.data import Dataset as RayDataset  # imported here since it takes a second, and workers don't need it
 
@@ -46,8 +42,6 @@ def streamed(
         if not isinstance(dataset, RayDataset | None):
             message = f"is a {type(dataset).__name__}, not a ray.data.Dataset; use e.g. ray.data.read_parquet"
             raise ExperimentError.of(key, message)
-    if order not in get_args(Kept):
-        raise ExperimentError.of("data.order", f"is {order!r}; choose one of {', '.join(get_args(Kept))}")
     if isinstance(columns, str):
         raise ExperimentError.of("data.columns", f"is {columns!r}; write a list such as [image, label]")
-    return Streamed(train, validation, tuple(columns), order == "kept")
+    return Streamed(train, validation, tuple(columns))

@@ -26,6 +26,7 @@ from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.launchers import base
 from pipeline.launchers._ray import local
+from pipeline.launchers._ray.dealing import Dealing
 from pipeline.launchers._ray.early import local_ray
 from pipeline.launchers._ray.ingest import Ingest
 from pipeline.launchers._ray.interface import public_because
@@ -40,7 +41,7 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import stages
 from pipeline.system.process import environment
 from pipeline.training.checkpoints.storage import address_of
-from pipeline.wording import counted, first_line
+from pipeline.wording import first_line
 
 if TYPE_CHECKING:
     from pipeline.launchers._ray.fast.driver_controller import FastTrainer
@@ -195,12 +196,7 @@ class Launcher(base.Launcher):
         declared = trial.experiment.data.model_dump_json()
         if declared not in self._ingests:
             self._ingests[declared] = Ingest(trial)
-        ingest = self._ingests[declared]
-        if left_out := ingest.left_out(trial):
-            reason = f"with data.order: free, all {trial.workers} workers get the same number"
-            message = f"left out of each epoch: {counted(left_out, 'row')}; {reason}"
-            self._warn(message, trial)
-        return ingest
+        return self._ingests[declared]
 
     def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> "FastTrainer | PublicTrainer":
         parallel = trial.experiment.parallel
@@ -210,13 +206,13 @@ class Launcher(base.Launcher):
             train_loop_config={
                 "trial": trial.model_dump_json(),
                 "channel": address.model_dump_json(),
-                "stream": ingest.facts(trial).model_dump_json() if ingest else None,
+                "stream": ingest.facts.model_dump_json() if ingest else None,
                 "code": self._code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
             backend_config=RendezvousConfig(interface=parallel.interface, ports=parallel.ports),
             datasets=ingest.datasets(trial) if ingest else None,
-            dataset_config=ingest.dealing() if ingest else None,
+            dataset_config=Dealing() if ingest else None,
             scaling_config=ScalingConfig(
                 num_workers=trial.workers,
                 use_gpu=trial.device == "cuda",

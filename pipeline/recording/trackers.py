@@ -140,4 +140,5 @@ def attach_also(
     return [
         Attached(partial(build, name), name=name, folder=folder, known=known, warn=warn, remedy=remedy)
         for name in dict.fromkeys(names)
+        if name in also.NAMES  # a run of an earlier version may have had others
     ]

@@ -151,11 +151,10 @@ class _Check:
     def _check_gradients(self, parts: Parts, *, seconds: float) -> None:
         """Compare gradients, at changed weights and at the initial ones; ``seconds``: of the comparison without."""
         context = self._context
-        if context.sharded is not None and (context.order.is_stream or context.strategy.compute_dtype is torch.float16):
-            # Ranks have different rows, of which one may fail alone; or gradients vanish without a scaled loss.
+        if context.sharded is not None and context.strategy.compute_dtype is torch.float16:  # vanish without a scale
             context.unexamined = (
                 "the loss is a mean over the samples, but its gradients were not checked. With fsdp they can't be "
-                f"checked for {'iterable data' if context.order.is_stream else 'fp16'}."
+                "checked for fp16."
             )
             return
         if not self._has_time(3 * seconds, limit=_LIMIT_S):

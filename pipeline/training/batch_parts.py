@@ -80,7 +80,7 @@ class Parts:
         self._count, cut = len(samples), len(samples) // 2
         self._whole = range(self._count), context.batches.read(list(samples))
         collate, (_, batch), read = context.batches.collate(None), self._whole, context.batches.read
-        self._is_cut = context.order.is_stream or can_slice(collate, batch, samples, read=read)
+        self._is_cut = can_slice(collate, batch, samples, read=read)
         self.is_redrawn = not self._is_cut and is_redrawn(collate, batch, samples, read=read)
         """True if the parts have other random numbers of the collate function than the batch."""
         self._parts = [(indices, self._cut(indices, samples)) for indices in (range(cut), range(cut, self._count))]

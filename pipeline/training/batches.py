@@ -16,18 +16,16 @@ from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training.collation import Collation
 from pipeline.training.data_digest import DataDigest
-from pipeline.training.data_source import Datasets, Source
+from pipeline.training.data_source import AnyLoader, Datasets, Source
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.loader import BatchLoader, prefetched
 from pipeline.training.order import MicroBatch, SampleOrder, padded, padded_evaluation
 from pipeline.training.placing import to_device
 from pipeline.training.rows import RowCheck
 from pipeline.training.sampled_data import read_digest
-from pipeline.training.stream import StreamLoader
 
 MicroBatches = Iterator[tuple[MicroBatch, Any]]
 """A rank's micro-batches with their data, in order."""
-AnyLoader = BatchLoader | StreamLoader | IterableLoader
 _MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 _DRAWS = (
     "the random numbers of loader.collate are drawn for each micro-batch. Training therefore depends on the number of "
@@ -80,7 +78,12 @@ class Batches:
     @property
     def readable(self) -> int:
         """Samples of the training set that can be read by index: the first ones."""
-        return min(self.order.set_size, getattr(self._source.train, "readable", self.order.set_size))
+        return self.count_readable(None)
+
+    def count_readable(self, split: Split | None) -> int:
+        """Return how many samples of a set can be read by index, the first ones; of the training set if None."""
+        loader, size = (self._source.train, self.order.set_size) if split is None else self._held_out(split)
+        return min(size, getattr(loader, "readable", size))
 
     @property
     def has_validation(self) -> bool:
@@ -118,12 +121,13 @@ class Batches:
         return loader.read(list(samples))
 
     def reader(self, split: Split | None) -> Callable[[Sequence[int]], Any]:
-        """Return a function that reads samples of a set as one batch, on the CPU; None: of the training set.
+        """Return a function that reads samples of a set, which there must be, as one batch, on the CPU.
 
-        There must be such a set. Of a stream it reads rows that have arrived, which are those of the training set.
+        None: of the training set.
         """
         loader = self._source.train if split is None else self._held_out(split)[0]
-        read = self._source.train.read if loader is None or isinstance(loader, StreamLoader) else loader.read
+        assert loader is not None
+        read = loader.read
         return lambda samples: read(list(samples))
 
     def placed(self, batch: Any) -> Any:
@@ -166,9 +170,9 @@ class Batches:
         return self._ahead(loader, micro_batches, what=split)
 
     def validation_sample(self) -> Any:
-        """Return a batch as large as those of evaluation, on the CPU; of a stream, rows that have arrived."""
+        """Return a batch as large as those of evaluation, on the CPU."""
         first = next(self._evaluation(0, samples=self.validation_samples))
-        return self.read(first.indices, validation=not isinstance(self._source.validation, StreamLoader))
+        return self.read(first.indices, validation=True)
 
     def limit_held_out(self, samples: int) -> None:
         """Evaluate only the first samples of the validation and the test set from now on."""

@@ -13,6 +13,7 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training import parts, rank_equality
 from pipeline.training.collation import Collation
+from pipeline.training.collectives import from_first
 from pipeline.training.fetch import Collate
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.iterable_order import IterableOrder, is_iterable, promises
@@ -26,18 +27,21 @@ _FEW = 4
 """Samples of each set that are read to find out if an evaluation's collate function draws random numbers."""
 
 
+AnyLoader = BatchLoader | StreamLoader | IterableLoader
+
+
 class Source(NamedTuple):
     """The data of a rank."""
 
-    train: BatchLoader | StreamLoader | IterableLoader
-    validation: BatchLoader | StreamLoader | IterableLoader | None
+    train: AnyLoader
+    validation: AnyLoader | None
     order: SampleOrder
     validation_samples: int
     schema: Any = None
     """Schema of a stream's rows; None for datasets."""
     datasets: "Datasets | None" = None
     """Datasets behind the loaders; None for streams."""
-    test: BatchLoader | IterableLoader | None = None
+    test: AnyLoader | None = None
     test_samples: int = 0
     notes: tuple[str, ...] = ()
     """Promises that the data can't keep."""
@@ -60,7 +64,7 @@ def open_source(trial: Trial, *, rank: Rank, device: torch.device, datasets: Dat
         ExperimentError: a dataset can't be built, is not map-style, or differs between ranks.
     """
     if received:
-        return _streamed(trial, rank=rank, device=device)
+        datasets = received["train"], received.get("validation"), None
     return _read(trial, datasets or parts.data(trial.experiment, allowed=trial.allowed), rank=rank, device=device)
 
 
@@ -85,6 +89,8 @@ def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
     """
     if dataset is None:
         return 0
+    if isinstance(dataset, RowStream):
+        return dataset.rows
     if not is_iterable(dataset):
         return length(dataset, what=what)
     if experiment.order is not None and experiment.order.contiguous:
@@ -100,14 +106,21 @@ def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
 
 def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device) -> Source:
     experiment, (train, *held_out) = trial.experiment, datasets
-    order = train_order(experiment, train, allowed=trial.allowed, silent=not rank.is_first)
+    is_sent = isinstance(train, RowStream)
+    order = (
+        StreamOrder.of(experiment, rows=train.rows, workers=rank.world_size)
+        if is_sent
+        else train_order(experiment, train, allowed=trial.allowed, silent=not rank.is_first)
+    )
     named = zip(("validation", "test"), held_out, strict=True)
     sizes = {what: held_out_size(experiment, dataset, what=what) for what, dataset in named}
     collate, evaluation_collate = _collates(trial, runtime(trial, order=order, rank=rank))
     share = max(1, order.global_batch_size // (rank.world_size * experiment.train.gradient_accumulation))
 
-    def loader(dataset: Any, what: str, *, samples: int | None, block: int) -> BatchLoader | IterableLoader:
+    def loader(dataset: Any, what: str, *, samples: int | None, block: int) -> AnyLoader:
         seed, options = experiment.seed, experiment.loader
+        if isinstance(order, StreamOrder):
+            return StreamLoader(dataset, order=order, pin_memory=_pins(options, device))
         own = collate if what == "training" else evaluation_collate
         if not is_iterable(dataset):
             keeps = what != "training"  # where each step seeds the generators after reading
@@ -129,6 +142,8 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
         loader(dataset, what, samples=sizes[what], block=share * rank.world_size) if dataset is not None else None
         for what, dataset in zip(sizes, held_out, strict=True)
     )
+    if isinstance(train_loader, StreamLoader):
+        _share_head(train_loader, validation, rank=rank)
     loaders = {"validation": validation, "test": test}
     there = {what: (loader, sizes[what]) for what, loader in loaders.items() if loader is not None}
     if evaluation_collate is not None and evaluation_collate.is_fixed:
@@ -144,14 +159,22 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
         validation,
         order,
         sizes["validation"],
-        None,
-        datasets,
+        train.schema if is_sent else None,
+        None if is_sent else datasets,
         test,
         sizes["test"],
         promises(train),
         collate,
         evaluation_collate,
     )
+
+
+def _share_head(train: StreamLoader, validation: AnyLoader | None, *, rank: Rank) -> None:
+    """Give all ranks the first rows that rank 0 received, to look at. Collective."""
+    own = train.peek()
+    train.head = from_first(lambda: own, rank=rank)
+    if isinstance(validation, StreamLoader):
+        validation.head = train.head
 
 
 def _collates(trial: Trial, known: Mapping[str, int]) -> tuple[Collation | None, Collation | None]:
@@ -174,24 +197,6 @@ def _collates(trial: Trial, known: Mapping[str, int]) -> tuple[Collation | None,
 
 def _pins(options: Loader, device: torch.device) -> bool:
     return device.type == "cuda" if options.pin_memory == "auto" else options.pin_memory
-
-
-def _streamed(trial: Trial, *, rank: Rank, device: torch.device) -> Source:
-    train, validation = received["train"], received.get("validation")
-    batch_size, options = trial.experiment.train.global_batch_size, trial.experiment.loader
-    order = StreamOrder(
-        samples=train.rows,
-        global_batch_size=batch_size,
-        seed=trial.experiment.seed,
-        share_size=batch_size // rank.world_size,
-        deals_evenly=not train.keeps_order,
-    )
-
-    def loader(stream: RowStream) -> StreamLoader:
-        return StreamLoader(stream, order=order, pin_memory=_pins(options, device))
-
-    validation_loader, rows = (loader(validation), validation.rows) if validation else (None, 0)
-    return Source(loader(train), validation_loader, order, rows, train.schema)
 
 
 def runtime(trial: Trial, *, order: SampleOrder, rank: Rank) -> Mapping[str, int]:

@@ -17,7 +17,6 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial import Rank
 from pipeline.tasks.from_model import IGNORED
 from pipeline.training.collectives import from_first
-from pipeline.training.order import SampleOrder
 from pipeline.training.rows import count_rows
 
 MOST_READ, READING_S = 256, 2.0
@@ -34,10 +33,6 @@ Properties = dict[tuple[int, int], float]
 
 class Readable(Protocol):
     """A set of samples, such as the training set of `pipeline.training.batches.Batches`."""
-
-    @property
-    def order(self) -> SampleOrder:
-        """Order of the training samples."""
 
     @property
     def rank(self) -> Rank:
@@ -57,8 +52,6 @@ def choose(batches: Readable, *, count: int, most: int = MOST_READ, seconds: flo
 
     The first ``count // 2`` samples of other groups differ from the rest of the group.
     """
-    if batches.order.is_stream:  # whose rows can't be chosen
-        return [list(range(count))]
     known = from_first(lambda: dict(_read(batches, most=most, seconds=seconds)), rank=batches.rank)
     if not known:
         return [list(range(count))]

@@ -22,11 +22,9 @@ from pipeline.training.iterable_reader import SampleReader, set_epoch
 from pipeline.training.order import MicroBatch
 from pipeline.training.randomness import generators_kept
 from pipeline.training.rank_equality import fingerprint
-from pipeline.training.stream import pinned
+from pipeline.training.stream import HEAD, pinned
 
 _log = logging.getLogger(__name__)
-_HEAD = 16
-"""First samples that are read ahead to be looked at: compared between ranks, tried with the loss."""
 _LAST = 4
 """Samples before a checkpoint, at most, by which a resumed reading is recognized."""
 _MARKS = 3
@@ -48,7 +46,7 @@ class _Mark(NamedTuple):
 class IterableLoader:
     """Loader of an iterable dataset's micro-batches, with the interface of `pipeline.training.loader.BatchLoader`."""
 
-    readable = _HEAD
+    readable = HEAD
     """Samples that can be read by index: the first ones."""
 
     def __init__(
@@ -104,7 +102,7 @@ class IterableLoader:
         """Return some of the first samples as a batch, on the CPU: those of these indices, as far as they were kept."""
         reader = self._reader
         with generators_kept():
-            while reader.is_fresh and not reader.index and len(self._head) < min(max(indices) + 1, _HEAD):
+            while reader.is_fresh and not reader.index and len(self._head) < min(max(indices) + 1, HEAD):
                 if self._samples is not None and len(self._head) == self._samples:
                     break
                 self._head.append(reader.peek())
@@ -115,7 +113,7 @@ class IterableLoader:
         with generators_kept():
             while len(self._reader.ahead) <= index:
                 sample = self._reader.peek()
-                if len(self._head) < _HEAD:
+                if len(self._head) < HEAD:
                     self._head.append(sample)
         yield self._reader.ahead[index]
 

@@ -1,17 +1,14 @@
 """Order and length of an IterableDataset as training data, and what can't be promised of it."""
 
-from collections.abc import Iterator
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
-from typing_extensions import override
 
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
-from pipeline.training.order import Indices, SampleOrder
+from pipeline.training.order import SequentialOrder
 
 
 def is_iterable(dataset: object) -> bool:
@@ -28,15 +25,13 @@ def stated_length(dataset: Any) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterableOrder(SampleOrder):
+class IterableOrder(SequentialOrder):
     """The order of an iterable dataset: that in which it yields its samples.
 
     A dataset without a length has one epoch of ``train.steps`` steps, in which it may be read several times.
     """
 
     is_endless: bool
-
-    is_stream = True
 
     @classmethod
     def of(cls, dataset: Any, experiment: Experiment) -> "IterableOrder":
@@ -61,16 +56,6 @@ class IterableOrder(SampleOrder):
         size = train.global_batch_size
         samples = train.steps_of(1) * size if length is None else length
         return cls(samples=samples, global_batch_size=size, seed=experiment.seed, is_endless=length is None)
-
-    @override
-    def permutation(self, epoch: int) -> torch.Tensor:
-        return torch.arange(self.samples)
-
-    @override
-    def global_batches(self, epoch: int, *, first: int = 0) -> Iterator[Indices]:
-        size = self.global_batch_size
-        for start in range(first * size, self.samples, size):
-            yield np.arange(start, min(start + size, self.samples))
 
 
 def promises(dataset: Any) -> tuple[str, ...]:
@@ -103,4 +88,10 @@ def notes(dataset: Any, experiment: Experiment) -> tuple[str, ...]:
 
 def offers_state(dataset: object) -> bool:
     """Return True if a dataset can tell where it is, and continue there, as Hugging Face's and torchdata's do."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        return False
+    try:
+        inspect.signature(dataset.state_dict).bind()  # LitData's needs arguments that only its loader has
+    except (TypeError, ValueError):
+        return False
+    return True

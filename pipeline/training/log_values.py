@@ -17,7 +17,6 @@ from pipeline.training.batch_parts import can_slice, is_redrawn
 from pipeline.training.context import TrainContext
 from pipeline.training.differing_samples import choose
 from pipeline.training.forward import forward
-from pipeline.training.order import SampleOrder
 from pipeline.training.randomness import seed_all
 
 SAMPLES, PARTS = 8, 4
@@ -56,7 +55,7 @@ class LoggedValues:
     def is_redrawn(self) -> bool:
         """True if parts of a batch would have other random numbers of the collate function than the batch."""
         batches, samples, read = self._context.batches, self.groups[0], self._read
-        if (collate := batches.collate(self._split)) is None or batches.order.is_stream:
+        if (collate := batches.collate(self._split)) is None:
             return False
         batch = read(samples)
         return not can_slice(collate, batch, samples, read=read) and is_redrawn(collate, batch, samples, read=read)
@@ -103,19 +102,19 @@ class LoggedValues:
     def _cut(self, batch: Any, samples: Sequence[int], own: Sequence[int]) -> Any:
         """Return some samples of the batch: sliced from it, or read again if a custom collate function made it."""
         collate = self._context.batches.collate(self._split)
-        if self._context.order.is_stream or can_slice(collate, batch, samples, read=self._read):
+        if can_slice(collate, batch, samples, read=self._read):
             return tree_map(lambda leaf: leaf[own[0] : own[-1] + 1], batch)
         return self._read([samples[index] for index in own])
 
     def _chosen(self) -> list[list[int]]:
         batches, split = self._context.batches, self._split
-        readable = batches.readable if split is None else batches.size(split)
+        readable = batches.count_readable(split)
         count = min(SAMPLES, readable)
-        if count < 2 or batches.order.is_stream:  # whose rows can't be chosen
+        if count < 2:
             return [list(range(count))]
         if split is None:
             return [[index * (readable - 1) // max(count - 1, 1) for index in range(count)]]
-        held_out = _HeldOut(batches.order, batches.rank, readable, self._read)
+        held_out = _HeldOut(batches.rank, readable, self._read)
         return choose(held_out, count=count, most=_MOST_READ, seconds=_READING_S)[:2]
 
 
@@ -123,7 +122,6 @@ class LoggedValues:
 class _HeldOut:
     """A set to choose samples from."""
 
-    order: SampleOrder
     rank: Rank
     readable: int
     read: Callable[[Sequence[int]], Any]

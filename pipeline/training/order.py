@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
 
 Indices = npt.NDArray[np.int64]
@@ -213,19 +214,9 @@ class ContiguousOrder(SampleOrder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamOrder(SampleOrder):
-    """The order of a stream: a global batch is consecutive rows, and each rank's share is a block of them.
+class SequentialOrder(SampleOrder):
+    """The order of items that come in sequence and can't be read by index."""
 
-    All blocks have the same size. In an uneven last batch the first ranks get full blocks and the last ranks nothing,
-    unless the stream deals its rows evenly.
-    """
-
-    share_size: int
-    """Rows in a block: a rank's share of a full global batch."""
-    deals_evenly: bool
-    """True if an uneven last batch is divided evenly."""
-
-    noun = "rows"
     is_stream = True
 
     @override
@@ -233,22 +224,43 @@ class StreamOrder(SampleOrder):
         return torch.arange(self.samples)
 
     @override
+    def global_batches(self, epoch: int, *, first: int = 0) -> Iterator[Indices]:
+        size = self.global_batch_size
+        for start in range(first * size, self.samples, size):
+            yield np.arange(start, min(start + size, self.samples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOrder(SequentialOrder):
+    """The order of a stream of rows: a global batch is consecutive rows, and each rank's share is a block of them.
+
+    All blocks have the same size. In an uneven last batch the first ranks get full blocks and the last ranks nothing.
+    """
+
+    share_size: int
+    """Rows in a block: a rank's share of a full global batch."""
+
+    noun = "rows"
+
+    @classmethod
+    def of(cls, experiment: Experiment, *, rows: int, workers: int) -> "StreamOrder":
+        """Return the order of rows that are sent to so many workers, which divide the global batch equally."""
+        size = experiment.train.global_batch_size
+        return cls(samples=rows, global_batch_size=size, seed=experiment.seed, share_size=size // workers)
+
+    @override
     def share(self, batch: Indices, *, rank: int, world_size: int) -> Indices:
-        size = self._block(len(batch), world_size)
-        return batch[rank * size : (rank + 1) * size]
+        return batch[rank * self.share_size : (rank + 1) * self.share_size]
 
     @override
     def largest_share(self, step: int, *, world_size: int) -> int:
-        return min(self._block(self.batch_size(step), world_size), self.batch_size(step))
-
-    def _block(self, batch_size: int, world_size: int) -> int:
-        return batch_size // world_size if self.deals_evenly else self.share_size
+        return min(self.share_size, self.batch_size(step))
 
     @override
     def evaluation_micro_batches(
         self, samples: int, *, rank: int, world_size: int, accumulation: int = 1
     ) -> Iterator[MicroBatch]:
-        order = replace(self, samples=samples, deals_evenly=False)
+        order = replace(self, samples=samples)
         for micro_batch in order.micro_batches(0, rank=rank, world_size=world_size, accumulation=accumulation):
             if micro_batch.weight:
                 yield micro_batch._replace(weight=len(micro_batch.indices) / samples)

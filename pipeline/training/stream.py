@@ -23,13 +23,14 @@ class RowStream:
 
     rows: int
     """Rows in an epoch, over all ranks."""
-    keeps_order: bool
-    """True if a global batch is consecutive rows, rather than any rows that reach its ranks."""
     schema: str
     """Columns and their types, to tell datasets apart."""
     open: Callable[[int], Pass]
     """Start the next pass, in blocks of that many rows. Collective once the first block is requested."""
 
+
+HEAD = 16
+"""First samples, at most, that are read ahead to be looked at: compared between ranks, tried with the loss."""
 
 received: dict[str, RowStream] = {}
 """Streams that the launcher sends to this process in place of the experiment's data, by part: train, validation."""
@@ -41,6 +42,9 @@ class StreamLoader:
     All ranks request the same epochs and steps, and so start their passes together.
     """
 
+    head: Any
+    """First rows of the training set as a batch, the same on all ranks, to be looked at; see `peek`."""
+
     def __init__(self, stream: RowStream, *, order: StreamOrder, pin_memory: bool) -> None:
         self._stream = stream
         self._order = order
@@ -49,7 +53,7 @@ class StreamLoader:
         self._pass: Pass = _nothing()
         self._at = (-1, -1)  # epoch and step of the block
         self._block: Any = None
-        self._is_unserved = False  # the block was only read ahead, by `read`
+        self._is_unserved = False  # the block was only read ahead, by `peek`
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Yield each micro-batch with its rows, on the CPU.
@@ -73,14 +77,22 @@ class StreamLoader:
             yield micro_batch, self._cut(block, rows)
             taken = 0 if micro_batch.is_last else rows.stop if micro_batch.weight else taken
 
+    def peek(self) -> Any:
+        """Read the first block, which remains to be served, and return this rank's first rows. Collective."""
+        self._begin(0)
+        self._advance(0)
+        self._is_unserved = True
+        return self._cut(self._block, slice(0, min(HEAD, self._order.share_size)))
+
+    @property
+    def readable(self) -> int:
+        """Rows that can be read by index: those of the head."""
+        return _rows(self.head)
+
     def read(self, indices: list[int]) -> Any:
-        """Return as many rows as indices, repeating those of the current block. Collective before the first block."""
-        if self._block is None:
-            self._begin(0)
-            self._advance(0)
-            self._is_unserved = True
-        index = torch.arange(len(indices)) % _rows(self._block)
-        return tree_map(lambda leaf: leaf[index], self._block)
+        """Return rows of the head as a batch, on the CPU; also of a validation set, since all have the same columns."""
+        index = torch.tensor(indices) % self.readable
+        return tree_map(lambda leaf: leaf[index], self.head)
 
     def _step(self, micro_batch: MicroBatch) -> int:
         return micro_batch.indices[0] // self._order.global_batch_size

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import webdataset
 import yaml
 
 from pipeline.protocol.events import Finished, Started
@@ -22,7 +21,7 @@ BLOCKS = {
     for kind in re.findall(r"pipeline\.data\.(\w+)", block)[:1]
 }
 ROWS = {"train": 22, "validation": 9}
-SIZES = {"arrays": 4, "shards": 3 * 2 * 2, "streamed": 4}
+SIZES = {"arrays": 4, "streamed": 4}
 """Numbers in a sample's input."""
 
 
@@ -40,13 +39,6 @@ def arrays() -> None:
 def tokens() -> None:
     for name, windows in (("train-0", 10), ("train-1", 12), ("validation", 9)):
         (np.arange(32 * windows + 1) % 50).astype(np.uint16).tofile(f"data/{name}.bin")
-
-
-def shards() -> None:
-    for part, count in ROWS.items():
-        with webdataset.ShardWriter(f"data/{part}-%06d.tar", maxcount=11, verbose=0) as writer:
-            for i in range(count):
-                writer.write({"__key__": f"{i:06d}", "png": np.full((2, 2, 3), i, np.uint8), "cls": i % 3})
 
 
 def streamed() -> None:
@@ -83,7 +75,6 @@ def experiment(kind: str) -> dict[str, Any]:
     [
         ("arrays", arrays),
         pytest.param("tokens", tokens),
-        pytest.param("shards", shards),
         pytest.param("streamed", streamed, marks=pytest.mark.timeout(900)),
     ],
 )
@@ -108,5 +99,5 @@ def test_what_is_written_there_trains(
 
 
 def test_every_block_of_yaml_is_tested() -> None:
-    assert BLOCKS.keys() == {"arrays", "tokens", "shards", "streamed"}
+    assert BLOCKS.keys() == {"arrays", "tokens", "streamed"}
     assert DOCS.count("_target_: pipeline.data.") == len(BLOCKS)

@@ -50,7 +50,7 @@ def _benchmark() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("kind", ["arrays", "tokens", "shards"])
+@pytest.mark.parametrize("kind", ["arrays", "tokens"])
 def test_memory_stays_flat_over_an_epoch(read: dict[str, Any], kind: str) -> None:
     readings = read[kind]["readings"]
 

@@ -18,6 +18,7 @@ from pipeline import registry
 from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
 from pipeline.errors import ExperimentError
+from pipeline.launchers._ray.dealing import Dealing
 from pipeline.launchers._ray.ingest import Facts, Ingest, stream_of
 from pipeline.launchers._ray.local import LocalRayRequest, started
 from pipeline.launchers.base import Session
@@ -174,8 +175,8 @@ def test_rays_blocks_are_the_rows_in_their_order(experiment: Path, monkeypatch: 
     ).main
     with started(LocalRayRequest(streams=True), verbose=False):
         ingest = Ingest(trial)
-        facts = ingest.facts(trial)
-        shards = ingest.dealing().configure(ingest.datasets(trial), size, None, None)
+        facts = ingest.facts
+        shards = Dealing().configure(ingest.datasets(trial), size, None, None)
         with ThreadPoolExecutor(size) as pool:
             dealt = list(pool.map(partial(_epochs, shards, facts), range(size)))
 
@@ -190,7 +191,7 @@ def test_rays_blocks_are_the_rows_in_their_order(experiment: Path, monkeypatch: 
 
 def _epochs(shards: list[dict[str, Any]], facts: Facts, rank: int) -> list[list[Any]]:
     """The rows that one rank draws, by epoch and step."""
-    plan = StreamOrder(samples=sum(FILES), global_batch_size=BATCH, seed=0, share_size=12, deals_evenly=False)
+    plan = StreamOrder(samples=sum(FILES), global_batch_size=BATCH, seed=0, share_size=12)
     reader = StreamLoader(stream_of(shards[rank]["train"], "train", facts), order=plan, pin_memory=False)
     return [
         [
@@ -224,18 +225,6 @@ def test_an_epochs_shuffle_and_a_resume_are_the_same_at_any_number_of_workers(tr
         assert [event.step for event in resumed if isinstance(event, Resumed)] == [step]
         rest = {number: loss for number, loss in whole.items() if number > step}
         assert series(resumed) == pytest.approx(rest, rel=0, abs=TOLERANCE)
-
-
-@pytest.mark.timeout(1800)
-def test_without_order_each_row_comes_once_and_a_resume_says_what_it_does_not_promise(trials: Trials) -> None:
-    events = trials.train("free", "data.order=free", *CHECKPOINTS, workers=2)
-    warned = [event.message for event in events if isinstance(event, Warned)]
-    resumed = trials.train("again", "data.order=free", *CHECKPOINTS, workers=2, resume=trials.copied_up_to("free", 50))
-
-    assert list(series(events)) == list(range(1, EPOCHS * (sum(FILES) - 1) // BATCH + 1))
-    assert warned == ["left out of each epoch: 1 row; with data.order: free, all 2 workers get the same number"]
-    assert list(series(resumed)) == list(range(51, EPOCHS * (sum(FILES) - 1) // BATCH + 1))
-    assert any("the rest of this epoch may repeat some rows" in e.message for e in resumed if isinstance(e, Warned))
 
 
 @pytest.mark.timeout(600)

@@ -1,6 +1,5 @@
 """Trackers of ``tracking.also`` and ``pipeline sync``, which sends what a run could not."""
 
-import csv
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from recordings import Recording, Store
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.recording import journal as journals
 
@@ -26,13 +26,21 @@ def with_also(recording: Recording, *names: str) -> Path:
 
 def test_a_run_of_two_sessions_has_each_step_once(store: Store, journal: Journal, command: Any) -> None:
     recording = journal("resumed")
-    folder = with_also(recording, "csv")
+    folder = with_also(recording, "tensorboard")
     for _ in range(2):
         ended = command("sync", str(folder))
         assert (ended.code, ended.stderr) == (0, "")
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
-    assert [(int(row["step"]), float(row["train/loss"])) for row in rows] == recording.series("train/loss")
+    read = EventAccumulator(str(folder / "tensorboard" / "main"), size_guidance={"scalars": 0}).Reload()
+    losses = dict(recording.series("train/loss"))
+    assert [point.step for point in read.Scalars("train/loss")] == [*losses]
+    assert [point.value for point in read.Scalars("train/loss")] == pytest.approx([*losses.values()])  # of 32 bits
+
+
+def test_a_tracker_that_no_longer_exists_is_left_out(store: Store, journal: Journal, command: Any) -> None:
+    folder = with_also(journal("single"), "csv", "tensorboard")
+    ended = command("sync", str(folder))
+    assert (ended.code, ended.stderr) == (0, "")
+    assert list((folder / "tensorboard" / "main").iterdir())
 
 
 def test_one_that_fails_is_told_once_and_stops_no_other(
@@ -45,7 +53,7 @@ def test_one_that_fails_is_told_once_and_stops_no_other(
     wandb = Broken("wandb")
     wandb.Settings = lambda **_: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    folder = with_also(journal("single"), "wandb", "csv")
+    folder = with_also(journal("single"), "wandb", "tensorboard")
     ended = command("sync", str(folder))
     assert ended.code == 3
     assert ended.stderr.splitlines() == [
@@ -53,10 +61,10 @@ def test_one_that_fails_is_told_once_and_stops_no_other(
         f"Send the rest with: pipeline sync {folder}"
     ]
     assert "is in MLflow" in ended.stdout
-    assert (folder / "metrics.csv").stat().st_size
+    assert list((folder / "tensorboard" / "main").iterdir())
 
 
 def test_another_store_gets_no_trackers(store: Store, journal: Journal, command: Any, lab: Path) -> None:
-    folder = with_also(journal("single"), "csv")
+    folder = with_also(journal("single"), "tensorboard")
     assert command("sync", str(folder), "--to", f"sqlite:///{lab}/mlflow.db").code == 0
-    assert not (folder / "metrics.csv").exists()
+    assert not (folder / "tensorboard").exists()

@@ -1,12 +1,13 @@
 """Iterable datasets for tests, named by ``_target_: toy_streams.NAME``: with and without length, state, seeds."""
 
+import importlib
 import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 from toys import regression
 
 SAMPLES = 22
@@ -113,6 +114,13 @@ class Code(Stateful):
         return {**super().state_dict(), "code": print}
 
 
+class Demanding(Stateful):
+    """A state that only a loader of its library can ask for, as LitData's."""
+
+    def state_dict(self, samples: int) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().state_dict(), "at": samples}
+
+
 class Named(Plain):
     """Samples as mappings of plain numbers."""
 
@@ -142,16 +150,10 @@ def collated() -> Any:
     return collate
 
 
-def hugging_face(validation: bool = True) -> tuple[Any, Any]:
-    """A streaming dataset of Hugging Face's datasets."""
-    import datasets
-
-    def generate() -> Iterator[Any]:
-        for inputs, targets in TensorDataset(*regression()[0].tensors):  # type: ignore[attr-defined]
-            yield {"x": inputs.tolist(), "y": float(targets)}
-
-    found = datasets.IterableDataset.from_generator(generate)
-    return found.shuffle(seed=1, buffer_size=4), found.take(7) if validation else None
+def of_module(name: str) -> tuple[Any, Any]:
+    """The datasets of a function in a module of its name, which trials need not allow."""
+    datasets: tuple[Any, Any] = getattr(importlib.import_module(name), name)()
+    return datasets
 
 
 def transformed() -> tuple[Any, Any]:

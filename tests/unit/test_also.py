@@ -1,6 +1,5 @@
 """Trackers of ``tracking.also``: what they write, that a resumed run doubles nothing, and what is refused."""
 
-import csv
 import math
 import sys
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.config.load import load
 from pipeline.driver import preflight
@@ -69,51 +69,35 @@ def written(name: str, folder: Path, events: Sequence[AnyEvent] = A_RUN) -> None
     tracker.close()
 
 
-def table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def test_csv_says_what_to_use_instead(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        load(MLP, ["tracking.also=[tensorboard, csv]"])
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.message) == (
+        "tracking.also[1]",
+        "csv was removed. Remove it. To write a CSV table, copy the tracker of docs/extend.md into your package and "
+        "name it in tracking.trackers.",
+    )
 
 
-def test_csv_has_a_row_for_each_step_and_a_file_for_each_trial(tmp_path: Path) -> None:
-    written("csv", tmp_path)
-    rows = table(tmp_path / "metrics.csv")
-    assert list(rows[0]) == ["step", "epoch", "time", "train/loss", "validation/loss", "test/loss"]
-    assert [(row["step"], row["train/loss"], row["validation/loss"], row["test/loss"]) for row in rows] == [
-        ("1", "1.5", "", ""),
-        ("2", "2.5", "", ""),
-        ("3", "nan", "3.25", ""),
-        ("2", "", "", "4.0"),
-    ]
-    assert [row["train/loss"] for row in table(tmp_path / "metrics-baseline.csv")] == ["2.5"]
-    assert [row["system/cpu_utilization_percentage"] for row in table(tmp_path / "metrics-system.csv")] == ["50.0"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "metrics-baseline.csv",
-        "metrics-system.csv",
-        "metrics.csv",
-    ]
-    assert list(also.places(tmp_path)) == [f"csv      {tmp_path / 'metrics.csv'}"]
-
-
-def test_csv_of_a_resumed_run_has_each_row_once(tmp_path: Path) -> None:
-    written("csv", tmp_path, A_RUN[:3])
-    written("csv", tmp_path)
-    assert [row["step"] for row in table(tmp_path / "metrics.csv")] == ["1", "2", "3", "2"]
-
-
-def test_csv_says_a_value_again_in_another_row(tmp_path: Path) -> None:
-    written("csv", tmp_path, [metrics([1], train_loss=0.5), metrics([1], train_loss=1.5)])
-    assert [row["train/loss"] for row in table(tmp_path / "metrics.csv")] == ["1.5", "2.5"]
+def test_a_recorded_run_with_csv_can_be_read(tmp_path: Path) -> None:
+    recorded = tmp_path / "experiment.yaml"
+    recorded.write_text(
+        yaml.safe_dump(yaml.safe_load(MLP.read_text()) | {"tracking": {"also": ["csv", "tensorboard"]}})
+    )
+    (tmp_path / "events.jsonl").touch()
+    assert load(recorded).experiment.tracking.also == ("tensorboard",)
 
 
 def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ExperimentError) as caught:
-        preflight.check(load(MLP, ["tracking.also=[csv, wandb, tensorboard]"]))
+        preflight.check(load(MLP, ["tracking.also=[wandb, tensorboard]"]))
     assert [(problem.key, problem.message) for problem in caught.value.problems] == [
-        ("tracking.also[1]", "this tracker needs wandb, which is not installed: pip install wandb"),
+        ("tracking.also[0]", "this tracker needs wandb, which is not installed: pip install wandb"),
         (
-            "tracking.also[2]",
+            "tracking.also[1]",
             "this tracker needs tensorboard, which is not installed: pip install tensorboard",
         ),
     ]

@@ -43,7 +43,6 @@ OF_NO_KIND = {
     "pipeline.data.labelled_texts.texts",
     "pipeline.data.noise.with_noise",
     "pipeline.data.padding.padded",
-    "pipeline.data.shards.shards",
     "pipeline.data.splits.Splits",
     "pipeline.data.streamed.streamed",
     "pipeline.data.tabular.tabular",

@@ -93,7 +93,7 @@ def continued(root: Path, kind: str, *, stopped: int, steps: int = 9) -> tuple[l
     return losses(again, after=stopped), warnings
 
 
-@pytest.mark.parametrize("kind", ["Plain", "Stateful", "Code", "Shuffled"])
+@pytest.mark.parametrize("kind", ["Plain", "Stateful", "Code", "Demanding", "Shuffled"])
 def test_a_training_resumed_after_any_step_is_the_same(tmp_path: Path, kind: str) -> None:
     """After the first one, at the end of an epoch or just after the end of a pass, and within the second one."""
     whole = run(tmp_path / "whole", kind)

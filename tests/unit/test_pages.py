@@ -26,7 +26,7 @@ ELSEWHERE = {
     r"export (RAY_AUTH_MODE|AWS_\w+)=": "credentials of a service that isn't there",
     r"pip install (--no-deps )?git\+https://HOST/": "the address is the reader's",
     r"make install$": "in a clone, see above",
-    r"pip install (tensorboard|webdataset|s3fs)": "asks a package index",
+    r"pip install (tensorboard|s3fs)": "asks a package index",
     r"pip install torch 'ray\[train\]' mlflow-skinny ": "asks one, too; test_docs.py compares it with pyproject.toml",
     r"git clone ": "the address is the reader's",
     r"cd pipeline$": "into what was cloned",

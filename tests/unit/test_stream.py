@@ -14,8 +14,8 @@ from pipeline.training.order import MicroBatch, StreamOrder, padded
 from pipeline.training.stream import Pass, RowStream, StreamLoader
 
 
-def order(rows: int, *, share: int, workers: int, evenly: bool = False) -> StreamOrder:
-    return StreamOrder(samples=rows, global_batch_size=share * workers, seed=0, share_size=share, deals_evenly=evenly)
+def order(rows: int, *, share: int, workers: int) -> StreamOrder:
+    return StreamOrder(samples=rows, global_batch_size=share * workers, seed=0, share_size=share)
 
 
 class Dealt:
@@ -23,7 +23,7 @@ class Dealt:
 
     def __init__(self, rows: int, *, rank: int, workers: int, there: int | None = None) -> None:
         self.passes = 0
-        self.stream = RowStream(rows=rows, keeps_order=True, schema="", open=self._open)
+        self.stream = RowStream(rows=rows, schema="", open=self._open)
         self._blocks = (rank, workers, rows if there is None else there)
 
     def _open(self, size: int) -> Pass:
@@ -68,19 +68,6 @@ def test_a_global_batch_is_consecutive_rows_of_all_ranks(rows: int, share: int, 
     assert [row for step in sorted(seen) for row in seen[step]] == list(range(rows))
     assert list(weights.values()) == pytest.approx([1.0] * plan.steps_per_epoch)
     assert [len(seen[step]) for step in sorted(seen)] == [plan.batch_size(step) for step in range(plan.steps_per_epoch)]
-
-
-@settings(deadline=None)  # of a busy machine
-@given(rows=st.integers(1, 12), share=st.integers(1, 7), workers=st.integers(1, 5))
-def test_even_dealing_gives_all_ranks_as_many(rows: int, share: int, workers: int) -> None:
-    plan = order(rows * workers, share=share, workers=workers, evenly=True)
-    counts = {
-        tuple(len(micro_batch.indices) for micro_batch in plan.micro_batches(0, rank=rank, world_size=workers))
-        for rank in range(workers)
-    }
-
-    assert len(counts) == 1
-    assert sum(counts.pop()) == rows
 
 
 @settings(deadline=None)  # of a busy machine
@@ -129,7 +116,7 @@ def test_rows_that_were_looked_at_come_all_the_same() -> None:
     """They belong to the first pass; another one would deal those of the second epoch."""
     plan = order(6, share=3, workers=1)
     reader = loader(dealt := Dealt(6, rank=0, workers=1), plan)
-    assert len(reader.read([0, 1])[0]) == 2
+    assert len(reader.peek()[0]) == 3
     assert rows_of(reader.batches(plan.micro_batches(0, rank=0, world_size=1))) == [[0, 1, 2], [3, 4, 5]]
     assert dealt.passes == 1
 
@@ -159,11 +146,16 @@ def test_sharded_models_get_as_many_micro_batches_on_all_ranks(rank: int) -> Non
     )
 
 
-def test_a_few_rows_are_read_from_what_is_at_hand() -> None:
-    reader = loader(dealt := Dealt(6, rank=0, workers=1), order(6, share=3, workers=1))
+def test_the_first_rows_can_be_read_by_index_at_any_time() -> None:
+    plan = order(40, share=20, workers=1)
+    reader = loader(dealt := Dealt(40, rank=0, workers=1), plan)
+    reader.head = reader.peek()
+    rows_of(reader.batches(plan.micro_batches(0, rank=0, world_size=1)))
 
-    assert reader.read([0, 0, 0, 0, 0])[0].tolist() == [0, 1, 2, 0, 1]
-    assert reader.read([5])[0].tolist() == [0]
+    assert reader.readable == 16
+    assert reader.read([15, 0, 3])[0].tolist() == [15, 0, 3]
+    assert reader.read([3])[1]["y"].tolist() == [-3]
+    assert reader.read([16])[0].tolist() == [0]
     assert dealt.passes == 1
 
 
@@ -173,7 +165,7 @@ def failing(_: int) -> Pass:
 
 
 def test_what_the_pipeline_raises_is_said() -> None:
-    stream = RowStream(rows=4, keeps_order=True, schema="", open=failing)
+    stream = RowStream(rows=4, schema="", open=failing)
     plan = order(4, share=2, workers=1)
 
     with pytest.raises(TrainingError, match=r"^the Ray dataset can't be read: file: x\.parquet$") as caught:

@@ -1,8 +1,7 @@
 """Ray Data from the driver to the workers: built and counted, cut into blocks, distributed to the ranks.
 
-Every block but the last holds one rank's rows of a global batch. If the order is kept, Ray gives each block to the rank
-with the fewest rows, hence round robin: n successive blocks are a global batch for any number n of workers that divides
-it. Otherwise a rank gets blocks of its own node, and at the end Ray equalizes the rows, which drops the remainder.
+Every block but the last holds one rank's rows of a global batch. Ray gives each block to the rank with the fewest rows,
+hence round robin: n successive blocks are a global batch for any number n of workers that divides it.
 """
 
 import logging
@@ -15,7 +14,6 @@ from pipeline.config import components
 from pipeline.config.values import Frozen
 from pipeline.data.streamed import Streamed
 from pipeline.errors import ExperimentError
-from pipeline.launchers._ray.dealing import Dealing
 from pipeline.protocol.trial import Trial
 from pipeline.wording import last_line
 
@@ -31,7 +29,6 @@ class Facts(Frozen):
     rows: Mapping[str, int]
     schemas: Mapping[str, str]
     columns: tuple[str, ...]
-    keeps_order: bool
 
 
 class Ingest:
@@ -75,21 +72,10 @@ class Ingest:
             name: part.repartition(target_num_rows_per_block=share, strict=True) for name, part in self._parts.items()
         }
 
-    def dealing(self) -> Dealing:
-        """Return the distribution of blocks to ranks."""
-        return Dealing(keeps_order=self._streamed.keeps_order)
-
-    def facts(self, trial: Trial) -> Facts:
-        """Return the facts that workers need."""
-        rows = dict(self._rows)
-        if not self._streamed.keeps_order:
-            rows["train"] -= rows["train"] % trial.workers
-        keeps, columns = self._streamed.keeps_order, self._streamed.columns
-        return Facts(rows=rows, schemas=self._schemas, columns=columns, keeps_order=keeps)
-
-    def left_out(self, trial: Trial) -> int:
-        """Return the number of rows of an epoch that no worker gets."""
-        return self._rows["train"] - self.facts(trial).rows["train"]
+    @property
+    def facts(self) -> Facts:
+        """Facts that workers need."""
+        return Facts(rows=self._rows, schemas=self._schemas, columns=self._streamed.columns)
 
 
 def receive(facts: Facts) -> None:
@@ -106,7 +92,7 @@ def stream_of(shard: "DataIterator", name: str, facts: Facts) -> "RowStream":
     def opened(rows: int) -> "Pass":
         return _passed(shard, rows=rows, columns=facts.columns)
 
-    return RowStream(rows=facts.rows[name], keeps_order=facts.keeps_order, schema=facts.schemas[name], open=opened)
+    return RowStream(rows=facts.rows[name], schema=facts.schemas[name], open=opened)
 
 
 def _passed(shard: "DataIterator", *, rows: int, columns: tuple[str, ...]) -> "Pass":

@@ -14,8 +14,8 @@ from pipeline.errors import Problem
 from pipeline.protocol.events import RunClosed
 from pipeline.protocol.links import completed
 
-_PACKAGES = {"csv": "", "tensorboard": "tensorboard", "wandb": "wandb"}
-"""Package that each needs, an extra of the same name; empty: none."""
+NAMES = ("tensorboard", "wandb")
+"""Trackers that there are, each named after the package that it needs."""
 
 
 def build(name: str, folder: Path) -> Any:
@@ -26,13 +26,13 @@ def build(name: str, folder: Path) -> Any:
 def problems(names: Iterable[str]) -> Iterator[Problem]:
     """Find the trackers whose package isn't installed."""
     for index, name in enumerate(names):
-        if needed := _PACKAGES[name] and lacking("this tracker", _PACKAGES[name]):
+        if needed := lacking("this tracker", name):
             yield Problem(f"tracking.also[{index}]", needed)
 
 
 def places(folder: Path) -> Iterator[str]:
     """Yield where the trackers have put a run's results, a line for each tracker that has some."""
-    for name in _PACKAGES:
+    for name in NAMES:
         yield from _module(name).places(folder)
 
 

@@ -27,7 +27,6 @@ from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import dry_run
 from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
-from pipeline.training.order import StreamOrder
 from pipeline.training.parameter_names import listed
 from pipeline.training.step_guard import begin_step
 
@@ -155,12 +154,6 @@ class CheckpointManager:
             self._writer.complete = [one.rated_by(self._options.best) for one in (*found.older, manifest)]
         trial, place = self._context.trial.name, self._storage.place(manifest.name)
         self._send(Resumed(trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place))
-        order = self._context.order
-        if isinstance(order, StreamOrder) and order.deals_evenly and manifest.step % order.steps_per_epoch:
-            self._warn(
-                "the rest of this epoch may repeat some rows and miss others, since data.order: free has no fixed "
-                "order. To resume exactly, set data.order: kept in new runs."
-            )
         return manifest.step
 
     def _warn_of_missing(self, state: State) -> None:
