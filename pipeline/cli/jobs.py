@@ -1,10 +1,9 @@
 """Commands for jobs on a cluster: ``submit``, ``status``, ``logs`` and ``stop``."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,7 +24,6 @@ Address = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Dashboard of the cluster, http://HOST:8265. Default: RAY_ADDRESS."),
 ]
-_kuberay_option = partial(typer.Option, rich_help_panel="Options of --kuberay")
 JobArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of a job, as shown by pipeline status.")]
 
 
@@ -53,22 +51,6 @@ def submit(
     train_only: TrainOnly = False,
     resume: Resume = None,
     allow_changed: AllowChanged = False,
-    kuberay: Annotated[
-        bool, typer.Option("--kuberay", help="Print a RayJob manifest for Kubernetes instead of submitting.")
-    ] = False,
-    image: Annotated[
-        str | None, _kuberay_option(metavar="NAME", help="Container image with pipeline and the project.")
-    ] = None,
-    claim: Annotated[
-        str | None, _kuberay_option(metavar="NAME", help="Volume claim (PVC) for runs and checkpoints.")
-    ] = None,
-    memory: Annotated[
-        str | None, _kuberay_option(metavar="SIZE", help="Memory of each worker's pod; default: 8Gi.")
-    ] = None,
-    secret_name: Annotated[
-        str | None,
-        _kuberay_option("--secret", metavar="NAME", help="Secret with the values for --env; default: pipeline."),
-    ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a script for sbatch instead of submitting.")] = False,
     nodes: Annotated[
         int | None,
@@ -89,8 +71,7 @@ def submit(
     from pipeline.commands.submit import request as requests
     from pipeline.config.load import load
 
-    pods = {"image": image, "claim": claim, "memory": memory, "secret": secret_name}
-    _check_options(kuberay=kuberay, slurm=slurm, pods=pods, nodes=nodes, launcher=launcher)
+    _check_options(slurm=slurm, nodes=nodes, launcher=launcher)
     request = requests.Request(
         file=load(file, overrides or []),
         overrides=tuple(overrides or ()),
@@ -103,9 +84,8 @@ def submit(
     there = "torchrun" if launcher in (SlurmLauncher.torchrun, SlurmLauncher.srun) else "ray"
     for note in requests.notes(request, launcher=there, same_environment=slurm):
         typer.echo(f"note: {note}", err=True)
-    if kuberay or slurm:
-        given = {name: value for name, value in pods.items() if value is not None}
-        _print(request, pods=given, nodes=nodes, launcher=launcher or SlurmLauncher.ray)
+    if slurm:
+        _print(request, nodes=nodes, launcher=launcher or SlurmLauncher.ray)
     else:
         _send(request, address=address, follow=follow)
 
@@ -227,36 +207,22 @@ def _options(*, baseline: bool, train_only: bool, resume: str | None, allow_chan
         yield "--allow-changed"
 
 
-def _check_options(
-    *, kuberay: bool, slurm: bool, pods: Mapping[str, str | None], nodes: int | None, launcher: SlurmLauncher | None
-) -> None:
+def _check_options(*, slurm: bool, nodes: int | None, launcher: SlurmLauncher | None) -> None:
     """Refuse options that would have no effect."""
-    if kuberay and slurm:
-        raise UsageError("--kuberay and --slurm cannot be combined. Choose one.")
-    if kuberay and pods["image"] is None:
-        raise UsageError("--kuberay needs --image, with pipeline and the project in it")
-    given = next((name for name, value in pods.items() if value is not None), None)
-    if given and not kuberay:
-        raise UsageError(f"--{given} needs --kuberay; add --kuberay, or leave --{given} out")
     if nodes is not None and not slurm:
         raise UsageError("--nodes needs --slurm. Add --slurm, or remove --nodes.")
     if launcher is not None and not slurm:
         raise UsageError("--launcher needs --slurm. Add --slurm, or set parallel.launcher=NAME.")
 
 
-def _print(request: "Request", *, pods: dict[str, str], nodes: int | None, launcher: SlurmLauncher) -> None:
+def _print(request: "Request", *, nodes: int | None, launcher: SlurmLauncher) -> None:
     from pipeline.commands.submit import manifests
 
     with undisturbed():
         from pipeline.driver import preflight
 
     preflight.check(request.file, with_weights=False)
-    text = (
-        manifests.kuberay_job(request, manifests.Pods(**pods))
-        if pods
-        else manifests.slurm_script(request, nodes=nodes, launcher=launcher.value)
-    )
-    typer.echo(text, nl=False)
+    typer.echo(manifests.slurm_script(request, nodes=nodes, launcher=launcher.value), nl=False)
 
 
 def _send(request: "Request", *, address: str | None, follow: bool) -> None:

@@ -1,4 +1,4 @@
-"""What can't be submitted is told before anything is sent; manifests are printed."""
+"""What can't be submitted is told before anything is sent; scripts are printed."""
 
 import http.server
 import shutil
@@ -95,11 +95,8 @@ def test_server_that_is_none_of_ray_or_too_old_is_an_error(answer: bytes, pipeli
         ),
         (["new.yaml", "tracking.uri=http://t:5000"], "new.yaml: git doesn't track this file"),
         (["lab.yaml", "tracking.uri=http://t:5000", "--env", "A=secret-word"], "--env takes the name of a variable"),
-        (["lab.yaml", "--kuberay"], "--kuberay needs --image"),
-        (["lab.yaml", "--slurm", "--image", "x"], "--image needs --kuberay"),
         (["lab.yaml", "--nodes", "2"], "--nodes needs --slurm"),
         (["lab.yaml", "--launcher", "srun"], "--launcher needs --slurm"),
-        (["lab.yaml", "--kuberay", "--image", "x", "--slurm"], "cannot be combined"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_sent(arguments: list[str], said: str, pipeline: Pipeline) -> None:
@@ -111,11 +108,6 @@ def test_mistakes_are_told_before_anything_is_sent(arguments: list[str], said: s
     assert "secret-word" not in stderr
 
 
-def test_manifests_are_printed(pipeline: Pipeline) -> None:
+def test_the_script_for_slurm_is_printed(pipeline: Pipeline) -> None:
     code, stdout, _ = pipeline("submit", "lab.yaml", "parallel.cpus_per_worker=1", "--slurm")
     assert (code, stdout.splitlines()[0]) == (0, "#!/bin/bash")
-    uri = "tracking.uri=http://tracking:5000"
-    arguments = ["parallel.cpus_per_worker=1", uri, "--kuberay", "--image", "image", "--claim", "runs"]
-    code, stdout, _ = pipeline("submit", "lab.yaml", *arguments)
-    assert code == 0
-    assert "kind: RayJob\n" in stdout

@@ -1,24 +1,16 @@
-"""Manifests for clusters that aren't here: against their schemas, and in a shell with stand-ins for what is missing."""
+"""The script for Slurm requests what the workers need."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
-import yaml
 
 from pipeline.commands.submit import manifests
 from pipeline.commands.submit.request import Request
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError, UsageError
 
-RAYJOB = json.loads(Path(__file__).with_name("rayjob.schema.json").read_text())
-KUBERNETES = "1.34"
 TWO = ("parallel.workers=2", "parallel.strategy=ddp", "parallel.cpus_per_worker=3")
-PODS = manifests.Pods(image="registry.example/team/project:1", claim="runs")
 
 
 @pytest.fixture(autouse=True)
@@ -29,93 +21,6 @@ def in_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def request(*overrides: str, file: str = "lab.yaml", **more: Any) -> Request:
     everything = (*TWO, *overrides)
     return Request(file=load(file, everything), overrides=everything, **more)
-
-
-def documents(made: Request, pods: manifests.Pods = PODS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """ConfigMap and RayJob."""
-    config, job = yaml.safe_load_all(manifests.kuberay_job(made, pods))
-    return config, job
-
-
-def pods_of(job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    cluster = job["spec"]["rayClusterSpec"]
-    (workers,) = cluster["workerGroupSpecs"]
-    return {"head": cluster["headGroupSpec"]["template"]["spec"], "workers": workers["template"]["spec"]}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "pods"),
-    [
-        ((), PODS),
-        (("parallel.device=cuda",), PODS),
-        (("checkpoint.directory=s3://bucket/folder",), manifests.Pods(image="image", memory="500M")),
-    ],
-)
-def test_rayjob_is_what_kuberay_and_kubernetes_accept(overrides: tuple[str, ...], pods: manifests.Pods) -> None:
-    config, job = documents(request(*overrides, environment=("AWS_SECRET_ACCESS_KEY",)), pods)
-    jsonschema.validate(job, RAYJOB)
-    kubernetes_validate.validate(config, KUBERNETES, strict=True)
-    for name, spec in pods_of(job).items():
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
-        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
-
-
-def test_schemas_refuse_what_is_misspelt() -> None:
-    _, job = documents(request())
-    job["spec"]["rayClusterSpec"]["workerGroups"] = []
-    with pytest.raises(jsonschema.ValidationError, match="workerGroups"):
-        jsonschema.validate(job, RAYJOB)
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "x"},
-        "spec": {"containers": [{"name": "x", "imge": "y"}]},
-    }
-    with pytest.raises(kubernetes_validate.ValidationError, match="imge"):
-        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
-
-
-def test_pods_get_what_the_workers_ask_for() -> None:
-    made = request("parallel.device=cuda", environment=("TOKEN",))
-    _, job = documents(made, manifests.Pods(image="image", claim="claim", memory="12Gi", secret="keys"))
-    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    (worker,) = pods_of(job)["workers"]["containers"]
-    (head,) = pods_of(job)["head"]["containers"]
-    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == 2
-    assert worker["resources"]["limits"] == {"cpu": "3", "memory": "12Gi", "nvidia.com/gpu": "1"}
-    assert worker["resources"]["requests"] == worker["resources"]["limits"]
-    assert "nvidia.com/gpu" not in head["resources"]["limits"]
-    for container in (worker, head):
-        assert {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "TOKEN"}}} in container["env"]
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    for spec in pods_of(job).values():
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
-        assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "claim"}
-
-
-def test_no_secret_is_in_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKEN", "planted-4711")
-    assert "planted-4711" not in manifests.kuberay_job(request(environment=("TOKEN",)), PODS)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "pods", "said"),
-    [
-        (("parallel.cpus_per_worker=null",), PODS, "parallel.cpus_per_worker: missing"),
-        ((), manifests.Pods(image="image"), "checkpoint.directory: no storage that all pods share"),
-    ],
-)
-def test_what_pods_need_is_asked_for(overrides: tuple[str, ...], pods: manifests.Pods, said: str) -> None:
-    with pytest.raises(ExperimentError, match=said):
-        manifests.kuberay_job(request(*overrides), pods)
-
-
-@pytest.mark.parametrize("wrong", [{"memory": "8 GB"}, {"claim": "Mine"}, {"secret": "a_b"}])
-def test_names_that_kubernetes_refuses_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=next(iter(wrong))):
-        manifests.kuberay_job(request(), manifests.Pods(**{"image": "image", "claim": "runs", **wrong}))
 
 
 @pytest.mark.parametrize(("nodes", "wanted"), [(None, (2, 3, 1)), (1, (1, 6, 2))])
@@ -140,6 +45,11 @@ def test_tasks_are_what_the_launcher_starts(
     assert "#SBATCH --signal=B:USR1@" in text
     assert ("ray.scripts" in text) == (launcher == "ray")
     assert ("torch.distributed.run" in text) == (launcher == "torchrun")
+
+
+def test_an_allocation_needs_the_cores_of_a_worker() -> None:
+    with pytest.raises(ExperimentError, match=r"parallel\.cpus_per_worker: missing"):
+        manifests.slurm_script(request("parallel.cpus_per_worker=null"))
 
 
 def test_workers_must_divide_among_nodes() -> None:
