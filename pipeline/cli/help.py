@@ -51,15 +51,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "pipeline submit experiments/mlp.yaml --address http://HOST:8265",
             "pipeline submit experiments/mlp.yaml --slurm > job.sh",
         ),
-        "status": ("pipeline status", "pipeline status mlp-digits-20261121-143740-22af"),
-        "logs": (
-            "pipeline logs mlp-digits-20261121-143740-22af",
-            "pipeline logs mlp-digits-20261121-143740-22af --follow",
-        ),
-        "stop": (
-            "pipeline stop mlp-digits-20261121-143740-22af",
-            "pipeline stop mlp-digits-20261121-143740-22af --address http://HOST:8265",
-        ),
         "doctor": ("pipeline doctor", "pipeline doctor --address HOST:6379"),
     },
     "Set up a project": {

@@ -65,7 +65,7 @@ def words_of(line: str, folder: Path) -> list[str]:
     )
     path = f"{folder / 'bin'}:{PATH['PATH']}"
     done = subprocess.run(["sh", "-c", line], env={"PATH": path, "HOME": "/home/me"}, capture_output=True, check=True)
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    return list(json.loads(done.stdout))
 
 
 def script(path: Path, *lines: str) -> Path:
