@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import completion, experiments, jobs, projects, results, weights
+from pipeline.cli import completion, experiments, projects, results, submission, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
@@ -90,7 +90,7 @@ _VERBS: Mapping[str, Callable[..., None]] = {
     "diff": results.diff,
     "ui": results.ui,
     "sync": results.sync,
-    "submit": jobs.submit,
+    "submit": submission.submit,
     "doctor": projects.doctor,
     "new": projects.new,
     "check": projects.check,

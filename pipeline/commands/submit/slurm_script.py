@@ -14,7 +14,7 @@ _LEAST_NOTICE_S = 120
 SlurmLauncher = Literal["ray", "torchrun", "srun"]
 
 
-def slurm_script(request: Request, *, nodes: int | None = None, launcher: SlurmLauncher = "ray") -> str:
+def format_script(request: Request, *, nodes: int | None = None, launcher: SlurmLauncher = "ray") -> str:
     """Return the text of the script for ``sbatch``.
 
     Args:

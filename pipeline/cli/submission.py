@@ -101,33 +101,33 @@ def _check_options(*, slurm: bool, nodes: int | None, launcher: SlurmLauncher | 
 
 
 def _print(request: "Request", *, nodes: int | None, launcher: SlurmLauncher) -> None:
-    from pipeline.commands.submit import manifests
+    from pipeline.commands.submit import slurm_script
 
     with undisturbed():
         from pipeline.driver import preflight
 
     preflight.check(request.file, with_weights=False)
-    typer.echo(manifests.slurm_script(request, nodes=nodes, launcher=launcher.value), nl=False)
+    typer.echo(slurm_script.format_script(request, nodes=nodes, launcher=launcher.value), nl=False)
 
 
 def _send(request: "Request", *, address: str | None) -> None:
     with undisturbed():
-        from pipeline.commands.submit import jobs
+        from pipeline.commands.submit import ray_job
         from pipeline.driver import preflight
 
     preflight.check(request.file, with_weights=False)
-    package = jobs.packed(request.file.path, *request.file.bases)
+    package = ray_job.packed(request.file.path, *request.file.bases)
     for path in package.untracked_code:
         typer.echo(f"note: {path} is not sent, because git does not track it", err=True)
-    client = jobs.connect(address)
+    client = ray_job.connect(address)
     url = client.get_address()
     typer.echo(f"sending {package} to {url}", err=True)
-    job = jobs.submit(client, request, package)
-    if (directory := jobs.run_directory(request)) is not None:
+    job = ray_job.submit(client, request, package)
+    if (directory := ray_job.run_directory(request)) is not None:
         typer.echo(
             f"The run's folder is in {directory} on the head node. To change that, set tracking.directory=FOLDER.",
             err=True,
         )
     typer.echo(job)
-    for command in jobs.commands_for(job, url=url):
+    for command in ray_job.commands_for(job, url=url):
         typer.echo(command, err=True)

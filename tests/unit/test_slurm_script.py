@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.submit import manifests
+from pipeline.commands.submit import slurm_script
 from pipeline.commands.submit.request import Request
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError, UsageError
@@ -25,7 +25,7 @@ def request(*overrides: str, file: str = "lab.yaml", **more: Any) -> Request:
 
 @pytest.mark.parametrize(("nodes", "wanted"), [(None, (2, 3, 1)), (1, (1, 6, 2))])
 def test_allocation_has_room_for_the_workers(nodes: int | None, wanted: tuple[int, int, int]) -> None:
-    text = manifests.slurm_script(request("parallel.device=cuda"), nodes=nodes)
+    text = slurm_script.format_script(request("parallel.device=cuda"), nodes=nodes)
     for option, value in zip(("nodes", "cpus-per-task", "gpus-per-node"), wanted, strict=True):
         assert f"#SBATCH --{option}={value}\n" in text
 
@@ -35,9 +35,9 @@ def test_allocation_has_room_for_the_workers(nodes: int | None, wanted: tuple[in
     [("srun", 1, (1, 2, 3, 2)), ("srun", 2, (2, 1, 3, 1)), ("torchrun", 1, (1, 1, 6, 2)), ("ray", 1, (1, 1, 6, 2))],
 )
 def test_tasks_are_what_the_launcher_starts(
-    launcher: manifests.SlurmLauncher, nodes: int, wanted: tuple[int, ...]
+    launcher: slurm_script.SlurmLauncher, nodes: int, wanted: tuple[int, ...]
 ) -> None:
-    text = manifests.slurm_script(request("parallel.device=cuda"), nodes=nodes, launcher=launcher)
+    text = slurm_script.format_script(request("parallel.device=cuda"), nodes=nodes, launcher=launcher)
     options = ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node")
     for option, value in zip(options, wanted, strict=True):
         assert f"#SBATCH --{option}={value}\n" in text
@@ -49,19 +49,19 @@ def test_tasks_are_what_the_launcher_starts(
 
 def test_an_allocation_needs_the_cores_of_a_worker() -> None:
     with pytest.raises(ExperimentError, match=r"parallel\.cpus_per_worker: missing"):
-        manifests.slurm_script(request("parallel.cpus_per_worker=null"))
+        slurm_script.format_script(request("parallel.cpus_per_worker=null"))
 
 
 def test_workers_must_divide_among_nodes() -> None:
     with pytest.raises(UsageError, match="--nodes 2: srun starts the same number of workers on each node"):
-        manifests.slurm_script(request("parallel.workers=3"), nodes=2, launcher="srun")
+        slurm_script.format_script(request("parallel.workers=3"), nodes=2, launcher="srun")
 
 
 def test_slurm_refuses_what_it_can_not_do() -> None:
     with pytest.raises(UsageError, match="more nodes than workers"):
-        manifests.slurm_script(request(), nodes=3)
+        slurm_script.format_script(request(), nodes=3)
     with pytest.raises(UsageError, match="Remove the option"):
-        manifests.slurm_script(request(environment=("TOKEN",)))
+        slurm_script.format_script(request(environment=("TOKEN",)))
 
 
 def test_a_job_needs_the_variable_that_its_tracking_address_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

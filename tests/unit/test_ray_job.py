@@ -4,7 +4,7 @@ import pytest
 import requests
 from ray.exceptions import AuthenticationError
 
-from pipeline.commands.submit import jobs
+from pipeline.commands.submit import ray_job
 from pipeline.errors import ResourceError
 
 URL = "http://head:8265"
@@ -23,10 +23,10 @@ def test_an_error_of_rays_client_is_explained(error: Exception, said: str, monke
     def get_address() -> str:
         raise error
 
-    monkeypatch.setattr(jobs, "_check_reachable", lambda _: None)
-    monkeypatch.setattr(jobs, "JobSubmissionClient", lambda _: get_address())
+    monkeypatch.setattr(ray_job, "_check_reachable", lambda _: None)
+    monkeypatch.setattr(ray_job, "JobSubmissionClient", lambda _: get_address())
     with pytest.raises(ResourceError, match=said):
-        jobs.connect(URL)
+        ray_job.connect(URL)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_commands_for_a_job_use_its_cluster(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert list(jobs.commands_for("lab-1", url=URL)) == [
+    assert list(ray_job.commands_for("lab-1", url=URL)) == [
         f"{ray} job logs lab-1 --follow --address {URL}",
         f"{ray} job status lab-1 --address {URL}",
         f"{ray} job stop lab-1 --address {URL}",

@@ -12,8 +12,8 @@ import pytest
 from slurm import Slurm
 from waiting import eventually
 
-from pipeline.commands.submit import manifests
-from pipeline.commands.submit.jobs import entrypoint
+from pipeline.commands.submit import slurm_script
+from pipeline.commands.submit.ray_job import entrypoint
 from pipeline.commands.submit.request import Request
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
@@ -90,10 +90,10 @@ def test_variable_that_was_read_here_must_be_there(monkeypatch: pytest.MonkeyPat
     ("options", "launcher"), [((), "ray"), (("--resume=latest",), "ray"), ((), "torchrun"), ((), "srun")]
 )
 def test_sbatch_script_is_sound(
-    overrides: tuple[str, ...], options: tuple[str, ...], launcher: manifests.SlurmLauncher, tmp_path: Path
+    overrides: tuple[str, ...], options: tuple[str, ...], launcher: slurm_script.SlurmLauncher, tmp_path: Path
 ) -> None:
     path = tmp_path / "job.sbatch"
-    path.write_text(manifests.slurm_script(request(*overrides, options=options), launcher=launcher))
+    path.write_text(slurm_script.format_script(request(*overrides, options=options), launcher=launcher))
     for check in (["bash", "-n"], [SHELLCHECK, "--norc", "--severity=warning"]):
         done = subprocess.run([*check, path], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -118,7 +118,7 @@ while true; do sleep 0.05; done
 class Job(Slurm):
     """A job of Slurm's stand-in, whose run only waits for signals."""
 
-    def __init__(self, folder: Path, *, launcher: manifests.SlurmLauncher = "ray") -> None:
+    def __init__(self, folder: Path, *, launcher: slurm_script.SlurmLauncher = "ray") -> None:
         super().__init__(folder, job=4711, cwd=folder)
         self.calls, self.secrets = folder / "calls", folder / "secrets"
         self.environment |= {
@@ -127,7 +127,7 @@ class Job(Slurm):
             "SECRETS": str(self.secrets),
         }
         self.script = folder / "job.sbatch"
-        self.script.write_text(manifests.slurm_script(request(), launcher=launcher))
+        self.script.write_text(slurm_script.format_script(request(), launcher=launcher))
         self.run = folder / "runs" / "slurm-4711" / "one"
 
     def await_training(self) -> None:
@@ -136,7 +136,7 @@ class Job(Slurm):
 
 @pytest.mark.parametrize("launcher", ["ray", "torchrun", "srun"])
 def test_job_near_its_time_limit_saves_a_checkpoint_is_requeued_once_and_resumed(
-    launcher: manifests.SlurmLauncher, tmp_path: Path
+    launcher: slurm_script.SlurmLauncher, tmp_path: Path
 ) -> None:
     job = Job(tmp_path, launcher=launcher)
     with job.start(job.script) as first:
@@ -161,7 +161,7 @@ def test_job_near_its_time_limit_saves_a_checkpoint_is_requeued_once_and_resumed
 
 
 @pytest.mark.parametrize("launcher", ["ray", "torchrun", "srun"])
-def test_cancelled_job_stays_cancelled(launcher: manifests.SlurmLauncher, tmp_path: Path) -> None:
+def test_cancelled_job_stays_cancelled(launcher: slurm_script.SlurmLauncher, tmp_path: Path) -> None:
     job = Job(tmp_path, launcher=launcher)
     with job.start(job.script) as batch:
         job.await_training()
