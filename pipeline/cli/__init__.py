@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import completion, experiments, projects, results, submission, weights
+from pipeline.cli import experiments, projects, results, submission, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
@@ -125,7 +125,6 @@ def _run() -> NoReturn:
     if is_ended_by_hang_up():
         signal.signal(signal.SIGHUP, hang_up)
     os.environ.update(missing_user_variables())
-    completion.prepare(sys.argv[1:])
     try:
         _check_system()
         with importable(Path.cwd()):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli import completion
 from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import UsageError
 
@@ -21,7 +20,6 @@ RunArgument = Annotated[
         metavar="RUN",
         help="The run's id or a unique part of it, the run's folder, or latest.",
         show_default=False,
-        autocompletion=completion.runs,
     ),
 ]
 Directory = Annotated[
