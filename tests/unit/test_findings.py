@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from pipeline.cluster.node_facts import Disk, Gpu, Interface, NodeFacts, Torch, facts_here
-from pipeline.commands.doctor import first_hour, interface_speed, machine, tested
+from pipeline.commands.doctor import first_hour, interface_speed, machine
 from pipeline.commands.doctor import link_speed as link
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
@@ -36,12 +36,6 @@ WITH_CUDA = Torch(
     version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", cuda_available=True, cuda_error=None, cuda_devices=2
 )
 GPUS = {"gpus": (Gpu(name="NVIDIA H200", memory_mb=143_771),) * 2, "driver": "580.1", "driver_cuda": "13.0"}
-
-
-@pytest.fixture(autouse=True)
-def _without_tested_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judge nodes whatever releases these tests run with; `test_tested_versions.py` has the warning about others."""
-    monkeypatch.setattr(tested, "results", dict)
 
 
 def node(**facts: object) -> NodeFacts:
