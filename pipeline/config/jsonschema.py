@@ -1,4 +1,4 @@
-"""JSON Schema of the experiment file, for editors, completion and error messages, with suggested components."""
+"""JSON Schema of the experiment file, for editors and error messages, with suggested components."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
