@@ -66,18 +66,6 @@ def ratio(pairs: Sequence[tuple[float, float]], *, confidence: float = CONFIDENC
     return logs._replace(value=_exp(logs.value), low=_exp(logs.low), high=_exp(logs.high))
 
 
-def quotient(own: Sequence[float], base: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
-    """Return the ratio of two positive quantities that were measured one after the other, from a series of each.
-
-    The variances of the two means add up. How the machine changed from one series to the other is not in the interval,
-    which is why speedups are measured in pairs, see `ratio`.
-    """
-    logs = [mean([math.log(value) for value in values], confidence=confidence) for values in (own, base)]
-    center = logs[0].value - logs[1].value
-    half = math.hypot(*(one.high - one.value for one in logs))
-    return Estimate(_exp(center), _exp(center - half), _exp(center + half), min(one.size for one in logs))
-
-
 def pairs_to_resolve(estimate: Estimate, *, confidence: float = CONFIDENCE, at_most: int) -> int | None:
     """Return how many pairs would exclude 1, at this value and this noise of a pair; None if ``at_most`` don't.
 
