@@ -92,6 +92,12 @@ def test_parts_of_a_step_as_they_were_written_before_are_read() -> None:
     assert StepParts.model_validate_json(parts.model_dump_json()) == parts
 
 
+def test_an_event_with_a_field_that_was_removed_since_is_read() -> None:
+    (closed,) = (event for event in EVENTS if isinstance(event, events.RunClosed))
+    line = event_to_json(closed).replace(b"{", b'{"removed_since": [1.5], ', 1)
+    assert event_from_json(line) == closed
+
+
 def test_there_is_an_example_of_every_event() -> None:
     kinds = {kind.__name__ for kind in get_args(get_args(AnyEvent)[0])}
     assert {type(event).__name__ for event in EVENTS} == kinds
