@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import keys
+from pipeline.config import keys, removed
 from pipeline.config.dialect import Loader
 from pipeline.config.jsonschema import Schema, Shape
 from pipeline.config.keys import Part
@@ -99,6 +99,8 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape, data
 
 def _unknown(parts: tuple[Part, ...], shape: Shape, data: object) -> str:
     *section, name = parts
+    if remedy := removed.KEYS.get(keys.join(parts)):
+        return f"was removed. {remedy}"
     fields = shape.fields(section)
     if near := nearest(str(name), fields):
         return f"unknown key; did you mean {near}?"

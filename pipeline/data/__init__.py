@@ -12,7 +12,7 @@ from pipeline.data.shards import shards
 from pipeline.data.splits import Splits
 from pipeline.data.streamed import streamed
 from pipeline.data.tabular import tabular
-from pipeline.data.text import characters, words
+from pipeline.data.text import characters
 from pipeline.data.tokens import tokens
 from pipeline.data.views import two_views
 
@@ -32,5 +32,4 @@ __all__ = [
     "tokens",
     "two_views",
     "with_noise",
-    "words",
 ]
