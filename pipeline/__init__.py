@@ -7,9 +7,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.api import ComparisonResult, Experiment, Parts, Result, RunResult, Trained, compare, run
+    from pipeline.api import BenchmarkResult, Experiment, Parts, Result, RunResult, Trained, benchmark, run
 
-__all__ = ["ComparisonResult", "Experiment", "Parts", "Result", "RunResult", "Trained", "compare", "run"]
+__all__ = ["BenchmarkResult", "Experiment", "Parts", "Result", "RunResult", "Trained", "benchmark", "run"]
 
 
 def __getattr__(name: str) -> object:

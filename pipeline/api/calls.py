@@ -1,4 +1,4 @@
-"""``run`` and ``compare`` from Python: the commands, with results returned and errors raised."""
+"""``run`` and ``benchmark`` from Python: the commands, with results returned and errors raised."""
 
 import random
 import signal
@@ -13,10 +13,10 @@ import torch
 
 from pipeline import registry
 from pipeline.api.experiment import Experiment, Source
-from pipeline.api.result import ComparisonResult, RunResult
-from pipeline.commands import compare as comparison
+from pipeline.api.result import BenchmarkResult, RunResult
 from pipeline.commands import run as runner
-from pipeline.commands.matrix import MatrixRequest
+from pipeline.commands.benchmark import measure
+from pipeline.commands.benchmark.matrix import MatrixRequest
 from pipeline.config.hidden_libraries import check_libraries
 from pipeline.config.load import ExperimentFile
 from pipeline.config.user_modules import check_not_importing
@@ -73,7 +73,7 @@ def run(
     return RunResult.of(*ended[-1])
 
 
-def compare(
+def benchmark(
     experiment: Experiment | Source,
     *overrides: str,
     strategies: Sequence[str] = (),
@@ -83,8 +83,8 @@ def compare(
     profile: bool = False,
     quiet: bool = False,
     verbose: bool = False,
-) -> ComparisonResult:
-    """Compare the throughput of strategies and numbers of workers, as ``pipeline compare`` does.
+) -> BenchmarkResult:
+    """Measure the throughput of strategies and numbers of workers, as ``pipeline benchmark FILE`` does.
 
     Args:
         experiment: as in `run`.
@@ -98,13 +98,13 @@ def compare(
         verbose: True to print the workers' output.
 
     Raises:
-        PipelineError: the comparison failed; the run's folder contains the measurements before the failure.
+        PipelineError: a measurement failed; the run's folder contains the measurements before the failure.
         KeyboardInterrupt: as `run`.
     """
     ended: list[tuple[Report, Path]] = []
     _check_wanted(strategies, workers, repeats, scaling)
     with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
-        comparison.compare(
+        measure.benchmark(
             file,
             wanted=MatrixRequest(
                 strategies=tuple(strategies),
@@ -117,7 +117,7 @@ def compare(
             terminal=_terminal(quiet=quiet),
             show=lambda report, folder: ended.append((report, folder)),
         )
-    return ComparisonResult.of(*ended[-1])
+    return BenchmarkResult.of(*ended[-1])
 
 
 def _check_wanted(strategies: Sequence[str], workers: Sequence[int], repeats: int, scaling: str) -> None:

@@ -1,4 +1,4 @@
-"""Results of a run or a comparison in Python; a notebook shows table and chart."""
+"""Results of a run or a benchmark in Python; a notebook shows table and chart."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _RELATIVE = ("speedup", "efficiency")  # of the driver, not of a step
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """Report of a run or a comparison, and the places where it is stored."""
+    """Report of a run or a benchmark, and the places where it is stored."""
 
     report: Report
     """Results with notes and recommendations."""
@@ -44,7 +44,7 @@ class Result:
     def speedup(self) -> float | None:
         """Throughput divided by the baseline's throughput; None if no speedup was measured.
 
-        For a comparison, this is the speedup of the configuration with the most workers.
+        For a benchmark, this is the speedup of the configuration with the most workers.
         """
         return self.report.speedup
 
@@ -105,8 +105,8 @@ class RunResult(Result):
 
 
 @dataclass(frozen=True, repr=False)
-class ComparisonResult(Result):
-    """Result of a comparison."""
+class BenchmarkResult(Result):
+    """Result of a benchmark."""
 
     @property
     def best(self) -> Row:

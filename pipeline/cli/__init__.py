@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import experiments, projects, results, submission, weights
+from pipeline.cli import benchmark, experiments, projects, results, submission, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
@@ -78,11 +78,10 @@ app = typer.Typer(
 app.callback()(_options)
 _VERBS: Mapping[str, Callable[..., None]] = {
     "run": experiments.run,
-    "measure": experiments.measure,
-    "compare": experiments.compare,
-    "sweep": experiments.sweep,
+    "benchmark": benchmark.benchmark,
     "tune-batch": experiments.tune_batch,
     "predict": experiments.predict,
+    "sweep": experiments.sweep,
     "evaluate": weights.evaluate,
     "export": weights.export,
     "list": results.list_,

@@ -20,15 +20,12 @@ from pipeline.cli.arguments import (
     Scaling,
     TrainOnly,
     Verbose,
-    counts_of,
     head_start,
     interruptible,
     opened,
     print_json,
-    strategies_of,
     with_address,
 )
-from pipeline.cli.results import Directory, RunArgument, find_trained
 from pipeline.errors import UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
@@ -91,99 +88,6 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     stages.end()
     if plan:
         typer.echo(plan)
-
-
-def measure(
-    run: RunArgument,
-    *,
-    budget_s: Annotated[
-        float | None,
-        typer.Option(
-            "--budget-s",
-            min=1,
-            metavar="SECONDS",
-            help="Time budget for the measurement, in seconds. Default: the run's measure.budget_s.",
-        ),
-    ] = None,
-    directory: Directory = Path("runs"),
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
-    """Measure the speedup of a finished run again, from its last checkpoint."""
-    folder = find_trained(run, directory)
-    with (
-        opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal),
-        head_start(experiment, verbose=verbose, tracked=True),
-    ):
-        from pipeline.commands.measure import measure
-        from pipeline.report.report import run_json
-
-        measure(
-            experiment,
-            folder=folder,
-            budget_s=budget_s,
-            verbose=verbose,
-            terminal=terminal,
-            show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
-        )
-
-
-def compare(
-    file: FileArgument,
-    overrides: Overrides = None,
-    *,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Strategies to compare, e.g. single,ddp. Default: the strategies in the file's compare section.",
-        ),
-    ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,...",
-            help="Numbers of workers, e.g. 1,2,4. Default: the numbers in the file's compare section.",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of times to measure each configuration.")
-    ] = 3,
-    scaling: Annotated[
-        Scaling,
-        typer.Option(help="Keep the global batch size (strong) or the batch size per worker (weak), or measure both."),
-    ] = Scaling.strong,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Record a torch.profiler trace of each configuration.")
-    ] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    address: Cluster = None,
-    verbose: Verbose = False,
-) -> None:
-    """Compare the throughput of strategies and numbers of workers in short, alternating measurements."""
-    with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
-        from pipeline.commands.matrix import MatrixRequest
-
-        wanted = MatrixRequest(
-            strategies=strategies_of(strategies) if strategies is not None else (),
-            workers=counts_of("--workers", workers) if workers is not None else (),
-            scaling=scaling.value,
-            repeats=repeats,
-            profile=profile,
-        )
-        with head_start(experiment, verbose=verbose, tracked=True):
-            from pipeline.commands.compare import compare
-            from pipeline.report.report import comparison_json
-
-            compare(
-                experiment,
-                wanted=wanted,
-                verbose=verbose,
-                terminal=terminal,
-                show=lambda report, _: print_json(comparison_json(report)) if as_json else None,
-            )
 
 
 def tune_batch(

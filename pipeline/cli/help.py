@@ -6,6 +6,7 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from pipeline.cli.removed import check_verb
 from pipeline.errors import UsageError
 
 GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -14,10 +15,9 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "pipeline run experiments/resnet.yaml",
             "pipeline run experiments/resnet.yaml train.epochs=2 parallel.workers=2",
         ),
-        "measure": ("pipeline measure latest", "pipeline measure latest --budget-s 120"),
-        "compare": (
-            "pipeline compare experiments/mlp.yaml",
-            "pipeline compare experiments/mlp.yaml --strategies single,ddp --workers 1,2",
+        "benchmark": (
+            "pipeline benchmark experiments/mlp.yaml --strategies single,ddp --workers 1,2",
+            "pipeline benchmark latest --time-budget 120",
         ),
         "sweep": ("pipeline sweep experiments/sweep.yaml", "pipeline sweep experiments/sweep.yaml --resume latest"),
         "tune-batch": (
@@ -79,6 +79,16 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options, without their types in the help."""
         return _untyped(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of a command line.
+
+        Raises:
+            UsageError: it is a verb of an earlier version.
+        """
+        if not ctx.resilient_parsing:
+            check_verb(args)
+        return super().resolve_command(ctx, args)
 
 
 class Command(TyperCommand):

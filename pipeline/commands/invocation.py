@@ -1,4 +1,4 @@
-"""The path shared by run, compare, predict, tune-batch and sweep; what they plan and report is in their own files."""
+"""The path shared by run, benchmark and sweep; what they plan and report is in their own files."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

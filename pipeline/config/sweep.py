@@ -191,7 +191,7 @@ def _key_problems(key: str, *, among: list[str]) -> Iterator[str]:
         yield f"{key!r} is not a key of an experiment. Use a dotted key such as optimizer.lr."
         return
     if section in _FIXED and not f"{key}.".startswith(f"{_ALLOWED}."):
-        yield f"{section} is fixed for all trials of a sweep. To compare strategies or workers, use pipeline compare."
+        yield f"{section} is fixed for all trials of a sweep. To compare strategies or workers, use pipeline benchmark."
     around = set(keys.ancestors(key)) - {key}
     if inside := next((other for other in among if other in around), None):
         yield f"is inside {inside}, which is also varied. Remove one of them."

@@ -104,8 +104,8 @@ class Train(Section):
     batch_size_per_worker: Positive | None = None
     """Samples per optimizer step and worker, instead of ``global_batch_size``. The global batch size is this value
     times parallel.workers (the maximum if training is elastic). It stays constant if the run loses workers or is
-    resumed. The baseline, the comparison (unless weak), the prediction and the trials of a sweep use the same global
-    batch size. tune-batch recommends a value for this key."""
+    resumed. The baseline, a benchmark (unless weak or of batch sizes) and the trials of a sweep use the same global
+    batch size. benchmark --batch-sizes recommends a value for this key."""
     gradient_accumulation: Positive = 1
     """Micro-batches per worker and optimizer step. Evaluation uses batches of the same size."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"

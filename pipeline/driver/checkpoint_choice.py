@@ -32,7 +32,7 @@ def ended_training(state: RunState, *, command: str) -> None:
     """Check that a run trained a model and has ended.
 
     Raises:
-        UsageError: it is running, or it is a comparison, a sweep or another command's.
+        UsageError: it is running, or it is a benchmark, a sweep or another command's.
     """
     role, name = state.opened.tags.get("role", "main"), id_of(state.folder)
     if role == "sweep":

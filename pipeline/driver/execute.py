@@ -133,7 +133,7 @@ def _format_measure_hint(trial: Trial, recorder: Recorder) -> str:
     """Return the command that measures the speedup of a trained trial; empty if it was not to be measured."""
     if not (isinstance(trial, Training) and trial.compared_with and trial.saves):
         return ""
-    return f" Measure the speedup with: pipeline measure {recorder.folder}"
+    return f" Measure the speedup with: pipeline benchmark {recorder.folder}"
 
 
 def _as_trained(outcome: Outcome, recorder: Recorder) -> Outcome:

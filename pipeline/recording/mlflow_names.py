@@ -3,7 +3,8 @@
 from pipeline.protocol.events import RunOpened, TrialOpened
 from pipeline.wording import format_parallel
 
-_COMMANDS = {"compare": "comparison", "predict": "prediction", "tune-batch": "batch sizes"}
+_EARLIER = {"compare": "benchmark", "predict": "prediction", "tune-batch": "batch sizes"}
+"""Names of the runs of earlier commands."""
 
 
 def name_run(event: RunOpened) -> str:
@@ -13,7 +14,7 @@ def name_run(event: RunOpened) -> str:
     """
     role = event.tags.get("role", "main")
     if event.title or role != "main":
-        return event.title or _COMMANDS.get(role, role)
+        return event.title or _EARLIER.get(role, role)
     if "strategy" not in event.tags or "world_size" not in event.tags:  # a journal of an earlier version
         return event.run
     workers = format_parallel(event.tags["strategy"], int(event.tags["world_size"]))

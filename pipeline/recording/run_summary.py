@@ -21,6 +21,8 @@ from pipeline.wording import format_parallel
 _LOSS = "train/loss"
 _METRIC = ("metrics.", "._target_")
 """Beginning and end of the parameters that name the experiment's metrics."""
+_EARLIER = {"compare": "benchmark"}
+"""Commands of earlier versions that are called something else today."""
 _BEST = "best."
 """Beginning of the tags of a sweep that hold values of its best trial."""
 
@@ -34,7 +36,7 @@ class RunSummary(Frozen):
     """Id of the run: the name of its folder, after the sweep's if it is a trial."""
     folder: Path
     command: str
-    """run, compare, predict, tune-batch or sweep."""
+    """run, benchmark, sweep or evaluate; predict and tune-batch for runs of earlier versions."""
     experiment: str
     status: Status | Literal["RUNNING", "STOPPED"]
     """RUNNING while a driver writes to the journal; KILLED if it died without closing it; STOPPED: a trial, by ASHA."""
@@ -43,7 +45,7 @@ class RunSummary(Frozen):
     workers: int | None
     """Planned number of processes (world size) of a training."""
     speedup: float | None
-    """Speedup, in a comparison that of the configuration with most workers; None if none was measured."""
+    """Speedup, in a benchmark that of the configuration with most workers; None if none was measured."""
     efficiency: float | None
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -51,7 +53,7 @@ class RunSummary(Frozen):
     speedup_pairs: int = 0
     """Pairs of measurements behind the interval."""
     samples_per_second: float | None = None
-    """Throughput of a training, or of the row that a comparison's speedup is about."""
+    """Throughput of a training, or of the row that a benchmark's speedup is about."""
     metric: str = ""
     """Name of the metric that tells best what was learned; empty if there is none."""
     metrics: Mapping[str, float] = {}
@@ -78,7 +80,7 @@ class RunSummary(Frozen):
 
     @property
     def what(self) -> str:
-        """Kind of the run, e.g. "ddp, 2 workers" or "compare"."""
+        """Kind of the run, e.g. "ddp, 2 workers" or "benchmark"."""
         kind = self.command if self.strategy is None else format_parallel(self.strategy, self.workers or 1)
         return f"quick test: {kind}" if self.is_quick else kind
 
@@ -105,7 +107,7 @@ def summarized(folder: Path) -> RunSummary | None:
         run=id_of(folder),
         sweep=sweep_of(folder),
         folder=folder,
-        command="run" if is_training else role,
+        command="run" if is_training else _EARLIER.get(role, role),
         experiment=last.params.get("name", last.tracking_experiment),
         status="RUNNING" if is_open else _status(end),
         strategy=last.tags.get("strategy") if is_training else None,

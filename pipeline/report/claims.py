@@ -33,7 +33,7 @@ class Doubt(NamedTuple):
     remedy: str = ""
     """Action of the user; empty if there is none."""
     command: str = ""
-    """Words that measure again, with RUN or FILE, e.g. "measure RUN --budget-s 120"; empty if there are none."""
+    """Words that measure again, with RUN or FILE, e.g. "benchmark RUN --time-budget 120"; empty if there are none."""
 
 
 def classify_speedup(row: Row, baseline: Row) -> Outcome:
@@ -147,20 +147,20 @@ def explain_doubt(row: Row, *, main: Row, baseline: Row) -> Doubt:
     if longer_s > LONGEST_S:
         if is_busy or is_wide(row.ratio):
             again = "Stop them, and measure" if is_busy else "Measure"
-            return Doubt(reason, f"{again} again on an idle machine:", "measure RUN")
+            return Doubt(reason, f"{again} again on an idle machine:", "benchmark RUN")
         return Doubt("The speedup is too close to 1x to measure on this machine")
-    return Doubt(reason, f"{stop} longer (about {duration(longer_s)}):", f"measure RUN --budget-s {longer_s}")
+    return Doubt(reason, f"{stop} longer (about {duration(longer_s)}):", f"benchmark RUN --time-budget {longer_s}")
 
 
 def _explain_missing_interval(row: Row, baseline: Row) -> Doubt:
     if row.role == "cell":
         return Doubt(
-            "It was measured once, so the noise is unknown", "Measure several times:", "compare FILE --repeats 5"
+            "It was measured once, so the noise is unknown", "Measure several times:", "benchmark FILE --repeats 5"
         )
-    if baseline.micro_batches is not None or baseline.is_alone:  # which pipeline compare has no memory for
+    if baseline.micro_batches is not None or baseline.is_alone:  # which pipeline benchmark has no memory for
         return Doubt("The baseline did not fit into memory next to the training, so they were not measured alternately")
     return Doubt(
-        "The baseline was not measured alternately with the training", "Measure both in rounds:", "compare FILE"
+        "The baseline was not measured alternately with the training", "Measure both in rounds:", "benchmark FILE"
     )
 
 
@@ -170,7 +170,7 @@ def _explain_repeats(row: Row, *, pairs: int | None) -> Doubt:
         return Doubt("The speedup is too close to 1x to measure on this machine")
     reason = f"{row.ratio.size} repeats are too few for this much noise"
     again = "Measure again on an idle machine" if pairs is None else "Measure more often"
-    return Doubt(reason, f"{again}:", f"compare FILE --repeats {pairs or 10}")
+    return Doubt(reason, f"{again}:", f"benchmark FILE --repeats {pairs or 10}")
 
 
 def _format_slower_range(ratio: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""The numbers of a report for programs: `--json` of `pipeline run` and `pipeline compare`, and tables for MLflow."""
+"""The numbers of a report for programs: `--json` of `pipeline run` and `pipeline benchmark`, and tables for MLflow."""
 
 import json
 import math
@@ -123,7 +123,7 @@ class CellRecord(Frozen):
 
 
 class ComparisonRecord(Frozen):
-    """Output of `pipeline compare --json`."""
+    """Output of `pipeline benchmark FILE --json`."""
 
     cells: tuple[CellRecord, ...]
     """Cells in the requested order, the baseline first."""

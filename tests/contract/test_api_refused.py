@@ -12,7 +12,7 @@ import pytest
 from outer import outer_torchrun
 
 import pipeline
-from pipeline import Experiment, compare, run
+from pipeline import Experiment, benchmark, run
 from pipeline.errors import ExperimentError, PipelineError, UnguardedScriptError, UsageError
 
 EXPERIMENT = {
@@ -78,7 +78,7 @@ def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
 )
 def test_what_to_compare_is_checked(here: Path, wanted: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as raised:
-        compare("lab.yaml", **wanted)  # type: ignore[arg-type]
+        benchmark("lab.yaml", **wanted)  # type: ignore[arg-type]
     assert message in str(raised.value)
 
 

@@ -69,7 +69,7 @@ class Walk:
 
     def _pipeline(self, words: list[str], block: Block) -> None:
         """In this process, which saves importing torch each time."""
-        more = block.option("with").split() if words[0] in ("run", "compare") else []
+        more = block.option("with").split() if words[0] in ("run", "benchmark") else []
         if words[0] == "run" and not {"--resume", "--no-baseline"} & set(words):
             more = [*more, "measure.budget_s=8"]  # five pairs
         ended = self.command(*words, *more)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import ComparisonResult, Experiment, RunResult, compare, run
+from pipeline import BenchmarkResult, Experiment, RunResult, benchmark, run
 from pipeline.errors import Terminated, TrainingError
 from pipeline.protocol.events import RunClosed
 from pipeline.recording import journal
@@ -74,9 +74,9 @@ def test_a_run_returns_its_figures_and_leaves_the_process_as_it_was(here: Path) 
 def test_a_comparison_returns_its_cells(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = (*KEPT_HERE, "train.epochs=9", "measure={warmup_steps: 1, steps: 6}")
 
-    result = compare("lab.yaml", *overrides, strategies=["single"], repeats=1)
+    result = benchmark("lab.yaml", *overrides, strategies=["single"], repeats=1)
 
-    assert isinstance(result, ComparisonResult)
+    assert isinstance(result, BenchmarkResult)
     assert (result.best.title, list(result.to_pandas()["title"])) == ("single", ["single"])
     assert f"{result.report.name}: benchmark completed (" in capfd.readouterr().out  # a script gets it printed
 

@@ -1,4 +1,4 @@
-"""``pipeline compare`` as a whole: the matrix under torchrun, its JSON, its runs in MLflow, and what can go wrong."""
+"""``pipeline benchmark FILE`` as a whole: the matrix under torchrun, its JSON, its runs in MLflow, its failures."""
 
 import json
 import signal
@@ -47,7 +47,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """In fp64, where the same training gives the same losses."""
     cwd = tmp_path_factory.mktemp("compared")
     wishes = ["--strategies", "single,ddp", "--workers", "2,64", "--scaling", "both", "--repeats", str(REPEATS)]
-    process = started("compare", MLP, "train.precision=fp64", *wishes, "--json", "--profile", cwd=cwd)
+    process = started("benchmark", MLP, "train.precision=fp64", *wishes, "--json", "--profile", cwd=cwd)
     stdout, stderr = process.communicate(timeout=230)
     (folder,) = (cwd / "runs").iterdir()
     return Compared(cwd, folder, Ended(process.returncode, stdout, stderr))
@@ -117,11 +117,11 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     assert set(children) == {
         "baseline: 1 worker", "ddp, 2 workers", "ddp, 2 workers (weak)", "reference: 1 process, 2 cores"
     }  # fmt: skip
-    assert parent.info.run_name == "comparison"
+    assert parent.info.run_name == "benchmark"
     assert {run.data.tags["mlflow.parentRunId"] for run in children.values()} == {parent.info.run_id}
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert children["ddp, 2 workers"].data.metrics["speedup"] == pytest.approx(compared.cell("ddp", 2)["speedup"])
-    assert parent.data.tags["role"] == "compare"
+    assert parent.data.tags["role"] == "benchmark"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files >= {"speedup.json", "speedup_table.json", "speedup.png", "report.html", "experiment.yaml", "log.txt"}
     assert "2 workers (ddp)" in parent.data.tags["mlflow.note.content"]
@@ -138,7 +138,7 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     ],
 )
 def test_too_few_samples(command: Any, arguments: list[str], told: str) -> None:
-    ended = command("compare", "lab.yaml", *arguments)
+    ended = command("benchmark", "lab.yaml", *arguments)
     assert ended.code == 2
     assert told in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.output
@@ -147,7 +147,7 @@ def test_too_few_samples(command: Any, arguments: list[str], told: str) -> None:
 def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
     """A model that only breaks on the second worker."""
     ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "parallel.cpus_per_worker=1"]
-    ended = command("compare", "lab.yaml", "model.fault=raises", "model.rank=1", *ddp, "--repeats", "2", "--json")
+    ended = command("benchmark", "lab.yaml", "model.fault=raises", "model.rank=1", *ddp, "--repeats", "2", "--json")
     cells = {cell["title"]: cell for cell in json.loads(ended.stdout)["cells"]}
 
     assert ended.code == 1
@@ -158,7 +158,7 @@ def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
 
 def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path) -> None:
     lasting = ["train.epochs=20", "measure.steps=200", "parallel.launcher=torchrun"]  # a cell is not over at once
-    process = start("compare", MLP, *lasting, "--repeats", "50", "--json", cwd=tmp_path)
+    process = start("benchmark", MLP, *lasting, "--repeats", "50", "--json", cwd=tmp_path)
     deadline = time.monotonic() + 120
     while len(_opened(tmp_path)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -168,7 +168,7 @@ def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path)
 
     assert process.returncode == 130, stderr
     assert cells["single"]["measured"]
-    assert cells["ddp, 2 workers"]["reason"] == "the comparison ended before it was measured"
+    assert cells["ddp, 2 workers"]["reason"] == "the benchmark ended before it was measured"
     (folder,) = (tmp_path / "runs").iterdir()
     *_, last = journal.read(folder / journal.FILE_NAME)
     assert isinstance(last, RunClosed)

@@ -228,7 +228,7 @@ def test_a_batch_that_does_not_fit_on_one_rank_is_found(command: Callable[..., A
 
 def test_a_run_says_what_each_worker_holds(command: Callable[..., Any], tmp_path: Path) -> None:
     ended = command(
-        "compare", "lab.yaml", LARGE, "--strategies", "ddp,fsdp", "--workers", "2", "--repeats", "1", *_WORKERS,
+        "benchmark", "lab.yaml", LARGE, "--strategies", "ddp,fsdp", "--workers", "2", "--repeats", "1", *_WORKERS,
         f"tracking.directory={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
     )  # fmt: skip
     assert ended.code == 0, ended.output

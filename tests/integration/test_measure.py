@@ -1,4 +1,4 @@
-"""``pipeline measure``: the speedup of a finished run once more, in its own folder and MLflow run."""
+"""``pipeline benchmark RUN``: the speedup of a finished run once more, in its own folder and MLflow run."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_a_finished_run_is_measured_again(command: Callable[..., Any], project: 
     assert [len(end.result.slots) for end in ends(folder)] == [5, 5, 5]
     assert weights
 
-    again = command("measure", str(folder), "--budget-s", "9", "--json")
+    again = command("benchmark", str(folder), "--time-budget", "9", "--json")
     assert again.code == 0, again.output
     document = json.loads(again.stdout)
     assert document["run"] == folder.name

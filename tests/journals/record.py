@@ -171,7 +171,7 @@ def elastic(lab: Lab) -> Path:
 
 
 def comparison(lab: Lab) -> Path:
-    return lab.run("compare", "tiny.yaml", "--strategies", "single,ddp", "--workers", "1,2", "--repeats", "2")
+    return lab.run("benchmark", "tiny.yaml", "--strategies", "single,ddp", "--workers", "1,2", "--repeats", "2")
 
 
 def sweep(lab: Lab) -> Path:

@@ -13,7 +13,7 @@ def test_strategies_side_by_side(command: Callable[..., Ended], tmp_path: Path) 
     where = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]
     where += ["parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
     wishes = ["--strategies", "single,ddp", "--workers", "1,2,64", "--repeats", "1", "--json"]
-    ended = command("compare", "lab.yaml", *where, "train.precision=fp64", *wishes)
+    ended = command("benchmark", "lab.yaml", *where, "train.precision=fp64", *wishes)
 
     assert ended.code == 0, ended.output
     cells = {(cell["strategy"], cell["workers"]): cell for cell in json.loads(ended.stdout)["cells"]}

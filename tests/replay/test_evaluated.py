@@ -142,7 +142,7 @@ def test_a_measurement_that_does_not_end_leaves_the_run_finished(
     monkeypatch.setattr(Invocation, "execute", execute)
     if how == "killed":
         monkeypatch.setattr(recorded_run, "_close", lambda *_, **__: None)
-    ended = there("measure", "latest")
+    ended = there("benchmark", "latest")
     assert ended.code == (130 if how == "interrupted" else 1), ended.output
     assert journals.ending(folder / journals.FILE_NAME) is not None
     assert read_state(folder).status == "FINISHED"

@@ -21,7 +21,7 @@ Recorded = Callable[[str], Recording]
 ENDS = {
     "finished": ("run", "FINISHED", 2), "single": ("run", "FINISHED", 1), "failed": ("run", "FAILED", 2),
     "nan": ("run", "FINISHED", 1), "nan-stopped": ("run", "FAILED", 2), "interrupted": ("run", "KILLED", 2),
-    "killed": ("run", "KILLED", 2), "elastic": ("run", "FINISHED", 1), "comparison": ("compare", "FINISHED", None),
+    "killed": ("run", "KILLED", 2), "elastic": ("run", "FINISHED", 1), "comparison": ("benchmark", "FINISHED", None),
     "sweep": ("sweep", "FINISHED", None),
 }  # fmt: skip
 
@@ -168,11 +168,11 @@ def test_the_document_of_a_run_has_its_evaluations(there: Any, journal: Recorded
     ("name", "said"),
     [
         ("failed", "hasn't finished: continue it with --resume"),
-        ("killed", "pipeline measure needs a training that is over"),
-        ("comparison", "this run has no training; pipeline measure needs one of pipeline run"),
+        ("killed", "pipeline benchmark RUN needs a completed training"),
+        ("comparison", "this run has no training; pipeline benchmark RUN needs one of pipeline run"),
         (
             "single",
-            "1 worker has no baseline that can be measured beside it; pipeline compare measures strategies in rounds",
+            "1 worker has no baseline that rank 0 can measure in turn with it. Use pipeline benchmark FILE",
         ),
         ("finished", "has no checkpoint, from which the model would be loaded"),
     ],
@@ -180,7 +180,7 @@ def test_the_document_of_a_run_has_its_evaluations(there: Any, journal: Recorded
 def test_what_can_t_be_measured_again_is_refused(there: Any, journal: Recorded, name: str, said: str) -> None:
     run = journal(name).folder
     before = (run / "events.jsonl").read_bytes()
-    ended = there("measure", run.name)
+    ended = there("benchmark", run.name)
     assert (ended.code, ended.stdout) == (2, "")
     assert said in ended.stderr
     assert (run / "events.jsonl").read_bytes() == before

@@ -195,7 +195,7 @@ def test_an_interrupt_that_was_swallowed_comes_before_there_is_a_run(
 
 def test_a_comparison_reports_each_cell(play: Play, lab: Path, store: Store) -> None:
     ended = play(
-        "comparison", "compare", "tiny.yaml", "--strategies", "single,ddp", "--workers", "1,2", "--repeats", "2"
+        "comparison", "benchmark", "tiny.yaml", "--strategies", "single,ddp", "--workers", "1,2", "--repeats", "2"
     )
 
     assert ended.code == 0, ended.stderr

@@ -7,7 +7,7 @@ import pytest
 import toys
 import yaml
 
-from pipeline.commands.matrix import MatrixRequest, make_matrix
+from pipeline.commands.benchmark.matrix import MatrixRequest, make_matrix
 from pipeline.config.load import from_mapping, load
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import flatten, to_yaml

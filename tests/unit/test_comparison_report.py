@@ -28,7 +28,7 @@ def test_a_comparison_of_one_round_asks_for_more() -> None:
     (remark,) = compared((190,)).remarks
     assert remark == (
         "2 workers (ddp): inconclusive, 1.90x measured without a confidence interval. It was measured once, so the "
-        "noise is unknown. Measure several times: pipeline compare FILE --repeats 5"
+        "noise is unknown. Measure several times: pipeline benchmark FILE --repeats 5"
     )
 
 

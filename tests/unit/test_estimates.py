@@ -287,15 +287,15 @@ def test_an_inconclusive_speedup_says_how_long_to_measure() -> None:
     """
     assert unresolved(103, noise=0.05) == (
         "2 workers (ddp): inconclusive, 0.98x to 1.09x (95% CI). 8 rounds are too few for a speedup this close to 1x. "
-        "Measure longer (about 1 min 20 s): pipeline measure RUN --budget-s 80"
+        "Measure longer (about 1 min 20 s): pipeline benchmark RUN --time-budget 80"
     )
-    assert unresolved(100 / 1.03, noise=0.05).endswith(": pipeline measure RUN --budget-s 80")
+    assert unresolved(100 / 1.03, noise=0.05).endswith(": pipeline benchmark RUN --time-budget 80")
 
 
 def test_a_comparison_asks_for_repeats() -> None:
     assert unresolved(103, noise=0.05, role="cell") == (
         "2 workers (ddp): inconclusive, 0.98x to 1.09x (95% CI). 8 repeats are too few for this much noise. Measure "
-        "more often: pipeline compare FILE --repeats 21"
+        "more often: pipeline benchmark FILE --repeats 21"
     )
 
 
@@ -307,7 +307,7 @@ def test_what_no_measurement_would_tell_is_not_asked_for(rate: float) -> None:
 def test_on_a_busy_machine_it_is_not_the_speedup_that_is_too_small_to_tell() -> None:
     said = unresolved(101, noise=0.9)
     assert said.endswith(
-        "The machine was too busy with other work. Measure again on an idle machine: pipeline measure RUN"
+        "The machine was too busy with other work. Measure again on an idle machine: pipeline benchmark RUN"
     )
 
 

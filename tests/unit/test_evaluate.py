@@ -104,7 +104,7 @@ def test_a_checkpoint_that_there_is_not(run: Path, wanted: str | None, overrides
     ("role", "said"),
     [
         ("sweep", "pipeline evaluate 20260301-000000-x/trial-001"),
-        ("compare", "a run of pipeline compare, which does not train"),
+        ("benchmark", "a run of pipeline benchmark, which does not train"),
     ],
 )
 def test_what_has_no_training_is_refused(run: Path, role: str, said: str) -> None:

@@ -113,7 +113,7 @@ words = st.sampled_from(
     ]
 )
 # What they do with a good file takes long or starts servers: here they get none.
-WITH_FILE = ["check --no-data", "run", "run --dry-run", "compare", "predict", "tune-batch", "submit", "submit --slurm"]
+WITH_FILE = ["check --no-data", "run", "run --dry-run", "benchmark", "submit", "submit --slurm"]
 OTHERS = ["list", "show", "diff", "sync", "new", "schema", "status", "logs", "stop", "evaluate", "export", "nope"]
 OTHERS += ["new --update", "export --to=out", ""]
 

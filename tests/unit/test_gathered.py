@@ -59,7 +59,7 @@ def test_what_is_not_gathered_is_told_before_the_first_step() -> None:
 def test_a_prediction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
     with pytest.raises(
-        ExperimentError, match=r"task: calls pipeline\.tasks\.gathered, .* Measure it with pipeline compare"
+        ExperimentError, match=r"task: calls pipeline\.tasks\.gathered, .* Measure it with pipeline benchmark"
     ):
         trained("Similar", kind=Probe, max_steps=2)
 

@@ -1,12 +1,12 @@
-"""What a comparison measures and in which order: pure decisions from an experiment, a machine and a wish."""
+"""What a benchmark measures and in which order: pure decisions from an experiment, a machine and a wish."""
 
 from typing import Any
 
 import pytest
 import toys
 
-from pipeline.commands.compare import too_small
-from pipeline.commands.matrix import Matrix, MatrixRequest, make_matrix
+from pipeline.commands.benchmark.matrix import Matrix, MatrixRequest, make_matrix
+from pipeline.commands.benchmark.measure import too_small
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Measurement

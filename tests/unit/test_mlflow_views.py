@@ -111,7 +111,7 @@ def test_a_run_is_named_by_what_it_is() -> None:
     assert name_run(opened(**ddp)) == "ddp, 2 workers"
     assert name_run(opened(quick="true", **ddp)) == "quick test: ddp, 2 workers"
     assert name_run(opened("my run", **ddp)) == "my run"
-    assert (name_run(opened(role="compare")), name_run(opened(role="sweep"))) == ("comparison", "sweep")
+    assert (name_run(opened(role="compare")), name_run(opened(role="sweep"))) == ("benchmark", "sweep")
     assert name_run(opened(role="main")) == "20261126-lab"
 
 

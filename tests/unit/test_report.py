@@ -131,7 +131,7 @@ def test_windows_resolve_nothing_however_far_apart() -> None:
     (remark,) = compare(MAIN, main_at=spread(190, noise=1), baseline_at=spread(100, noise=1)).remarks
     assert remark == (
         "2 workers (ddp): inconclusive, 1.90x measured without a confidence interval. The baseline was not measured "
-        "alternately with the training. Measure both in rounds: pipeline compare FILE"
+        "alternately with the training. Measure both in rounds: pipeline benchmark FILE"
     )
 
 

@@ -88,7 +88,7 @@ def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
     assert (newest.samples_per_second, newest.seconds, newest.is_resolved) == (100, 60, True)
     assert newest.ended is not None
     assert (newest.ended - newest.began).total_seconds() == 60
-    assert (compared.command, compared.what, compared.speedup) == ("compare", "compare", None)
+    assert (compared.command, compared.what, compared.speedup) == ("benchmark", "benchmark", None)
     assert (failed.status, failed.message) == ("FAILED", "why")
     assert (killed.status, killed.ended) == ("KILLED", None)
 

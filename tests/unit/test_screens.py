@@ -194,7 +194,7 @@ def check(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", SCREENS)
 def test_a_screen_has_this_text(name: str) -> None:
-    command = {"run_quick": "pipeline run experiments/resnet.yaml --quick", "compare": "pipeline compare resnet.yaml"}
+    command = {"run_quick": "pipeline run experiments/resnet.yaml --quick", "compare": "pipeline benchmark resnet.yaml"}
     text = shown(SCREENS[name](), PLACES._replace(command=command.get(name, PLACES.command)))
     check(name, text)
 

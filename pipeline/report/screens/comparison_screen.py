@@ -1,4 +1,4 @@
-"""The screen of ``pipeline compare``: the configuration with most workers, the fastest one, and two tables."""
+"""The screen of ``pipeline benchmark FILE``: the configuration with most workers, the fastest one, and two tables."""
 
 import shlex
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _FEW_REPEATS = 10
 
 
 def format_screen(report: Report, places: Places) -> tuple[str, ...]:
-    """Return the lines of the screen that ends ``pipeline compare``."""
+    """Return the lines of the screen that ends ``pipeline benchmark FILE``."""
     main, baseline = report.main, report.rows[0]
     outcome = classify_speedup(main, baseline)
     doubt = explain_doubt(main, main=main, baseline=baseline) if outcome == "inconclusive" else None

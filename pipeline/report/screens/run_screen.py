@@ -183,7 +183,7 @@ def _notes(report: Report, places: Places, *, doubt: Doubt | None, has_advice: b
     if doubt is None and has_wide and main.other_cores is not None and main.other_cores > BUSY:
         notes.append(
             f"Other processes used {main.other_cores:.1f} CPU cores during the measurement. Measure again on an idle "
-            f"machine for narrower intervals:\npipeline measure {places.run}"
+            f"machine for narrower intervals:\npipeline benchmark {places.run}"
         )
     others = (one for one in report.advice if not (one.measured and one.overrides))  # which is behind USE
     if doubt is None and (other := next(others, None)) and (other.measured or not has_advice):

@@ -1,10 +1,10 @@
-"""``pipeline compare``: a matrix of short, alternating measurements, and their report."""
+"""Measure an experiment's configurations in short, alternating trainings: ``pipeline benchmark FILE``."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make_matrix
 from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
-from pipeline.commands.matrix import Cell, Matrix, MatrixRequest, make_matrix
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, TrainingError
 from pipeline.protocol.trial import Trial
@@ -14,10 +14,10 @@ from pipeline.report import Row, Unmeasured, device
 from pipeline.report.report import Report
 from pipeline.wording import counted
 
-NOT_REACHED = "the comparison ended before it was measured"
+NOT_REACHED = "the benchmark ended before it was measured"
 
 
-def compare(
+def benchmark(
     file: ExperimentFile,
     *,
     wanted: MatrixRequest,
@@ -37,23 +37,23 @@ def compare(
     Raises:
         PipelineError: ready to be shown; after the report, if anything could be measured.
     """
-    refuse_outer_launcher("compare")
+    refuse_outer_launcher("benchmark")
     with planning(file) as (allowed, resources):
         matrix = make_matrix(file.experiment, resources, allowed=allowed, wanted=wanted)
     with invoked(matrix.plan, file=file, terminal=terminal, verbose=verbose) as invocation:
-        comparison = _Comparison(matrix, invocation)
+        measured = _Benchmark(matrix, invocation)
         try:
-            comparison.measure()
+            measured.measure()
         finally:
             if invocation.results:
                 with invocation.unharmed("the report"):
-                    show(comparison.report(), invocation.folder)
-    if comparison.failures:
-        raise next(iter(comparison.failures.values()))
+                    show(measured.report(), invocation.folder)
+    if measured.failures:
+        raise next(iter(measured.failures.values()))
 
 
-class _Comparison:
-    """The state of a comparison: which cells failed or turned out to be too large."""
+class _Benchmark:
+    """The state of a benchmark: which cells failed or turned out to be too large."""
 
     def __init__(self, matrix: Matrix, invocation: Invocation) -> None:
         self.failures: dict[str, PipelineError] = {}

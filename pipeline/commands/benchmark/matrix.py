@@ -1,4 +1,4 @@
-"""Matrix of ``pipeline compare``, made from experiment and resources by a pure function."""
+"""Matrix of ``pipeline benchmark``, made from experiment and resources by a pure function."""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -45,7 +45,7 @@ class Cell(Frozen):
 
 
 class Matrix(Frozen):
-    """Cells and trials of a comparison."""
+    """Cells and trials of a benchmark."""
 
     cells: tuple[Cell, ...]
     """Cells in the order of the request, the baseline first."""
@@ -56,7 +56,7 @@ class Matrix(Frozen):
 def make_matrix(
     experiment: Experiment, resources: Resources, *, allowed: tuple[str, ...], wanted: MatrixRequest
 ) -> Matrix:
-    """Plan the cells of a comparison.
+    """Plan the cells of a benchmark.
 
     Every worker of every cell has the same cores. A cell that can't run here is kept, with the reason.
 
@@ -81,7 +81,7 @@ def make_matrix(
         for repeat in range(wanted.repeats)
         for trial in trials
     ]
-    plan = Plan(command="compare", experiment=experiment, resources=resources, trials=tuple(rounds))
+    plan = Plan(command="benchmark", experiment=experiment, resources=resources, trials=tuple(rounds))
     return Matrix(cells=tuple(cells), plan=plan)
 
 

@@ -1,4 +1,4 @@
-"""``pipeline measure``: measure the speedup of a finished run again, from its last checkpoint.
+"""Measure the speedup of a finished run again, from its last checkpoint: ``pipeline benchmark RUN``.
 
 The run has finished: it keeps its status and duration, also if the measurement fails, is interrupted or killed.
 """
@@ -24,7 +24,7 @@ MOST_PAIRS = 1000
 """Most pairs of slots within a budget that was asked for: it alone decides."""
 
 
-def measure(
+def measure_again(
     file: ExperimentFile,
     *,
     folder: Path,
@@ -46,23 +46,23 @@ def measure(
     Raises:
         PipelineError: ready to be shown.
     """
-    refuse_outer_launcher("measure")
+    refuse_outer_launcher("benchmark")
     _require_finished(folder)
     plan = make(file, with_baseline=True)
     main = plan.main
     started = _time_to_first_step(folder, trial=main.name)
     if not isinstance(main, Training) or not main.compared_with:
         raise UsageError(
-            f"{folder.name}: {main.title} has no baseline that can be measured beside it; pipeline compare measures "
-            "strategies in rounds"
+            f"{folder.name}: {main.title} has no baseline that rank 0 can measure in turn with it. "
+            "Use pipeline benchmark FILE, which measures the configurations one after the other."
         )
     address = address_of(file.experiment.checkpoint.directory, run=folder)
     if not Storage(address).folders():
         raise UsageError(f"{folder.name}: {address} has no checkpoint, from which the model would be loaded")
     if note := describe_missing_end(file, folder=folder):
         raise UsageError(
-            f"{folder.name}: {note} pipeline measure needs a checkpoint of the last step. "
-            "Train again, or use pipeline compare."
+            f"{folder.name}: {note} pipeline benchmark needs a checkpoint of the last step. "
+            "Train again, or use pipeline benchmark FILE."
         )
     again = main.model_copy(
         update={"experiment": _within(main.experiment, budget_s=budget_s), "checkpoints": address, "resume": True}
@@ -92,7 +92,7 @@ def _require_finished(folder: Path) -> None:
         state_now = "hasn't finished: continue it with --resume"
         if state.status == "RUNNING":
             state_now = f"is still running in {journal.describe_writer(folder / journal.FILE_NAME)}"
-        raise UsageError(f"{folder}: this run {state_now}; pipeline measure needs a training that is over")
+        raise UsageError(f"{folder}: this run {state_now}; pipeline benchmark RUN needs a completed training")
 
 
 def _time_to_first_step(folder: Path, *, trial: str) -> float | None:
@@ -104,5 +104,5 @@ def _time_to_first_step(folder: Path, *, trial: str) -> float | None:
     ends = [event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Finished)]
     waits = [end.time_to_first_step_s for end in ends if end.trial == trial]
     if not waits:
-        raise UsageError(f"{folder}: this run has no training; pipeline measure needs one of pipeline run")
+        raise UsageError(f"{folder}: this run has no training; pipeline benchmark RUN needs one of pipeline run")
     return next((wait for wait in waits if wait is not None), None)

@@ -1,0 +1,45 @@
+"""Wishes for a benchmark that can't be met, and verbs of earlier versions."""
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--strategies", "single,dpp"], "--strategies single,dpp: 'dpp' is not a strategy; did you mean dp?"),
+        (["--workers", "1,0"], "--workers 1,0: '0' is not a number of workers. Use numbers of at least 1, e.g. 1,2,4."),
+        (["--workers", "two"], "--workers two: 'two' is not a number of workers"),
+        (["--workers", ""], "--workers : '' is not a number of workers"),
+        (["--repeats", "0"], "should be greater than or equal to 1"),
+        (["--time-budget", "9"], "--time-budget: lab.yaml is an experiment file, not a run. Remove it."),
+    ],
+)
+def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:
+    ended = command("benchmark", "lab.yaml", *arguments)
+    assert ended.code == 2
+    assert told in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize("option", [["--workers", "2"], ["--repeats", "3"], ["train.epochs=2"]])
+def test_a_run_is_measured_as_it_was(command: Any, option: list[str]) -> None:
+    ended = command("benchmark", "latest", *option)
+    assert ended.code == 2
+    word = option[0] if option[0].startswith("-") else "KEY=VALUE"
+    assert f"{word}: latest is not an experiment file, and a run is measured as it was. Remove it." in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", "lab.yaml", "--workers", "2"], "pipeline compare: removed. Use pipeline benchmark lab.yaml"),
+        (["compare"], "pipeline compare: removed. Use pipeline benchmark FILE"),
+        (["measure", "latest", "--budget-s", "9"], "pipeline measure: removed. Use pipeline benchmark latest"),
+    ],
+)
+def test_a_verb_of_an_earlier_version_names_the_new_one(command: Any, words: list[str], message: str) -> None:
+    ended = command(*words)
+    assert (ended.code, ended.stderr) == (2, f"error: {message}\n")
+    assert f"│ {words[0]} " not in command("--help").stdout
