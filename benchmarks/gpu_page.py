@@ -26,7 +26,7 @@ TESTS = {
     "test_fp16_leaves_out_steps_until_the_scale_fits": "fp16: steps that overflow are left out until the scale fits",
     "test_bf16_in_channels_last_trains_as_fp32": "bf16 in channels_last, compiled and not, has the losses of fp32",
     "test_peak_memory_is_that_of_torch": "peak memory is torch's own figure",
-    "test_a_batch_size_ends_at_the_memory_of_the_gpu": "`tune-batch` ends at a real out-of-memory error",
+    "test_a_batch_without_memory_is_reported_as_such": "a batch that does not fit is reported as a lack of memory",
     "test_utilization_and_energy_are_read": "utilization and energy are read",
     "test_a_resumed_training_has_the_weights_of_a_whole_one": "a resumed training has the weights of a whole one, "
     "contiguous and channels_last",

@@ -86,7 +86,7 @@ class UsageError(PipelineError):
 
 
 class UnguardedScriptError(UsageError):
-    """Call of ``run`` or ``compare`` in a script that is imported for its classes."""
+    """Call of ``run`` or ``benchmark`` in a script that is imported for its classes."""
 
 
 class ResourceError(PipelineError):
@@ -126,6 +126,10 @@ class NonFiniteError(TrainingError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (str(self), self.step)
+
+
+class NoMemoryError(TrainingError):
+    """Failure of a rank that ran out of memory, on a GPU or on the CPU."""
 
 
 class Stopped(Exception):

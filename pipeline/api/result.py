@@ -110,6 +110,7 @@ class BenchmarkResult(Result):
 
     @property
     def best(self) -> Row:
-        """Configuration with the highest speedup in strong scaling; the baseline if none could be measured."""
-        cells = [row for row in self.report.rows if row.role == "cell" and row.scaling == "strong"]
-        return max(cells, key=lambda row: row.speedup or 0.0, default=self.report.rows[0])
+        """Configuration with the highest speedup and the baseline's batches; the baseline if none was measured."""
+        first, *others = self.report.rows
+        cells = [row for row in others if row.role == "cell" and row.global_batch_size == first.global_batch_size]
+        return max(cells, key=lambda row: row.speedup or 0.0, default=first)

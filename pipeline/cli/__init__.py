@@ -79,7 +79,6 @@ app.callback()(_options)
 _VERBS: Mapping[str, Callable[..., None]] = {
     "run": experiments.run,
     "benchmark": benchmark.benchmark,
-    "tune-batch": experiments.tune_batch,
     "predict": experiments.predict,
     "sweep": experiments.sweep,
     "evaluate": weights.evaluate,

@@ -210,8 +210,8 @@ def strategies_of(text: str) -> tuple[str, ...]:
     return names
 
 
-def counts_of(option: str, text: str) -> tuple[int, ...]:
-    """Parse the value of ``option``, a list of numbers of workers such as "1,2,4".
+def counts_of(option: str, text: str, *, what: str = "number of workers") -> tuple[int, ...]:
+    """Parse the value of ``option``, a list of numbers such as "1,2,4"; ``what`` says what each of them is.
 
     Raises:
         UsageError: a part is not a positive integer.
@@ -219,7 +219,5 @@ def counts_of(option: str, text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not (part.isascii() and part.isdecimal() and int(part) > 0):
-            raise UsageError(
-                f"{option} {text}: {part!r} is not a number of workers. Use numbers of at least 1, e.g. 1,2,4."
-            )
+            raise UsageError(f"{option} {text}: {part!r} is not a {what}. Use numbers of at least 1, e.g. 1,2,4.")
     return tuple(dict.fromkeys(map(int, parts)))

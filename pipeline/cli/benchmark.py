@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,7 +25,7 @@ from pipeline.errors import UsageError
 
 _OF_A_RUN = ("time_budget", "directory")
 """Parameters that are only for a completed run."""
-_OF_A_FILE = ("overrides", "strategies", "workers", "scaling", "repeats", "profile", "address")
+_OF_A_FILE = ("overrides", "strategies", "workers", "scaling", "repeats", "batch_sizes", "profile", "address")
 """Parameters that are only for an experiment file."""
 
 
@@ -62,6 +62,14 @@ def benchmark(
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of times to measure each configuration.")
     ] = 3,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...|auto",
+            help="Also measure the file's configuration with these batch sizes per device. auto doubles the file's "
+            "batch size until memory runs out or throughput grows by less than 5%.",
+        ),
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record a torch.profiler trace of each configuration.")
     ] = False,
@@ -96,6 +104,7 @@ def benchmark(
             scaling=scaling.value,
             repeats=repeats,
             profile=profile,
+            batch_sizes=_parse_sizes(batch_sizes) if batch_sizes is not None else (),
         )
         with head_start(experiment, verbose=verbose, tracked=True):
             from pipeline.commands.benchmark.measure import benchmark
@@ -129,6 +138,10 @@ def _measure_again(
             terminal=terminal,
             show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
         )
+
+
+def _parse_sizes(text: str) -> "tuple[int, ...] | Literal['auto']":
+    return "auto" if text == "auto" else counts_of("--batch-sizes", text, what="batch size")
 
 
 def is_file(target: str) -> bool:

@@ -90,30 +90,6 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
         typer.echo(plan)
 
 
-def tune_batch(
-    file: FileArgument,
-    overrides: Overrides = None,
-    *,
-    most: Annotated[
-        int | None, typer.Option("--max", min=1, metavar="N", help="Largest batch size per device to try.")
-    ] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    address: Cluster = None,
-    verbose: Verbose = False,
-) -> None:
-    """Find the smallest batch size per device at which throughput stops growing."""
-    with (
-        opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal),
-        head_start(experiment, verbose=verbose, tracked=False),
-    ):
-        from pipeline.commands import tune_batch as tuning
-
-        report = tuning.tune_batch(experiment, most=most, verbose=verbose, terminal=terminal)
-    if as_json:
-        typer.echo(report.tuned.model_dump_json(indent=2))
-
-
 def predict(
     file: FileArgument,
     overrides: Overrides = None,

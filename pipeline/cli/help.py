@@ -17,13 +17,10 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "benchmark": (
             "pipeline benchmark experiments/mlp.yaml --strategies single,ddp --workers 1,2",
+            "pipeline benchmark experiments/resnet.yaml --batch-sizes auto",
             "pipeline benchmark latest --time-budget 120",
         ),
         "sweep": ("pipeline sweep experiments/sweep.yaml", "pipeline sweep experiments/sweep.yaml --resume latest"),
-        "tune-batch": (
-            "pipeline tune-batch experiments/resnet.yaml",
-            "pipeline tune-batch experiments/resnet.yaml --max 256",
-        ),
         "predict": (
             "pipeline predict experiments/resnet.yaml --workers 64",
             "pipeline predict experiments/resnet.yaml --link 25Gbit,20us",

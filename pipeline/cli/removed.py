@@ -7,6 +7,7 @@ from pipeline.errors import UsageError
 VERBS: Mapping[str, str] = {
     "compare": "benchmark {file}",
     "measure": "benchmark {run}",
+    "tune-batch": "benchmark {file} --batch-sizes auto",
 }
 """Verb and arguments that do the same today, by the earlier verb."""
 

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pipeline.config.values import Direction, Recorded
 from pipeline.errors import Problem
 from pipeline.protocol.trial import Rank, Role, Split, Status, Title
-from pipeline.protocol.trial_result import BatchSizes, TrialResult
+from pipeline.protocol.trial_result import TrialResult
 from pipeline.wording import counted
 
 STOPPED_EARLY = "stopped early by ASHA"
@@ -184,6 +184,8 @@ class Failed(Event):
     problems: tuple[Problem, ...] = ()
     nonfinite_step: int | None = None
     """The step, counted from 1, whose loss, gradients or weights are not finite, if that is what failed."""
+    is_out_of_memory: bool = False
+    """True if the rank ran out of memory; false in journals of earlier versions."""
     origin: Origin = "rank"
     """Origin as seen by the rank, see `pipeline.training.torch_errors`."""
 
@@ -295,11 +297,10 @@ class Trained(Event):
     """Estimated seconds of the measurements that follow; None if the speedup is not measured."""
 
 
-class BatchSizesFound(Event):
-    """End of a search for the batch size on rank 0."""
+class Removed(Event):
+    """Event of an earlier version, of which a journal may have some. Its contents are not read."""
 
-    kind: Literal["batch_sizes_found"] = "batch_sizes_found"
-    sizes: BatchSizes
+    kind: Literal["batch_sizes_found"]
 
 
 class Evaluated(Event):
@@ -444,7 +445,7 @@ AnyEvent = Annotated[
     | Advanced
     | Trained
     | Finished
-    | BatchSizesFound
+    | Removed
     | Evaluated
     | Checked
     | ArtifactSaved
@@ -481,7 +482,7 @@ REASONS_TO_KEEP = ("run_opened", "first_step", "metrics", "finished", "evaluated
 def is_reason_to_keep(event: AnyEvent) -> bool:
     """Return True if an event shows that its run counts: it has taken a step or has a result, or belongs to a sweep."""
     match event:
-        case FirstStep() | Metrics() | Finished() | Evaluated() | BatchSizesFound():
+        case FirstStep() | Metrics() | Finished() | Evaluated() | Removed():
             return True
         case RunOpened():
             return bool(event.sweep) or event.tags.get("role") == "sweep"

@@ -16,7 +16,8 @@ from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.wording import counted, format_parallel
 
-Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning", "evaluation", "check"]
+Role = Literal["main", "baseline", "reference", "cell", "probe", "evaluation", "check", "tuning"]
+"""Role of a trial; the last one is of earlier versions."""
 Split = Literal["validation", "test"]
 """Held-out set that can be evaluated."""
 Scaling = Literal["strong", "weak"]
@@ -239,14 +240,6 @@ class Probe(Measurement):
     role: Literal["probe"] = "probe"
 
 
-class Tuning(Measurement):
-    """A search for the batch size of a device."""
-
-    role: Literal["tuning"] = "tuning"
-    max_batch_size: int | None = None
-    """The largest batch of one device to try; None goes as far as memory or data allow."""
-
-
 class Evaluation(Trial):
     """The evaluation of a checkpoint on a held-out set, without training."""
 
@@ -274,11 +267,11 @@ EVALUATION: str = Evaluation.model_fields["role"].default
 """Name of the trial that evaluates a checkpoint."""
 ROLES: Mapping[str, type[Trial]] = {
     kind.model_fields["role"].default: kind
-    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Tuning, Evaluation, BatchCheck)
+    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Evaluation, BatchCheck)
 }  # fmt: skip
 """Classes of trials by role."""
 
-_ONCE_SHARED = frozenset(name for kind in ROLES.values() for name in kind.model_fields)
+_ONCE_SHARED = frozenset({"max_batch_size", *(name for kind in ROLES.values() for name in kind.model_fields)})
 
 
 def trial_from_json(text: str | bytes) -> Trial:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pipeline.errors import ExperimentError, PipelineError, TrainingError
-from pipeline.protocol.events import AnyEvent, BatchSizesFound, Evaluated, Failed, Finished, Started, Trained
-from pipeline.protocol.trial_result import BatchSizes
+from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, TrainingError
+from pipeline.protocol.events import AnyEvent, Evaluated, Failed, Finished, Started, Trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +14,6 @@ class Outcome:
     started: Started | None = None
     trained: Trained | None = None
     finished: Finished | None = None
-    batch_sizes: BatchSizes | None = None
-    """Result of a trial whose role is tuning, in place of ``finished``."""
     evaluated: Evaluated | None = None
     """Result of the evaluation of a checkpoint, in place of ``finished``."""
     failures: tuple[Failed, ...] = ()
@@ -39,8 +36,6 @@ class Outcome:
                 return replace(self, trained=event)
             case Finished():
                 return replace(self, finished=event)
-            case BatchSizesFound():
-                return replace(self, batch_sizes=event.sizes)
             case Evaluated():
                 return replace(self, evaluated=event)
             case Failed():
@@ -50,7 +45,7 @@ class Outcome:
     @property
     def has_ended(self) -> bool:
         """True if rank 0 has sent its result."""
-        return self.finished is not None or self.batch_sizes is not None or self.evaluated is not None
+        return self.finished is not None or self.evaluated is not None
 
     @property
     def has_failed(self) -> bool:
@@ -86,7 +81,8 @@ class Outcome:
         if first.problems:
             return ExperimentError(first.problems)
         where = f"rank {first.rank.rank} on {first.rank.node}: " if first.rank.world_size > 1 else ""
-        return TrainingError(where + first.error, first.traceback)
+        kind = NoMemoryError if first.is_out_of_memory else TrainingError
+        return kind(where + first.error, first.traceback)
 
     def _unreported(self) -> str:
         """Name the ranks that ended without reporting a failure, and their nodes if there are several."""

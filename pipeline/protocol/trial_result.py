@@ -310,28 +310,3 @@ class TrialResult(Recorded):
     best; None otherwise."""
     costs: Costs | None = None
     """Set by a `Probe` only."""
-
-
-class BatchCandidate(Recorded):
-    """Result for one batch size."""
-
-    batch_size: int
-    """Samples of one device's micro-batch."""
-    fits: bool
-    """True if all ranks have enough memory."""
-    samples_per_second: Spread | None = None
-    """Throughput over all workers on batches held in memory, with gradient synchronization; None if it doesn't fit."""
-    peak_memory_mb: tuple[float, ...] = ()
-    """Per device on GPUs (allocated for this size), per process on CPU (peak resident size so far), in rank order."""
-
-
-class BatchSizes(Recorded):
-    """Result of a `Tuning`."""
-
-    candidates: tuple[BatchCandidate, ...]
-    """Batch sizes that were tried, ascending."""
-    largest_that_fits: int | None
-    """Largest batch size that fits; None if memory never ran out, 0 if no candidate fits."""
-    recommended: int | None
-    """Smallest batch size whose throughput is close to the best; None if no candidate fits."""
-    train_samples: int

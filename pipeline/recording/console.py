@@ -75,11 +75,11 @@ class Console:
                     write(self._stdout, f"{self._label}: {event.loaded}")
 
     def _title(self, event: TrialOpened) -> str:
-        """Label a trial by its role in a run, by its number in a comparison."""
+        """Label a trial by its role in a run, by its number in a benchmark, unless it was not planned."""
         if any(isinstance(trial, Training | Evaluation) for trial in self._trials.values()):
             return event.title if event.role == "main" else f"{event.trial}: {event.title}"
         number, total = self._schedule.place
-        return f"[{number}/{total}] {event.title}"
+        return f"[{number}/{total}] {event.title}" if number else event.title
 
     def _new_display(self, event: TrialOpened) -> "Lines | LiveDisplay | NotebookDisplay | None":
         if self._stdout.quiet:

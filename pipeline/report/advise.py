@@ -1,7 +1,8 @@
 """Advice: a few changes to the experiment file, each with the measurement that suggests it.
 
-The rules are here (another strategy), in `exchange_advice` and in `step_advice`. They look at `Row`s, never at names of
-models or machines. A change that this run measured to be faster is advised; any other change is a suggestion to try.
+The rules are here (another strategy), in `batch_advice`, `exchange_advice` and `step_advice`. They look at `Row`s,
+never at names of models or machines. A change that this run measured to be faster is advised; any other change is a
+suggestion to try.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pipeline.config.schema import Experiment
 from pipeline.report import Advice, Row, exchange_advice, is_clear, step_advice
+from pipeline.report.batch_advice import recommend_batch
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.claims import compare_rows
 from pipeline.report.loss_differences import explain_loss
@@ -71,6 +73,7 @@ def _findings(report: Report, own: Row, *, experiment: Experiment, cores: int | 
     Keep to the declared row if fixing its straggler or its slow link would make it faster than the better row.
     """
     case = Case(row=own, experiment=experiment, cores=cores)
+    yield from filter(None, [recommend_batch(case, report.rows)])
     fixable = list(filter(None, [step_advice.straggler(case), exchange_advice.communication_hook(case)]))
     found = better(report.rows, case)
     if found is None or any(1 - finding.gain < found.row_time for finding in fixable):

@@ -20,12 +20,12 @@ def find_main_row(rows: Sequence[Row]) -> Row:
     """Return the row that the result is about.
 
     For a run this is the training; for a comparison the configuration with most workers, the fastest of several, or
-    else the baseline. Strong scaling goes before weak scaling, which trains with other global batches.
+    else the baseline. The baseline's global batch goes before others, with which another training is measured.
     """
     if rows[-1].role == "main":
         return rows[-1]
     cells = [row for row in rows if row.role == "cell"]
-    return max(cells, key=_merit, default=rows[0])
+    return max(cells, key=lambda row: _merit(row, batch=rows[0].global_batch_size), default=rows[0])
 
 
 def describe_result(rows: Sequence[Row], *, is_quick: bool = False) -> str:
@@ -164,10 +164,15 @@ def _iter_doubts_of_measurement(rows: Sequence[Row], *, main: Row) -> Iterator[s
             "Weak scaling: the batch size per worker is constant, so the global batch size grows with the number of "
             "workers. Losses are not comparable with the baseline's."
         )
+    if any(row.scaling == "strong" and row.global_batch_size != rows[0].global_batch_size for row in rows):
+        yield (
+            "Other batch sizes: the global batch size is the batch size per device times the number of devices and of "
+            "micro-batches. Losses are not comparable with the baseline's."
+        )
 
 
-def _merit(row: Row) -> tuple[bool, bool, int, float]:
-    return row.ratio is not None, row.scaling == "strong", row.replicas, row.speedup or 0.0
+def _merit(row: Row, *, batch: int) -> tuple[bool, bool, int, float]:
+    return row.ratio is not None, row.global_batch_size == batch, row.replicas, row.speedup or 0.0
 
 
 def _is_faster(row: Row, other: Row) -> bool:

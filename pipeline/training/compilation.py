@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _KEY = "train.compile"
 _SIZES = 64
-"""Sizes of inputs that may be compiled; torch's own limit of 8 is too few to predict and to search batch sizes."""
+"""Sizes of inputs that may be compiled; torch's own limit of 8 is too few to predict a speedup."""
 
 
 class Stopwatch:

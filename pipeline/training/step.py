@@ -48,24 +48,23 @@ class StepResult(NamedTuple):
     updated, by the metric without "train/"."""
 
 
-def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int, exchange: bool = True) -> StepResult:
+def optimizer_step(context: TrainContext, stream: MicroBatches, *, step: int) -> StepResult:
     """Train on this rank's next micro-batches and update the weights once.
 
     Args:
         context: the model, the optimizer and how they are trained.
         stream: micro-batches of this rank; those of one step are taken from it.
         step: number of this step, counted from 0.
-        exchange: false keeps gradients on their rank, for measuring.
     """
     train = context.experiment.train
     with StepGuard(context, step=step) as guard, warmup(context.optimizer, train, step=step) as rates:
         if context.experiment.optimizers:
             update = partial(_update, guard=guard)
             loss, norm, by_optimizer = alternate(
-                context, _one_step(context, stream, step=step), exchange=exchange, step=step, update=update
+                context, _one_step(context, stream, step=step), exchange=True, step=step, update=update
             )
         else:
-            loss = forward_backward(context, stream, exchange=exchange, step=step)
+            loss = forward_backward(context, stream, step=step)
             norm = _update(context, guard=guard, limit=train.clip_grad_norm)
             by_optimizer = rates_by_metric(rates)
         if guard.has_updated:

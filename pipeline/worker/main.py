@@ -26,7 +26,6 @@ from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import (
     AnyEvent,
-    BatchSizesFound,
     Checked,
     Evaluated,
     Failed,
@@ -37,12 +36,12 @@ from pipeline.protocol.events import (
     event_to_json,
 )
 from pipeline.protocol.progress import report_progress_to
-from pipeline.protocol.trial import BatchCheck, Evaluation, Rank, Training, Trial, Tuning, trial_from_json
+from pipeline.protocol.trial import BatchCheck, Evaluation, Rank, Training, Trial, trial_from_json
 from pipeline.system import allocator
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
 from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
-from pipeline.training import batch_size, compilation, torch_errors
+from pipeline.training import compilation, torch_errors
 from pipeline.training.batch_check import check_batch
 from pipeline.training.loader import new_loaders_closed
 from pipeline.training.loop import train
@@ -141,11 +140,8 @@ def rank_from_environment() -> Rank:
     )
 
 
-def _run_trial(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | BatchSizesFound | Evaluated | Checked:
+def _run_trial(trial: Trial, *, rank: Rank, outbox: Outbox) -> Finished | Evaluated | Checked:
     """Run the trial and return its result."""
-    if isinstance(trial, Tuning):
-        sizes = batch_size.find(trial, rank=rank)
-        return BatchSizesFound(trial=trial.name, sizes=sizes)
     if isinstance(trial, BatchCheck):
         check_batch(trial, rank=rank, outbox=outbox)
         return Checked(trial=trial.name)
@@ -188,6 +184,7 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
         traceback=environment.redact(details),
         problems=tuple(each._replace(message=environment.redact(each.message)) for each in problems),
         nonfinite_step=error.step if isinstance(error, NonFiniteError) else None,
+        is_out_of_memory=torch_errors.is_out_of_memory(error),
         origin=torch_errors.origin(error),
     )
 

@@ -184,15 +184,11 @@ def forecast(lab: Lab) -> Path:
     return lab.run("predict", "tiny.yaml", "--workers", "8", "--link", "25Gbit,20us")
 
 
-def batch_size(lab: Lab) -> Path:
-    return lab.run("tune-batch", "tiny.yaml", *INPROCESS, "--max", "256")
-
-
 RECORDINGS: dict[str, Callable[[Lab], Path]] = {
     one.__name__.replace("_", "-"): one
     for one in (finished, single, failed, nan, nan_stopped, interrupted, killed, resumed, killed_ema,
                 killed_fp16, killed_optimizers, elastic, comparison, sweep,
-                forecast, batch_size)
+                forecast)
 }  # fmt: skip
 WITH_CHECKPOINTS = ("killed", "killed-ema", "killed-fp16", "killed-optimizers")
 

@@ -14,9 +14,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, NoMemoryError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_outcome import Outcome
 from pipeline.training.torch_errors import explain_double_gradients, is_out_of_memory, origin
 from pipeline.worker import main
 
@@ -151,6 +152,39 @@ def test_a_layer_that_is_no_batch_norm_keeps_its_own_words() -> None:
 
 def test_a_model_that_is_too_large_for_memory_says_so() -> None:
     assert is_out_of_memory(caught(lambda: nn.Linear(10**7, 10**7)))
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")]
+)
+def test_some_types_are_all_about_memory(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    assert not is_out_of_memory(caught(lambda: torch.ones(2, 3) @ torch.ones(2, 3)))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+class Greedy(nn.Linear):
+    """A model that needs more memory than any machine has."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        torch.empty(2**60, dtype=torch.uint8)
+        return super().forward(inputs)
+
+
+def test_a_rank_reports_that_it_ran_out_of_memory() -> None:
+    outbox = toys.Kept()
+    trial = toys.trial(model={"_target_": "test_torch_errors.Greedy", "in_features": 3, "out_features": 1})
+    with pytest.raises(main.WorkerFailed):
+        main.run(
+            trial.model_copy(update={"allowed": (*trial.allowed, "test_torch_errors")}), rank=Rank(), outbox=outbox
+        )
+    failed = outbox.events[-1]
+    assert isinstance(failed, Failed)
+    assert failed.is_out_of_memory
+    assert isinstance(Outcome(failures=(failed,)).error, NoMemoryError)
 
 
 class Reentrant(nn.Module):

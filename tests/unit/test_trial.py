@@ -25,7 +25,7 @@ from pipeline.protocol.trial import (
     Trial,
     trial_from_json,
 )
-from pipeline.protocol.trial_result import BatchCandidate, BatchSizes, Spread, StepParts
+from pipeline.protocol.trial_result import Spread, StepParts
 
 EVENTS: list[AnyEvent] = [
     events.RunOpened(
@@ -48,15 +48,7 @@ EVENTS: list[AnyEvent] = [
     ),
     events.Trained(time=1.0, result=finished("main", spread(2.0)).result),
     finished("main", spread(2.0), communication=1.5, metrics={"a": 1.0}),
-    events.BatchSizesFound(
-        time=1.0,
-        sizes=BatchSizes(
-            candidates=(
-                BatchCandidate(batch_size=8, fits=True, samples_per_second=spread(2.0), peak_memory_mb=(1.0,)),
-            ),
-            largest_that_fits=None, recommended=8, train_samples=50,
-        ),
-    ),
+    events.Removed(time=1.0, kind="batch_sizes_found"),
     events.Evaluated(time=1.0, split="test", samples=9, step=3, epoch=1, checkpoint="c", values={"test/loss": 0.5}),
     events.Checked(time=1.0),
     events.ArtifactSaved(time=1.0, path="p"),
@@ -153,7 +145,7 @@ def test_a_trial_with_the_fields_of_all_roles_is_read_as_earlier_versions_wrote_
 
 def test_a_role_has_its_own_fields_only() -> None:
     with pytest.raises(ValidationError):
-        Training(**toys.trial().model_dump(), max_batch_size=2)
+        Training(**toys.trial().model_dump(), max_steps=2)
 
 
 def test_what_is_shared_cannot_be_changed() -> None:

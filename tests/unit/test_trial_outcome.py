@@ -12,7 +12,6 @@ from pipeline.launchers import inprocess
 from pipeline.launchers.base import Session
 from pipeline.protocol.events import (
     AnyEvent,
-    BatchSizesFound,
     Failed,
     Finished,
     FirstStep,
@@ -24,7 +23,6 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.protocol.trial_result import BatchSizes
 
 BY_PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:51423"
 OWN = "ConnectionResetError: [Errno 104] Connection reset by peer"
@@ -135,12 +133,6 @@ def test_an_outcome_is_what_the_events_say() -> None:
     assert outcome.has_ended
     assert outcome.has_failed
     assert not Outcome(started=started("a"), trained=trained).has_ended
-
-
-def test_batch_sizes_are_an_end() -> None:
-    sizes = BatchSizes(candidates=(), largest_that_fits=0, recommended=None, train_samples=8)
-    outcome = Outcome().after(BatchSizesFound(time=0.0, sizes=sizes))
-    assert (outcome.has_ended, outcome.batch_sizes) == (True, sizes)
 
 
 def test_the_time_to_the_first_step_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

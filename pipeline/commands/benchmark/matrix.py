@@ -24,6 +24,8 @@ class MatrixRequest(Frozen):
     """Number of measurements of each cell, alternating with the other cells."""
     profile: bool = False
     """True to record a trace of each cell's first measurement."""
+    batch_sizes: tuple[int, ...] | Literal["auto"] = ()
+    """Batch sizes of a device to measure the declared configuration with; auto: see `pipeline benchmark --help`."""
 
 
 class Cell(Frozen):
@@ -33,6 +35,8 @@ class Cell(Frozen):
     strategy: str
     workers: int
     scaling: Scaling
+    batch_size: int | None = None
+    """Batch size of each device, if the request names it."""
     trial: Trial | None = None
     reason: str = ""
 
@@ -41,7 +45,9 @@ class Cell(Frozen):
         """Title in tables."""
         if self.trial:
             return self.trial.title
-        return f"{format_parallel(self.strategy, self.workers)}{' (weak)' if self.scaling == 'weak' else ''}"
+        remarks = ["weak" if self.scaling == "weak" else "", f"batch {self.batch_size}" if self.batch_size else ""]
+        listed = ", ".join(filter(None, remarks))
+        return f"{format_parallel(self.strategy, self.workers)}{f' ({listed})' if listed else ''}"
 
 
 class Matrix(Frozen):
@@ -49,6 +55,9 @@ class Matrix(Frozen):
 
     cells: tuple[Cell, ...]
     """Cells in the order of the request, the baseline first."""
+    declared: Cell
+    """The experiment's own configuration."""
+    wanted: MatrixRequest
     plan: Plan
     """Trials of the cells that can run and of the reference, once each, then once each again."""
 
@@ -65,14 +74,25 @@ def make_matrix(
         ResourceError: not even the baseline can run here.
     """
     entries = list(_entries(experiment, wanted))
-    planner = Planner(experiment, resources, allowed, workers=_most_workers(entries, experiment, resources))
+    needed = [*entries, *([_declared(experiment)] if wanted.batch_sizes else [])]
+    planner = Planner(experiment, resources, allowed, workers=_most_workers(needed, experiment, resources))
     baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
     cells = [_cell_of(baseline)]
+
+    def add(cell: Cell) -> Cell:
+        if same := next((other for other in cells if _is_same(cell, other)), None):
+            return same
+        cells.append(cell.model_copy(update={"name": _unique(cell.name, cells)}))
+        return cells[-1]
+
     for scaling in _scalings(wanted):
         for entry in entries:
-            cell = _cell(entry, planner, experiment, scaling=scaling, baseline=baseline)
-            if not any(_is_same(cell, other) for other in cells):
-                cells.append(cell.model_copy(update={"name": _unique(cell.name, cells)}))
+            add(_cell(entry, planner, experiment, scaling=scaling, baseline=baseline))
+    declared = _cell(_declared(experiment), planner, experiment, scaling="strong", baseline=baseline)
+    if wanted.batch_sizes:
+        declared = declared.model_copy(update={"name": add(declared).name})
+        for size in wanted.batch_sizes if wanted.batch_sizes != "auto" else ():
+            add(batch_cell(declared, size))
     trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in cells if cell.trial]
     if baseline.device == "cpu" and resources.is_one_node and any(trial.workers > 1 for trial in trials):
         trials.append(planner.reference())
@@ -82,14 +102,31 @@ def make_matrix(
         for trial in trials
     ]
     plan = Plan(command="benchmark", experiment=experiment, resources=resources, trials=tuple(rounds))
-    return Matrix(cells=tuple(cells), plan=plan)
+    return Matrix(cells=tuple(cells), declared=declared, wanted=wanted, plan=plan)
+
+
+def batch_cell(declared: Cell, size: int) -> Cell:
+    """Return the cell of the declared configuration with another batch size of each device."""
+    if (trial := declared.trial) is not None and size == trial.device_batch_size:
+        return declared
+    cell = {"name": f"{declared.strategy}-{declared.workers}-batch-{size}", "batch_size": size}
+    if trial is not None:
+        batch = size * trial.replicas * trial.experiment.train.gradient_accumulation
+        own = {"experiment": _with_batch(trial.experiment, batch), "variant": f"batch {size}"}
+        cell["trial"] = trial.model_copy(update=own)
+    return declared.model_copy(update=cell)
+
+
+def _declared(experiment: Experiment) -> Comparison:
+    parallel = experiment.parallel
+    own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
+    return _counted(own, parallel.workers)
 
 
 def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Comparison]:
     """Yield the entries to compare, each with its number of workers."""
     parallel = experiment.parallel
-    own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
-    written = [_counted(entry, parallel.workers) for entry in (*experiment.compare, own)]
+    written = [*(_counted(entry, parallel.workers) for entry in experiment.compare), _declared(experiment)]
     if not (wanted.strategies or wanted.workers):
         yield from written
         return
@@ -149,9 +186,12 @@ def _weak(trial: CellMeasurement, baseline: Trial) -> CellMeasurement:
     """Return the trial with the baseline's samples for each replica."""
     train = trial.experiment.train
     batch = train.global_batch_size * trial.replicas // baseline.replicas
+    return trial.model_copy(update={"experiment": _with_batch(trial.experiment, batch), "scaling": "weak"})
+
+
+def _with_batch(experiment: Experiment, batch: int) -> Experiment:
     size = {"global_batch_size": batch, "batch_size_per_worker": None}
-    experiment = trial.experiment.model_copy(update={"train": train.model_copy(update=size)})
-    return trial.model_copy(update={"experiment": experiment, "scaling": "weak"})
+    return experiment.model_copy(update={"train": experiment.train.model_copy(update=size)})
 
 
 def _variant(entry: Comparison, experiment: Experiment) -> str:

@@ -1,12 +1,15 @@
 """Measure an experiment's configurations in short, alternating trainings: ``pipeline benchmark FILE``."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
+from pipeline.commands.benchmark.batch_sizes import double_batch
 from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make_matrix
 from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
-from pipeline.errors import ExperimentError, PipelineError, ResourceError, TrainingError
+from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.terminal import Terminal
@@ -15,6 +18,7 @@ from pipeline.report.report import Report
 from pipeline.wording import counted
 
 NOT_REACHED = "the benchmark ended before it was measured"
+NO_MEMORY = "it does not fit into memory"
 
 
 def benchmark(
@@ -53,12 +57,16 @@ def benchmark(
 
 
 class _Benchmark:
-    """The state of a benchmark: which cells failed or turned out to be too large."""
+    """The state of a benchmark: its cells, and those that failed or turned out to be too large."""
 
     def __init__(self, matrix: Matrix, invocation: Invocation) -> None:
         self.failures: dict[str, PipelineError] = {}
         """Cells that failed while they ran, by name."""
         self._too_large: dict[str, str] = {}
+        self._out_of_memory: NoMemoryError | None = None
+        self._samples: int | None = None
+        self._cells = list(matrix.cells)
+        self._doubled: list[Trial] = []
         self._matrix = matrix
         self._invocation = invocation
 
@@ -66,28 +74,60 @@ class _Benchmark:
         """Run all trials in order.
 
         Raises:
-            PipelineError: the baseline failed, so there is nothing to compare with.
+            PipelineError: the baseline failed, so there is nothing to compare with; or nothing fits into memory.
         """
         with self._invocation.launching() as execute:
-            baseline, *_ = self._matrix.plan.trials
-            for trial in self._matrix.plan.trials:
-                if trial.name in self.failures or trial.name in self._too_large:
-                    continue
-                try:
-                    outcome = execute(trial)
-                    if trial is baseline:
-                        self._check_sizes(outcome)
-                except (TrainingError, ResourceError, ExperimentError) as error:
-                    if trial.name == baseline.name:
-                        raise
-                    self.failures[trial.name] = error
-                    self._invocation.warn(f"{trial.title}: {error}")
+            run = partial(self._run, execute=execute)
+            for repeat, trials in groupby(self._matrix.plan.trials, key=lambda trial: trial.repeat):
+                for trial in trials:
+                    run(trial)
+                if repeat == 0 and self._matrix.wanted.batch_sizes == "auto":
+                    double_batch(self._matrix.declared, rate=self._rate_of, measure=partial(self._add, run=run))
+                elif repeat:
+                    for trial in self._doubled:
+                        run(trial.model_copy(update={"repeat": repeat, "profile": False}))
+        if self._out_of_memory is not None and not self._invocation.results:
+            raise self._out_of_memory
+
+    def _run(self, trial: Trial, *, execute: Callable[[Trial], Outcome]) -> None:
+        """Run a trial, unless its cell has failed or is too large."""
+        if trial.name in self.failures or trial.name in self._too_large:
+            return
+        baseline = self._matrix.plan.trials[0].name
+        try:
+            outcome = execute(trial)
+        except NoMemoryError as error:
+            self._too_large[trial.name] = NO_MEMORY
+            self._out_of_memory = error
+        except (TrainingError, ResourceError, ExperimentError) as error:
+            if trial.name == baseline:
+                raise
+            self.failures[trial.name] = error
+            self._invocation.warn(f"{trial.title}: {error}")
+        else:
+            if self._samples is None:
+                self._check_sizes(outcome)
+
+    def _add(self, cell: Cell, *, run: Callable[[Trial], None]) -> float | None:
+        """Add a cell with a doubled batch, measure it, and return its throughput; None if it is too large."""
+        self._cells.append(cell)
+        assert cell.trial is not None
+        trial = cell.trial.model_copy(update={"name": cell.name, "profile": self._matrix.wanted.profile})
+        self._doubled.append(trial)
+        self._check_size(trial)
+        run(trial)
+        return self._rate_of(cell.name)
+
+    def _rate_of(self, name: str) -> float | None:
+        """Return the throughput of a cell; None if it could not be measured."""
+        result = self._invocation.results.get(name)
+        return result.samples_per_second.median if result else None
 
     def report(self) -> Report:
         """Compare the cells in a report: printed, recorded, saved."""
-        invocation, cells = self._invocation, self._matrix.cells
+        invocation, cells = self._invocation, self._cells
         measured = Report.of(
-            invocation.plan.trials,
+            [*invocation.plan.trials, *self._doubled],
             invocation.finished,
             hardware=invocation.hardware,
             unmeasured=[self._unmeasured(cell) for cell in cells if cell.name not in invocation.results],
@@ -103,20 +143,24 @@ class _Benchmark:
         invocation.save_report(report)
         return report
 
-    def _check_sizes(self, baseline: Outcome) -> None:
+    def _check_sizes(self, outcome: Outcome) -> None:
         """Check that the data, whose size is known now, is large enough for each cell.
 
         Raises:
             ExperimentError: it is too small for the baseline.
         """
-        assert baseline.started is not None  # it has ended well
-        samples = baseline.started.epoch_samples or baseline.started.train_samples
-        for trial in (trial for trial in self._matrix.plan.trials if trial.repeat == 0):
-            reason = too_small(trial, samples=samples)
-            if reason and trial.name == self._matrix.plan.trials[0].name:
-                raise self._invocation.file.explain(ExperimentError.of("data", reason).problems)
-            if reason:
-                self._too_large[trial.name] = reason
+        assert outcome.started is not None  # it has ended well
+        self._samples = outcome.started.epoch_samples or outcome.started.train_samples
+        baseline, *others = (trial for trial in self._matrix.plan.trials if trial.repeat == 0)
+        if reason := too_small(baseline, samples=self._samples):
+            raise self._invocation.file.explain(ExperimentError.of("data", reason).problems)
+        for trial in others:
+            self._check_size(trial)
+
+    def _check_size(self, trial: Trial) -> None:
+        """Note if the data is too small for a trial."""
+        if self._samples is not None and (reason := too_small(trial, samples=self._samples)):
+            self._too_large[trial.name] = reason
 
     def _unmeasured(self, cell: Cell) -> Unmeasured:
         failure = self.failures.get(cell.name)

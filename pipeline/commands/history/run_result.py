@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import rich.console
 
+from pipeline.commands.history.earlier_result import FILES, read_earlier
 from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
 from pipeline.recording.console import Printable, print_report, print_verdict
@@ -19,10 +20,8 @@ from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import FILE_NAME as SWEEP_NAME
 from pipeline.report.swept import SweptReport
-from pipeline.report.tuned import FILE_NAME as TUNING_NAME
-from pipeline.report.tuned import TunedReport
 
-Model = TypeVar("Model", Report, Forecast, TunedReport, SweptReport)
+Model = TypeVar("Model", Report, Forecast, SweptReport)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors while an inconsistent result is loaded and printed; pydantic's errors are ValueErrors."""
 
@@ -46,9 +45,9 @@ def result_of(run: RunSummary) -> RunResult | None:
     if run.command == "predict":
         forecast = _read(Forecast, run.folder / FORECAST_NAME)
         return RunResult(forecast, lambda: forecast.model_dump_json(indent=2)) if forecast else None
-    if run.command == "tune-batch":
-        tuned = _read(TunedReport, run.folder / TUNING_NAME)
-        return RunResult(tuned, lambda: tuned.tuned.model_dump_json(indent=2)) if tuned else None
+    if run.command in FILES:
+        earlier = read_earlier(run)
+        return RunResult(earlier, lambda: earlier.text) if earlier else None
     if run.command == "sweep":
         swept = _read(SweptReport, run.folder / SWEEP_NAME)
         if swept is None:
@@ -56,13 +55,13 @@ def result_of(run: RunSummary) -> RunResult | None:
         return RunResult(swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
     if (report := report_of(run)) is None:
         return None
-    if run.command == "compare":
+    if run.command == "benchmark":
         return RunResult(report, lambda: comparison_json(report))
     return RunResult(report, lambda: run_json(report, run.folder, evaluations=evaluations(run.folder)))
 
 
 def report_of(run: RunSummary) -> Report | None:
-    """Load the report of a run or a comparison, or None if it ended without a report.
+    """Load the report of a run or a benchmark, or None if it ended without a report.
 
     Raises:
         UsageError: the file is damaged, or was written by an incompatible version.
