@@ -3,10 +3,10 @@
     sudo .venv/bin/python benchmarks/prediction.py            # some ten minutes on two idle cores
     sudo .venv/bin/python benchmarks/prediction.py sleeper    # some of the workloads only
 
-Each case is measured with the trials of `pipeline predict`: one worker alone, then several, each in a namespace of its
-own (see `namespaces`). Two predictions are made of it: (a) from the link as it was configured and what one worker
-measured alone, which is `pipeline predict --link`; (b) from the all-reduces that the workers measured. Four workers on
-two cores take longer to compute than one alone; that factor is measured (`slowdown`) and given to both predictions. The
+Each case is measured with the trials of `pipeline benchmark --predict`: one worker alone, then several, each in a
+namespace of its own (see `namespaces`). Two predictions are made of it: (a) from the link as it was configured and what
+one worker measured alone, which is `--network`; (b) from the all-reduces that the workers measured. Four workers on two
+cores take longer to compute than one alone; that factor is measured (`slowdown`) and given to both predictions. The
 sleeper takes no core to compute, so it shows the model of exchange alone, with any number of workers.
 Results: benchmarks/results/prediction.json, benchmarks/prediction.md.
 """
@@ -26,7 +26,7 @@ import psutil
 import published
 from pydantic import BaseModel
 
-from pipeline.commands.predict import workload_of
+from pipeline.commands.benchmark.prediction import workload_of
 from pipeline.config.load import load
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.targets import allowed_packages
@@ -34,10 +34,10 @@ from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.planning import resources
 from pipeline.planning.layout import Planner
 from pipeline.protocol.events import Failed, Finished, event_from_json
-from pipeline.protocol.trial import Probe, Trial
+from pipeline.protocol.trial import CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link, TrialResult
 from pipeline.report.link import fit
-from pipeline.report.prediction import predict
+from pipeline.report.prediction import Workload, predict
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "prediction.json"
@@ -144,8 +144,8 @@ def _compared(
 ) -> Case:
     assert together.costs is not None
     workers = together.costs.world_size
-    workload = workload_of(experiment, alone, together, device="cpu")
-    unaware = workload if workers > 2 else workload_of(experiment, alone, device="cpu")
+    workload = _workload(experiment, alone, together)
+    unaware = workload if workers > 2 else _workload(experiment, alone)
     fitted = fit(together.costs.all_reduces, workers=workers, backend="gloo")
     return Case(
         workload=name,
@@ -160,13 +160,26 @@ def _compared(
     )
 
 
+def _workload(experiment: Experiment, alone: TrialResult, together: TrialResult | None = None) -> Workload:
+    assert alone.costs is not None
+    return workload_of(
+        experiment,
+        alone.costs,
+        rest_ms=alone.parts.rest_ms or 0.0,
+        step_ms=alone.step_ms.median,
+        together=together.costs if together else None,
+        device="cpu",
+    )
+
+
 def _trial(experiment: Experiment, *, workers: int) -> Trial:
-    """A probe with one thread for each worker, whether or not there are as many cores."""
+    """A measurement with one thread for each worker, whether or not there are as many cores."""
     detected = resources.detect()
     allowed = (*allowed_packages(), "sleeper")
     planner = Planner(experiment, detected.model_copy(update={"cpus": workers}), allowed, workers=workers)
     strategy, options = ("ddp", experiment.parallel.options) if workers > 1 else ("single", {})
-    return planner.trial(Probe, Comparison(strategy=strategy, workers=workers, options=options))
+    entry = Comparison(strategy=strategy, workers=workers, options=options)
+    return planner.trial(CellMeasurement, entry, measures_costs=True)
 
 
 def _measured(trial: Trial, *, network: namespaces.Network | None = None) -> tuple[TrialResult, float]:

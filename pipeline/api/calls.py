@@ -17,6 +17,7 @@ from pipeline.api.result import BenchmarkResult, RunResult
 from pipeline.commands import run as runner
 from pipeline.commands.benchmark import measure
 from pipeline.commands.benchmark.matrix import MatrixRequest
+from pipeline.commands.benchmark.prediction import parse_request
 from pipeline.config.hidden_libraries import check_libraries
 from pipeline.config.load import ExperimentFile
 from pipeline.config.user_modules import check_not_importing
@@ -80,6 +81,9 @@ def benchmark(
     workers: Sequence[int] = (),
     repeats: int = 3,
     scaling: Literal["strong", "weak", "both"] = "strong",
+    batch_sizes: Sequence[int] | Literal["auto"] = (),
+    predict: Sequence[int] = (),
+    network: str | None = None,
     profile: bool = False,
     quiet: bool = False,
     verbose: bool = False,
@@ -93,6 +97,10 @@ def benchmark(
         workers: numbers of workers; default: the numbers in the experiment's ``compare`` section.
         repeats: number of times to measure each configuration; configurations alternate.
         scaling: "strong" keeps the global batch size, "weak" the batch size per worker; "both" measures both.
+        batch_sizes: batch sizes per device to measure the experiment's configuration with; "auto" doubles its batch
+            size until memory runs out or throughput grows by less than 5%.
+        predict: numbers of workers to add predicted rows for.
+        network: bandwidth and latency between predicted workers, such as "25Gbit,20us"; default: measured here.
         profile: True to record a torch.profiler trace of each configuration.
         quiet: True to print only warnings.
         verbose: True to print the workers' output.
@@ -102,7 +110,8 @@ def benchmark(
         KeyboardInterrupt: as `run`.
     """
     ended: list[tuple[Report, Path]] = []
-    _check_wanted(strategies, workers, repeats, scaling)
+    _check_wanted(strategies, (*workers, *(batch_sizes if batch_sizes != "auto" else ())), repeats, scaling)
+    counts, link = parse_request(predict, network)
     with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
         measure.benchmark(
             file,
@@ -112,6 +121,9 @@ def benchmark(
                 repeats=repeats,
                 scaling=scaling,
                 profile=profile,
+                batch_sizes="auto" if batch_sizes == "auto" else tuple(batch_sizes),
+                predict=counts,
+                network=link,
             ),
             verbose=verbose,
             terminal=_terminal(quiet=quiet),
@@ -120,7 +132,7 @@ def benchmark(
     return BenchmarkResult.of(*ended[-1])
 
 
-def _check_wanted(strategies: Sequence[str], workers: Sequence[int], repeats: int, scaling: str) -> None:
+def _check_wanted(strategies: Sequence[str], counts: Sequence[int], repeats: int, scaling: str) -> None:
     known = registry.names("strategies")
     for name in (strategies,) if isinstance(strategies, str) else strategies:
         if name not in known:
@@ -128,9 +140,9 @@ def _check_wanted(strategies: Sequence[str], workers: Sequence[int], repeats: in
             raise UsageError(f"strategies: {name!r} is not a strategy{hint}")
     if isinstance(strategies, str):
         raise UsageError(f'strategies: is a string. Pass a list, ["{strategies}"].')
-    for count in (*workers, repeats):
+    for count in (*counts, repeats):
         if type(count) is not int or count < 1:
-            raise UsageError(f"workers and repeats must be integers of at least 1, not {count!r}")
+            raise UsageError(f"workers, batch_sizes and repeats must be integers of at least 1, not {count!r}")
     if scaling not in ("strong", "weak", "both"):
         raise UsageError(f"scaling: is {scaling!r}. Use strong, weak or both.")
 

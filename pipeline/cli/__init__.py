@@ -79,7 +79,6 @@ app.callback()(_options)
 _VERBS: Mapping[str, Callable[..., None]] = {
     "run": experiments.run,
     "benchmark": benchmark.benchmark,
-    "predict": experiments.predict,
     "sweep": experiments.sweep,
     "evaluate": weights.evaluate,
     "export": weights.export,

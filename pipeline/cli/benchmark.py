@@ -25,7 +25,10 @@ from pipeline.errors import UsageError
 
 _OF_A_RUN = ("time_budget", "directory")
 """Parameters that are only for a completed run."""
-_OF_A_FILE = ("overrides", "strategies", "workers", "scaling", "repeats", "batch_sizes", "profile", "address")
+_OF_A_FILE = (
+    *("overrides", "strategies", "workers", "scaling", "repeats", "profile", "address"),
+    *("batch_sizes", "predict", "network"),
+)
 """Parameters that are only for an experiment file."""
 
 
@@ -70,6 +73,20 @@ def benchmark(
             "batch size until memory runs out or throughput grows by less than 5%.",
         ),
     ] = None,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="Add predicted rows for these numbers of workers of ddp, e.g. 8,64, more than this machine has.",
+        ),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BANDWIDTH,LATENCY",
+            help="Network between predicted workers, e.g. 25Gbit,20us. Default: measured between workers here.",
+        ),
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record a torch.profiler trace of each configuration.")
     ] = False,
@@ -97,7 +114,9 @@ def benchmark(
     _check_ungiven(ctx, _OF_A_RUN, reason=f"{target} is an experiment file, not a run")
     with opened(target, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
         from pipeline.commands.benchmark.matrix import MatrixRequest
+        from pipeline.commands.benchmark.prediction import parse_request
 
+        counts, link = parse_request(counts_of("--predict", predict) if predict is not None else (), network)
         wanted = MatrixRequest(
             strategies=strategies_of(strategies) if strategies is not None else (),
             workers=counts_of("--workers", workers) if workers is not None else (),
@@ -105,6 +124,8 @@ def benchmark(
             repeats=repeats,
             profile=profile,
             batch_sizes=_parse_sizes(batch_sizes) if batch_sizes is not None else (),
+            predict=counts,
+            network=link,
         )
         with head_start(experiment, verbose=verbose, tracked=True):
             from pipeline.commands.benchmark.measure import benchmark

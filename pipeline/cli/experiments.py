@@ -1,8 +1,7 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,7 +16,6 @@ from pipeline.cli.arguments import (
     Quick,
     Quiet,
     Resume,
-    Scaling,
     TrainOnly,
     Verbose,
     head_start,
@@ -26,7 +24,6 @@ from pipeline.cli.arguments import (
     print_json,
     with_address,
 )
-from pipeline.errors import UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
@@ -88,69 +85,6 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     stages.end()
     if plan:
         typer.echo(plan)
-
-
-def predict(
-    file: FileArgument,
-    overrides: Overrides = None,
-    *,
-    workers: Annotated[
-        int, typer.Option(min=1, max=1024, metavar="N", help="Largest number of workers to estimate the speedup for.")
-    ] = 64,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BANDWIDTH,LATENCY",
-            help="Network between workers, e.g. 25Gbit,20us. Default: measured on this machine.",
-        ),
-    ] = None,
-    scaling: Annotated[
-        Scaling,
-        typer.Option(help="Keep the global batch size (strong) or the batch size per worker (weak), or predict both."),
-    ] = Scaling.both,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    address: Cluster = None,
-    verbose: Verbose = False,
-) -> None:
-    """Estimate the speedup with more workers than this machine has. To run a trained model, see export."""
-    _refuse_run(file)
-    with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
-        from pipeline.report.link import parse
-
-        given = parse(link) if link is not None else None
-        with head_start(experiment, verbose=verbose, tracked=True):
-            from pipeline.commands import predict as prediction
-
-            prediction.predict(
-                experiment,
-                workers=workers,
-                link=given,
-                scaling=scaling.value,
-                verbose=verbose,
-                terminal=terminal,
-                show=lambda forecast: print_json(forecast.model_dump_json(indent=2)) if as_json else None,
-            )
-
-
-def _refuse_run(file: str) -> None:
-    """Check that the argument is not a run: in other tools, to predict is to compute a model's outputs.
-
-    Raises:
-        UsageError: it is a run; the message names the commands that use a trained model.
-    """
-    from pipeline.recording import runs
-
-    if Path(file).is_file():
-        return
-    try:
-        run = runs.find(file, Path("runs")).name
-    except UsageError:
-        return
-    raise UsageError(
-        f"{file} is a run, but pipeline predict needs an experiment file: it estimates a speedup. "
-        f"To use the run's model: pipeline evaluate {run}, or pipeline export {run} --to FOLDER"
-    )
 
 
 def sweep(

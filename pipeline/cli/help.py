@@ -18,13 +18,10 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "benchmark": (
             "pipeline benchmark experiments/mlp.yaml --strategies single,ddp --workers 1,2",
             "pipeline benchmark experiments/resnet.yaml --batch-sizes auto",
+            "pipeline benchmark experiments/resnet.yaml --predict 8,64 --network 25Gbit,20us",
             "pipeline benchmark latest --time-budget 120",
         ),
         "sweep": ("pipeline sweep experiments/sweep.yaml", "pipeline sweep experiments/sweep.yaml --resume latest"),
-        "predict": (
-            "pipeline predict experiments/resnet.yaml --workers 64",
-            "pipeline predict experiments/resnet.yaml --link 25Gbit,20us",
-        ),
     },
     "Use the trained model": {
         "evaluate": (

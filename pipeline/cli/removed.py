@@ -8,6 +8,7 @@ VERBS: Mapping[str, str] = {
     "compare": "benchmark {file}",
     "measure": "benchmark {run}",
     "tune-batch": "benchmark {file} --batch-sizes auto",
+    "predict": "benchmark {file} --predict 8,64",
 }
 """Verb and arguments that do the same today, by the earlier verb."""
 

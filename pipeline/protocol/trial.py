@@ -16,8 +16,8 @@ from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.wording import counted, format_parallel
 
-Role = Literal["main", "baseline", "reference", "cell", "probe", "evaluation", "check", "tuning"]
-"""Role of a trial; the last one is of earlier versions."""
+Role = Literal["main", "baseline", "reference", "cell", "evaluation", "check", "probe", "tuning"]
+"""Role of a trial; the last two are of earlier versions."""
 Split = Literal["validation", "test"]
 """Held-out set that can be evaluated."""
 Scaling = Literal["strong", "weak"]
@@ -120,6 +120,8 @@ class Measurement(Trial):
     """Optimizer steps, warm-up included; by default as many as ``measure`` asks for."""
     profile: bool = False
     """True to record a torch.profiler trace of a few steps once everything is measured."""
+    measures_costs: bool = False
+    """True to also measure the `Costs` that a prediction needs."""
 
     @property
     @override
@@ -234,12 +236,6 @@ class CellMeasurement(Measurement):
         return f"{super().title} ({remarks})" if remarks else super().title
 
 
-class Probe(Measurement):
-    """A measurement that includes the `Costs` that a prediction needs."""
-
-    role: Literal["probe"] = "probe"
-
-
 class Evaluation(Trial):
     """The evaluation of a checkpoint on a held-out set, without training."""
 
@@ -267,10 +263,12 @@ EVALUATION: str = Evaluation.model_fields["role"].default
 """Name of the trial that evaluates a checkpoint."""
 ROLES: Mapping[str, type[Trial]] = {
     kind.model_fields["role"].default: kind
-    for kind in (Training, Baseline, Reference, CellMeasurement, Probe, Evaluation, BatchCheck)
+    for kind in (Training, Baseline, Reference, CellMeasurement, Evaluation, BatchCheck)
 }  # fmt: skip
 """Classes of trials by role."""
 
+_EARLIER_ROLES = {"probe": "cell", "tuning": "cell"}
+"""Roles of earlier versions, and the ones that they are read as."""
 _ONCE_SHARED = frozenset({"max_batch_size", *(name for kind in ROLES.values() for name in kind.model_fields)})
 
 
@@ -281,6 +279,7 @@ def trial_from_json(text: str | bytes) -> Trial:
         ValidationError: a field is missing or wrong.
     """
     values = json.loads(text)
+    values["role"] = _EARLIER_ROLES.get(values["role"], values["role"])
     kind = ROLES[values["role"]]
     others = _ONCE_SHARED - kind.model_fields.keys()  # earlier versions wrote the fields of all roles
     return kind.model_validate_json(json.dumps({name: value for name, value in values.items() if name not in others}))

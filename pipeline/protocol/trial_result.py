@@ -110,7 +110,7 @@ class Gradient(Recorded):
 
 
 class Costs(Recorded):
-    """Measurements of a `Probe` from which scaling is predicted."""
+    """Measurements of a step and of the network from which scaling is predicted."""
 
     curve: tuple[BatchCost, ...]
     """By batch size, ascending."""
@@ -309,4 +309,4 @@ class TrialResult(Recorded):
     """Checkpoints that could not be saved, if the last step's is among them or ``checkpoint.best`` may have lost its
     best; None otherwise."""
     costs: Costs | None = None
-    """Set by a `Probe` only."""
+    """Set by a measurement that was to measure them."""

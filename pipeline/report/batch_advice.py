@@ -19,13 +19,13 @@ CLOSE = 0.95
 def recommend_batch(case: Case, rows: Sequence[Row]) -> Finding | None:
     """Recommend the smallest batch per device whose throughput is close to the best; None if the file has it."""
     measured = _find_sizes(case.experiment, rows)
-    if len(measured) < 2:
+    train = case.experiment.train
+    declared = next((_size_of(train.global_batch_size, case.experiment, row) for row in measured.values()), 0)
+    if not measured.keys() - {declared}:
         return None
     most = max(row.samples_per_second.median for row in measured.values())
     size = min(size for size, row in measured.items() if row.samples_per_second.median >= CLOSE * most)
-    row, train = measured[size], case.experiment.train
-    declared = _size_of(train.global_batch_size, case.experiment, row)
-    own = measured.get(declared)
+    row, own = measured[size], measured.get(declared)
     if size == declared or (size > declared and own is not None and not _is_faster(row, own)):
         return None
     if not (values := _change(case.experiment, row, size=size)):

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from pipeline.report import Row
+from pipeline.report.forecast import Predicted
 
 MOST_UNACCOUNTED = 0.25
 """Fraction of a step that its parts may miss or exceed within noise; beyond it the parts say nothing."""
@@ -22,7 +23,7 @@ class Breakdown(NamedTuple):
     """Time of the step that the parts do not explain. Negative if they exceed the step within noise."""
 
 
-def has_consistent_parts(row: Row) -> bool:
+def has_consistent_parts(row: Row | Predicted) -> bool:
     """Return True if the parts of a step were measured, fit into the step, and add up to it within the noise."""
     parts, step = row.parts, row.step_ms.median
     if (total := parts.sum_ms) is None or row.unexplained_ms:
@@ -31,7 +32,7 @@ def has_consistent_parts(row: Row) -> bool:
     return longest <= step and abs(step - total) <= MOST_UNACCOUNTED * step
 
 
-def break_down(row: Row, *, decimals: int) -> Breakdown | None:
+def break_down(row: Row | Predicted, *, decimals: int) -> Breakdown | None:
     """Return the parts of a row's step, rounded, with an exact remainder; None if they don't agree with the step."""
     parts = row.parts
     if not has_consistent_parts(row) or parts.compute_ms is None or parts.rest_ms is None:

@@ -5,6 +5,7 @@ from statistics import mean
 
 from pipeline.report import Row
 from pipeline.report.breakdown import has_consistent_parts
+from pipeline.report.forecast import Predicted
 from pipeline.report.peaks import peaks_of
 from pipeline.report.row_names import name_row
 from pipeline.report.sentences import find_main_row
@@ -74,7 +75,7 @@ def _cost(row: Row, price: float | None, start_s: float) -> float | None:
     return price * row.device_count * training_s(row, start_s=start_s) / 3600
 
 
-def costs(rows: Sequence[Row], *, price: float | None) -> Iterator[str]:
+def costs(rows: Sequence[Row | Predicted], *, price: float | None) -> Iterator[str]:
     """Yield what the training costs with each row, if there is a price."""
     listed = [f"{figure(row.cost, digits=2)} with {name_row(row)}" for row in rows if row.cost is not None]
     if price is not None and listed:

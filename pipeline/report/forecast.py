@@ -1,33 +1,77 @@
-"""The report of `pipeline predict`: measurements, a table for each kind of scaling, and a check of the prediction."""
+"""Predicted rows of a benchmark, what the prediction is based on, and its check against the measured rows."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Literal
 
 from pipeline.config.values import Recorded
-from pipeline.protocol.trial import Scaling
-from pipeline.protocol.trial_result import Link
-from pipeline.report.prediction import Prediction, Workload, counts_up_to, most_workers, predict
-from pipeline.report.tables import UNEVEN, ReportTable, amount
-from pipeline.wording import counted
+from pipeline.protocol.estimates import Estimate
+from pipeline.protocol.trial import Scaling, Title
+from pipeline.protocol.trial_result import Link, Spread, StepParts
+from pipeline.wording import counted, join_names
 
-FILE_NAME = "prediction.json"
-"""File name of a `Forecast` in a run's folder."""
-WORTHWHILE = 1.1
-"""Factor by which more workers must raise throughput to be worth it."""
+_UNEVEN = 1.1
+"""Factor from which the parts of a step are said not to add up to it."""
 
-_HEADER = ("workers", "samples/s", "step", "waiting", "speedup", "efficiency", "limited by")
-_LIMITS = {"batch per worker": "batch size"}
-"""Limits whose name is too long for a table of 80 columns."""
-_MEANING = {"strong": "{} samples shared", "weak": "{} samples for each worker"}
+
+class Predicted(Recorded):
+    """A configuration that was not measured; what tables show of it has the names of `pipeline.report.Row`."""
+
+    trial: str
+    title: Title
+    """Title, e.g. "ddp, 8 workers (predicted)"."""
+    strategy: str
+    workers: int
+    scaling: Scaling
+    global_batch_size: int
+    device: Literal["cpu", "cuda"]
+    device_count: int
+    samples_per_second: Spread
+    """Throughput, a single value."""
+    step_ms: Spread
+    parts: StepParts
+    speedup: float
+    """Throughput over the measured throughput of the report's baseline."""
+    efficiency: float
+    """Speedup over the ratio of devices, 1 is linear."""
+    limit: str
+    """Main loss of efficiency, e.g. "bandwidth"; "compute" if there is none."""
+    whole_training: int
+    """Samples of the whole training."""
+    cost: float | None = None
+    """Price of the whole training; None without ``measure.price_per_device_hour``."""
+
+    @property
+    def devices(self) -> str:
+        """Devices that compute, e.g. "8 cores" or "8 GPUs"."""
+        return counted(self.device_count, "core" if self.device == "cpu" else "GPU")
+
+    @property
+    def ratio(self) -> Estimate:
+        """Speedup as an estimate without an interval."""
+        return Estimate(self.speedup, self.speedup, self.speedup, 0)
+
+    @property
+    def efficiencies(self) -> Estimate:
+        """Efficiency as an estimate without an interval."""
+        return Estimate(self.efficiency, self.efficiency, self.efficiency, 0)
+
+    @property
+    def time_to_first_step_s(self) -> None:
+        """Startup, which is not predicted."""
+        return
+
+    @property
+    def unexplained_ms(self) -> float:
+        """Milliseconds of the step that its parts don't explain: none, as it is their sum."""
+        return 0.0
 
 
 class Check(Recorded):
-    """A predicted speedup next to the measured one."""
+    """A predicted speedup over one worker next to the measured one."""
 
     workers: int
+    scaling: Scaling
     measured: float
-    """Measured speedup: throughput over that of one worker."""
     predicted: float
 
     @property
@@ -35,158 +79,62 @@ class Check(Recorded):
         """Error of the prediction, relative to the measured speedup."""
         return self.predicted / self.measured - 1
 
-    def __str__(self) -> str:
-        return (
-            f"Checked with {self.workers} workers: {_times(self.measured)} measured, {_times(self.predicted)} "
-            f"predicted ({self.error:+.0%})."
-        )
-
-
-class Outlook(Recorded):
-    """Predictions for one kind of scaling."""
-
-    scaling: Scaling
-    predictions: tuple[Prediction, ...]
-    """Predictions in ascending order of workers."""
-
-    @classmethod
-    def of(cls, workload: Workload, link: Link, *, workers: int, scaling: Scaling) -> "Outlook":
-        """Predict one kind of scaling, up to a number of workers."""
-        counts = counts_up_to(min(workers, most_workers(workload, scaling=scaling)))
-        predictions = (predict(workload, link, workers=count, scaling=scaling) for count in counts)
-        return cls(scaling=scaling, predictions=tuple(predictions))
-
-    @property
-    def worthwhile(self) -> int:
-        """Number of workers from which the next larger one gains less than a factor of `WORTHWHILE`."""
-        gains = pairwise(self.predictions)
-        too_many = (few.workers for few, more in gains if more.speedup < WORTHWHILE * few.speedup)
-        return next(too_many, self.predictions[-1].workers)
-
 
 class Forecast(Recorded):
-    """Prediction for an experiment, with the measurements behind it."""
+    """The predicted rows, and the measurements behind them."""
 
-    name: str
-    """Name of the experiment."""
-    hardware: str
-    compute_ms_per_sample: float
-    """Milliseconds of forward and backward per sample, in a batch of the baseline's size."""
-    gradient_mb: float
+    rows: tuple[Predicted, ...]
     link: Link
-    link_from: Literal["given", "measured"]
     measured_workers: int
-    """Workers that ran to measure the link; 0 if the link was given."""
+    """Workers between which the link was measured; 0 if it was given."""
+    gradient_mb: float
     slowdown: float
-    """Compute time of a worker next to the other workers over that of a worker alone."""
-    pace: float = 1.0
+    """Compute time of a worker next to the other workers over the time of a worker alone."""
+    pace: float
     """Step time of one worker in training over the sum of the parts, which are measured one by one."""
-    outlooks: tuple[Outlook, ...]
-    check: Check | None = None
-    """Comparison of the model with a measurement on this machine; None if only one worker ran."""
+    checks: tuple[Check, ...] = ()
+    """Comparison with each measured row of the predicted strategy; none if the link was given."""
 
-    @classmethod
-    def of(
-        cls, workload: Workload, link: Link, *, workers: int, scalings: Sequence[Scaling], **facts: object
-    ) -> "Forecast":
-        """Predict each kind of scaling, up to a number of workers."""
-        outlooks = (Outlook.of(workload, link, workers=workers, scaling=scaling) for scaling in scalings)
-        return cls.model_validate(
-            {
-                **facts,
-                "link": link,
-                "slowdown": workload.slowdown,
-                "pace": workload.pace,
-                "gradient_mb": sum(gradient.bytes for gradient in workload.costs.gradients) / 2**20,
-                "outlooks": tuple(outlooks),
-            }
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on the predicted rows, the most important first."""
+        return tuple(self._iter_notes())
+
+    def _iter_notes(self) -> Iterator[str]:
+        origin = f"measured between {self.measured_workers} workers" if self.measured_workers else "as given"
+        yield (
+            f"Predicted for a network of {self.link.bandwidth_gbit:.3g} Gbit/s and {self.link.latency_us:.3g} us, "
+            f"{origin}, and gradients of {self.gradient_mb:.3g} MiB. "
+            f"{_describe_limits(self.rows)}."
         )
-
-    @property
-    def opening(self) -> tuple[str, ...]:
-        """Lines above the tables: the measurements."""
-        return tuple(self._measured())
-
-    @property
-    def tables(self) -> tuple[ReportTable, ...]:
-        """Tables, one for each kind of scaling."""
-        return tuple(
-            ReportTable(
-                title=_title(outlook),
-                header=_HEADER,
-                rows=tuple(map(_cells, outlook.predictions)),
-                notes=(_summary(outlook),),
-            )
-            for outlook in self.outlooks
-        )
-
-    @property
-    def verdict(self) -> str:
-        """Number of workers that is worth it, for each kind of scaling."""
-        worth = ", ".join(
-            f"{outlook.scaling} scaling up to {counted(outlook.worthwhile, 'worker')}" for outlook in self.outlooks
-        )
-        return f"{self.name}: predicted to be worth it: {worth}"
-
-    @property
-    def blocks(self) -> tuple[tuple[str, ...], ...]:
-        """Lines below the tables: the check of the prediction."""
-        if self.check is None:
-            return (("Not checked against a measurement: no two workers ran on this link.",),)
-        assumed = "All workers are assumed to be connected like the measured workers; --link predicts another network."
-        return ((str(self.check), assumed),)
-
-    def markdown(self) -> str:
-        """Return verdict, tables and their notes in Markdown, for the description of the run in MLflow."""
-        lines = [f"**{self.verdict}**", "", *(f"- {' '.join(line.split())}" for line in self.opening), ""]
-        for table in self.tables:
-            lines += [f"**{table.title}**", "", f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
-            lines += [f"| {' | '.join(row)} |" for row in table.rows]
-            lines += ["", *table.notes, ""]
-        return "\n".join([*lines, *(f"- {line}" for block in self.blocks for line in block)])
-
-    def _measured(self) -> Iterator[str]:
-        yield f"{self.name}: predicted scaling of ddp"
-        yield f"machine    {self.hardware}"
-        yield f"compute    {self.compute_ms_per_sample:.3g} ms per sample for forward and backward, one worker alone"
-        yield f"gradients  {self.gradient_mb:.3g} MiB"
-        how = "as given" if self.link_from == "given" else f"measured between {self.measured_workers} workers"
-        yield f"link       {self.link.bandwidth_gbit:.3g} Gbit/s, {self.link.latency_us:.3g} us, {how}"
+        if self.checks:
+            listed = ", ".join(map(_describe_check, self.checks))
+            yield f"Prediction checked with {listed}."
+        else:
+            yield "The prediction is not checked: no measured workers use the given network."
         if self.slowdown > 1:
-            yield f"contention a worker computes {self.slowdown:.2f} times as long next to other workers as alone"
-        if not 1 / UNEVEN <= self.pace <= UNEVEN:
+            yield f"A worker computes {self.slowdown:.2f} times as long next to other workers as alone."
+        if not 1 / _UNEVEN <= self.pace <= _UNEVEN:
             yield (
-                f"scaled     a training step took {self.pace:.2f} times the sum of its parts, measured one by one: "
-                "the machine was busy with other work in one of the two; all parts are scaled by this factor"
+                f"A step of one worker took {self.pace:.2f} times the sum of its parts, which are measured one by one. "
+                "All parts of the prediction are scaled by this factor."
             )
 
 
-def _title(outlook: Outlook) -> str:
-    """Return the title of a table, which the default width of a terminal has room for."""
-    batch = _MEANING[outlook.scaling].format(outlook.predictions[0].batch_per_worker)
-    return f"{outlook.scaling.capitalize()} scaling: {batch}; step and waiting for gradients in ms"
+def _describe_limits(rows: Sequence[Predicted]) -> str:
+    """Name the main loss of efficiency of each row, e.g. "Limited by bandwidth (8 workers), latency (64 workers)"."""
+    limits: dict[str, list[str]] = {}
+    for row in rows:
+        limits.setdefault(row.limit, []).append(_name(row))
+    if len(limits) < 2:
+        return f"Limited by {', '.join(limits) or 'nothing'}"
+    return "Limited by " + ", ".join(f"{limit} ({join_names(names)})" for limit, names in limits.items())
 
 
-def _cells(prediction: Prediction) -> tuple[str, ...]:
-    return (
-        str(prediction.workers),
-        amount(prediction.samples_per_second),
-        amount(prediction.step_ms),
-        amount(prediction.exposed_communication_ms),
-        _times(prediction.speedup),
-        f"{prediction.efficiency:.0%}",
-        _LIMITS.get(prediction.limit, prediction.limit),
-    )
+def _describe_check(check: Check) -> str:
+    measured = f"{check.measured:.2f}x measured, {check.predicted:.2f}x predicted"
+    return f"{_name(check)}: {measured} ({check.error:+.0%})"
 
 
-def _times(speedup: float) -> str:
-    """Format a speedup, e.g. "1.52x", "24.1x" or "310x"."""
-    places = 2 if speedup < 10 else 1 if speedup < 100 else 0
-    return f"{speedup:.{places}f}x"
-
-
-def _summary(outlook: Outlook) -> str:
-    best, last = outlook.worthwhile, outlook.predictions[-1].workers
-    if best == last:
-        return f"Worth it up to {counted(best, 'worker')}, the most in this table."
-    return f"Worth it up to {counted(best, 'worker')}: the next row is less than {WORTHWHILE}x as fast."
+def _name(row: Predicted | Check) -> str:
+    return f"{counted(row.workers, 'worker')}{' (weak)' if row.scaling == 'weak' else ''}"

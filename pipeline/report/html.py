@@ -13,7 +13,6 @@ from pipeline.config.values import Frozen
 from pipeline.report import FIRST_STEPS, Advice, Row
 from pipeline.report.about import About
 from pipeline.report.claims import classify_speedup, describe_speedup
-from pipeline.report.forecast import Forecast
 from pipeline.report.goodput import LABELS, Goodput
 from pipeline.report.palette import DARK, LIGHT
 from pipeline.report.report import Report
@@ -22,7 +21,7 @@ from pipeline.report.row_names import name_row
 from pipeline.report.sentences import format_ending, iter_metric_names
 from pipeline.report.swept import Swept, SweptReport, figure
 from pipeline.report.tables import amount, efficiency, speedup
-from pipeline.wording import counted, duration
+from pipeline.wording import duration
 
 _WINDOWS = (
     "Throughput and step time are the median of several windows. The configurations were measured one after the other, "
@@ -49,6 +48,12 @@ _PARTS = (
 _RESOURCES = (
     "Peak memory is the allocated memory of a GPU, or the resident memory of a process on CPU. Startup is the time "
     "from the launch of the workers to the end of the first step."
+)
+
+_PREDICTED = (
+    "Predicted rows are calculated by a model of a step of DistributedDataParallel. It takes the times that one worker "
+    "measured for loading, forward, backward and the optimizer, the sizes of the gradients, and bandwidth and latency "
+    "of the network. All workers are assumed to be connected in the same way. Their speedup has no confidence interval."
 )
 
 
@@ -89,7 +94,7 @@ def save_page(report: AnyReport, path: Path, *, about: About, pictures: Mapping[
     could_be_noise = isinstance(report, Report) and not report.main.is_resolved
     colors = {"light": LIGHT, "dark": DARK, "has_accent": not could_be_noise}
     shared = {"report": report, "about": about, "pictures": pictures, **colors}
-    page = _speedups(report, shared) if isinstance(report, Report) else _summary(report, shared)
+    page = _speedups(report, shared) if isinstance(report, Report) else _sweep(report, shared)
     path.write_text(page, encoding="utf-8")
 
 
@@ -104,14 +109,9 @@ def _speedups(report: Report, shared: Mapping[str, object]) -> str:
     )
 
 
-def _summary(report: SweptReport | Forecast, shared: Mapping[str, object]) -> str:
-    """Return the page of a sweep or a prediction."""
-    template = _template("summary.html.jinja")
-    if isinstance(report, SweptReport):
-        tiles = tuple(_of_sweep(report.swept))
-        return template.render(shared, kind="sweep", tiles=tiles, measured=(), command=report.command)
-    _, _, *measured = report.opening  # the page begins with name and machine
-    return template.render(shared, kind="prediction", tiles=tuple(_of_forecast(report)), measured=measured, command="")
+def _sweep(report: SweptReport, shared: Mapping[str, object]) -> str:
+    tiles = tuple(_of_sweep(report.swept))
+    return _template("summary.html.jinja").render(shared, tiles=tiles, command=report.command)
 
 
 def _of_sweep(swept: Swept) -> Iterator[Tile]:
@@ -125,16 +125,6 @@ def _of_sweep(swept: Swept) -> Iterator[Tile]:
     yield Tile(
         figure=str(len(swept.trials)), label=f"trials: {', '.join(f'{n} {state}' for state, n in states.items())}"
     )
-
-
-def _of_forecast(forecast: Forecast) -> Iterator[Tile]:
-    """Yield the number of workers that is worth it for each kind of scaling, and the check of the prediction."""
-    for outlook in forecast.outlooks:
-        label = f"are worth it with {outlook.scaling} scaling, predicted"
-        yield Tile(figure=f"up to {counted(outlook.worthwhile, 'worker')}", label=label, is_accented=True)
-    if check := forecast.check:
-        label = f"error of the predicted speedup, checked with {check.workers} workers"
-        yield Tile(figure=f"{check.error:+.0%}", label=label)
 
 
 def _tiles(report: Report) -> Iterator[Tile]:
@@ -225,3 +215,5 @@ def _method(report: Report) -> Iterator[str]:
             f"only the first {FIRST_STEPS} steps agree."
         )
     yield _RESOURCES
+    if report.forecast:
+        yield _PREDICTED

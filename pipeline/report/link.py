@@ -37,12 +37,12 @@ def parse(text: str) -> Link:
     if len(parts) != 2 or not bandwidth or not latency:
         wrong = parts[0] if not bandwidth else parts[-1] if not latency else text
         raise UsageError(
-            f"--link {text}: {wrong!r} is not understood; write bandwidth and latency with their units, e.g. "
+            f"--network {text}: {wrong!r} is not understood; write bandwidth and latency with their units, e.g. "
             "10Gbit,50us (Kbit, Mbit, Gbit, Tbit per second; ns, us, ms, s one way)"
         )
     gbit = float(bandwidth[1]) * _GBIT[bandwidth[2].lower()]
     if not gbit:
-        raise UsageError(f"--link {text}: the bandwidth is {parts[0]}; write a bandwidth above 0")
+        raise UsageError(f"--network {text}: the bandwidth is {parts[0]}; write a bandwidth above 0")
     return Link(latency_us=float(latency[1]) * _MICROSECONDS[latency[2].lower()], bandwidth_gbit=gbit)
 
 

@@ -137,17 +137,6 @@ def at_pace(workload: Workload, *, step_ms: float) -> Workload:
     return workload.model_copy(update={"pace": workload.pace * step_ms / sum(alone)})
 
 
-def most_workers(workload: Workload, *, scaling: Scaling) -> int:
-    """Return the largest number of workers that can be predicted."""
-    return min(MOST_WORKERS, workload.global_batch_size) if scaling == "strong" else MOST_WORKERS
-
-
-def counts_up_to(workers: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8 ... and ``workers`` itself."""
-    powers = [1 << i for i in range(math.ceil(math.log2(workers)) + 1)]
-    return tuple(sorted({*(count for count in powers if count < workers), workers}))
-
-
 def compute_ms(costs: Costs, *, samples: float) -> float:
     """Return the milliseconds of forward and backward for a micro-batch of that size."""
     return _at(costs, samples, "forward_ms") + _at(costs, samples, "backward_ms")

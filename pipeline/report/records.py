@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +13,7 @@ from pipeline.protocol.events import Evaluated
 from pipeline.protocol.trial import Role, Scaling, Split
 from pipeline.protocol.trial_result import Best, Communication, Unsaved
 from pipeline.report import Advice, Row, Unmeasured, device
+from pipeline.report.forecast import Forecast, Predicted
 
 _RESULT = ("title", "samples_per_second", "speedup", "efficiency", "same_training", "speedup_low", "speedup_high")
 """First columns of a table, visible without scrolling."""
@@ -24,6 +25,7 @@ _USED = (
     *("role", "strategy", "workers", "replicas", "device", "cpus", "scaling", "global_batch_size", "steps"),
 )
 """Columns after the metrics: time and resources that were used, and what ran. Details are last."""
+_TIMES = {"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"}
 _AS_IN_ROW = {"role", "confidence", "peak_memory_mb", "time_to_first_step_s", "compile_s", "matmul_precision"}
 
 
@@ -46,6 +48,10 @@ class CellRecord(Frozen):
     measured: bool
     reason: str | None = None
     """Explanation if it was not measured."""
+    predicted: bool = False
+    """True if the figures are predicted; ``measured`` is false then."""
+    limited_by: str | None = None
+    """Main loss of efficiency, if predicted."""
     samples_per_second: float | None = None
     speedup: float | None = None
     """Throughput over the baseline's; 1 for the baseline itself; None if no speedup can be claimed."""
@@ -97,11 +103,23 @@ class CellRecord(Frozen):
     ranks_ms: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, entry: Row | Unmeasured) -> "CellRecord":
-        """Build the record of a cell, measured or not."""
+    def of(cls, entry: Row | Unmeasured | Predicted) -> "CellRecord":
+        """Build the record of a cell, measured, predicted or neither."""
         shared = entry.model_dump(include={"strategy", "workers", "scaling", "title"})
         if isinstance(entry, Unmeasured):
             return cls(**shared, measured=False, reason=entry.reason, role="cell")
+        if isinstance(entry, Predicted):
+            return cls(
+                measured=False,
+                predicted=True,
+                limited_by=entry.limit,
+                role="cell",
+                samples_per_second=entry.samples_per_second.median,
+                step_ms=entry.step_ms.median,
+                **shared,
+                **entry.model_dump(include={"speedup", "efficiency", "cost"}),
+                **entry.parts.model_dump(include=_TIMES),
+            )
         rate = entry.samples_per_second
         return cls(
             measured=True,
@@ -118,7 +136,7 @@ class CellRecord(Frozen):
             **_relative(entry),
             **device.figures(entry),
             **entry.model_dump(include=_AS_IN_ROW),
-            **entry.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"}),
+            **entry.parts.model_dump(include=_TIMES),
         )
 
 
@@ -129,6 +147,8 @@ class ComparisonRecord(Frozen):
     """Cells in the requested order, the baseline first."""
     reference: CellRecord | None
     """One process with all cores, if it was measured."""
+    forecast: Forecast | None
+    """What the predicted cells are based on; its rows are among the cells. None without predictions."""
     advice: tuple[Advice, ...]
     name: str
     hardware: str
@@ -194,9 +214,9 @@ class RunRecord(Frozen):
     advice: tuple[Advice, ...]
 
 
-def columns(entries: Sequence[Row | Unmeasured]) -> dict[str, list[Any]]:
+def columns(entries: Sequence[Row | Unmeasured | Predicted]) -> dict[str, list[Any]]:
     """Return columns for MLflow's ``log_table``: one value per cell, spreads and metrics flat, None if unknown."""
-    records = [_flat(entry) if isinstance(entry, Row) else entry.model_dump() for entry in entries]
+    records = [_flat(entry) if isinstance(entry, Row) else _flat_spreads(entry) for entry in entries]
     known = dict.fromkeys(name for record in records for name in record)
     metrics = [name for prefix in _METRICS for name in known if name.startswith(prefix)]
     names = dict.fromkeys(name for name in (*_RESULT, *metrics, *_USED, *known) if name in known)
@@ -239,16 +259,19 @@ def _flat(row: Row) -> dict[str, Any]:
         "flops",
         "energy",
     }
-    times = row.parts.model_dump(include={"compute_ms", "exposed_communication_ms", "data_wait_ms", "rest_ms"})
+    record = _flat_spreads(row, without=listed | {"held", "best"})
+    held = row.held.mb if row.held else ()
+    peaks = {"peak_memory_mb": max(row.peak_memory_mb, default=None), "held_mb": max(held, default=None)}
+    best = {} if row.best is None else {"best_step": row.best.step}
+    return record | peaks | device.figures(row) | best | {"same_training": row.same_training} | dict(row.metrics)
+
+
+def _flat_spreads(entry: Row | Unmeasured | Predicted, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the fields of an entry without nested values: spreads as numbers, and the parts of its step."""
     record: dict[str, Any] = {}
-    for name, value in row.model_dump(mode="json", exclude=listed | {"held", "best"}).items():
+    for name, value in entry.model_dump(mode="json", exclude={*without, "parts"}).items():
         if isinstance(value, dict):  # a spread
             record |= {name: value["median"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
         else:
             record[name] = value
-    held = row.held.mb if row.held else ()
-    peaks = {"peak_memory_mb": max(row.peak_memory_mb, default=None), "held_mb": max(held, default=None)}
-    best = {} if row.best is None else {"best_step": row.best.step}
-    return (
-        record | times | peaks | device.figures(row) | best | {"same_training": row.same_training} | dict(row.metrics)
-    )
+    return record if isinstance(entry, Unmeasured) else record | entry.parts.model_dump(include=_TIMES)

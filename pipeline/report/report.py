@@ -10,6 +10,7 @@ from pipeline.planning.scheduler_units import scheduler_units
 from pipeline.protocol.events import Evaluated, Finished
 from pipeline.protocol.trial import Role, Training, Trial
 from pipeline.report import Advice, Row, Unmeasured, device, records, sentences, tables
+from pipeline.report.forecast import Forecast, Predicted
 from pipeline.report.goodput import Goodput
 from pipeline.report.tables import ReportTable
 
@@ -32,6 +33,8 @@ class Report(Recorded):
     advice: tuple[Advice, ...] = ()
     price_per_device_hour: float | None = None
     """See ``measure.price_per_device_hour``."""
+    forecast: Forecast | None = None
+    """Predicted rows of a benchmark; None if nothing was to be predicted."""
     goodput: Goodput | None = None
     """Use of the training's wall clock; None for a comparison, and in reports of before."""
     hardware: str
@@ -101,6 +104,11 @@ class Report(Recorded):
         units = (f"{note}." for note in scheduler_units(next(iter(once.values())).experiment))
         return report.model_copy(update={"remarks": (*left_out, *remarks, *extras, *units)})
 
+    def with_forecast(self, forecast: Forecast, *, missing: Sequence[Unmeasured]) -> "Report":
+        """Return the report with predicted rows, and with those that cannot be predicted."""
+        unmeasured, order = (*self.unmeasured, *missing), (*self.order, *(cell.trial for cell in missing))
+        return self.model_copy(update={"forecast": forecast, "unmeasured": unmeasured, "order": order})
+
     @property
     def is_comparison(self) -> bool:
         """True for a matrix of measurements, False for one training."""
@@ -112,6 +120,11 @@ class Report(Recorded):
         named: dict[str, Row | Unmeasured] = {row.trial: row for row in self.rows}
         named |= {cell.trial: cell for cell in self.unmeasured}
         return tuple(named[name] for name in self.order)
+
+    @property
+    def predicted(self) -> tuple[Predicted, ...]:
+        """Predicted rows, which are below the entries in the tables."""
+        return self.forecast.rows if self.forecast else ()
 
     @property
     def main(self) -> Row:
@@ -164,7 +177,7 @@ class Report(Recorded):
     def all_notes(self) -> tuple[str, ...]:
         """Events of the training, and notes on the numbers."""
         happened = () if self.is_comparison else sentences.iter_training_notes(self.main, self.training_notes)
-        return (*happened, *self.remarks)
+        return (*happened, *self.remarks, *(self.forecast.notes if self.forecast else ()))
 
     @property
     def communication(self) -> tuple[str, ...]:
@@ -175,7 +188,7 @@ class Report(Recorded):
     def devices(self) -> tuple[str, ...]:
         """Lines on the use of the devices: operations per second, utilization, energy, price."""
         used = () if self.is_comparison else device.use(self.main)
-        return (*used, *device.costs(self.rows, price=self.price_per_device_hour))
+        return (*used, *device.costs((*self.rows, *self.predicted), price=self.price_per_device_hour))
 
     @property
     def tables(self) -> tuple[ReportTable, ...]:
@@ -191,12 +204,12 @@ class Report(Recorded):
     @property
     def results(self) -> ReportTable:
         """Throughput, speedup and efficiency."""
-        return tables.results(self.entries, main=self.main)
+        return tables.results((*self.entries, *self.predicted), main=self.main)
 
     @property
     def step_parts(self) -> ReportTable:
         """Parts of a step."""
-        return tables.step_parts(self.rows)
+        return tables.step_parts(self.rows, self.predicted)
 
     @property
     def resources(self) -> ReportTable:
@@ -219,7 +232,7 @@ class Report(Recorded):
 
     def table(self) -> dict[str, list[Any]]:
         """Return the columns for MLflow's ``log_table``."""
-        return records.columns(self.entries)
+        return records.columns((*self.entries, *self.predicted))
 
 
 def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] = ()) -> str:
@@ -245,8 +258,10 @@ def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] =
 def comparison_json(report: Report) -> str:
     """Return a comparison as JSON, see `pipeline.report.records.ComparisonRecord`."""
     reference = next((row for row in report.rows if row.role == "reference"), None)
+    entries = (*report.entries, *report.predicted)
     record = records.ComparisonRecord(
-        cells=tuple(records.CellRecord.of(entry) for entry in report.entries if entry != reference),
+        forecast=report.forecast and report.forecast.model_copy(update={"rows": ()}),
+        cells=tuple(records.CellRecord.of(entry) for entry in entries if entry != reference),
         reference=records.CellRecord.of(reference) if reference else None,
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks", "verdict")},
     )

@@ -1,10 +1,9 @@
 """Reports that have a page, and the names of their files in a run's folder."""
 
-from pipeline.report.forecast import Forecast
 from pipeline.report.report import Report
 from pipeline.report.swept import SweptReport
 
-AnyReport = Report | SweptReport | Forecast
+AnyReport = Report | SweptReport
 """A report that has a page."""
 PAGE_NAME = "report.html"
 REPORT_NAME = "speedup.json"

@@ -3,13 +3,14 @@
 import re
 
 from pipeline.report import Row, Unmeasured
+from pipeline.report.forecast import Predicted
 from pipeline.wording import counted
 
 _REMARKS = re.compile(r" \(([^()]*)\)$")
 """What a trial's title adds in brackets, e.g. the options in which it differs from another configuration."""
 
 
-def name_row(row: Row | Unmeasured) -> str:
+def name_row(row: Row | Unmeasured | Predicted) -> str:
     """Name a row with its strategy, e.g. "1 worker", "2 workers (ddp)" or "1 process, both cores"."""
     if isinstance(row, Row) and _has_all_cores(row):
         return f"1 process, {_format_all_cores(row)}"
@@ -19,7 +20,7 @@ def name_row(row: Row | Unmeasured) -> str:
     return f"{count_workers(row)} ({listed})" if listed else count_workers(row)
 
 
-def count_workers(row: Row | Unmeasured) -> str:
+def count_workers(row: Row | Unmeasured | Predicted) -> str:
     """Name a row without its strategy, e.g. "2 workers" or "1 process on both cores"."""
     if isinstance(row, Row) and _has_all_cores(row):
         return f"1 process on {_format_all_cores(row)}"
@@ -28,7 +29,7 @@ def count_workers(row: Row | Unmeasured) -> str:
     return counted(row.workers, "worker")
 
 
-def label_row(row: Row | Unmeasured) -> str:
+def label_row(row: Row | Unmeasured | Predicted) -> str:
     """Name a row in a table, where the baseline is marked."""
     name = name_row(row)
     if not isinstance(row, Row) or row.role != "baseline":

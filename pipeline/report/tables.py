@@ -10,6 +10,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.trial_result import Spread
 from pipeline.report import Row, Unmeasured, is_clear
 from pipeline.report.breakdown import break_down, count_decimals
+from pipeline.report.forecast import Predicted
 from pipeline.report.ratios import ends_of, is_wide, value_of
 from pipeline.report.row_names import count_workers, label_row, name_row
 from pipeline.wording import duration, join_names
@@ -62,9 +63,9 @@ class Straggler(Frozen):
         return cls(rank=rank, node=row.parts.nodes[rank], others_ms=median(others), ratio=ratio.value)
 
 
-def results(entries: Sequence[Row | Unmeasured], *, main: Row) -> ReportTable:
+def results(entries: Sequence[Row | Unmeasured | Predicted], *, main: Row) -> ReportTable:
     """Build the table of throughput and speedup; an unmeasured cell has a row, too, and its reason below."""
-    columns: list[Column[Row]] = [
+    columns: list[Column[Row | Predicted]] = [
         ("configuration", label_row),
         ("devices", lambda row: row.devices),
         ("samples/s", lambda row: amount(row.samples_per_second.median)),
@@ -79,7 +80,7 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row) -> ReportTable:
     if main.whole_training:
         columns.append(("est. training time", lambda row: duration(training_s(row, start_s=start_s))))
     if any(row.same_training for row in rows):
-        columns.append(("loss vs. baseline", lambda row: _SAME_LOSS[row.same_training]))
+        columns.append(("loss vs. baseline", _format_loss))
     unmeasured = [entry for entry in entries if isinstance(entry, Unmeasured)]
     return ReportTable(
         header=tuple(name for name, _ in columns),
@@ -93,7 +94,7 @@ def results(entries: Sequence[Row | Unmeasured], *, main: Row) -> ReportTable:
     )
 
 
-def training_s(row: Row, *, start_s: float) -> float:
+def training_s(row: Row | Predicted, *, start_s: float) -> float:
     """Return the seconds that a row's whole training takes at its throughput, with its start or else ``start_s``."""
     own = row.time_to_first_step_s
     return row.whole_training / row.samples_per_second.median + (start_s if own is None else own)
@@ -137,19 +138,20 @@ def _doubts(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def step_parts(rows: Sequence[Row]) -> ReportTable:
+def step_parts(rows: Sequence[Row], predicted: Sequence[Predicted] = ()) -> ReportTable:
     """Build the step-time breakdown, with stragglers below; parts that don't add up to the step are left out."""
-    decimals = count_decimals(min(row.step_ms.median for row in rows))
-    parts = {row.trial: break_down(row, decimals=decimals) for row in rows}
+    shown: tuple[Row | Predicted, ...] = (*rows, *predicted)
+    decimals = count_decimals(min(row.step_ms.median for row in shown))
+    parts = {row.trial: break_down(row, decimals=decimals) for row in shown}
 
-    def column(part: str) -> Callable[[Row], str]:
-        def format_part(row: Row) -> str:
+    def column(part: str) -> Callable[[Row | Predicted], str]:
+        def format_part(row: Row | Predicted) -> str:
             value = getattr(parts[row.trial], part, None)
             return "-" if value is None else f"{value:,.{decimals}f}"
 
         return format_part
 
-    columns: list[Column[Row]] = [
+    columns: list[Column[Row | Predicted]] = [
         ("configuration", label_row),
         ("total", lambda row: f"{row.step_ms.median:,.{decimals}f}"),
         ("compute", column("compute")),
@@ -173,7 +175,7 @@ def step_parts(rows: Sequence[Row]) -> ReportTable:
     ]
     if unknown:
         notes.append(f"{join_names(unknown)}: the step-time breakdown could not be measured.")
-    return from_columns("Step-time breakdown, ms", columns, rows, notes=notes)
+    return from_columns("Step-time breakdown, ms", columns, shown, notes=notes)
 
 
 def resources(rows: Sequence[Row], *, more: Sequence[Column[Row]] = ()) -> ReportTable:
@@ -200,23 +202,25 @@ def resources(rows: Sequence[Row], *, more: Sequence[Column[Row]] = ()) -> Repor
     return from_columns("Memory and startup", columns, rows, notes=notes)
 
 
-def speedup(row: Row) -> str:
+def speedup(row: Row | Predicted) -> str:
     """Format the speedup with its interval, e.g. "1.90x (1.79x to 2.02x)"; only the interval if it is wide."""
     if (ratio := row.ratio) is None:
         return "-"
+    if isinstance(row, Predicted):
+        return value_of(ratio)
     if not ratio.size:
         return f"{value_of(ratio)} (no CI)"
     return ends_of(ratio) if is_wide(ratio) else f"{value_of(ratio)} ({ends_of(ratio)})"
 
 
-def _format_narrow_speedup(row: Row) -> str:
+def _format_narrow_speedup(row: Row | Predicted) -> str:
     """Format the speedup with its interval for a table of many columns, e.g. "1.90x (1.79-2.02)"."""
     if (ratio := row.ratio) is None or not ratio.size or is_wide(ratio):
         return speedup(row)
     return f"{value_of(ratio)} ({ends_of(ratio).replace('x to ', '-').removesuffix('x')})"
 
 
-def efficiency(row: Row) -> str:
+def efficiency(row: Row | Predicted) -> str:
     """Format the efficiency, e.g. "95%"; only its interval if that is wide, or the figure is above 1."""
     if (figure := row.efficiencies) is None:
         return "-"
@@ -251,8 +255,12 @@ def from_columns(
     return ReportTable(title=title, header=tuple(name for name, _ in columns), rows=cells, notes=tuple(notes))
 
 
-def _result(entry: Row | Unmeasured, columns: Sequence[Column[Row]]) -> tuple[str, ...]:
-    if isinstance(entry, Row):
+def _format_loss(row: Row | Predicted) -> str:
+    return _SAME_LOSS[row.same_training if isinstance(row, Row) else None]
+
+
+def _result(entry: Row | Unmeasured | Predicted, columns: Sequence[Column[Row | Predicted]]) -> tuple[str, ...]:
+    if not isinstance(entry, Unmeasured):
         return tuple(text(entry) for _, text in columns)
     return (name_row(entry), *("not measured" if name == "speedup" else "-" for name, _ in columns[1:]))
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
-from pipeline.protocol.trial import CellMeasurement, Measurement, Probe, Rank, Training, Trial
+from pipeline.protocol.trial import CellMeasurement, Measurement, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
 from pipeline.training import coupling, flops, frozen, log_means, logs, pictures, plateau, reporting
 from pipeline.training.build import build
@@ -157,7 +157,7 @@ def measured(context: TrainContext, result: TrialResult, *, laps: Sequence[Lap],
     if parts := afterwards.measure("the parts of a step", lambda: probe(context, laps=laps, known=result.parts)):
         more["parts"] = parts
     more |= _of_one_step(context, afterwards, outbox=outbox)
-    if isinstance(trial, Probe):
+    if isinstance(trial, Measurement) and trial.measures_costs:
         more["costs"] = afterwards.measure("what a prediction needs", lambda: costs(context))
     if isinstance(trial, Measurement) and trial.profile:
         afterwards.measure("the trace", lambda: record_trace(context, outbox))

@@ -72,7 +72,7 @@ def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
     [
         ({"strategies": ["dpd"]}, "'dpd' is not a strategy; did you mean"),
         ({"strategies": "ddp"}, 'strategies: is a string. Pass a list, ["ddp"].'),
-        ({"workers": [0]}, "workers and repeats must be integers of at least 1, not 0"),
+        ({"workers": [0]}, "workers, batch_sizes and repeats must be integers of at least 1, not 0"),
         ({"scaling": "large"}, "scaling: is 'large'. Use strong, weak or both."),
     ],
 )

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2"]
+
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
@@ -13,6 +15,15 @@ import pytest
         (["--workers", "two"], "--workers two: 'two' is not a number of workers"),
         (["--workers", ""], "--workers : '' is not a number of workers"),
         (["--repeats", "0"], "should be greater than or equal to 1"),
+        (["--batch-sizes", "8,large"], "--batch-sizes 8,large: 'large' is not a batch size"),
+        (["--predict", "8", "--network", "fast"], "--network fast: 'fast' is not understood"),
+        (["--network", "10Gbit,50us"], "--network: is used for predictions only. Add --predict, e.g. --predict 8,64."),
+        (["--predict", "5000"], "--predict: 5000 workers cannot be predicted. Use 2 to 1,024."),
+        (["--predict", "1"], "--predict: 1 workers cannot be predicted."),
+        (
+            ["--predict", "8", "--network", "10Gbit,50us", "parallel.options.communication_hook=powersgd", *DDP],
+            "parallel.options.communication_hook: is powersgd, with which no speedup can be predicted",
+        ),
         (["--time-budget", "9"], "--time-budget: lab.yaml is an experiment file, not a run. Remove it."),
     ],
 )
@@ -21,6 +32,15 @@ def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:
     assert ended.code == 2
     assert told in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["parallel.launcher=inprocess"], ["parallel.launcher=torchrun", "parallel.cpus_per_worker=100"]]
+)
+def test_a_network_needs_two_workers(command: Any, arguments: list[str]) -> None:
+    ended = command("benchmark", "lab.yaml", "--predict", "8", *arguments)
+    assert ended.code == 3
+    assert "so the network cannot be measured. Give it, e.g. --network 10Gbit,50us" in " ".join(ended.stderr.split())
 
 
 @pytest.mark.parametrize("option", [["--workers", "2"], ["--repeats", "3"], ["train.epochs=2"]])
@@ -37,6 +57,11 @@ def test_a_run_is_measured_as_it_was(command: Any, option: list[str]) -> None:
         (["compare", "lab.yaml", "--workers", "2"], "pipeline compare: removed. Use pipeline benchmark lab.yaml"),
         (["compare"], "pipeline compare: removed. Use pipeline benchmark FILE"),
         (["measure", "latest", "--budget-s", "9"], "pipeline measure: removed. Use pipeline benchmark latest"),
+        (
+            ["tune-batch", "lab.yaml", "--max", "64"],
+            "pipeline tune-batch: removed. Use pipeline benchmark lab.yaml --batch-sizes auto",
+        ),
+        (["predict", "lab.yaml"], "pipeline predict: removed. Use pipeline benchmark lab.yaml --predict 8,64"),
     ],
 )
 def test_a_verb_of_an_earlier_version_names_the_new_one(command: Any, words: list[str], message: str) -> None:

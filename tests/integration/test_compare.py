@@ -156,6 +156,21 @@ def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
     assert "ZeroDivisionError: the model's own mistake" in ended.stderr
 
 
+def test_a_batch_without_memory_is_a_row_with_the_reason(command: Any) -> None:
+    """The file's batch of 8 per worker does not fit on the second rank, so that auto halves it until one fits."""
+    ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "train.epochs=9"]
+    hungry = ["model={_target_: lab.Hungry, limit: 3, rank: 1}"]
+    ended = command("benchmark", "lab.yaml", *ddp, *hungry, "--batch-sizes", "auto", "--repeats", "2", "--json")
+    assert ended.code == 0, ended.output
+    document = json.loads(ended.stdout)
+    cells = {cell["title"]: cell for cell in document["cells"]}
+    for title in ("ddp, 2 workers", "ddp, 2 workers (batch 4)"):
+        assert cells[title]["reason"] == "it does not fit into memory"
+    assert len(cells["ddp, 2 workers (batch 2)"]["slots"]) == 2
+    (advice,) = [one for one in document["advice"] if one["key"] == "train.gradient_accumulation"]
+    assert advice["overrides"] == "train.gradient_accumulation=4"
+
+
 def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path) -> None:
     lasting = ["train.epochs=20", "measure.steps=200", "parallel.launcher=torchrun"]  # a cell is not over at once
     process = start("benchmark", MLP, *lasting, "--repeats", "50", "--json", cwd=tmp_path)

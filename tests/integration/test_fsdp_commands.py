@@ -217,13 +217,15 @@ def _train(trial: Trial, rank: Rank) -> None:
 
 
 def test_a_batch_that_does_not_fit_on_one_rank_is_found(command: Callable[..., Any]) -> None:
-    """That rank gives up in the middle of a pass, while the other goes on: neither waits for the other."""
+    """That rank gives up in the middle of a pass, while the other goes on: it ends as well."""
     ended = command(
-        "tune-batch", "lab.yaml", "--json", "model={_target_: lab.Hungry, limit: 4, rank: 1}", *_WORKERS,
-        "train.clip_grad_norm=1.0", "train.on_nonfinite=skip",
+        "benchmark", "lab.yaml", "--json", "model={_target_: lab.Hungry, limit: 4, rank: 1}", *_WORKERS,
+        "train.clip_grad_norm=1.0", "train.on_nonfinite=skip", "train.epochs=9", "--batch-sizes", "4", "--repeats", "1",
     )  # fmt: skip
     assert ended.code == 0, ended.output
-    assert json.loads(ended.stdout)["largest_that_fits"] == 4
+    cells = {cell["title"]: cell for cell in json.loads(ended.stdout)["cells"]}
+    assert cells["fsdp, 2 workers"]["reason"] == "it does not fit into memory"
+    assert cells["fsdp, 2 workers (batch 4)"]["measured"]
 
 
 def test_a_run_says_what_each_worker_holds(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -180,15 +180,10 @@ def sweep(lab: Lab) -> Path:
     return lab.run("sweep", "tiny.yaml", *INPROCESS, "train.epochs=8", "metrics={}", f"sweep={json.dumps(what)}")
 
 
-def forecast(lab: Lab) -> Path:
-    return lab.run("predict", "tiny.yaml", "--workers", "8", "--link", "25Gbit,20us")
-
-
 RECORDINGS: dict[str, Callable[[Lab], Path]] = {
     one.__name__.replace("_", "-"): one
     for one in (finished, single, failed, nan, nan_stopped, interrupted, killed, resumed, killed_ema,
-                killed_fp16, killed_optimizers, elastic, comparison, sweep,
-                forecast)
+                killed_fp16, killed_optimizers, elastic, comparison, sweep)
 }  # fmt: skip
 WITH_CHECKPOINTS = ("killed", "killed-ema", "killed-fp16", "killed-optimizers")
 

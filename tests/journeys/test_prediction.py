@@ -1,32 +1,27 @@
-"""A prediction from this machine's own measurements, checked by one of them."""
+"""A prediction from what a benchmark measures here, checked by its own rows."""
 
 import json
+from collections.abc import Callable
 
 import pytest
-
-from pipeline.report.forecast import Forecast
-
-LAB = "lab.yaml"
+from command import Ended
 
 
-def test_the_link_is_measured_and_the_prediction_checked(command):
-    ended = command(
-        "predict",
-        LAB,
-        "parallel.strategy=ddp",
-        "parallel.launcher=torchrun",
-        "parallel.workers=2",
-        "train.epochs=9",
-        "--json",
-    )
+def test_the_network_is_measured_and_the_prediction_checked(command: Callable[..., Ended]) -> None:
+    ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "train.epochs=9"]
+    ended = command("benchmark", "lab.yaml", *ddp, "--predict", "2,8,64", "--repeats", "1", "--json")
     assert ended.code == 0, ended.output
-    found = Forecast.model_validate(json.loads(ended.stdout))
-    assert found.link_from == "measured"
-    assert found.measured_workers == 2
-    assert found.link.latency_us >= 0  # 0 where load during the larger all-reduces hides what all of them share
-    assert found.link.bandwidth_gbit > 0
-    assert found.check is not None
-    assert found.check.workers == 2
-    assert found.check.measured > 0
-    assert found.outlooks[0].predictions[1].speedup == pytest.approx(found.check.predicted)
-    assert found.outlooks[0].worthwhile == 1  # a step of a tenth of a millisecond isn't worth sharing
+    found = json.loads(ended.stdout)
+    cells = {(cell["workers"], cell["predicted"]): cell for cell in found["cells"]}
+    assert set(cells) == {(1, False), (2, False), (2, True), (8, True), (64, False)}
+    assert cells[64, False]["reason"] == "64 workers can't share a global batch of 16 samples"
+    assert not cells[8, True]["measured"]
+    forecast = found["forecast"]
+    assert forecast["measured_workers"] == 2
+    assert (
+        forecast["link"]["latency_us"] >= 0
+    )  # 0 where load during the larger all-reduces hides what all of them share
+    assert forecast["link"]["bandwidth_gbit"] > 0
+    (check,) = forecast["checks"]
+    assert check["measured"] == pytest.approx(cells[2, False]["speedup"])
+    assert check["predicted"] == pytest.approx(cells[2, True]["speedup"], rel=1e-6)

@@ -9,8 +9,6 @@ from recordings import Recording
 from pipeline.commands import page
 from pipeline.protocol.events import RunOpened
 from pipeline.recording.outcome import TrackingOutcome
-from pipeline.report.forecast import FILE_NAME as FORECAST_FILE
-from pipeline.report.forecast import Forecast
 from pipeline.report.report import Report
 from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, REPORT_NAME
 from pipeline.report.swept import FILE_NAME as SWEEP_FILE
@@ -39,30 +37,14 @@ def test_a_run_gets_the_page_of_its_report_again(journal: Callable[[str], Record
     assert saved(folder) == made
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "file", "pictures", "texts"),
-    [
-        ("sweep", SweptReport, SWEEP_FILE, {"sweep.png", CURVES_NAME}, [
-            "validation/loss by lr", "trial 1: lr=0.1", "trial 2: lr=0.05", "trial 3: lr=1e-06", "Train loss, smoothed",
-        ]),
-        ("forecast", Forecast, FORECAST_FILE, set(), [
-            "Strong scaling: 64 samples shared; step and waiting for gradients in ms",
-            "Weak scaling: 64 samples for each worker; step and waiting for gradients in ms",
-        ]),
-    ],
-)  # fmt: skip
-def test_sweeps_and_predictions_get_a_page(
-    journal: Callable[[str], Recording],
-    name: str,
-    kind: type[SweptReport | Forecast],
-    file: str,
-    pictures: set[str],
-    texts: list[str],
-) -> None:
-    folder = journal(name).folder
-    names = page.save(kind.model_validate_json((folder / file).read_bytes()), folder, warn=pytest.fail)
-    assert set(names) == pictures | {PAGE_NAME}
+def test_a_sweep_gets_a_page(journal: Callable[[str], Recording]) -> None:
+    folder, pictures = journal("sweep").folder, {"sweep.png", CURVES_NAME}
+    report = SweptReport.model_validate_json((folder / SWEEP_FILE).read_bytes())
+    assert set(page.save(report, folder, warn=pytest.fail)) == pictures | {PAGE_NAME}
     made = (folder / PAGE_NAME).read_text(encoding="utf-8")
+    texts = (
+        "validation/loss by lr", "trial 1: lr=0.1", "trial 2: lr=0.05", "trial 3: lr=1e-06", "Train loss, smoothed"
+    )  # fmt: skip
     assert [text for text in (*texts, folder.name) if f">{text}<" not in made] == []
     assert made.count('<svg class="wide"') == len(pictures)
     assert len(made) < MOST_BYTES

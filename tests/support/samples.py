@@ -6,10 +6,8 @@ from pipeline.config.train import Train
 from pipeline.config.values import Component
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import ROLES, Role, Scaling, Trial
-from pipeline.protocol.trial_result import Link, Spread, StepParts, TrialResult
+from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.report import Unmeasured
-from pipeline.report.forecast import Check, Forecast, Outlook
-from pipeline.report.prediction import Prediction, counts_up_to
 from pipeline.report.report import Report
 from pipeline.report.swept import Swept, SweptReport, SweptTrial
 
@@ -179,28 +177,3 @@ def swept(count: int) -> SweptReport:
     facts = {"experiment": "lab", "metric": "validation/loss", "mode": "min", "search": "random", "seed": 1}
     told = Swept.model_validate({**facts, "trials": trials, "best": 4, "command": ("pipeline", "run"), "run": "sweep"})
     return SweptReport(swept=told.model_copy(update={"log_scaled": ("optimizer.lr",)}), hardware=HARDWARE)
-
-
-def forecast(workers: int) -> Forecast:
-    """A prediction whose efficiency falls by half with each doubling from 8 workers on."""
-    outlooks = tuple(
-        Outlook(
-            scaling=scaling,
-            predictions=tuple(_predicted(count, scaling) for count in counts_up_to(workers)),
-        )
-        for scaling in ("strong", "weak")
-    )
-    return Forecast(
-        name="lab", hardware=HARDWARE, compute_ms_per_sample=0.5, gradient_mb=8.0, link_from="measured",
-        link=Link(latency_us=50, bandwidth_gbit=2), measured_workers=2, slowdown=1.1, outlooks=outlooks,
-        check=Check(workers=2, measured=1.7, predicted=1.75),
-    )  # fmt: skip
-
-
-def _predicted(workers: int, scaling: Scaling) -> Prediction:
-    speedup = min(0.9 * workers, 7.2) if workers > 1 else 1.0
-    return Prediction(
-        workers=workers, scaling=scaling, batch_per_worker=64, step_ms=10, compute_ms=8, exposed_communication_ms=1,
-        data_wait_ms=0.5, optimizer_ms=0.5, samples_per_second=6400 * speedup, speedup=speedup,
-        efficiency=speedup / workers, limit="bandwidth",
-    )  # fmt: skip

@@ -152,7 +152,7 @@ def test_the_json_of_a_comparison_has_every_cell_in_the_order_asked_for() -> Non
     assert (ddp["peak_memory_mb"], ddp["largest_loss_difference"]) == ([410, 410], 0)
     assert (weak["scaling"], weak["largest_loss_difference"]) == ("weak", None)
     assert (larger["measured"], larger["reason"]) == (False, DDP_4.reason)
-    known = {"strategy", "workers", "scaling", "title", "role", "measured", "reason"}
+    known = {"strategy", "workers", "scaling", "title", "role", "measured", "predicted", "reason"}
     assert {name for name, value in larger.items() if value is not None} == known
     assert list(larger) == list(ddp)
 
@@ -161,7 +161,7 @@ def test_the_reference_stands_beside_the_cells() -> None:
     document = json.loads(comparison_json(comparison()))
     assert document["reference"]["speedup"] == pytest.approx(1.5)
     assert document["reference"]["efficiency"] == pytest.approx(0.75)
-    assert list(document) == ["cells", "reference", "advice", "name", "hardware", "verdict", "remarks"]
+    assert list(document) == ["cells", "reference", "forecast", "advice", "name", "hardware", "verdict", "remarks"]
     assert document["verdict"] == comparison().verdict
     assert json.loads(comparison_json(compared((190,))))["reference"] is None
 

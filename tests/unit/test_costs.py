@@ -1,4 +1,4 @@
-"""What a probe measures of a step."""
+"""What a prediction needs of a step."""
 
 import threading
 
@@ -9,7 +9,7 @@ import toys
 from torch import nn
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Probe, Rank
+from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.training.build import build
 from pipeline.training.costs import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, costs, gradients
 from pipeline.training.loop import train
@@ -30,7 +30,7 @@ def slow_data():
 
 
 def setup_of(**sections):
-    trial = toys.trial(max_steps=2, kind=Probe, **sections)
+    trial = toys.trial(max_steps=2, kind=CellMeasurement, **sections)
     allowed = (*trial.allowed, "test_costs")
     return build(trial.model_copy(update={"allowed": allowed}), rank=Rank())
 
@@ -40,10 +40,10 @@ def quick(monkeypatch):
     monkeypatch.setattr("pipeline.training.costs.BUDGET_SECONDS", 0.2)
 
 
-def test_only_a_probe_measures_costs():
+def test_costs_are_measured_on_request():
     trial = toys.trial(max_steps=2)
     assert train(trial, rank=Rank(), outbox=toys.Kept()).costs is None
-    probed = train(toys.trial(max_steps=2, kind=Probe), rank=Rank(), outbox=toys.Kept()).costs
+    probed = train(trial.model_copy(update={"measures_costs": True}), rank=Rank(), outbox=toys.Kept()).costs
     assert probed is not None
     assert [cost.samples for cost in probed.curve] == [1, 4, 8]
     assert all(cost.forward_ms > 0 and cost.backward_ms > 0 and cost.data_ms > 0 for cost in probed.curve)
@@ -110,7 +110,7 @@ def test_gradients_of_vectors_alone_are_ready_at_the_end():
 
 
 def test_all_reduces_between_ranks(tmp_path):
-    # A group of one says nothing about time, but which sizes are measured; test_predict.py has two workers.
+    # A group of one says nothing about time, but which sizes are measured; journeys/test_prediction.py has two workers.
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         found = all_reduces(setup_of().model, rank=Rank(), device=torch.device("cpu"))

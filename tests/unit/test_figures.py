@@ -37,7 +37,7 @@ def test_the_page_of_strategies_has_the_figures_of_the_results() -> None:
 @pytest.mark.parametrize(
     ("page", "figures"),
     [
-        ("compare.md", ["348", "347", "1.80x (1.74x to 1.86x)", "1.77x (1.70x to 1.86x)"]),
+        ("benchmark.md", ["348", "347", "1.80x (1.74x to 1.86x)", "1.77x (1.70x to 1.86x)"]),
         ("advice.md", ["254, 238", "161, 157", "83, 97"]),
         ("fsdp.md", ["6.93", "2.91"]),
     ],

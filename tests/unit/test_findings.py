@@ -174,7 +174,7 @@ def test_a_slow_link_between_nodes_is_a_warning_and_within_one_it_is_not() -> No
     assert slow.status == "warning"
     assert "0.1 Gbit/s" in slow.what
     assert "100 MB of gradients take 8,000 ms" in slow.what
-    assert slow.fix == "pipeline predict FILE --link 100Mbit,0us"
+    assert slow.fix == "pipeline benchmark FILE --predict 8 --network 100Mbit,0us"
     assert link.check_link_speed(measured(gbit=0.1, workers=2, nodes=1)).status == "ok"
     assert link.check_link_speed(measured(gbit=25, workers=4, nodes=4)).status == "ok"
 

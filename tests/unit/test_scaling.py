@@ -7,9 +7,8 @@ from torch import nn
 
 from pipeline.errors import UsageError
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link
-from pipeline.report.forecast import Check, Forecast, Outlook
 from pipeline.report.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
-from pipeline.report.prediction import Workload, at_pace, counts_up_to, fill_buckets, predict
+from pipeline.report.prediction import Workload, at_pace, fill_buckets, predict
 
 MB = 1_000_000
 PERFECT = Link(latency_us=0, bandwidth_gbit=1e12)
@@ -252,39 +251,6 @@ def test_times_between_and_beyond_the_measured_sizes():
     assert predict(larger, PERFECT, workers=1).compute_ms == pytest.approx(10 + 3 * 128)
 
 
-# What is worth it
-
-
-def outlook(measured, link, *, workers=1024, scaling="strong"):
-    return Outlook.of(measured, link, workers=workers, scaling=scaling)
-
-
-def test_rows_end_with_the_samples_or_with_what_was_asked_for():
-    assert [row.workers for row in outlook(workload(batch=48), PERFECT).predictions] == [1, 2, 4, 8, 16, 32, 48]
-    assert outlook(workload(batch=48), PERFECT).worthwhile == 48
-    assert outlook(workload(batch=48), PERFECT, workers=8).worthwhile == 8
-    assert outlook(workload(), PERFECT, scaling="weak").worthwhile == 1024
-
-
-def test_more_workers_are_not_worth_it_where_the_next_row_gains_less_than_a_tenth():
-    found = outlook(workload(batch=1024), Link(latency_us=0, bandwidth_gbit=0.8))
-    at = {row.workers: row.speedup for row in found.predictions}
-    limit = found.worthwhile
-    assert at[limit] >= 1.1 * at[limit // 2]
-    assert at[2 * limit] < 1.1 * at[limit]
-
-
-def test_a_second_worker_may_not_be_worth_it():
-    assert outlook(workload(), Link(latency_us=1e6, bandwidth_gbit=1)).worthwhile == 1
-
-
-@pytest.mark.parametrize(
-    ("workers", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))]
-)
-def test_counts(workers, counts):
-    assert counts_up_to(workers) == counts
-
-
 # Links in words
 
 
@@ -317,37 +283,6 @@ def test_other_links_are_refused_with_an_example(text):
 def test_nothing_goes_over_a_link_of_zero():
     with pytest.raises(UsageError, match="above 0"):
         parse("0Gbit,5us")
-
-
-# In words
-
-
-def forecast(check=None):
-    return Forecast.of(
-        workload(), Link(latency_us=20, bandwidth_gbit=25), workers=8, scalings=("strong", "weak"), name="lab",
-        hardware="2 cores", compute_ms_per_sample=3.0, link_from="measured" if check else "given",
-        measured_workers=check.workers if check else 0, check=check,
-    )  # fmt: skip
-
-
-def test_forecast_shows_what_it_is_made_from():
-    found = forecast()
-    assert "link       25 Gbit/s, 20 us, as given" in found.opening
-    assert [row[0] for row in found.tables[0].rows] == ["1", "2", "4", "8"]
-    assert found.tables[0].rows[0][4] == "1.00x"
-    assert "Not checked" in found.blocks[0][0]
-    assert found.verdict.startswith("lab: predicted to be worth it: strong scaling up to 8 workers, weak scaling up to")
-
-
-def test_forecast_says_how_far_off_it_was():
-    found = forecast(Check(workers=2, measured=1.6, predicted=1.8))
-    assert found.blocks[0][0] == "Checked with 2 workers: 1.60x measured, 1.80x predicted (+12%)."
-    assert "measured between 2 workers" in "\n".join(found.opening)
-
-
-def test_forecast_survives_json():
-    found = forecast(Check(workers=2, measured=1.6, predicted=1.8))
-    assert Forecast.model_validate_json(found.model_dump_json()) == found
 
 
 @pytest.mark.parametrize("step_ms", [96.0, 192.0, 500.0])

@@ -1,9 +1,11 @@
 """Matrix of ``pipeline benchmark``, made from experiment and resources by a pure function."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from pipeline import registry
+from pipeline.commands.benchmark.prediction import check_predictable, find_pair, is_pair
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.values import Frozen
 from pipeline.errors import ExperimentError, ResourceError
@@ -11,7 +13,10 @@ from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan, same_work
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Baseline, CellMeasurement, Scaling, Trial
+from pipeline.protocol.trial_result import Link
 from pipeline.wording import format_parallel
+
+_ALONE = Comparison(strategy="single", workers=1)
 
 
 class MatrixRequest(Frozen):
@@ -26,6 +31,15 @@ class MatrixRequest(Frozen):
     """True to record a trace of each cell's first measurement."""
     batch_sizes: tuple[int, ...] | Literal["auto"] = ()
     """Batch sizes of a device to measure the declared configuration with; auto: see `pipeline benchmark --help`."""
+    predict: tuple[int, ...] = ()
+    """Numbers of workers to predict."""
+    network: Link | None = None
+    """Network between predicted workers; None to measure it between workers of this run."""
+
+    @property
+    def scalings(self) -> tuple[Scaling, ...]:
+        """Kinds of scaling."""
+        return ("strong", "weak") if self.scaling == "both" else (self.scaling,)
 
 
 class Cell(Frozen):
@@ -57,6 +71,8 @@ class Matrix(Frozen):
     """Cells in the order of the request, the baseline first."""
     declared: Cell
     """The experiment's own configuration."""
+    alone: str
+    """Name of the cell of one worker that predictions are made from; empty without predictions."""
     wanted: MatrixRequest
     plan: Plan
     """Trials of the cells that can run and of the reference, once each, then once each again."""
@@ -74,35 +90,84 @@ def make_matrix(
         ResourceError: not even the baseline can run here.
     """
     entries = list(_entries(experiment, wanted))
-    needed = [*entries, *([_declared(experiment)] if wanted.batch_sizes else [])]
-    planner = Planner(experiment, resources, allowed, workers=_most_workers(needed, experiment, resources))
+    extras = list(_extras(entries, experiment, resources, wanted=wanted))
+    planner = Planner(experiment, resources, allowed, workers=_most_workers([*entries, *extras], experiment, resources))
     baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
-    cells = [_cell_of(baseline)]
-
-    def add(cell: Cell) -> Cell:
-        if same := next((other for other in cells if _is_same(cell, other)), None):
-            return same
-        cells.append(cell.model_copy(update={"name": _unique(cell.name, cells)}))
-        return cells[-1]
-
-    for scaling in _scalings(wanted):
+    cell_of = partial(_cell, planner=planner, experiment=experiment, baseline=baseline)
+    table = _Table(baseline)
+    for scaling in wanted.scalings:
         for entry in entries:
-            add(_cell(entry, planner, experiment, scaling=scaling, baseline=baseline))
-    declared = _cell(_declared(experiment), planner, experiment, scaling="strong", baseline=baseline)
-    if wanted.batch_sizes:
-        declared = declared.model_copy(update={"name": add(declared).name})
-        for size in wanted.batch_sizes if wanted.batch_sizes != "auto" else ():
-            add(batch_cell(declared, size))
-    trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in cells if cell.trial]
+            table.add(cell_of(entry, scaling=scaling))
+    for entry in extras:
+        table.add(cell_of(entry, scaling="strong"))
+    declared = table.named_as_added(cell_of(_declared(experiment), scaling="strong"))
+    for size in wanted.batch_sizes if wanted.batch_sizes != "auto" else ():
+        table.add(batch_cell(declared, size))
+    alone = table.named_as_added(cell_of(_ALONE, scaling="strong")).name if wanted.predict else ""
+    trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in table.cells if cell.trial]
     if baseline.device == "cpu" and resources.is_one_node and any(trial.workers > 1 for trial in trials):
         trials.append(planner.reference())
+    probed = {alone, _find_pair(table.cells, experiment, wanted)}
     rounds = [
-        trial.model_copy(update={"repeat": repeat, "profile": wanted.profile and repeat == 0})
-        for repeat in range(wanted.repeats)
+        _repeat(trial, number=number, wanted=wanted, probed=probed)
+        for number in range(wanted.repeats)
         for trial in trials
     ]
     plan = Plan(command="benchmark", experiment=experiment, resources=resources, trials=tuple(rounds))
-    return Matrix(cells=tuple(cells), declared=declared, wanted=wanted, plan=plan)
+    return Matrix(cells=tuple(table.cells), declared=declared, alone=alone, wanted=wanted, plan=plan)
+
+
+class _Table:
+    """The cells of a matrix, each once and with a name of its own."""
+
+    def __init__(self, baseline: Trial) -> None:
+        self.cells = [_cell_of(baseline)]
+
+    def add(self, cell: Cell) -> None:
+        """Add a cell unless another one would measure the same."""
+        if self._find(cell) is None:
+            self.cells.append(cell.model_copy(update={"name": _unique(cell.name, self.cells)}))
+
+    def named_as_added(self, cell: Cell) -> Cell:
+        """Return a cell with the name of the one in the table that measures the same, if there is one."""
+        same = self._find(cell)
+        return cell.model_copy(update={"name": same.name}) if same else cell
+
+    def _find(self, cell: Cell) -> Cell | None:
+        return next((other for other in self.cells if _is_same(cell, other)), None)
+
+
+def _repeat(trial: Trial, *, number: int, wanted: MatrixRequest, probed: Collection[str]) -> Trial:
+    """Return the trial of a round; what is measured once is part of the first round."""
+    is_first = number == 0
+    once = {"profile": wanted.profile and is_first, "measures_costs": is_first and trial.name in probed}
+    return trial.model_copy(update={"repeat": number, **once})
+
+
+def _extras(
+    entries: Sequence[Comparison], experiment: Experiment, resources: Resources, *, wanted: MatrixRequest
+) -> Iterator[Comparison]:
+    """Yield what is measured in addition to the requested entries, for batch sizes and for predictions.
+
+    Raises:
+        ExperimentError: there is no prediction for the experiment.
+        ResourceError: no two workers fit, between which the network could be measured.
+    """
+    if wanted.batch_sizes:
+        yield _declared(experiment)
+    if wanted.predict:
+        check_predictable(experiment)
+        yield _ALONE
+        if wanted.network is None:
+            yield from find_pair(entries, experiment, resources)
+
+
+def _find_pair(cells: Sequence[Cell], experiment: Experiment, wanted: MatrixRequest) -> str:
+    """Return the name of the largest cell between whose workers the network is measured; empty if it is given."""
+    if not wanted.predict or wanted.network is not None:
+        return ""
+    pairs = [cell for cell in cells if cell.trial and is_pair(cell.trial, experiment)]
+    return max(pairs, key=lambda cell: cell.workers).name if pairs else ""
 
 
 def batch_cell(declared: Cell, size: int) -> Cell:
@@ -154,11 +219,7 @@ def _most_workers(entries: Iterable[Comparison], experiment: Experiment, resourc
     return max((count for count in counts if count * share <= resources.cpus), default=1)
 
 
-def _scalings(wanted: MatrixRequest) -> tuple[Scaling, ...]:
-    return ("strong", "weak") if wanted.scaling == "both" else (wanted.scaling,)
-
-
-def _cell(entry: Comparison, planner: Planner, experiment: Experiment, *, scaling: Scaling, baseline: Trial) -> Cell:
+def _cell(entry: Comparison, *, planner: Planner, experiment: Experiment, scaling: Scaling, baseline: Trial) -> Cell:
     workers = entry.workers or 1
     name = f"{entry.strategy}-{workers}{'-weak' if scaling == 'weak' else ''}"
     cell = Cell(name=name, strategy=entry.strategy, workers=workers, scaling=scaling)
@@ -210,6 +271,6 @@ def _is_same(cell: Cell, other: Cell) -> bool:
     return same_work(cell.trial, other.trial) and batches[0] == batches[1]
 
 
-def _unique(name: str, cells: list[Cell]) -> str:
+def _unique(name: str, cells: Sequence[Cell]) -> str:
     names = {cell.name for cell in cells}
     return next(tried for tried in (name, *(f"{name}-{i}" for i in range(2, len(cells) + 2))) if tried not in names)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.commands.benchmark.batch_sizes import double_batch
 from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make_matrix
+from pipeline.commands.benchmark.prediction import Predictor, unpredicted
 from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError
@@ -133,7 +134,7 @@ class _Benchmark:
             unmeasured=[self._unmeasured(cell) for cell in cells if cell.name not in invocation.results],
             order=[cell.name for cell in cells],
         )
-        report = invocation.advised(measured)
+        report = self._predicted(invocation.advised(measured))
         invocation.show(report, summary=report.markdown())
         for row in report.rows:
             invocation.log(_figures(row), trial=row.trial, step=row.steps, epoch=1)
@@ -142,6 +143,22 @@ class _Benchmark:
         invocation.tag(report.main, baseline=report.rows[0])
         invocation.save_report(report)
         return report
+
+    def _predicted(self, report: Report) -> Report:
+        """Return the report with the predicted rows, as far as what they need could be measured."""
+        wanted, experiment = self._matrix.wanted, self._invocation.plan.experiment
+        if not wanted.predict:
+            return report
+        costs = {end.trial: end.result.costs for end in self._invocation.finished if end.result.costs is not None}
+        alone = next((row for row in report.rows if row.trial == self._matrix.alone), None)
+        has_network = wanted.network is not None or any(each.world_size > 1 for each in costs.values())
+        if alone is None or alone.trial not in costs or not has_network:
+            self._invocation.warn("no speedup is predicted, because what a prediction needs could not be measured")
+            return report
+        predictor = Predictor(report, experiment, alone=alone, costs=costs, network=wanted.network)
+        forecast = predictor.predict(wanted.predict, wanted.scalings)
+        missing = unpredicted(wanted.predict, batch=experiment.train.global_batch_size)
+        return report.with_forecast(forecast, missing=tuple(missing) if "strong" in wanted.scalings else ())
 
     def _check_sizes(self, outcome: Outcome) -> None:
         """Check that the data, whose size is known now, is large enough for each cell.

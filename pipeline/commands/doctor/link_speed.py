@@ -137,7 +137,8 @@ def check_link_speed(measured: MeasuredLink) -> CheckResult:
     )
     if measured.nodes > 1 and link.bandwidth_gbit < _SLOW_GBIT:
         given = f"{link.bandwidth_gbit * 1e3:.0f}Mbit,{link.latency_us:.0f}us"
-        return CheckResult(subject="link", status="warning", what=what, fix=f"pipeline predict FILE --link {given}")
+        fix = f"pipeline benchmark FILE --predict 8 --network {given}"
+        return CheckResult(subject="link", status="warning", what=what, fix=fix)
     return CheckResult(subject="link", status="ok", what=what)
 
 

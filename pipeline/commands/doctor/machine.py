@@ -157,7 +157,7 @@ def _gpus(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
     numbers = {len(node.gpus) for node in nodes}
     if len(kinds) > 1 or len(numbers) > 1:
         each = ", ".join(f"{node.label}: {_counted_gpus([node])}" for node in nodes)
-        fix = "measure the slowdown with pipeline compare FILE, or leave the slowest node out"
+        fix = "measure the slowdown with pipeline benchmark FILE, or leave the slowest node out"
         yield CheckResult(subject="GPUs", status="warning", what=f"the nodes' GPUs differ ({each})", fix=fix)
 
 

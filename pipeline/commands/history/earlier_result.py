@@ -10,7 +10,7 @@ from pipeline.recording.run_summary import RunSummary
 from pipeline.report.tables import ReportTable
 from pipeline.wording import figure
 
-FILES: Mapping[str, str] = {"tune-batch": "tuning.json"}
+FILES: Mapping[str, str] = {"predict": "prediction.json", "tune-batch": "tuning.json"}
 """File with the result, by command."""
 
 

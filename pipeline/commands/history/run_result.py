@@ -12,8 +12,6 @@ from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
 from pipeline.recording.console import Printable, print_report, print_verdict
 from pipeline.recording.run_summary import RunSummary
-from pipeline.report.forecast import FILE_NAME as FORECAST_NAME
-from pipeline.report.forecast import Forecast
 from pipeline.report.report import Report, comparison_json, run_json
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.report.screens import format_screen
@@ -21,7 +19,7 @@ from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import FILE_NAME as SWEEP_NAME
 from pipeline.report.swept import SweptReport
 
-Model = TypeVar("Model", Report, Forecast, SweptReport)
+Model = TypeVar("Model", Report, SweptReport)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors while an inconsistent result is loaded and printed; pydantic's errors are ValueErrors."""
 
@@ -42,9 +40,6 @@ def result_of(run: RunSummary) -> RunResult | None:
     Raises:
         UsageError: the file is damaged, or was written by an incompatible version.
     """
-    if run.command == "predict":
-        forecast = _read(Forecast, run.folder / FORECAST_NAME)
-        return RunResult(forecast, lambda: forecast.model_dump_json(indent=2)) if forecast else None
     if run.command in FILES:
         earlier = read_earlier(run)
         return RunResult(earlier, lambda: earlier.text) if earlier else None

@@ -29,6 +29,7 @@ def format_screen(report: Report, places: Places) -> tuple[str, ...]:
     below = [
         Block(() if outcome == "invalid" else format_step_times(report.rows), rank=2),
         Block(tuple(_missing(report)), rank=1),
+        Block(tuple(_basis(report)), rank=1),
         Block((*(() if doubt else _noise(report)), *_use(report), *format_places(places))),
     ]
     return assemble_first_fit([*above, table, losses, *below] for table, losses in iter_tables(report, places))
@@ -60,6 +61,12 @@ def _missing(report: Report) -> Iterator[str]:
     """Yield why configurations were not measured."""
     for cell in report.unmeasured[:2]:
         yield from wrap(f"{name_row(cell)}: not measured, {cell.reason.rstrip('.')}.")
+
+
+def _basis(report: Report) -> Iterator[str]:
+    """Yield what predicted rows are based on, and how far off the prediction is where it was measured."""
+    for note in report.forecast.notes[:2] if report.forecast else ():
+        yield from wrap(note)
 
 
 def _noise(report: Report) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from pipeline.report import Row, Unmeasured, is_clear
 from pipeline.report.breakdown import break_down, count_decimals
 from pipeline.report.claims import classify_speedup
+from pipeline.report.forecast import Predicted
 from pipeline.report.loss_differences import describe_loss
 from pipeline.report.ratios import format_level, is_wide, value_of
 from pipeline.report.report import Report
@@ -14,6 +15,7 @@ from pipeline.report.screens.screen_layout import Block, Column, Places, lay_out
 from pipeline.report.tables import amount, efficiency, speedup, training_s
 from pipeline.wording import counted, duration
 
+Entry = Row | Unmeasured | Predicted
 _NONE = "-"
 _SHOWN_ABOVE = "differs (see above)"
 _MOST_ROWS, _MOST_LINES = 10, 12
@@ -38,7 +40,7 @@ def format_table(report: Report, places: Places, *, most_lines: int = _MOST_LINE
         lines = lay_out(list(_columns(report, entries, losses=losses)))
         if len(lines) <= most_lines:
             break
-    hidden = len(report.entries) - len(entries)
+    hidden = len(report.entries) + len(report.predicted) - len(entries)
     more = wrap(f"{counted(hidden, 'more row')}: pipeline show {places.run} --full") if hidden else ()
     notes = tuple(line for note in losses.notes for line in wrap(note, rest="    "))
     return Block((*lines, *more)), Block(notes)
@@ -50,13 +52,17 @@ def iter_tables(report: Report, places: Places) -> Iterator[tuple[Block, Block]]
         yield format_table(report, places, most_lines=most_lines)
 
 
-def _select(report: Report, most: int) -> tuple[Row | Unmeasured, ...]:
-    """Return the first rows, and the one that the result is about in any case."""
+def _select(report: Report, most: int) -> tuple[Entry, ...]:
+    """Return the first measured rows, the one that the result is about in any case, and the predicted rows."""
+    predicted = report.predicted[: most // 2]
+    most -= len(predicted)
     entries = report.entries[:most]
-    return entries if report.main in entries or len(report.entries) <= most else (*entries[:-1], report.main)
+    if report.main not in entries and len(report.entries) > most:
+        entries = (*entries[:-1], report.main)
+    return (*entries, *predicted)
 
 
-def _columns(report: Report, entries: Sequence[Row | Unmeasured], *, losses: LossNotes) -> Iterator[Column]:
+def _columns(report: Report, entries: Sequence[Entry], *, losses: LossNotes) -> Iterator[Column]:
     """Yield the columns of the table; the intervals have one unless all speedups are clear."""
     ratios = [row.ratio for row in report.rows if row.ratio is not None]
     has_intervals = report.is_comparison or any(not is_clear(ratio) or is_wide(ratio) for ratio in ratios)
@@ -75,7 +81,7 @@ def _columns(report: Report, entries: Sequence[Row | Unmeasured], *, losses: Los
         yield _loss_column(losses)
 
 
-def note_losses(report: Report, entries: Sequence[Row | Unmeasured]) -> LossNotes:
+def note_losses(report: Report, entries: Sequence[Entry]) -> LossNotes:
     """Return how the loss of each entry compares with the baseline's, with numbered notes on those that differ.
 
     The screen itself, and no note, says that the result's speedup is not valid.
@@ -147,16 +153,16 @@ def _loss_column(losses: LossNotes) -> Column:
     return Column("loss vs. baseline" if _SHOWN_ABOVE in losses.cells else "loss", losses.cells)
 
 
-def _build_time_columns(report: Report, entries: Sequence[Row | Unmeasured]) -> list[Column]:
+def _build_time_columns(report: Report, entries: Sequence[Entry]) -> list[Column]:
     if not report.main.whole_training:
         return []
     start_s = report.main.time_to_first_step_s or 0.0
     return [Column("est. time", _cells(entries, lambda row: duration(training_s(row, start_s=start_s))), 3)]
 
 
-def _format_speedup(entry: Row | Unmeasured) -> str:
-    return speedup(entry) if isinstance(entry, Row) else "not measured"
+def _format_speedup(entry: Entry) -> str:
+    return "not measured" if isinstance(entry, Unmeasured) else speedup(entry)
 
 
-def _cells(entries: Sequence[Row | Unmeasured], text: Callable[[Row], str]) -> tuple[str, ...]:
-    return tuple(text(entry) if isinstance(entry, Row) else _NONE for entry in entries)
+def _cells(entries: Sequence[Entry], text: Callable[[Row | Predicted], str]) -> tuple[str, ...]:
+    return tuple(_NONE if isinstance(entry, Unmeasured) else text(entry) for entry in entries)
