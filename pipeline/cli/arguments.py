@@ -142,13 +142,12 @@ def _warn(terminal: "Terminal", message: str) -> None:
 
 
 @contextmanager
-def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Iterator[None]:
+def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     """Start the processes that the experiment will need while torch is imported; print an error before they end.
 
     Args:
         file: the experiment.
         verbose: show the output of the launcher and of the workers.
-        tracked: results will go to MLflow.
     """
     stages.begin("importing torch")
     with interruptible(), undisturbed():
@@ -159,7 +158,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool, tracked: bool) -> Itera
     with interruptible(), ExitStack() as begun:
         begun.enter_context(allocator.huge_pages())
         begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
-        if tracked and not is_follower():
+        if not is_follower():
             begun.enter_context(mlflow.head_start(file.experiment.tracking.uri))
         try:
             with undisturbed():

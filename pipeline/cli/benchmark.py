@@ -127,7 +127,7 @@ def benchmark(
             predict=counts,
             network=link,
         )
-        with head_start(experiment, verbose=verbose, tracked=True):
+        with head_start(experiment, verbose=verbose):
             from pipeline.commands.benchmark.measure import benchmark
             from pipeline.report.report import comparison_json
 
@@ -146,7 +146,7 @@ def _measure_again(
     folder = find_trained(run, directory)
     with (
         opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal),
-        head_start(experiment, verbose=verbose, tracked=True),
+        head_start(experiment, verbose=verbose),
     ):
         from pipeline.commands.benchmark.again import measure_again
         from pipeline.report.report import run_json

@@ -53,7 +53,7 @@ def run(
             extent = {"with_baseline": baseline, "train_only": train_only, "quick": quick}
             _print_plan(experiment, extent=extent, as_json=as_json, quiet=quiet)
             return
-        with head_start(experiment, verbose=verbose, tracked=True):
+        with head_start(experiment, verbose=verbose):
             from pipeline.commands import run as runner
             from pipeline.report.report import run_json
 

@@ -16,9 +16,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "pipeline run experiments/resnet.yaml train.epochs=2 parallel.workers=2",
         ),
         "benchmark": (
-            "pipeline benchmark experiments/mlp.yaml --strategies single,ddp --workers 1,2",
-            "pipeline benchmark experiments/resnet.yaml --batch-sizes auto",
-            "pipeline benchmark experiments/resnet.yaml --predict 8,64 --network 25Gbit,20us",
+            "pipeline benchmark experiments/mlp.yaml --workers 1,2 --predict 8,64",
             "pipeline benchmark latest --time-budget 120",
         ),
         "sweep": ("pipeline sweep experiments/sweep.yaml", "pipeline sweep experiments/sweep.yaml --resume latest"),

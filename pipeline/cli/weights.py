@@ -59,7 +59,7 @@ def evaluate(
     folder = find_trained(run, directory)
     with (
         opened(folder / "experiment.yaml", overrides or (), as_json=as_json, quiet=quiet) as (experiment, terminal),
-        head_start(experiment, verbose=verbose, tracked=True),
+        head_start(experiment, verbose=verbose),
     ):
         from pipeline.commands.evaluate import evaluate
 

@@ -216,7 +216,6 @@ def invoked(
     file: ExperimentFile,
     terminal: Terminal,
     verbose: bool,
-    tracked: bool = True,
     folder: Path | None = None,
     member: Membership | None = None,
     again: Sequence[str] = (),
@@ -236,7 +235,6 @@ def invoked(
         with recorded(
             plan,
             terminal=terminal,
-            tracked=tracked,
             folder=folder,
             member=member,
             source=file.source,

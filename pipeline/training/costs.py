@@ -53,13 +53,13 @@ def costs(context: TrainContext) -> Costs:
         raise ExperimentError.of(
             "task",
             "calls pipeline.tasks.gathered, so that each worker compares all samples of a global batch. The cost of "
-            "this on more workers can't be predicted. Measure it with pipeline benchmark.",
+            "this on more workers can't be predicted. Remove --predict.",
         )
     if context.order.is_stream:
         raise ExperimentError.of(
             "data",
-            f"{context.experiment.data.target} is iterable, so other batch sizes can't be timed. Measure with "
-            "pipeline benchmark, or predict with a map-style dataset such as pipeline.data.arrays.",
+            f"{context.experiment.data.target} is iterable, so other batch sizes can't be timed for a "
+            "prediction. Remove --predict, or use a map-style dataset such as pipeline.data.arrays.",
         )
     if context.order.samples < context.order.global_batch_size:
         raise ExperimentError.of(

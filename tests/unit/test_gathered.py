@@ -13,7 +13,7 @@ from torch.nn import functional
 from pipeline.data import digits, two_views
 from pipeline.errors import ExperimentError
 from pipeline.models import MLP, SimCLR
-from pipeline.protocol.trial import Probe, Rank
+from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.tasks import gathered
 from pipeline.tasks.contrastive import Contrastive, nt_xent
 from pipeline.tasks.gathering import GlobalBatch, Pass
@@ -22,8 +22,10 @@ from pipeline.training import loop
 from pipeline.training.loop import train
 
 
-def trained(task: str, **sections: Any) -> None:
-    train(toys.trial(**toy_contrastive.case(task), **sections), rank=Rank(), outbox=toys.Kept())
+def trained(task: str, *, measures_costs: bool = False, **sections: Any) -> None:
+    trial = toys.trial(**toy_contrastive.case(task), **sections)
+    own = {"measures_costs": True} if measures_costs else {}
+    train(trial.model_copy(update=own), rank=Rank(), outbox=toys.Kept())
 
 
 def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
@@ -58,10 +60,8 @@ def test_what_is_not_gathered_is_told_before_the_first_step() -> None:
 
 def test_a_prediction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
-    with pytest.raises(
-        ExperimentError, match=r"task: calls pipeline\.tasks\.gathered, .* Measure it with pipeline benchmark"
-    ):
-        trained("Similar", kind=Probe, max_steps=2)
+    with pytest.raises(ExperimentError, match=r"task: calls pipeline\.tasks\.gathered, .* Remove --predict"):
+        trained("Similar", kind=CellMeasurement, max_steps=2, measures_costs=True)
 
 
 def test_without_communication_own_rows_stand_in_for_those_of_the_others() -> None:

@@ -82,9 +82,9 @@ class _Benchmark:
             for repeat, trials in groupby(self._matrix.plan.trials, key=lambda trial: trial.repeat):
                 for trial in trials:
                     run(trial)
-                if repeat == 0 and self._matrix.wanted.batch_sizes == "auto":
-                    double_batch(self._matrix.declared, rate=self._rate_of, measure=partial(self._add, run=run))
-                elif repeat:
+                if repeat == 0:
+                    self._double_batch(run)
+                else:
                     for trial in self._doubled:
                         run(trial.model_copy(update={"repeat": repeat, "profile": False}))
         if self._out_of_memory is not None and not self._invocation.results:
@@ -108,6 +108,12 @@ class _Benchmark:
         else:
             if self._samples is None:
                 self._check_sizes(outcome)
+
+    def _double_batch(self, run: Callable[[Trial], None]) -> None:
+        """Measure the declared configuration with doubled batches, if that was asked for and it did not fail."""
+        declared = self._matrix.declared
+        if self._matrix.wanted.batch_sizes == "auto" and declared.name not in self.failures:
+            double_batch(declared, rate=self._rate_of, measure=partial(self._add, run=run))
 
     def _add(self, cell: Cell, *, run: Callable[[Trial], None]) -> float | None:
         """Add a cell with a doubled batch, measure it, and return its throughput; None if it is too large."""

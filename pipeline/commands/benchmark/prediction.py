@@ -44,7 +44,7 @@ def check_predictable(experiment: Experiment) -> None:
         ExperimentError: it has several optimizers, or options without a prediction.
     """
     if experiment.optimizers:
-        message = "take turns in a step, which the prediction does not cover. Measure with pipeline benchmark."
+        message = "take turns in a step, which the prediction does not cover. Remove --predict."
         raise ExperimentError.of("optimizers", message)
     if (hook := _options(experiment).communication_hook) not in _HALVED:
         raise ExperimentError.of(
