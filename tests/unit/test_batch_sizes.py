@@ -19,6 +19,8 @@ from pipeline.protocol.trial import CellMeasurement
 from pipeline.report import Advice
 from pipeline.report.advise import advise
 from pipeline.report.report import Report
+from pipeline.report.screens import format_screen
+from pipeline.report.screens.screen_layout import Places
 
 SERVER = Resources(cpus=32, memory_mb=262144, node="server")
 DDP = {"strategy": "ddp", "launcher": "torchrun", "workers": 2}
@@ -98,7 +100,13 @@ def test_a_declared_batch_that_does_not_fit_is_halved() -> None:
 def advised(
     rates: dict[int, float], *, batch: int, split: int = 1, noise: float = 0.0, **train: Any
 ) -> tuple[Advice, ...]:
-    """The advice for two devices, with the throughput of each batch size per device; the file's may be missing."""
+    """The measured advice, see `reported`."""
+    report = reported(rates, batch=batch, split=split, noise=noise, **train)
+    return tuple(one for one in report.advice if one.measured)
+
+
+def reported(rates: dict[int, float], *, batch: int, split: int = 1, noise: float = 0.0, **train: Any) -> Report:
+    """A report of two devices, with the throughput of each batch size per device; the file's may be missing."""
     tree = samples.trial("main", "main").experiment.model_dump(exclude_unset=True)
     tree["parallel"] = {"strategy": "ddp", "workers": 2, "launcher": "torchrun"}
     tree["train"] = {"epochs": 2, "global_batch_size": batch, "gradient_accumulation": split, **train}
@@ -112,7 +120,7 @@ def advised(
         for trial, (size, rate) in zip(trials, rates.items(), strict=True)
     ]
     report = Report.of(trials, ends, hardware=HARDWARE)
-    return tuple(one for one in advise(report, experiment=experiment, cores=2) if one.measured)
+    return report.model_copy(update={"advice": advise(report, experiment=experiment, cores=2)})
 
 
 def _of(trial: Any, experiment: Experiment) -> Any:
@@ -134,6 +142,16 @@ def test_a_larger_global_batch_comes_with_a_learning_rate() -> None:
     ]  # fmt: skip
     assert advice.reason == "2 workers (ddp, batch 32): 200 samples/s is faster; the file's 8 has 100"
     assert "check that the model trains as well" in advice.change
+
+
+def test_the_screen_says_that_a_larger_global_batch_changes_the_training() -> None:
+    def end(report: Report) -> str:
+        return "\n".join(format_screen(report, Places(folder="runs/x", run="latest")))
+
+    larger = end(reported({8: 100, 32: 200}, batch=16))
+    assert "USE      train.global_batch_size=64" in larger
+    assert "         This changes the training. Check that the model trains as well." in larger
+    assert "changes the training" not in end(reported({8: 200, 30: 200}, batch=60))
 
 
 def test_a_learning_rate_that_follows_already_is_left_alone() -> None:

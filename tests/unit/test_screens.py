@@ -90,7 +90,8 @@ def mlp() -> Report:
 
 def advised(report: Report) -> Report:
     parallel = Parallel(strategy="ddp", workers=2)
-    experiment = MAIN.experiment.model_copy(update={"parallel": parallel})
+    train = MAIN.experiment.train.model_copy(update={"global_batch_size": report.rows[0].global_batch_size})
+    experiment = MAIN.experiment.model_copy(update={"parallel": parallel, "train": train})
     return report.model_copy(update={"advice": advise(report, experiment=experiment, cores=2)})
 
 

@@ -82,3 +82,5 @@ def _use(report: Report) -> Iterator[str]:
     advice = next((one for one in report.advice if one.measured and one.overrides), None)
     if advice is not None:
         yield from label_command("USE", [*map(shlex.quote, shlex.split(advice.overrides))])
+        if "batch_size" in advice.overrides:
+            yield from label("", "This changes the training. Check that the model trains as well.")
