@@ -151,7 +151,7 @@ def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
     cells = {cell["title"]: cell for cell in json.loads(ended.stdout)["cells"]}
 
     assert ended.code == 1
-    assert cells["single"]["measured"]
+    assert cells["1 worker"]["measured"]
     assert cells["ddp, 2 workers"]["reason"].startswith("it failed: rank 1 on ")
     assert "ZeroDivisionError: the model's own mistake" in ended.stderr
 
@@ -182,7 +182,7 @@ def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path)
     cells = {cell["title"]: cell for cell in json.loads(stdout)["cells"]}
 
     assert process.returncode == 130, stderr
-    assert cells["single"]["measured"]
+    assert cells["1 worker"]["measured"]
     assert cells["ddp, 2 workers"]["reason"] == "the benchmark ended before it was measured"
     (folder,) = (tmp_path / "runs").iterdir()
     *_, last = journal.read(folder / journal.FILE_NAME)
