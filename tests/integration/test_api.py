@@ -74,10 +74,12 @@ def test_a_run_returns_its_figures_and_leaves_the_process_as_it_was(here: Path) 
 def test_a_comparison_returns_its_cells(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = (*KEPT_HERE, "train.epochs=9", "measure={warmup_steps: 1, steps: 6}")
 
-    result = benchmark("lab.yaml", *overrides, strategies=["single"], repeats=1)
+    more = {"batch_sizes": [4], "predict": [8], "network": "25Gbit,20us"}
+    result = benchmark("lab.yaml", *overrides, strategies=["single"], repeats=1, **more)  # type: ignore[arg-type]
 
     assert isinstance(result, BenchmarkResult)
-    assert (result.best.title, list(result.to_pandas()["title"])) == ("single", ["single"])
+    titles = ["1 worker", "1 worker (batch 4)", "ddp, 8 workers (predicted)"]
+    assert (result.best.title, list(result.to_pandas()["title"])) == ("1 worker", titles)
     assert f"{result.report.name}: benchmark completed (" in capfd.readouterr().out  # a script gets it printed
 
 
