@@ -15,9 +15,9 @@ OPTIONAL_PACKAGES: Mapping[str, str] = {
     "optuna": "sweep: {search: optuna}",
     "ray[default]": "pipeline submit",
     "s3fs": "checkpoint.directory: s3://...",
-    "tensorboard": "tracking.also: [tensorboard]",
+    "tensorboard": "tracking.loggers: [tensorboard]",
     "transformers": "pipeline.models.pretrained, pipeline.data.texts",
-    "wandb": "tracking.also: [wandb]",
+    "wandb": "tracking.loggers: [wandb]",
 }
 """Features that need an optional package, by the name of the package on the package index.
 

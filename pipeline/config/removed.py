@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KEYS: Mapping[str, str] = {
-    "order.contiguous": (
+    "sampler.contiguous": (
         "Remove it. A state is no longer carried from batch to batch, so each sample starts without one. Longer "
         "samples give a recurrent model more to remember."
     ),
@@ -19,9 +19,9 @@ TARGETS: Mapping[str, str] = {
 }
 """Remedy by dotted name of a component."""
 VALUES: Mapping[tuple[str, str], str] = {
-    ("tracking.also", "csv"): (
-        "Remove it. To write a CSV table, copy the tracker of docs/extend.md into your package and name it in "
-        "tracking.trackers."
+    ("tracking.loggers", "csv"): (
+        "Remove it. To write a CSV table, copy the tracker of docs/extend.md into your package, and name that "
+        "component."
     ),
 }
 """Remedy by dotted key, without indices, and value."""
@@ -38,4 +38,4 @@ def drop_without_effect(tree: dict[str, Any]) -> None:
         del data["order"]
     tracking = tree.get("tracking")
     if isinstance(tracking, dict) and isinstance(tracking.get("also"), list):
-        tracking["also"] = [name for name in tracking["also"] if ("tracking.also", name) not in VALUES]
+        tracking["also"] = [name for name in tracking["also"] if ("tracking.loggers", name) not in VALUES]

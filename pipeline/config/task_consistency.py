@@ -75,7 +75,7 @@ def with_lightning(experiment: Experiment) -> Iterator[Problem]:
         message = "would compile training_step and its self.log calls"
         yield Problem("train.compile", f"{message}. Remove this key, and compile submodules in the module's __init__.")
     strategies = {"parallel.strategy": experiment.parallel.strategy}
-    strategies |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
+    strategies |= {f"{key}.strategy": entry.strategy for key, entry in experiment.benchmark.entries.items()}
     for key, strategy in strategies.items():
         if strategy == "dp":
             yield Problem(key, "dp copies the module to each GPU, so its logs would be lost. Set ddp.")

@@ -28,7 +28,13 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["model.width=8", "data.image_size=16", "train.epochs=2", "parallel.launcher=torchrun", "measure.budget_s=8"]
+SMALL = [
+    "model.width=8",
+    "data.image_size=16",
+    "train.epochs=2",
+    "parallel.launcher=torchrun",
+    "benchmark.time_budget_s=8",
+]
 CHILDREN = ["reference: 1 process, 2 cores", "baseline: 1 worker"]
 WIDE = (1920, 900)
 

@@ -76,14 +76,14 @@ BAD = {
     "unknown launcher": _set("parallel", "launcher", to="slurm"),
     "no workers": _set("parallel", "workers", to=0),
     "three numbers of workers": _set("parallel", "workers", to=[1, 2, 3]),
-    "no baseline": _set("compare", to=[]),
-    "unknown strategy in a list": _set("compare", to=[{"strategy": "none"}]),
+    "no baseline": _set("benchmark", to={"baseline": []}),
+    "unknown strategy in a list": _set("benchmark", to={"configurations": [{"strategy": "none"}]}),
     "no dotted name": _set("model", "_target_", to="MLP"),
     "no target": _set("optimizer", to={"lr": 0.1}),
     "name with a space": _set("name", to="my experiment"),
     "negative seed": _set("seed", to=-1),
-    "unknown order": _set("order", to={"weight": "balanced"}),
-    "negative weight": _set("order", to={"weights": [1, -1]}),
+    "unknown sampler": _set("sampler", to={"weight": "balanced"}),
+    "negative weight": _set("sampler", to={"weights": [1, -1]}),
     "metric of training": _set("checkpoint", to={"best": "train/loss"}),
 }
 

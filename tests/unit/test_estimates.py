@@ -177,9 +177,9 @@ def test_windows_are_a_range_and_resolve_nothing() -> None:
 
 
 def test_the_confidence_of_the_file_is_that_of_the_interval_and_of_what_is_said() -> None:
-    measure = MAIN.experiment.measure.model_copy(update={"interval": 0.5})
+    measure = MAIN.experiment.benchmark.model_copy(update={"confidence_level": 0.5})
     trials = [
-        one.model_copy(update={"experiment": one.experiment.model_copy(update={"measure": measure})})
+        one.model_copy(update={"experiment": one.experiment.model_copy(update={"benchmark": measure})})
         for one in (MAIN, BASELINE)
     ]
     ends = [finished("main", spread(190), slots=in_turn(190, noise=0.02))]

@@ -144,7 +144,7 @@ def test_a_slow_interface_is_a_warning_where_the_node_has_a_faster_one() -> None
     slow = between_nodes()
     assert slow.status == "warning"
     assert slow.what.endswith("runs use eth0 (1 Gbit/s), but ib0 (200 Gbit/s) is faster")
-    assert slow.fix == "pipeline run FILE parallel.interface=ib0"
+    assert slow.fix == "pipeline run FILE parallel.network_interface=ib0"
     assert (between_nodes("ib0").status, between_nodes("ib0").what) == ("ok", "runs use ib0 (200 Gbit/s)")
     assert (between_nodes(mbit=None).status, between_nodes(mbit=None).what) == ("ok", "runs use eth0 (speed unknown)")
     assert between_nodes("bond0").what == "runs use bond0 (speed unknown)"

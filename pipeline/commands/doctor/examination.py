@@ -79,7 +79,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
         asked = (here,) if address is None else _asked(findings)
         findings += machine.check_nodes(asked, here=here)
         if len(asked) > 1:
-            findings += interface_speed.check_interfaces(asked, interface=parallel.interface)
+            findings += interface_speed.check_interfaces(asked, interface=parallel.network_interface)
         if asked:
             between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
             say(f"measuring all-reduces between {between} ...")

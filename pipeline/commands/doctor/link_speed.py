@@ -144,7 +144,9 @@ def check_link_speed(measured: MeasuredLink) -> CheckResult:
 def failed(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
     """Report that the measurement failed."""
     between = f"{len(nodes)} nodes" if len(nodes) > 1 else "two processes"
-    fix = "open all TCP ports between the nodes, and set their network: pipeline run FILE parallel.interface=eth0"
+    fix = (
+        "open all TCP ports between the nodes, and set their network: pipeline run FILE parallel.network_interface=eth0"
+    )
     return CheckResult(
         subject="link",
         status="problem",

@@ -111,8 +111,8 @@ def _names(nodes: Sequence[NodeFacts]) -> str:
     if not astray:
         return "each host name resolves to an address of the network"
     return (
-        f"host names that resolve to loopback: {listed(astray)}. Runs use parallel.interface instead, by default the "
-        "interface of Ray's address"
+        f"host names that resolve to loopback: {listed(astray)}. Runs use parallel.network_interface instead, by "
+        "default the interface of Ray's address"
     )
 
 
