@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from pipeline.report import Row, Unmeasured
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.palette import LIGHT, PARTS
-from pipeline.report.picture import Heading, add_headings, format_ticks, new_figure, shortened
+from pipeline.report.picture import Heading, add_headings, format_ticks, new_figure, shorten
 from pipeline.report.ratios import times
 from pipeline.report.report import Report
 from pipeline.report.row_names import label_row
@@ -143,7 +143,7 @@ def _write_row(axes: Axes, entry: Row | Unmeasured, *, place: float, number: str
     name = label_row(entry)
     if isinstance(entry, Row) and len(name) + len(entry.devices) + 2 <= free:
         name = f"{name}, {entry.devices}"
-    axes.text(0, place + _NAME, shortened(name, most=free), transform=across, va="center", weight=weight, color=color)
+    axes.text(0, place + _NAME, shorten(name, most=free), transform=across, va="center", weight=weight, color=color)
     axes.text(1, place + _NAME, number, transform=across, va="center", ha="right", weight=weight)
 
 

@@ -93,7 +93,7 @@ def add_headings(row: Sequence[Heading], *, columns: int = 3) -> None:
     pad = 6 + _LINE * lines
     for heading, count in zip(row, labels, strict=True):
         axes, title, note = heading
-        axes.set_title(shortened(title, most=32 if note else 48), pad=pad)
+        axes.set_title(shorten(title, most=32 if note else 48), pad=pad)
         axes.set_title(note, loc="right", pad=pad, fontsize=9, fontweight="normal", color=LIGHT["muted"])
         if count:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=columns)
@@ -103,12 +103,12 @@ def add_shared_legend(figure: Figure) -> None:
     """Write the legend of the first axes above all axes."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if labels:
-        labels = [shortened(label, most=_LETTERS) for label in labels]
+        labels = [shorten(label, most=_LETTERS) for label in labels]
         columns = max(1, _LETTERS // (max(map(len, labels)) + 5))
         figure.legend(handles, labels, loc="outside upper left", ncols=columns)
 
 
-def shortened(text: str, *, most: int) -> str:
+def shorten(text: str, *, most: int) -> str:
     """Return a text with at most so many letters, with an ellipsis if that isn't all."""
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
@@ -125,7 +125,7 @@ def save(draw: Draw, path: Path, *, title: str, label: str) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": path.stem}):
         figure = draw()
         svg = _inline(figure, name=path.stem, label=label)
-        figure.suptitle(shortened(title, most=85), x=0.006, ha="left", fontsize=13, fontweight="bold")
+        figure.suptitle(shorten(title, most=85), x=0.006, ha="left", fontsize=13, fontweight="bold")
         figure.set_figheight(figure.get_figheight() + 0.35)
         figure.savefig(path, dpi=_DPI, facecolor=LIGHT["paper"], metadata={"Software": None})
     return svg

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from pipeline.report.curves import lay_out
 from pipeline.report.palette import LIGHT
 from pipeline.report.panels import Panel, scaled
-from pipeline.report.picture import NUMBERS, shortened
+from pipeline.report.picture import NUMBERS, shorten
 from pipeline.report.swept import Swept, SweptTrial, short_names, shown
 
 _BETTER = {"min": "lower", "max": "higher"}
@@ -88,7 +88,7 @@ def _placed(axes: Axes, values: Sequence[object], *, has_log: bool) -> Sequence[
 def _side_by_side(axes: Axes, values: Sequence[object]) -> Sequence[float]:
     names = [shown(value) for value in values]
     places = {name: float(place) for place, name in enumerate(dict.fromkeys(names))}
-    labels = [shortened(name, most=max(2, _LETTERS // len(places))) for name in places]
+    labels = [shorten(name, most=max(2, _LETTERS // len(places))) for name in places]
     axes.set_xticks([*places.values()], labels)
     axes.set_xlim(-0.5, len(places) - 0.5)
     return [places[name] for name in names]

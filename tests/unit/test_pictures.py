@@ -21,7 +21,7 @@ from pipeline.protocol.events import Finished
 from pipeline.report import Unmeasured, chart, curves, pairs, sweep_chart
 from pipeline.report.courses import Course, Pause, Series, Window
 from pipeline.report.palette import LIGHT
-from pipeline.report.picture import STYLE, Draw, save, shortened
+from pipeline.report.picture import STYLE, Draw, save, shorten
 from pipeline.report.report import Report
 
 LONG = "deepspeed_zero_stage_3_with_offloaded_optimizer_states"
@@ -316,5 +316,5 @@ def test_a_long_training_is_small(long_training: tuple[str, str]) -> None:
 
 
 def test_text_that_is_too_long_ends_with_an_ellipsis() -> None:
-    assert shortened("short", most=5) == "short"
-    assert shortened("too long", most=5) == "too…"
+    assert shorten("short", most=5) == "short"
+    assert shorten("too long", most=5) == "too…"
