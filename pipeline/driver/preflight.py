@@ -59,7 +59,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
         problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
     if wrong.isdisjoint(("task", "order")) and (task := file.experiment.task) is not None:
         problems += against_state(components.resolve(task, key="task", allowed=allowed), file.experiment)
-    if with_data and wrong.isdisjoint(("data", "order")) and not file.experiment.is_streamed:
+    if with_data and wrong.isdisjoint(("data", "order")):
         problems += refusals(lambda: data_sizes(file.experiment, allowed=allowed))
     if wrong.isdisjoint(("model", "optimizer")):
         problems += parameters.problems(file.experiment, allowed=allowed, with_weights=with_weights)
@@ -133,13 +133,15 @@ def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
-def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes:
-    """Load the data and count its samples, and the steps in an epoch of its order.
+def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes | None:
+    """Load the data and count its samples, and the steps in an epoch of its order; None if only Ray can count them.
 
     Raises:
         ExperimentError: the data can't be loaded, or is empty, or the order doesn't fit it.
         TrainingError: a sample that the order needs can't be read.
     """
+    if experiment.is_streamed:
+        return None
     with undisturbed():
         from pipeline.training import data_source, iterable_order, parts
 
