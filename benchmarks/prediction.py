@@ -37,7 +37,7 @@ from pipeline.protocol.events import Failed, Finished, event_from_json
 from pipeline.protocol.trial import Probe, Trial
 from pipeline.protocol.trial_result import Link, TrialResult
 from pipeline.report.link import fit
-from pipeline.report.scaling import predict
+from pipeline.report.prediction import predict
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "prediction.json"

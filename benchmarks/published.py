@@ -16,8 +16,7 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from pipeline.protocol.trial_result import BatchCost, Costs, Gradient, Link
-from pipeline.report.scaling import predict
-from pipeline.report.simulation import Workload
+from pipeline.report.prediction import Workload, predict
 
 LINK = Link(latency_us=10, bandwidth_gbit=25)
 BATCH, BUCKET_BYTES, LAYERS = 64, 64 * 2**20, 100
@@ -89,8 +88,9 @@ def _workload(model: Model) -> Workload:
         gradients.append(Gradient(bytes=round(4e6 * model.early), ready=0.1))
     cost = BatchCost(samples=BATCH, forward_ms=step_ms / 3, backward_ms=step_ms * 2 / 3, data_ms=0.0)
     return Workload(
-        costs=Costs(curve=(cost,), optimizer_ms=0.0, gradients=tuple(gradients), world_size=1),
+        costs=Costs(curve=(cost,), gradients=tuple(gradients), world_size=1),
+        optimizer_ms=0.0,
         global_batch_size=BATCH,
-        bucket_bytes=(BUCKET_BYTES,),
+        bucket_bytes=BUCKET_BYTES,
         backend="nccl",
     )

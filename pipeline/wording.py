@@ -18,6 +18,12 @@ def counted(number: int, noun: str, *, spec: str = "") -> str:
     return f"1 {noun}" if number == 1 else f"{number:{spec}} {noun}s"
 
 
+def format_parallel(strategy: str, workers: int, *, devices: int = 1) -> str:
+    """Name a parallel configuration, e.g. "ddp, 2 workers", "dp, 2 GPUs" or "1 worker"; ``devices`` of each worker."""
+    size = counted(devices, "GPU") if workers == 1 and devices > 1 else counted(workers, "worker")
+    return size if strategy == "single" else f"{strategy}, {size}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration in its two largest units, e.g. "4.2 s", "1 min 40 s", "2 h 5 min"."""
     if seconds < 60:

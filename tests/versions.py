@@ -5,8 +5,8 @@
     python tests/versions.py lowest --tests contract/test_equality.py journeys
     python tests/versions.py --page                            # write docs/versions.md again, run nothing
 
-Results are kept in the file that `pipeline doctor` reads, from which docs/versions.md is written. An environment that
-isn't run keeps the result and the date that it has. A Python is one of PATH: python3.13.
+Results are kept in docs/versions.md. An environment that isn't run keeps the result and the date that it has there. A
+Python is one of PATH: python3.13.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -26,13 +27,12 @@ import tiers
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from pipeline.commands.doctor.tested import PACKAGES, RESULTS, Environment, results
-
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RANGES = {(one := Requirement(line)).name: one for line in PROJECT["dependencies"]}
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+PACKAGES = ("Python", "torch", "ray", "mlflow", "pydantic")
 TESTS = ("contract", "journeys")
 TOOLS = [
     "cookiecutter", "hypothesis", "ipykernel", "jsonschema", "mkdocs-material", "nbclient", "optuna", "pytest",
@@ -46,6 +46,32 @@ def lower(requirement: Requirement) -> str:
     """Return the lower end of a range."""
     (version,) = (one.version for one in requirement.specifier if one.operator == ">=")
     return version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Result of the tests in one environment."""
+
+    date: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of Python and this project's dependencies."""
+    tests: Mapping[str, str] = field(default_factory=dict)
+    """Counts, such as "9 passed", by folder or file."""
+    failed: tuple[str, ...] = ()
+    """Names of the tests that failed."""
+    not_run: str = ""
+    """Reason why there is no such environment."""
+
+
+class Lines(NamedTuple):
+    """Lines of docs/versions.md about one environment."""
+
+    row: str
+    """Row of the table of results."""
+    failed: Sequence[str] = ()
+    """Items of the list of failed tests."""
+    others: Sequence[str] = ()
+    """Item of the list of versions that are not as pinned."""
 
 
 class Cell(NamedTuple):
@@ -150,7 +176,7 @@ def installed(python: Path) -> dict[str, str]:
     return {"Python": release, **{name: found[name] for name in map(canonicalize_name, RANGES)}}
 
 
-def page(found: Mapping[str, Environment]) -> Iterator[str]:
+def page(found: Mapping[str, Lines]) -> Iterator[str]:
     """Yield the lines of docs/versions.md."""
     yield HEAD
     ranges = {"Python": PROJECT["requires-python"], **{name: RANGES[name].specifier for name in PACKAGES[1:]}}
@@ -160,25 +186,40 @@ def page(found: Mapping[str, Environment]) -> Iterator[str]:
     yield f"\n{RESULT}\n"
     yield f"| environment | {' | '.join(PACKAGES)} | date | tests |"
     yield "|---" * (len(PACKAGES) + 3) + "|"
-    for name in CELLS:
-        yield row(name, found.get(name))
+    yield from (found[name].row for name in CELLS)
     yield "\n| environment | versions |\n|---|---|"
     yield from (f"| `{name}` | {CELLS[name].about} |" for name in CELLS)
-    if any(one.failed for one in found.values()):
+    if failed := [line for name in CELLS for line in found[name].failed]:
         yield "\n## What failed\n"
-        yield from (f"- `{name}`: `{test}`" for name, one in found.items() for test in one.failed)
+        yield from failed
     yield "\n## All versions\n\nOf the packages that this one requires, where they are not as pinned:\n"
-    for name, one in found.items():
-        others = [f"{package} {version}" for package, version in one.versions.items() if differs(package, version)]
-        if others:
-            yield f"- `{name}`: {', '.join(others)}"
+    yield from (line for name in CELLS for line in found[name].others)
 
 
-def row(name: str, one: Environment | None) -> str:
+def lines_of(name: str, one: Environment) -> Lines:
+    """Return the lines for the result of an environment."""
+    others = [f"{package} {version}" for package, version in one.versions.items() if differs(package, version)]
+    return Lines(
+        row=row(name, one),
+        failed=[f"- `{name}`: `{test}`" for test in one.failed],
+        others=[f"- `{name}`: {', '.join(others)}"] if others else [],
+    )
+
+
+def read_lines(name: str, text: str) -> Lines:
+    """Return the lines that a page has about an environment."""
+    lines = [line for line in text.splitlines() if line.startswith((f"| `{name}` |", f"- `{name}`:"))]
+    rows = [line for line in lines if line.count("|") == len(PACKAGES) + 4]
+    failed = [line for line in lines if line.startswith(f"- `{name}`: `")]
+    others = [line for line in lines if line.startswith("-") and line not in failed]
+    return Lines(row=rows[0] if rows else row(name, Environment(date="")), failed=failed, others=others)
+
+
+def row(name: str, one: Environment) -> str:
     """Return the row of an environment."""
-    if one is None or one.not_run:
-        reason = f": {one.not_run}" if one else ""
-        return f"| `{name}` | {'| ' * len(PACKAGES)}{one.date if one else ''} | not run{reason} |"
+    if not one.tests:
+        reason = f": {one.not_run}" if one.not_run else ""
+        return f"| `{name}` | {'| ' * len(PACKAGES)}{one.date} | not run{reason} |"
     versions = " | ".join(one.versions[package] for package in PACKAGES)
     tests = "; ".join(f"{which}: {counts}" for which, counts in one.tests.items())
     return f"| `{name}` | {versions} | {one.date} | {tests} |"
@@ -194,9 +235,8 @@ HEAD = """# Versions
 
 `pip install` accepts a range of releases. `constraints.txt` pins one release of each package, with which `make install`
 and `make test` work and figures in the docs were measured. A range has an upper end only where a release is known to
-break, with the reason beside it in `pyproject.toml`. With a release older or newer than those of the table below,
-`pipeline doctor` prints a warning. Of Ray, private parts of certain
-releases start workers sooner; others are used by the public interface ([more](cluster.md)).
+break, with the reason beside it in `pyproject.toml`. Of Ray, private parts of certain releases start workers sooner;
+others are used by the public interface ([more](cluster.md)).
 """
 RESULT = """`make test-versions` makes one environment after the other, runs the tests of launchers, strategies and
 journeys in it, deletes it, and writes this page; `make test-versions CELLS=lowest` runs one of them."""
@@ -211,15 +251,14 @@ def main() -> int:
     asked = parser.parse_args()
     if unknown := set(asked.cells) - set(CELLS):
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(CELLS)}")
-    found = results()
+    found = {name: read_lines(name, PAGE.read_text()) for name in CELLS}
     for name in [] if asked.page else asked.cells or CELLS:
         print(f"\n{f' {name}: {CELLS[name].about} ':─^80}", flush=True)
         one = tried(CELLS[name], asked.tests)
         print(row(name, one), flush=True)
-        if not (one.not_run and name in found):  # an earlier result is worth more than none
-            found[name] = one
-        kept = {name: found[name].model_dump() for name in CELLS if name in found}
-        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+        if one.tests or " passed" not in found[name].row:  # an earlier result is worth more than none
+            found[name] = lines_of(name, one)
+        PAGE.write_text("\n".join(page(found)) + "\n")
     PAGE.write_text("\n".join(page(found)) + "\n")
     return int(any(one.failed for one in found.values()))
 

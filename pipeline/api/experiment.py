@@ -24,6 +24,7 @@ from pipeline.tasks import StepOutput
 from pipeline.training.build import build
 from pipeline.training.randomness import generators_kept
 from pipeline.training.yielded import combined, outputs
+from pipeline.wording import format_parallel
 
 Source = str | PathLike[str] | Mapping[str, Any]
 
@@ -87,8 +88,8 @@ class Experiment:
 
     def __repr__(self) -> str:
         parallel = self.file.experiment.parallel
-        how = f"{parallel.strategy} x {parallel.workers} with {parallel.launcher}"
-        return f"Experiment({self.name}: {how})"
+        how = format_parallel(parallel.strategy, parallel.workers)
+        return f"Experiment({self.name}: {how}, {parallel.launcher})"
 
 
 class Parts:

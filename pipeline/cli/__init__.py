@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import completion, experiments, jobs, projects, results, weights
+from pipeline.cli import experiments, projects, results, submission, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
@@ -90,10 +90,7 @@ _VERBS: Mapping[str, Callable[..., None]] = {
     "diff": results.diff,
     "ui": results.ui,
     "sync": results.sync,
-    "submit": jobs.submit,
-    "status": jobs.status,
-    "logs": jobs.logs,
-    "stop": jobs.stop,
+    "submit": submission.submit,
     "doctor": projects.doctor,
     "new": projects.new,
     "check": projects.check,
@@ -128,7 +125,6 @@ def _run() -> NoReturn:
     if is_ended_by_hang_up():
         signal.signal(signal.SIGHUP, hang_up)
     os.environ.update(missing_user_variables())
-    completion.prepare(sys.argv[1:])
     try:
         _check_system()
         with importable(Path.cwd()):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli import completion
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
 from pipeline.protocol.outer_launcher import is_follower
 from pipeline.system import allocator, stages
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 FileArgument = Annotated[
     str,
-    typer.Argument(metavar="FILE", help="Experiment file (YAML).", show_default=False, autocompletion=completion.files),
+    typer.Argument(metavar="FILE", help="Experiment file (YAML).", show_default=False),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -33,7 +32,6 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...",
         help="Override keys of the file, e.g. train.epochs=2.",
         show_default=False,
-        autocompletion=completion.overrides,
     ),
 ]
 Cluster = Annotated[
@@ -49,7 +47,6 @@ Resume = Annotated[
     typer.Option(
         metavar="[RUN]",
         help="Continue an interrupted run: RUN, or by default the newest run of this file that did not complete.",
-        autocompletion=completion.runs,
     ),
 ]
 Baseline = Annotated[bool, typer.Option(show_default=False, help="Measure the baseline and report the speedup.")]

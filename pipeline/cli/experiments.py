@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli import completion
 from pipeline.cli.arguments import (
     AllowChanged,
     Baseline,
@@ -139,7 +138,6 @@ def compare(
         typer.Option(
             metavar="NAME,...",
             help="Strategies to compare, e.g. single,ddp. Default: the strategies in the file's compare section.",
-            autocompletion=completion.strategies,
         ),
     ] = None,
     workers: Annotated[

@@ -41,7 +41,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "Look at results": {
         "list": ("pipeline list", "pipeline list --sort validation/accuracy"),
-        "show": ("pipeline show latest", "pipeline show latest --watch"),
+        "show": ("pipeline show latest", "pipeline show latest --full"),
         "diff": ("pipeline diff 20261121-1437 latest", "pipeline diff 22af 0eb4 --json"),
         "ui": ("pipeline ui", "pipeline ui --port 5001 --store sqlite:////data/mlflow.db"),
         "sync": ("pipeline sync latest", "pipeline sync latest --to http://localhost:5000"),
@@ -50,15 +50,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "submit": (
             "pipeline submit experiments/mlp.yaml --address http://HOST:8265",
             "pipeline submit experiments/mlp.yaml --slurm > job.sh",
-        ),
-        "status": ("pipeline status", "pipeline status mlp-digits-20261121-143740-22af"),
-        "logs": (
-            "pipeline logs mlp-digits-20261121-143740-22af",
-            "pipeline logs mlp-digits-20261121-143740-22af --follow",
-        ),
-        "stop": (
-            "pipeline stop mlp-digits-20261121-143740-22af",
-            "pipeline stop mlp-digits-20261121-143740-22af --address http://HOST:8265",
         ),
         "doctor": ("pipeline doctor", "pipeline doctor --address HOST:6379"),
     },

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import completion
 from pipeline.cli.arguments import Json, interruptible, problems_of, show
 from pipeline.config.extras import lacking
 from pipeline.errors import PipelineError, UsageError
@@ -16,9 +15,7 @@ from pipeline.system import stages
 def check(
     files: Annotated[
         list[str],
-        typer.Argument(
-            metavar="FILE...", help="Experiment files (YAML).", show_default=False, autocompletion=completion.files
-        ),
+        typer.Argument(metavar="FILE...", help="Experiment files (YAML).", show_default=False),
     ],
     *,
     data: Annotated[
@@ -74,7 +71,6 @@ def new(
             metavar="[TEMPLATE]",
             help="Template: ddp-project or dp-prototype.",
             show_default=False,
-            autocompletion=completion.templates,
         ),
     ] = None,
     directory: Annotated[
@@ -130,7 +126,6 @@ def doctor(
             metavar="[FILE]",
             help="Experiment file. Its tracking server and its cluster are also checked.",
             show_default=False,
-            autocompletion=completion.files,
         ),
     ] = None,
     *,

@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli import completion
 from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
-    import rich.console
-
     from pipeline.recording.run_summary import RunSummary
 
 RunArgument = Annotated[
@@ -21,7 +18,6 @@ RunArgument = Annotated[
         metavar="RUN",
         help="The run's id or a unique part of it, the run's folder, or latest.",
         show_default=False,
-        autocompletion=completion.runs,
     ),
 ]
 Directory = Annotated[
@@ -74,7 +70,6 @@ def show(
     *,
     directory: Directory = Path("runs"),
     full: Annotated[bool, typer.Option("--full", help="Print the full report: all tables, notes and links.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow a running run until it ends.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show the result of a run, or the progress of a run that has not ended."""
@@ -90,15 +85,12 @@ def show(
 
     console = rich.console.Console(highlight=False)
     summary = _found(run, directory)
-    if watch and not _watched(summary, console, as_json=as_json):
-        return
-    summary = _found(str(summary.folder), directory)
     if summary.status == "RUNNING":
-        follower = running.followed(summary.folder)
+        progress = running.RunProgress(summary.folder)
         if as_json:
-            typer.echo(follower.state(time.time()).model_dump_json(indent=2))
+            typer.echo(progress.state(time.time()).model_dump_json(indent=2))
             return
-        console.print(running.told(follower, console=console), style="cyan", soft_wrap=True)
+        console.print(running.told(progress, console=console), style="cyan", soft_wrap=True)
     result = result_of(summary)
     if as_json and result is None:
         raise UsageError(f"{summary.folder}: {_state(summary)}, so it has no result")
@@ -118,19 +110,6 @@ def show(
     if result is None or full:
         is_running = summary.status == "RUNNING"
         console.print(linked(places_of(summary.folder, is_running=is_running)), soft_wrap=True)
-
-
-def _watched(summary: "RunSummary", console: "rich.console.Console", *, as_json: bool) -> bool:
-    """Follow a running run until it ends; return False if everything was shown meanwhile."""
-    from pipeline.commands.history import running
-
-    if summary.status != "RUNNING":
-        return True
-    try:
-        running.watch(summary.folder, console=console, as_json=as_json)
-    except KeyboardInterrupt:  # the run continues
-        raise typer.Exit(130) from None
-    return not as_json
 
 
 def diff(

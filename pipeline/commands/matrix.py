@@ -11,6 +11,7 @@ from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan, same_work
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Baseline, CellMeasurement, Scaling, Trial
+from pipeline.wording import format_parallel
 
 
 class MatrixRequest(Frozen):
@@ -38,7 +39,9 @@ class Cell(Frozen):
     @property
     def title(self) -> str:
         """Title in tables."""
-        return self.trial.title if self.trial else titled(self.strategy, self.workers, self.scaling)
+        if self.trial:
+            return self.trial.title
+        return f"{format_parallel(self.strategy, self.workers)}{' (weak)' if self.scaling == 'weak' else ''}"
 
 
 class Matrix(Frozen):
@@ -80,12 +83,6 @@ def make_matrix(
     ]
     plan = Plan(command="compare", experiment=experiment, resources=resources, trials=tuple(rounds))
     return Matrix(cells=tuple(cells), plan=plan)
-
-
-def titled(strategy: str, workers: int, scaling: Scaling) -> str:
-    """Return the title of a cell that has no trial."""
-    count = f" x {workers}" if workers > 1 else ""
-    return f"{strategy}{count}{' (weak)' if scaling == 'weak' else ''}"
 
 
 def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Comparison]:

@@ -1,7 +1,6 @@
 """``pipeline predict``: the predicted speedup, calculated from measurements of one worker and of a link."""
 
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from pipeline import registry
@@ -12,16 +11,13 @@ from pipeline.errors import ExperimentError, ResourceError, TrainingError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol import estimates
 from pipeline.protocol.trial import Probe, Scaling
 from pipeline.protocol.trial_result import Costs, Link, TrialResult
 from pipeline.recording.terminal import Terminal
-from pipeline.report.doubt import Doubt, Setting, doubts
-from pipeline.report.forecast import FILE_NAME, Check, Forecast, with_interval
+from pipeline.report.forecast import FILE_NAME, Check, Forecast
 from pipeline.report.link import fit
-from pipeline.report.scaling import at_pace
-from pipeline.report.scaling import predict as predicted
-from pipeline.report.simulation import Workload
+from pipeline.report.prediction import Workload, at_pace, compute_ms
+from pipeline.report.prediction import predict as predict_speedup
 
 if TYPE_CHECKING:
     from pipeline.strategies.ddp import Options
@@ -61,7 +57,6 @@ def predict(
         invocation.execute(plan.trials)
         forecast = _forecast(invocation, link=link, workers=workers, scalings=scalings)
         invocation.show(forecast, summary=forecast.markdown())
-        _log(forecast, invocation)
         invocation.save({FILE_NAME: forecast.model_dump_json(indent=1) + "\n"})
         invocation.save_report(forecast)
         show(forecast)
@@ -75,7 +70,7 @@ def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[st
         ResourceError: the link isn't given, and there is no room for two workers to measure it.
     """
     if experiment.optimizers:
-        message = "take turns in a step, which the simulation of a step doesn't know; measure with pipeline compare"
+        message = "take turns in a step, which the model of a step does not cover; measure with pipeline compare"
         raise ExperimentError.of("optimizers", message)
     options = _options(experiment)
     if options.communication_hook not in _HALVED:
@@ -95,15 +90,16 @@ def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[st
 def workload_of(
     experiment: Experiment, alone: TrialResult, together: TrialResult | None = None, *, device: str
 ) -> Workload:
-    """Return the workload that the simulation takes, from the results of the probes."""
+    """Return the workload that the model takes, from the results of the probes."""
     assert alone.costs is not None
     options = _options(experiment)
     workload = Workload(
         costs=alone.costs,
+        optimizer_ms=alone.parts.rest_ms or 0.0,
         global_batch_size=experiment.train.global_batch_size,
         micro_batches=experiment.train.gradient_accumulation,
         loader_workers=experiment.loader.num_workers,
-        bucket_bytes=(options.bucket_cap_mb * 2**20,),
+        bucket_bytes=options.bucket_cap_mb * 2**20,
         compression=_HALVED[options.communication_hook],
         backend="nccl" if device == "cuda" else "gloo",
         slowdown=_slowdown(alone.costs, together.costs) if together and together.costs else 1.0,
@@ -143,12 +139,9 @@ def _room(experiment: Experiment, resources: Resources) -> int:
 
 
 def _slowdown(alone: Costs, together: Costs) -> float:
-    """Return the ratio of a worker's computing time beside other workers to that alone, at least 1."""
-    own = {cost.samples: cost.forward_ms + cost.backward_ms for cost in alone.curve}
-    ratios = [
-        (cost.forward_ms + cost.backward_ms) / own[cost.samples] for cost in together.curve if cost.samples in own
-    ]
-    return max(1.0, median(ratios)) if ratios else 1.0
+    """Return the ratio of a worker's computing time next to other workers to its time alone, at least 1."""
+    cost = together.curve[-1]
+    return max(1.0, (cost.forward_ms + cost.backward_ms) / compute_ms(alone, samples=cost.samples))
 
 
 def _forecast(invocation: Invocation, *, link: Link | None, workers: int, scalings: tuple[Scaling, ...]) -> Forecast:
@@ -162,50 +155,30 @@ def _forecast(invocation: Invocation, *, link: Link | None, workers: int, scalin
         link = fit(measured.all_reduces, workers=measured.world_size, backend=workload.backend)
     if link is None:
         raise TrainingError("the link could not be measured, see the warning; give it, e.g. --link 10Gbit,50us")
-    setting, confidence = Setting(workload, link), plan.experiment.measure.interval
-    among = doubts(setting, alone, together, confidence=confidence)
-    check = _check(setting, among, alone, together, confidence=confidence) if together else None
+    check = _check(workload, link, alone, together) if together else None
     largest = alone.costs.curve[-1]
     return Forecast.of(
-        setting,
+        workload,
+        link,
         workers=workers,
         scalings=scalings,
-        doubts=among,
         name=plan.experiment.name,
         hardware=invocation.hardware,
         compute_ms_per_sample=(largest.forward_ms + largest.backward_ms) / largest.samples,
         link_from="measured" if check else "given",
         measured_workers=check.workers if check else 0,
-        confidence=confidence,
         check=check,
     )
 
 
-def _check(
-    setting: Setting, among: Sequence[Doubt], alone: TrialResult, together: TrialResult, *, confidence: float
-) -> Check | None:
-    """Compare the prediction with the throughput that was measured on its way; None without a measured link."""
+def _check(workload: Workload, link: Link, alone: TrialResult, together: TrialResult) -> Check | None:
+    """Compare the prediction with the measured throughput; None without a measured link."""
     if together.costs is None:
         return None
-    workers, (own, base) = together.costs.world_size, (together.samples_per_second, alone.samples_per_second)
-    found = with_interval(predicted(*setting, workers=workers), setting, among, scaling="strong")
-    measured: dict[str, float] = {"measured": own.median / base.median}
-    if min(len(own.values), len(base.values)) > 1:
-        ratio = estimates.quotient(own.values, base.values, confidence=confidence)
-        measured = {"measured": ratio.value, "measured_low": ratio.low, "measured_high": ratio.high}
+    workers = together.costs.world_size
+    measured = together.samples_per_second.median / alone.samples_per_second.median
     return Check(
         workers=workers,
-        predicted=found.speedup,
-        predicted_low=found.speedup_low,
-        predicted_high=found.speedup_high,
-        **measured,
+        measured=measured,
+        predicted=predict_speedup(workload, link, workers=workers).speedup,
     )
-
-
-def _log(forecast: Forecast, invocation: Invocation) -> None:
-    """Record the speedups as series by workers, which the tracking store draws as curves."""
-    for outlook in forecast.outlooks:
-        for each in outlook.predictions:
-            values = {"speedup": each.speedup, "speedup_low": each.speedup_low, "speedup_high": each.speedup_high}
-            named = {f"predicted/{outlook.scaling}_{name}": value for name, value in values.items()}
-            invocation.log(named, step=each.workers, epoch=1)

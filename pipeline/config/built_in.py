@@ -52,7 +52,6 @@ _FUNCTIONS = frozenset(
         "pipeline.data.tokens",
         "pipeline.data.two_views",
         "pipeline.data.with_noise",
-        "pipeline.data.words",
         "pipeline.models.pretrained",
         "pipeline.models.resnet18",
         "pipeline.models.resnet34",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pipeline.config import finetuning, keys, lightning_module, task_consistency
+from pipeline.config import finetuning, keys, lightning_module, removed, task_consistency
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
 from pipeline.config.sample_order import KINDS
@@ -185,8 +185,9 @@ def _order(experiment: Experiment) -> Iterator[Problem]:
         return
     unknown = list(order.arguments) if order.target is None else []
     for name in unknown:
-        hint = did_you_mean(name, KINDS) or f"; order takes {', '.join(KINDS)}"
-        yield Problem(keys.child("order", name), f"unknown key{hint}")
+        key, hint = keys.child("order", name), did_you_mean(name, KINDS) or f"; order takes {', '.join(KINDS)}"
+        remedy = removed.KEYS.get(key)
+        yield Problem(key, f"was removed. {remedy}" if remedy else f"unknown key{hint}")
     if len(order.given) > 1:
         yield Problem("order", f"{' and '.join(order.given)} cannot be combined. Keep one of them.")
     elif not (order.given or unknown):

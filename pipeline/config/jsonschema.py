@@ -1,4 +1,4 @@
-"""JSON Schema of the experiment file, for editors, completion and error messages, with suggested components."""
+"""JSON Schema of the experiment file, for editors and error messages, with suggested components."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,6 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.models.DCGAN",
         "pipeline.models.MLP",
         "pipeline.models.GPT",
-        "pipeline.models.LSTM",
         "pipeline.models.resnet18",
         "pipeline.models.resnet34",
         "pipeline.models.resnet50",
@@ -47,7 +46,6 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.data.digits",
         "pipeline.data.cifar10",
         "pipeline.data.characters",
-        "pipeline.data.words",
         "pipeline.data.tabular",
         "pipeline.data.texts",
         "pipeline.data.arrays",
@@ -67,7 +65,6 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
     "task": (
         "pipeline.tasks.Supervised",
         "pipeline.tasks.LanguageModel",
-        "pipeline.tasks.RecurrentLanguageModel",
         "pipeline.tasks.FromModel",
         "pipeline.tasks.contrastive.Contrastive",
         "pipeline.tasks.loss_terms.LossTerms",

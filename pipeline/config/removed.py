@@ -3,10 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-KEYS: Mapping[str, str] = {}
+KEYS: Mapping[str, str] = {
+    "order.contiguous": (
+        "Remove it. A state is no longer carried from batch to batch, so each sample starts without one. Longer "
+        "samples give a recurrent model more to remember."
+    ),
+}
 """Remedy by dotted key."""
 TARGETS: Mapping[str, str] = {
     "pipeline.data.shards": "Read the tar files with webdataset in an iterable dataset of your package (docs/data.md).",
+    **dict.fromkeys(
+        ("pipeline.models.LSTM", "pipeline.tasks.RecurrentLanguageModel", "pipeline.data.words"),
+        "Write it in a package of your project, and name it here.",
+    ),
 }
 """Remedy by dotted name of a component."""
 VALUES: Mapping[tuple[str, str], str] = {

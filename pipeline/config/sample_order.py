@@ -16,7 +16,7 @@ from pydantic import (
 
 from pipeline.config.values import Component, DottedName, Section
 
-KINDS = ("weights", "bucket_by", "contiguous", "_target_")
+KINDS = ("weights", "bucket_by", "_target_")
 """Keys of the section, of which one is given."""
 
 
@@ -73,10 +73,6 @@ class OrderOptions(Section):
     """Build global batches from samples of similar length, and shuffle the batches, to reduce padding. length: the
     length of a sample's first field. Otherwise a component, called with the training set, that returns one number per
     sample."""
-    contiguous: bool = False
-    """Global batches of as many streams as they have rows, for tasks that carry a state from batch to batch: each row
-    continues the row of the batch before, in the order of the training set, not shuffled. Validation and test set are
-    read the same way."""
     target: Annotated[DottedName | None, Field(alias="_target_")] = None
     """Function (training set, epoch, generator) that returns the indices of an epoch's samples. Further keys are its
     other arguments. Epochs count from 0. All epochs have the same number of indices, and indices may repeat."""
@@ -88,7 +84,7 @@ class OrderOptions(Section):
     @property
     def given(self) -> tuple[str, ...]:
         """Keys that are given; exactly one in a valid file."""
-        values = (self.weights, self.bucket_by, self.contiguous or None, self.target)
+        values = (self.weights, self.bucket_by, self.target)
         return tuple(key for key, value in zip(KINDS, values, strict=True) if value is not None)
 
     @property
@@ -115,8 +111,6 @@ class OrderOptions(Section):
     @property
     def words(self) -> str:
         """Order in words, for a plan."""
-        if self.contiguous:
-            return "contiguous: each row of a global batch continues the row of the batch before, also in evaluation"
         if self.bucket_by is not None:
             what = "length" if self.bucket_by == "length" else self.bucket_by.target
             return f"global batches of samples of similar {what}, shuffled"

@@ -1,4 +1,4 @@
-"""Contradictions between a task and other keys: its optimizers, a LightningModule, a state that it carries."""
+"""Contradictions between a task and other keys: its optimizers, a LightningModule."""
 
 from collections.abc import Iterator
 
@@ -79,25 +79,3 @@ def with_lightning(experiment: Experiment) -> Iterator[Problem]:
     for key, strategy in strategies.items():
         if strategy == "dp":
             yield Problem(key, "dp copies the module to each GPU, so its logs would be lost. Set ddp.")
-
-
-def against_state(task: object, experiment: Experiment) -> Iterator[Problem]:
-    """Find settings against a state that a task, or the class of one, carries from batch to batch."""
-    if (batch_dim := getattr(task, "batch_dim", None)) is None:
-        return
-    if not isinstance(batch_dim, int):
-        yield Problem("task", f"has a batch_dim of {batch_dim!r}; write the number of a dimension, e.g. 1")
-        return
-    order = experiment.order
-    if order is None or not order.contiguous:
-        given = "missing, so samples are shuffled" if order is None else f"by {' and '.join(order.given)}"
-        message = "but the task carries a state from batch to batch, whose rows must continue each other"
-        yield Problem("order", f"is {given}, {message}; write order: {{contiguous: true}}")
-    if experiment.optimizers:
-        yield Problem("optimizers", "are not supported by a task that carries a state; write one optimizer")
-    strategies = {"parallel": experiment.parallel.strategy}
-    strategies |= {f"compare[{number}]": entry.strategy for number, entry in enumerate(experiment.compare)}
-    for key, strategy in strategies.items():
-        if strategy == "dp" and batch_dim:
-            message = "splits every tensor at its first dimension, but the task's state has its rows at dimension"
-            yield Problem(f"{key}.strategy", f"is dp, which {message} {batch_dim}; write ddp")

@@ -41,10 +41,11 @@ class Frozen(BaseModel):
 class Recorded(Frozen):
     """Record that is valid JSON: NaN and infinity are the strings "NaN", "Infinity" and "-Infinity".
 
-    It is read back as it was, except for values of fields without a type.
+    It is read back as it was, except for values of fields without a type. Fields that were removed since it was
+    written are ignored.
     """
 
-    model_config = ConfigDict(ser_json_inf_nan="strings")
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
 
 
 class WithEnvironment(Frozen):

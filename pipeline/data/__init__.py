@@ -11,7 +11,7 @@ from pipeline.data.noise import with_noise
 from pipeline.data.splits import Splits
 from pipeline.data.streamed import streamed
 from pipeline.data.tabular import tabular
-from pipeline.data.text import characters, words
+from pipeline.data.text import characters
 from pipeline.data.tokens import tokens
 from pipeline.data.views import two_views
 
@@ -30,5 +30,4 @@ __all__ = [
     "tokens",
     "two_views",
     "with_noise",
-    "words",
 ]

@@ -1,7 +1,5 @@
-"""Text for language models of characters or words. The default text needs no download."""
+"""Text for language models of characters. The default text needs no download."""
 
-import re
-from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -43,48 +41,14 @@ def characters(
     tokens = torch.tensor(list(text), dtype=torch.int64)[:max_characters]
     cut = len(tokens) - round(validation_fraction * len(tokens))
     train, rest = tokens[:cut], tokens[cut:]
-    held_out = _windows(rest, length=context_length, unit="characters") if validation_fraction else None
-    return Splits(_windows(train, length=context_length, unit="characters"), held_out)
+    held_out = _windows(rest, length=context_length) if validation_fraction else None
+    return Splits(_windows(train, length=context_length), held_out)
 
 
-def words(
-    *,
-    context_length: int = 35,
-    vocabulary_size: int = 2000,
-    source: str | None = None,
-    validation_fraction: float = 0.1,
-) -> Splits:
-    """Return windows of a text as pairs (tokens, next_tokens), a token for each word.
-
-    Both are int64 of shape (context_length,), in the order of the text. Words are in lower case. Punctuation and line
-    ends also count as words. Token 0 stands for all but the most frequent words of the training part. Windows overlap
-    only in the last next token. A remainder at the end is not used.
-
-    Args:
-        context_length: words in a window.
-        vocabulary_size: number of tokens, including token 0.
-        source: UTF-8 text file. Default: the text of `characters`, about 100,000 words.
-        validation_fraction: part of the text to validate on, taken from its end; 0 for none.
-
-    Raises:
-        ExperimentError: the source can't be read, or is too short for a window.
-    """
-    check_fraction(validation_fraction)
-    text = _python_topics() if source is None else _read(Path(source))
-    found = re.findall(r"\w+|[^\w\s]|\n", text.lower())
-    cut = len(found) - round(validation_fraction * len(found))
-    frequent = Counter(found[:cut]).most_common(vocabulary_size - 1)
-    numbers = {word: number for number, (word, _) in enumerate(frequent, start=1)}
-    tokens = torch.tensor([numbers.get(word, 0) for word in found], dtype=torch.int64)
-    train, rest = tokens[:cut], tokens[cut:]
-    held_out = _windows(rest, length=context_length, unit="words") if validation_fraction else None
-    return Splits(_windows(train, length=context_length, unit="words"), held_out)
-
-
-def _windows(tokens: Tensor, *, length: int, unit: str) -> TensorDataset:
+def _windows(tokens: Tensor, *, length: int) -> TensorDataset:
     if length < 1 or len(tokens) <= length:
         most = max(1, len(tokens) - 1)
-        message = f"is {length}, but the text has {len(tokens)} {unit}; write a number from 1 to {most}"
+        message = f"is {length}, but the text has {len(tokens)} characters; write a number from 1 to {most}"
         raise ExperimentError.of("data.context_length", message)
     used = (len(tokens) - 1) // length * length
     return TensorDataset(tokens[:used].view(-1, length), tokens[1 : used + 1].view(-1, length))

@@ -19,7 +19,6 @@ from pipeline.config.reported import PREFIX, source_of
 from pipeline.config.schema import Comparison, Experiment
 from pipeline.config.sweep import Sweep
 from pipeline.config.targets import allowed_packages, list_once
-from pipeline.config.task_consistency import against_state
 from pipeline.config.values import Direction, Mode
 from pipeline.driver import parameters
 from pipeline.errors import ExperimentError, Problem, refusals
@@ -57,8 +56,6 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if "metrics" not in wrong:
         problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
-    if wrong.isdisjoint(("task", "order")) and (task := file.experiment.task) is not None:
-        problems += against_state(components.resolve(task, key="task", allowed=allowed), file.experiment)
     if with_data and wrong.isdisjoint(("data", "order")):
         problems += refusals(lambda: data_sizes(file.experiment, allowed=allowed))
     if wrong.isdisjoint(("model", "optimizer")):

@@ -2,10 +2,9 @@
 
 from pipeline.models.dcgan import DCGAN
 from pipeline.models.gpt import GPT
-from pipeline.models.lstm import LSTM
 from pipeline.models.mlp import MLP
 from pipeline.models.pretrained import pretrained
 from pipeline.models.resnet import resnet18, resnet34, resnet50
 from pipeline.models.simclr import SimCLR
 
-__all__ = ["DCGAN", "GPT", "LSTM", "MLP", "SimCLR", "pretrained", "resnet18", "resnet34", "resnet50"]
+__all__ = ["DCGAN", "GPT", "MLP", "SimCLR", "pretrained", "resnet18", "resnet34", "resnet50"]

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from pipeline.config.values import Direction, Recorded
 from pipeline.errors import Problem
-from pipeline.protocol.trial import Rank, Role, Split, Status
+from pipeline.protocol.trial import Rank, Role, Split, Status, Title
 from pipeline.protocol.trial_result import BatchSizes, TrialResult
 from pipeline.wording import counted
 
@@ -80,8 +80,8 @@ class TrialOpened(Event):
 
     kind: Literal["trial_opened"] = "trial_opened"
     role: Role
-    title: str
-    """Title in tables, e.g. "ddp x 2"."""
+    title: Title
+    """Title in tables, e.g. "ddp, 2 workers"."""
     repeat: int = 0
     """Index among equal measurements, from 0."""
     tags: Mapping[str, str]

@@ -4,16 +4,17 @@ Every class is frozen, typed and survives a round trip through JSON, since it cr
 """
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
-from pipeline.wording import counted
+from pipeline.wording import counted, format_parallel
 
 Role = Literal["main", "baseline", "reference", "cell", "probe", "tuning", "evaluation", "check"]
 Split = Literal["validation", "test"]
@@ -22,6 +23,19 @@ Scaling = Literal["strong", "weak"]
 QUICK_STEPS = 2
 """Optimizer steps of ``pipeline run --quick``."""
 Status = Literal["FINISHED", "FAILED", "KILLED"]
+_EARLIER_TITLE = re.compile(r"(?P<strategy>\w+)(?: x (?P<replicas>\d+))?(?P<remarks> \(.*\))?")
+
+
+def translate_title(title: str) -> str:
+    """Return the title of a trial as it is today, e.g. for "ddp x 2 (weak)" of a run of an earlier version."""
+    if (parts := _EARLIER_TITLE.fullmatch(title)) is None:
+        return re.sub(r"^single, (?=\d+ cores?$)", "1 process, ", title)
+    strategy, number = parts["strategy"], int(parts["replicas"] or 1)
+    size = {"devices": number, "workers": 1} if strategy == "dp" else {"workers": number}
+    return f"{format_parallel(strategy, **size)}{parts['remarks'] or ''}"
+
+
+Title = Annotated[str, BeforeValidator(translate_title)]
 
 
 class Weights(Frozen):
@@ -60,8 +74,8 @@ class Trial(Frozen):
 
     @property
     def title(self) -> str:
-        """Title in tables, e.g. "ddp x 2"."""
-        return f"{self.strategy} x {self.replicas}" if self.replicas > 1 else self.strategy
+        """Title in tables, e.g. "ddp, 2 workers"."""
+        return format_parallel(self.strategy, self.workers, devices=self.devices_per_worker)
 
     @property
     @abstractmethod
@@ -140,7 +154,7 @@ class Reference(Measurement):
     @property
     @override
     def title(self) -> str:
-        return f"{self.strategy}, {self.cpus_per_worker} cores"
+        return f"1 process, {counted(self.cpus_per_worker, 'core')}"
 
 
 class Training(Trial):

@@ -24,8 +24,8 @@ class Spread(Recorded):
     windows: int
     """Number of windows measured."""
     values: tuple[float, ...] = ()
-    """The windows in order, where their noise is needed: those that all trials or ranks were measured in, and those of
-    a `Probe`; otherwise empty."""
+    """The windows in order, where their noise is needed: those that all trials or ranks were measured in; otherwise
+    empty."""
 
 
 class StepParts(Recorded):
@@ -82,8 +82,6 @@ class BatchCost(Recorded):
     backward_ms: float
     data_ms: float
     """Time to load such a batch while nothing else runs."""
-    rounds_ms: tuple[float, ...] = ()
-    """Forward and backward of the slowest rank in each round, in which all sizes were measured; their noise."""
 
 
 class Link(Recorded):
@@ -100,8 +98,7 @@ class AllReduce(Recorded):
 
     bytes: int
     ms: float
-    rounds_ms: tuple[float, ...] = ()
-    """Time on the slowest rank in each round, whose median is ``ms``; their noise."""
+    """Median of the rounds on the slowest rank."""
 
 
 class Gradient(Recorded):
@@ -109,7 +106,7 @@ class Gradient(Recorded):
 
     bytes: int
     ready: float
-    """Fraction of the backward pass after which the gradient is ready."""
+    """Fraction of the backward pass after which the gradient is taken to be ready."""
 
 
 class Costs(Recorded):
@@ -117,8 +114,6 @@ class Costs(Recorded):
 
     curve: tuple[BatchCost, ...]
     """By batch size, ascending."""
-    optimizer_ms: float
-    """Time of a step besides loading, forward and backward: clipping, optimizer; 0 with several workers."""
     gradients: tuple[Gradient, ...]
     """Gradients of all trainable parameters, in reverse order of registration."""
     buffer_bytes: int = 0

@@ -77,7 +77,7 @@ class Console:
     def _title(self, event: TrialOpened) -> str:
         """Label a trial by its role in a run, by its number in a comparison."""
         if any(isinstance(trial, Training | Evaluation) for trial in self._trials.values()):
-            return f"{event.trial}: {event.title}"
+            return event.title if event.role == "main" else f"{event.trial}: {event.title}"
         number, total = self._schedule.place
         return f"[{number}/{total}] {event.title}"
 

@@ -16,6 +16,7 @@ from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, Run
 from pipeline.protocol.trial import Status
 from pipeline.recording import journal
 from pipeline.recording.folder import id_of, is_quick, sweep_of
+from pipeline.wording import format_parallel
 
 _LOSS = "train/loss"
 _METRIC = ("metrics.", "._target_")
@@ -77,14 +78,9 @@ class RunSummary(Frozen):
 
     @property
     def what(self) -> str:
-        """Kind of the run, e.g. "ddp x 2" or "compare"."""
-        kind = self.command if self.strategy is None else titled(self.strategy, self.workers or 1)
+        """Kind of the run, e.g. "ddp, 2 workers" or "compare"."""
+        kind = self.command if self.strategy is None else format_parallel(self.strategy, self.workers or 1)
         return f"quick test: {kind}" if self.is_quick else kind
-
-
-def titled(strategy: str, workers: int) -> str:
-    """Return strategy and number of workers as tables show them, e.g. "ddp x 2"."""
-    return strategy if workers == 1 else f"{strategy} x {workers}"
 
 
 def summarized(folder: Path) -> RunSummary | None:

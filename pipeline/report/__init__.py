@@ -17,7 +17,7 @@ from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
-from pipeline.protocol.trial import Role, Scaling, Trial
+from pipeline.protocol.trial import Role, Scaling, Title, Trial
 from pipeline.protocol.trial_result import (
     Best,
     Communication,
@@ -52,8 +52,8 @@ class Row(Recorded):
     """Measurements of one trial, from one or several repeats, relative to the baseline."""
 
     trial: str
-    title: str
-    """Title of the trial, e.g. "ddp x 2"."""
+    title: Title
+    """Title of the trial, e.g. "ddp, 2 workers"."""
     role: Role
     strategy: str
     options: Mapping[str, Any] = {}
@@ -306,7 +306,7 @@ class Unmeasured(Recorded):
     """A cell of a comparison that was not measured."""
 
     trial: str
-    title: str
+    title: Title
     strategy: str
     workers: int
     scaling: Scaling = "strong"

@@ -5,13 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.report import chart, curves, pairs, picture, scaling_chart, sweep_chart
+from pipeline.report import chart, curves, pairs, picture, sweep_chart
 from pipeline.report.courses import Course
-from pipeline.report.forecast import Forecast
 from pipeline.report.html import Drawn
 from pipeline.report.picture import Draw
 from pipeline.report.report import Report
-from pipeline.report.report_files import CHART_NAME, CURVES_NAME, PAIRS_CHART_NAME, SCALING_NAME, SWEEP_NAME, AnyReport
+from pipeline.report.report_files import CHART_NAME, CURVES_NAME, PAIRS_CHART_NAME, SWEEP_NAME, AnyReport
 from pipeline.report.row_names import name_row
 from pipeline.report.swept import SweptReport
 
@@ -48,8 +47,6 @@ def pictures(report: AnyReport, courses: Sequence[Course]) -> Iterator[Picture]:
             yield from _of_speedups(report, courses)
         case SweptReport():
             yield from _of_sweep(report, courses)
-        case Forecast():
-            yield _of_forecast(report)
 
 
 def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]:
@@ -73,11 +70,6 @@ def _of_sweep(report: SweptReport, courses: Sequence[Course]) -> Iterator[Pictur
         shown = partial(curves.draw, metric=swept.metric, best=_index(courses, best.run if best else ""))
         draw = partial(shown, courses, title=report.name)
         yield Picture(CURVES_NAME, draw, "Learning curves", curves.caption(courses))
-
-
-def _of_forecast(forecast: Forecast) -> Picture:
-    draw, caption = partial(scaling_chart.draw, forecast), scaling_chart.caption(forecast)
-    return Picture(SCALING_NAME, draw, "Predicted speedup by the number of workers", caption)
 
 
 def _index(courses: Sequence[Course], trial: str) -> int | None:

@@ -128,12 +128,12 @@ def _of_sweep(swept: Swept) -> Iterator[Tile]:
 
 
 def _of_forecast(forecast: Forecast) -> Iterator[Tile]:
-    """Yield the number of workers that pays for each kind of scaling, and the check of the prediction."""
+    """Yield the number of workers that is worth it for each kind of scaling, and the check of the prediction."""
     for outlook in forecast.outlooks:
-        label = f"pays with {outlook.scaling} scaling, predicted"
+        label = f"are worth it with {outlook.scaling} scaling, predicted"
         yield Tile(figure=f"up to {counted(outlook.worthwhile, 'worker')}", label=label, is_accented=True)
     if check := forecast.check:
-        label = f"predicted beside measured speedup of {check.workers} workers"
+        label = f"error of the predicted speedup, checked with {check.workers} workers"
         yield Tile(figure=f"{check.error:+.0%}", label=label)
 
 

@@ -52,7 +52,7 @@ class TunedReport(Recorded):
     name: str
     """Name of the experiment."""
     title: str
-    """Title of the trial, e.g. "ddp x 2"."""
+    """Title of the trial, e.g. "ddp, 2 workers"."""
     hardware: str
     replicas: int
     """Copies of the model that compute in parallel."""

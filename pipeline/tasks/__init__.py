@@ -16,7 +16,7 @@ from pipeline.errors import ExperimentError
 from pipeline.tasks.from_model import IGNORED, FromModel, described
 from pipeline.tasks.gathering import gathered
 from pipeline.tasks.lightning import Lightning
-from pipeline.tasks.protocols import InSteps, OwnEvaluation, Stateful, StepOutput, Task
+from pipeline.tasks.protocols import InSteps, OwnEvaluation, StepOutput, Task
 
 __all__ = [
     "FromModel",
@@ -24,8 +24,6 @@ __all__ = [
     "LanguageModel",
     "Lightning",
     "OwnEvaluation",
-    "RecurrentLanguageModel",
-    "Stateful",
     "StepOutput",
     "Supervised",
     "Task",
@@ -138,27 +136,6 @@ class LanguageModel(Task):
         targets = next_tokens.flatten()
         loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED)
         return StepOutput(loss, logits, targets, (targets != IGNORED).sum())
-
-
-class RecurrentLanguageModel(LanguageModel):
-    """`LanguageModel` with truncated backpropagation through time, for ``model(tokens, state)`` -> (logits, state).
-
-    The state is that of torch's LSTM, GRU or RNN. Metrics see logits (batch, time, vocabulary) and tokens (batch,
-    time), as torchmetrics' Perplexity takes them.
-    """
-
-    batch_dim = 1
-
-    @override
-    def __call__(self, model: nn.Module, batch: Any, state: Any = None) -> StepOutput:
-        """Compute the loss of (tokens, next_tokens), whose rows continue those that ``state`` is of."""
-        tokens, targets = _pair(batch)
-        outputs = model(tokens, state)
-        if not isinstance(outputs, tuple) or len(outputs) != 2:
-            raise ExperimentError.of("task", f"needs a model that returns logits and state, not {described(outputs)}")
-        logits, state = outputs
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        return StepOutput(loss, logits, targets, (targets != IGNORED).sum(), state=state)
 
 
 def is_known(task: object) -> bool:

@@ -31,8 +31,6 @@ class StepOutput(NamedTuple):
     """
     optimizer: str | None = None
     """Name of the optimizer that minimizes this loss, if the experiment has several (``optimizers``)."""
-    state: Any = None
-    """State at the end of the batch that a `Stateful` task gets with the next one; with its graph, which is cut."""
 
 
 class Task(Protocol):
@@ -70,21 +68,4 @@ class OwnEvaluation(Protocol):
         """Return a context in which calls evaluate a split: validation or test.
 
         It yields a mapping from the name to report to the path of a metric in the model that the calls update.
-        """
-
-
-class Stateful(Protocol):
-    """Task that carries a state from batch to batch: truncated backpropagation through time.
-
-    Any task with ``batch_dim`` is one. It needs ``order: {contiguous: true}``, by which each row of a batch continues
-    that row of the batch before (docs/sequences.md).
-    """
-
-    batch_dim: int
-    """Dimension of the state's tensors that counts the rows of a batch: 1 for torch's LSTM, GRU and RNN."""
-
-    def __call__(self, model: nn.Module, batch: Any, state: Any = None) -> StepOutput:
-        """Compute the loss of a batch, with `StepOutput.state`: a tensor, or tuples, lists and dicts of tensors.
-
-        ``state`` is that of the batch before, detached; None where the rows begin.
         """

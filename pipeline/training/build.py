@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
-from pipeline.config.task_consistency import against_state
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Trial
@@ -34,7 +33,6 @@ from pipeline.training import (
 from pipeline.training.additivity import examine
 from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches
-from pipeline.training.carried_state import carried_by
 from pipeline.training.collectives import copy_from_first
 from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.data_source import Datasets, open_source, runtime
@@ -60,8 +58,6 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     keeps_compiled = datasets is not None
     built = _build_model(create, trial, strategy=strategy, rank=rank, device=device, keeps_compiled=keeps_compiled)
     task, learned = _build_task(create, experiment, rank=rank, device=device, is_sharded=is_sharded)
-    if problems := list(against_state(task, experiment)):
-        raise ExperimentError(problems)
     model = built.model
     validates = source.validation is not None
     is_by_step = experiment.train.scheduler_interval == "step"
@@ -92,7 +88,6 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         compiling=built.stopwatch,
         learned=learned,
         trainable=frozen.find_trainable(model, learned),
-        carried=carried_by(task, source.order, samples=source.order.samples, copies=built.stopwatch is not None),
         loaded=built.loaded,
         hooked=built.hooked,
         averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,

@@ -155,7 +155,9 @@ class ComparedTrials:
         if failure is not None and failure.is_out_of_memory:
             self._too_large.append(trial)
         elif failure is not None:
-            self._warn(f"{trial.title} could not be measured next to the training: {failure.message}")
+            self._warn(
+                f"The {trial.role} ({trial.title}) could not be measured next to the training: {failure.message}"
+            )
 
     def close(self) -> None:
         """End the trials' turns."""
@@ -179,11 +181,15 @@ class ComparedTrials:
         free_training(self._training)
         for trial in self._too_large:
             self._warn(
-                f"{trial.title} does not fit into memory next to the training. It is measured after the training has "
-                "freed its memory. The speedup then has the range of its windows instead of an interval"
+                f"The {trial.role} ({trial.title}) does not fit into memory next to the training. It is measured "
+                "after the training has freed its memory. The speedup then has the range of its windows instead of an "
+                "interval"
             )
             if (failure := self._try(self._with_windows(trial), self._measure)) is not None:
-                self._warn(f"{trial.title} could not be measured, although the training was over: {failure.message}")
+                self._warn(
+                    f"The {trial.role} ({trial.title}) could not be measured, although the training was over: "
+                    f"{failure.message}"
+                )
 
     def _try(self, trial: Compared, measure: Callable[[Compared], None]) -> _Failure | None:
         """Measure a trial, in smaller micro-batches if memory runs out; return why its whole batch failed, if all do.

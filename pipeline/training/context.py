@@ -23,7 +23,6 @@ from pipeline.tasks import InSteps, Task
 from pipeline.training import metrics, parts
 from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches
-from pipeline.training.carried_state import CarriedState
 from pipeline.training.compilation import Stopwatch
 from pipeline.training.early_stopping import KEY, EarlyStopping
 from pipeline.training.order import SampleOrder
@@ -53,8 +52,6 @@ class TrainContext:
     scaler: torch.amp.GradScaler
     compiling: Stopwatch | None = None
     """Measures the time of torch.compile; None without it."""
-    carried: CarriedState | None = None
-    """State that the task carries from batch to batch; None for tasks without one."""
     averages: Averages | None = None
     """Moving average of the weights; None without ``train.ema``."""
     learned: nn.Module | None = None

@@ -91,9 +91,6 @@ def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
         return dataset.rows
     if not is_iterable(dataset):
         return length(dataset, what=what)
-    if experiment.order is not None and experiment.order.contiguous:
-        message = f"needs samples by their index, but the {what} set is iterable; give it __getitem__ and __len__"
-        raise ExperimentError.of("order.contiguous", message)
     if experiment.loader.num_workers:
         message = f"but the {what} set is iterable, and each DataLoader worker would read all of it; set 0"
         raise ExperimentError.of("loader.num_workers", f"is {experiment.loader.num_workers}, {message}")

@@ -20,7 +20,6 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Measurement, Split
 from pipeline.tasks import OwnEvaluation
 from pipeline.training import learned
-from pipeline.training.carried_state import carried_by
 from pipeline.training.collectives import from_first, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
@@ -222,10 +221,9 @@ def _over_own_samples(
     total: torch.Tensor | None = None
     samples, world_size = context.batches.size(split), context.rank.world_size
     with ProgressReporter("evaluating", total=samples, unit="samples", silent=not context.rank.is_first) as progress:
-        carried = carried_by(context.task, context.order, samples=samples, copies=context.compiling is not None)
         for micro_batch, batch in context.batches.evaluation(split, by_global_batch=context.gathers):
             with evaluation_pass(context, micro_batch):
-                output = forward(context, module, batch, micro_batch=micro_batch, carried=carried)
+                output = forward(context, module, batch)
             if micro_batch.weight:
                 value = with_loss(output.loss.double(), output, names=context.log_names or ())
                 share = value * micro_batch.weight

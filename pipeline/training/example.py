@@ -94,12 +94,11 @@ class _StandIn(nn.Module):
 def _call(context: TrainContext, batch: Any) -> _Called | None:
     """Return the task's first call of the model for a batch; None if it calls only parts of it."""
     task: Callable[..., Any] = context.task
-    state = () if context.carried is None else (None,)
     # A task with tensors on the GPU, such as a mean to subtract, needs the batch there.
     for place in (partial(to_device, device=_CPU, dtype=context.batches.dtype), context.batches.placed):
         with suppress(Exception):  # a task that has trained misses parts of the model here, and may raise anything
             try:
-                output = task(_StandIn(), place(batch), *state)
+                output = task(_StandIn(), place(batch))
                 if isinstance(output, Iterator):  # several optimizers: a task runs when it is asked for a loss
                     next(output, None)
             except _Called as called:

@@ -13,7 +13,6 @@ from pipeline.errors import ExperimentError
 from pipeline.tasks import StepOutput, Supervised
 from pipeline.tasks.from_model import described
 from pipeline.training import logs, loss_errors, torch_errors
-from pipeline.training.carried_state import CarriedState
 from pipeline.training.context import TrainContext
 from pipeline.training.order import MicroBatch, StreamOrder
 from pipeline.training.parameter_names import listed
@@ -22,29 +21,15 @@ from pipeline.training.yielded import combined, outputs
 _UNEXPECTED = re.compile(r"got an unexpected keyword argument '(.*?)'")
 
 
-def forward(
-    context: TrainContext,
-    module: nn.Module,
-    batch: Any,
-    *,
-    micro_batch: MicroBatch | None = None,
-    carried: CarriedState | None = None,
-) -> StepOutput:
+def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
     """Compute the task's output for a batch: a scalar loss with its graph, and a weight without, in full precision.
-
-    A task with a state gets what is ``carried`` to this micro-batch, and none without it.
 
     Raises:
         ExperimentError: torch's loss can't be computed for what the model returned, loss, weight or a log isn't a
             scalar, or only some batches have a weight or a log.
     """
-    state = carried.of(micro_batch) if carried is not None and micro_batch is not None else None
-    output = (_first_output if context.gives_weight is None else _output)(context, module, batch, state)
-    if carried is not None and micro_batch is not None:
-        carried.keep(micro_batch, output.state)
-    elif output.state is not None and context.carried is None:
-        raise _refused(context, "returns StepOutput.state, but has no batch_dim; name the dimension that counts rows")
-    return accepted(context, output)
+    compute = _first_output if context.gives_weight is None else _output
+    return accepted(context, compute(context, module, batch))
 
 
 def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
@@ -70,14 +55,13 @@ def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
     return output if output.weight is None else output._replace(weight=_weight(context, output.weight, output.loss))
 
 
-def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) -> StepOutput:
+def _output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
     task: Callable[..., Any] = context.task
     try:
         if context.experiment.optimizers:
             return combined(list(outputs(context, module, batch)))
         with context.autocast():
-            given = () if context.carried is None else (state,)
-            output: StepOutput | Iterator[StepOutput] = task(module, context.batches.placed(batch), *given)
+            output: StepOutput | Iterator[StepOutput] = task(module, context.batches.placed(batch))
     except Exception as error:
         if said := loss_errors.explained(error):
             raise _refused(context, said) from error
@@ -97,10 +81,10 @@ def _output(context: TrainContext, module: nn.Module, batch: Any, state: Any) ->
     return output
 
 
-def _first_output(context: TrainContext, module: nn.Module, batch: Any, state: Any) -> StepOutput:
+def _first_output(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
     """Compute the output of the first batch; refuse a loss that broadcasts outputs and targets of different shapes."""
     with loss_errors.warned() as told:
-        output = _output(context, module, batch, state)
+        output = _output(context, module, batch)
     if said := loss_errors.broadcast(context.task, output) or next(iter(told), ""):
         raise _refused(context, said)
     return output

@@ -54,17 +54,12 @@ def _refuse(context: TrainContext) -> None:
     """Refuse a training in which a rank's batch is no share of a global batch that all ranks step on.
 
     Raises:
-        ExperimentError: there are micro-batches, a stream, or a state that rows carry on.
+        ExperimentError: there are micro-batches, or a stream.
     """
     task = "the task compares all samples of a global batch (pipeline.tasks.gathered)"
     if context.accumulation > 1:
         message = f"is {context.accumulation}, but {task}, and a micro-batch has only a part of them; remove it"
         raise ExperimentError.of("train.gradient_accumulation", message)
-    if context.carried is not None:
-        message = (
-            "carries a state from batch to batch and calls pipeline.tasks.gathered, which can't be evaluated together"
-        )
-        raise ExperimentError.of("task", f"{message}; do without one of them")
     if context.order.is_stream:
         message = f"is iterable, but {task}; use a map-style dataset"
         raise ExperimentError.of("data", message)

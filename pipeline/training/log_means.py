@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.trial import Split
-from pipeline.tasks import FromModel, LanguageModel, OwnEvaluation, RecurrentLanguageModel, Supervised
+from pipeline.tasks import FromModel, LanguageModel, OwnEvaluation, Supervised
 from pipeline.training.batch_parts import as_it_was, has_16_bits
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
@@ -39,7 +39,7 @@ _SPREAD = 0.1
 """Relative difference of parts from the batch by which a root differs from a mean by more than the tolerance."""
 _NOISE = (1.0, 0.1)
 """Noise on the weights; the smaller one if values aren't finite with the larger one."""
-_WITHOUT_LOGS = (Supervised, FromModel, LanguageModel, RecurrentLanguageModel)
+_WITHOUT_LOGS = (Supervised, FromModel, LanguageModel)
 _INVERSES: Mapping[str, Callable[[Tensor], Tensor]] = {"square": torch.square, "logarithm": torch.log}
 
 _REMEDIES: Mapping[str, str] = {

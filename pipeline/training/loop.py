@@ -118,7 +118,6 @@ def evaluate_test(context: TrainContext, *, meter: Meter, best: Best | None) -> 
 def _result(context: TrainContext, meter: Meter, *, start: int) -> TrialResult:
     """Return what was measured while the trial ran from step ``start`` on. Collective."""
     trial, steady = context.trial, meter.clock.steady
-    windows = partial(spread, keeps_values=isinstance(trial, Probe))  # a prediction carries their noise on
     return TrialResult(
         trial=trial.name,
         repeat=trial.repeat,
@@ -126,8 +125,8 @@ def _result(context: TrainContext, meter: Meter, *, start: int) -> TrialResult:
         epochs=math.ceil(meter.step / context.order.steps_per_epoch),
         stopped_early=context.early_stopping.reason if context.early_stopping is not None else "",
         whole_training=context.order.samples_in(meter.step if isinstance(trial, Training) else context.total_steps),
-        samples_per_second=windows([lap.samples_per_second for lap in steady]),
-        step_ms=windows([lap.step_ms for lap in steady]),
+        samples_per_second=spread([lap.samples_per_second for lap in steady]),
+        step_ms=spread([lap.step_ms for lap in steady]),
         parts=waits(context, laps=steady),
         communication=meter.communication.result,
         peak_memory_mb=reporting.peak_memory_mb(context),

@@ -19,7 +19,6 @@ import torch
 from typing_extensions import override
 
 from pipeline.config.schema import Experiment
-from pipeline.errors import ExperimentError
 
 Indices = npt.NDArray[np.int64]
 """Indices of samples, shape (samples,)."""
@@ -158,59 +157,6 @@ class SampleOrder:
             share = self.share(batch, rank=rank, world_size=world_size)
             indices, weight = (share if len(share) else batch[:1]).tolist(), len(share) / samples
             yield MicroBatch(0, indices, weight, is_last=True, batch_size=len(batch))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContiguousOrder(SampleOrder):
-    """Order of as many contiguous streams as a global batch has rows: each row continues that of the batch before.
-
-    The streams are equal parts of the training set; what is left at its end is not trained on.
-    """
-
-    in_set: int
-
-    @classmethod
-    def of(cls, samples: int, *, global_batch_size: int, seed: int) -> "ContiguousOrder":
-        """Divide a training set.
-
-        Raises:
-            ExperimentError: it has fewer samples than there are streams.
-        """
-        used = samples - samples % global_batch_size
-        if not used:
-            raise ExperimentError.of(
-                "train.global_batch_size",
-                f"is {global_batch_size}, as many streams, but the training set has {samples} samples; write at most "
-                f"{samples}",
-            )
-        return cls(samples=used, global_batch_size=global_batch_size, seed=seed, in_set=samples)
-
-    @property
-    @override
-    def set_size(self) -> int:
-        return self.in_set
-
-    def stream_length(self, samples: int) -> int:
-        """Return the samples of the longest of the streams that a set of ``samples`` is divided into."""
-        return -(-samples // self.global_batch_size)
-
-    @override
-    def permutation(self, epoch: int) -> torch.Tensor:
-        return torch.arange(self.samples).view(self.global_batch_size, -1).T.flatten()
-
-    @override
-    def evaluation_micro_batches(
-        self, samples: int, *, rank: int, world_size: int, accumulation: int = 1
-    ) -> Iterator[MicroBatch]:
-        """Yield a rank's rows of a set, as many at a time as in training, chunk by chunk; the last may be shorter."""
-        length = self.stream_length(samples)
-        starts = range(rank * length, min(samples, self.global_batch_size * length), world_size * length)
-        rows = -(-self.largest_share(0, world_size=world_size) // accumulation)
-        for first in range(0, len(starts), rows):
-            for chunk in range(length):
-                indices = [start + chunk for start in starts[first : first + rows] if start + chunk < samples]
-                if indices:
-                    yield MicroBatch(0, indices, weight=len(indices) / samples, is_last=True)
 
 
 @dataclass(frozen=True, kw_only=True)

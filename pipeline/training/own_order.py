@@ -20,7 +20,7 @@ from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
 from pipeline.training import per_sample
 from pipeline.training.dataset_epoch import set_epoch
-from pipeline.training.order import ContiguousOrder, Indices, SampleOrder, mix
+from pipeline.training.order import Indices, SampleOrder, mix
 from pipeline.training.per_sample import Numbers, Reader
 from pipeline.training.randomness import generators_kept, seed_all
 
@@ -68,8 +68,6 @@ def order_of(
     plain = SampleOrder(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
     if experiment.order is None:
         return plain
-    if experiment.order.contiguous:
-        return ContiguousOrder.of(samples, global_batch_size=plain.global_batch_size, seed=plain.seed)
     declared = _Declared(experiment.order, dataset, plain, allowed=allowed, silent=silent)
     draw = declared.draw()
     count = samples if declared.order.target is None else len(draw(0, plain.generator(0)))

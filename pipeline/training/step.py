@@ -173,7 +173,7 @@ def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any, *, gath
         context.boundary.clear()
     try:
         with gathering:
-            return forward(context, context.wrapped, batch, micro_batch=micro_batch, carried=context.carried)
+            return forward(context, context.wrapped, batch)
     except ValueError as error:
         if has_lone_sample(micro_batch, error=error):
             raise lone_sample_error(context, micro_batch) from error

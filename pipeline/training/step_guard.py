@@ -20,7 +20,7 @@ class StepGuard:
 
     A step is skipped if a rollback left it out, or if its loss or a gradient is not finite with ``train.on_nonfinite:
     skip``. It is computed all the same, so that ranks and loaders keep in step; then the weights and the optimizer's
-    state stay as they are, and buffers such as BatchNorm's statistics and what a task carries are restored.
+    state stay as they are, and buffers such as BatchNorm's statistics are restored.
     """
 
     has_updated = False
@@ -62,8 +62,6 @@ class StepGuard:
         if not self.has_updated:
             self.is_skipped = True
             self._buffers.restore()
-            if self._context.carried is not None:
-                self._context.carried.revert()
 
 
 def begin_step(context: TrainContext, *, step: int) -> None:

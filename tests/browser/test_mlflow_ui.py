@@ -212,7 +212,7 @@ def test_the_table_previews_with_what_matters_first(shown: Shown, pages: Pages) 
     with pages.open(shown.artifact("speedup_table.json"), ready=header, name="table") as page:
         shown_first = page.get_by_role("columnheader").all_inner_texts()[:4]
         assert shown_first == ["title", "samples_per_second", "speedup", "efficiency"]
-        expect(page.get_by_role("cell").filter(has_text="ddp x 2").first).to_be_visible()
+        expect(page.get_by_role("cell").filter(has_text="ddp, 2 workers").first).to_be_visible()
 
 
 def test_the_model_page_shows_the_signature_and_code_that_predicts(shown: Shown, pages: Pages, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is asked before anything starts loads no heavy library: a plan, Tab and --help answer at once."""
+"""What is asked before anything starts loads no heavy library: a plan and --help answer at once."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ HEAVY = ("torch", "ray", "mlflow", "torchmetrics")
 ASKED = {
     "an experiment file": "from pipeline.config import load, components; load.load('experiments/mlp.yaml')",
     "strategies and launchers": "from pipeline import registry as r; r.names('strategies'); r.names('launchers')",
-    "keys and values": "from pipeline.config import vocabulary as v; v.all_keys(); v.values_of('model._target_')",
+    "keys": "from pipeline.config import vocabulary as v; v.all_keys()",
     "the machine": "from pipeline.planning.resources import detect; detect()",
     "new projects": "from pipeline.commands.new import create, update",
 }

@@ -89,7 +89,7 @@ def artifacts(cluster: Cluster, run: str) -> set[str]:
 
 def test_workers_are_on_two_containers(ran: Ran, cluster: Cluster) -> None:
     hosts = {inspected(name)["Config"]["Hostname"] for name in ("ray-worker-1", "ray-worker-2")}
-    line = next(line for line in ran.output.splitlines() if line.startswith("main: ddp x 2: 701,178 parameters"))
+    line = next(line for line in ran.output.splitlines() if line.startswith("ddp, 2 workers: 701,178 parameters"))
     assert len(hosts) == 2
     assert [host for host in hosts if host not in line] == []
 
@@ -116,7 +116,7 @@ def test_artifacts_come_through_the_server(ran: Ran, cluster: Cluster) -> None:
     assert str(ran.run["info"]["artifact_uri"]).startswith("mlflow-artifacts:/")
     url = f"{cluster.address('mlflow')}/get-artifact?path=report.html&run_uuid={ran.id}"
     page = requests.get(url, auth=cluster.login, timeout=60)
-    assert "ddp x 2" in page.text
+    assert "ddp, 2 workers" in page.text
     assert requests.get(url, timeout=60).status_code == 401
 
 

@@ -152,7 +152,7 @@ def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
 
     assert ended.code == 1
     assert cells["single"]["measured"]
-    assert cells["ddp x 2"]["reason"].startswith("it failed: rank 1 on ")
+    assert cells["ddp, 2 workers"]["reason"].startswith("it failed: rank 1 on ")
     assert "ZeroDivisionError: the model's own mistake" in ended.stderr
 
 
@@ -168,7 +168,7 @@ def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path)
 
     assert process.returncode == 130, stderr
     assert cells["single"]["measured"]
-    assert cells["ddp x 2"]["reason"] == "the comparison ended before it was measured"
+    assert cells["ddp, 2 workers"]["reason"] == "the comparison ended before it was measured"
     (folder,) = (tmp_path / "runs").iterdir()
     *_, last = journal.read(folder / journal.FILE_NAME)
     assert isinstance(last, RunClosed)

@@ -65,7 +65,7 @@ EXPERIMENT = {
     "optimizer": {"_target_": "torch.optim.SGD"},
     "train": {"epochs": 1, "global_batch_size": 8},
 }
-TABLE = {"columns": ["trial", "speedup"], "data": [["single", 1.0], ["ddp x 2", 1.9]]}
+TABLE = {"columns": ["trial", "speedup"], "data": [["single", 1.0], ["ddp, 2 workers", 1.9]]}
 """In the form that MLflow's table artifacts have."""
 
 
@@ -145,7 +145,9 @@ def started(trial: str) -> Started:
 def whole_run(uri: str, run: str) -> list[AnyEvent]:
     return [
         opened(uri, run),
-        TrialOpened(time=T0, trial="main", role="main", title="ddp x 2", tags={"world_size": "2"}, params={"a": "1"}),
+        TrialOpened(
+            time=T0, trial="main", role="main", title="ddp, 2 workers", tags={"world_size": "2"}, params={"a": "1"}
+        ),
         started("main"),
         *(metrics(step) for step in range(20)),
         Metrics(time=T0 + 40, step=20, epoch=2, points=(Point("validation/accuracy", 20, float("nan")),)),

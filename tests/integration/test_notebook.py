@@ -53,10 +53,10 @@ def test_the_notebook_of_the_docs_runs_from_top_to_bottom(tmp_path: Path, monkey
     assert "samples_per_second" in of_kind("text/html", table)
     assert "train/loss" in of_kind("text/html", history)
     while_it_ran = of_kind("text/html", two[:-1])
-    assert "ddp x 2: done, 46 steps" in while_it_ran
+    assert "ddp, 2 workers: done, 46 steps" in while_it_ran
     assert "<progress" not in while_it_ran  # bars go when their trial has ended
     second = max((tmp_path / "runs").iterdir())
-    assert "main: ddp x 2: step 46/46" in (second / "log.txt").read_text()
+    assert "ddp, 2 workers: step 46/46" in (second / "log.txt").read_text()
 
 
 CELLS = """
@@ -81,7 +81,7 @@ def test_workers_under_ray_from_a_notebook(project: Path, tmp_path: Path, monkey
     assert nothing == []
     assert "ZeroDivisionError: the model's own mistake" in failed[-1].traceback
     assert "rank 1" in failed[-1].traceback[-1]
-    assert "ddp x 2: done" in of_kind("text/html", done)
+    assert "ddp, 2 workers: done" in of_kind("text/html", done)
     printed = "".join(output.get("text", "") for output in done)
     assert re.fullmatch(r"\d\.\d+ False\n", printed)
 
@@ -99,7 +99,7 @@ def test_an_interrupted_kernel_ends_the_run_and_goes_on(
     try:
         kernel.execute(f"import psutil, pipeline; {training}")
         log = eventually(lambda: next(folder.glob("runs/*/log.txt"), None))
-        eventually(lambda: "main: ddp x 2: step" in log.read_text())
+        eventually(lambda: "ddp, 2 workers: step" in log.read_text())
         manager.interrupt_kernel()
         assert reply(kernel)["ename"] == "KeyboardInterrupt"
         kernel.execute(

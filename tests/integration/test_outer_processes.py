@@ -211,4 +211,4 @@ def test_a_single_task_starts_its_workers_itself(cwd: Path) -> None:
     with Ranks([run_line("--no-baseline", *DDP)], [srun(0, 1)], cwd=cwd) as ranks:
         (ended,) = ranks.ended()
     assert ended.code == 0, ended.output
-    assert "ddp x 2" in ended.stdout
+    assert "ddp, 2 workers" in ended.stdout

@@ -31,16 +31,8 @@ def test_a_given_link_needs_one_worker(command, tmp_path):
     assert again.stdout in ended.stdout  # on a busy machine a line on what MLflow lacks follows
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (main,) = client.search_runs(["1"], filter_string="tags.role = 'predict'")
-    curve = client.get_metric_history(main.info.run_id, "predicted/strong_speedup")
-    assert {point.step: point.value for point in curve} == {
-        each.workers: each.speedup for each in saved.outlooks[0].predictions
-    }
     assert "prediction.json" in {one.path for one in client.list_artifacts(main.info.run_id)}
     assert "| workers |" in main.data.tags["mlflow.note.content"]
-    for each in saved.outlooks[0].predictions[1:]:
-        assert each.speedup_low is not None
-        assert each.speedup_high is not None
-        assert each.speedup_low <= each.speedup <= each.speedup_high
     assert Forecast.model_validate_json(command("show", str(folder), "--json").stdout) == saved
 
 

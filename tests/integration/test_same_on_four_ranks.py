@@ -1,4 +1,4 @@
-"""Orders, streams, a carried state and gathered losses: the same training at 1 and 4 workers, also resumed."""
+"""Orders, streams and gathered losses: the same training at 1 and 4 workers, also resumed."""
 
 from pathlib import Path
 from typing import Any

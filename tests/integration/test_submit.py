@@ -1,29 +1,23 @@
 """Runs sent to a Ray cluster as jobs: a real head with its dashboard and token authentication, on loopback."""
 
-import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import aiohttp
 import psutil
 import pytest
 import requests
 from mlflow import MlflowClient
 from slurm import Slurm
 
-from pipeline.commands.submit import following
-from pipeline.commands.submit.jobs import Job, Jobs
-from pipeline.errors import ResourceError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Event, Metrics, Resumed, RunClosed
 from pipeline.recording import journal
 
@@ -37,8 +31,7 @@ PATIENCE_S = 400
 ATTEMPTS = 3
 """At starting a head: Ray gives up after half a minute where others use the processors."""
 E = TypeVar("E", bound=Event)
-Pipeline = Callable[..., tuple[int, str, str]]
-Start = Callable[..., subprocess.Popen[str]]
+Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Head:
@@ -144,183 +137,81 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pipeline(command: Pipeline, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    """``pipeline ARGUMENTS`` in the repository, with the cluster's token."""
-    monkeypatch.chdir(repository)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return command
+def shell(repository: Path) -> Shell:
+    """A command line in the repository, with the cluster's token."""
+    variables = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "PLANTED": PLANTED}
+    variables["PATH"] = f"{BIN}:{os.environ['PATH']}"
+    variables.pop("RAY_ADDRESS", None)
+
+    def run(line: str, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = {**variables, **more}
+        return subprocess.run(
+            ["bash", "-c", line], cwd=repository, env=environment, capture_output=True, text=True, check=False
+        )
+
+    return run
 
 
 def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the_same_folder(
-    head: Head,
-    pipeline: Pipeline,
-    start: Start,
-    tmp_path: Path,
+    head: Head, shell: Shell, tmp_path: Path
 ) -> None:
+    """The commands for the job are those that ``submit`` has printed."""
     store, release = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "release"
-    experiment = ["lab.yaml", f"tracking.uri={store}", f"model={{_target_: lab.Paced, release: {release}, ms: 300}}"]
-    experiment += ["train.epochs=10", "train.log_every_steps=1", "--no-baseline", "--env", "PLANTED"]
-    address = ["--address", head.url]
-    environment = {**os.environ, "PLANTED": PLANTED}
-    sender = start("submit", *experiment, *address, cwd=tmp_path / "project", env=environment)
-    assert sender.stdout is not None
-    stdout = ""
-    for line in sender.stdout:  # it is followed by default
-        stdout += line
-        if "step 1/" in line:
-            break
-    assert sender.poll() is None, (stdout, sender.communicate())
-    assert head.has_trained()
-    sender.kill()
-    _, stderr = sender.communicate()
-    assert "sending 3 files" in stderr
-    assert "pipeline-runs/lab on the head" in stderr
-    (job,) = json.loads(pipeline("status", "--json", *address)[1])
-    assert (job["experiment"], job["status"], job["exit_code"]) == ("lab", "RUNNING", None)
-    assert job["id"] in stdout
+    line = f"pipeline submit lab.yaml tracking.uri={store} 'model={{_target_: lab.Paced, release: {release}, ms: 300}}'"
+    line += f" train.epochs=10 train.log_every_steps=1 --no-baseline --address {head.url}"
+    sent = shell(f"{line} --env PLANTED")
+    assert sent.returncode == 0, sent.stderr
+    assert "sending 3 files" in sent.stderr
+    assert "pipeline-runs/lab on the head" in sent.stderr
+    follow, status, stop = (line for line in sent.stderr.splitlines() if line.startswith("ray job "))
+    job = sent.stdout.strip()
+    wait_for(head.has_trained, what="training doesn't start")
+    assert f"Status for job '{job}': RUNNING" in shell(status).stdout
 
-    code, shown, _ = pipeline("stop", job["id"], *address)
-    assert (code, shown) == (0, f"{job['id']}: STOPPED\n")
+    assert shell(stop).returncode == 0
     events = head.events()
     assert [event.status for event in events if isinstance(event, RunClosed)] == ["KILLED"]
     last = max(event.step for event in events if isinstance(event, Metrics))
     assert max(event.step for event in events if isinstance(event, CheckpointSaved)) == last, "not that of an epoch"
-    code, logs, stderr = pipeline("logs", job["id"], "--follow", *address)
-    assert code == 143
+    logs = shell(follow).stdout
     assert "step 1/" in logs
-    assert f"{job['id']}: STOPPED" in stderr
-    assert pipeline("stop", job["id"], *address)[:2] == (0, f"{job['id']}: STOPPED\n"), "it has ended already"
+    assert f"Job '{job}' was stopped" in logs
 
     release.touch()
-    code, output, stderr = pipeline("submit", *experiment[:-2], "--resume", *address)
-    assert code == 0, output + stderr
+    resumed = shell(f"{line} --resume")
+    assert resumed.returncode == 0, resumed.stderr
+    follow = next(line for line in resumed.stderr.splitlines() if "job logs" in line)
+    output = shell(follow).stdout
+    assert f"Job '{resumed.stdout.strip()}' succeeded" in output
     assert len(list(head.runs.glob("lab/*"))) == 1
     events = head.events()
     assert [event.status for event in events if isinstance(event, RunClosed)] == ["KILLED", "FINISHED"]
     assert any(isinstance(event, Resumed) for event in events)
-    assert PLANTED not in stdout + logs + output + stderr + pipeline("status", "--json", *address)[1]
-    _, table, _ = pipeline("status", *address)
-    assert [line.split()[1:4] for line in table.splitlines()[1:]] == [
-        ["lab", "STOPPED", "-"],
-        ["lab", "SUCCEEDED", "0"],
-    ]
+    assert PLANTED not in sent.stdout + sent.stderr + logs + output
     client = MlflowClient(store)
     (run,) = client.search_runs([client.get_experiment_by_name("lab").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.metrics["validation/loss"] > 0
 
 
-@pytest.mark.parametrize(
-    ("token", "said"),
-    [(None, "requires a token. Set RAY_AUTH_TOKEN"), ("wrong" * 8, "rejects the token. Set RAY_AUTH_TOKEN")],
-)
-def test_cluster_that_knows_us_not_is_an_error(
-    token: str | None,
-    said: str,
-    head: Head,
-    start: Start,
-    tmp_path: Path,
+@pytest.mark.parametrize(("token", "said"), [("", "Authentication required"), ("wrong" * 8, "Authentication failed")])
+def test_a_cluster_that_refuses_the_token_is_an_error(
+    token: str, said: str, head: Head, shell: Shell, tmp_path: Path
 ) -> None:
-    # In a process of its own: Ray reads a token once, and keeps one in the home directory once it has run here.
-    environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_TOKEN": token or ""}
-    if token is None:
-        del environment["RAY_AUTH_TOKEN"]
-    asking = start("status", "--address", head.url, cwd=tmp_path, env=environment)
-    _, stderr = asking.communicate(timeout=PATIENCE_S)
-    assert asking.returncode == 3
-    assert said in stderr
-    assert "wrong" * 8 not in stderr
+    line = f"pipeline submit lab.yaml tracking.uri=http://tracking:5000 --address {head.url}"
+    refused = shell(line, HOME=str(tmp_path), RAY_AUTH_TOKEN=token, RAY_AUTH_MODE="token" if token else "disabled")
+    assert refused.returncode == 3
+    assert said in refused.stderr
+    assert "Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN" in refused.stderr
+    assert "wrong" * 8 not in refused.stderr
 
 
-@pytest.mark.parametrize("verb", ["status", "logs", "stop"])
-def test_unknown_job_is_an_error(verb: str, head: Head, pipeline: Pipeline) -> None:
-    code, _, stderr = pipeline(verb, "lab-20261121-000000-ffff", "--address", head.url)
-    assert code == 2
-    assert f"{head.url} has no job lab-20261121-000000-ffff" in stderr
-
-
-def test_address_is_read_from_the_environment(head: Head, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", head.url)
-    assert pipeline("status")[0] == 0
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert pipeline("status", "--address", head.url)[0] == 0, "what is written here counts"
-    code, _, stderr = pipeline("status")
-    assert code == 2
-    assert "10.0.0.1:6379 is not the address of a job server" in stderr
-    assert "--address http://10.0.0.1:8265" in stderr
-
-
-def test_variable_that_should_go_along_must_be_set(head: Head, pipeline: Pipeline) -> None:
-    arguments = ["lab.yaml", "tracking.uri=http://tracking:5000", "--env", "NOT_SET_ANYWHERE"]
-    code, _, stderr = pipeline("submit", *arguments, "--address", head.url)
-    assert code == 2
-    assert "NOT_SET_ANYWHERE is not set here" in stderr
-
-
-class Flaky:
-    """Stands in for a cluster whose connections break in the middle of a job's output."""
-
-    url = "http://there:8265"
-    output = "one\ntwo\nthree\nfour\n"
-
-    def __init__(self, *, is_gone: bool = False) -> None:
-        self.client, self.tails, self.is_gone = self, 0, is_gone
-
-    def job(self, identity: str) -> Job:
-        if self.is_gone:
-            raise ResourceError("no Ray cluster answers")
-        return Job(id=identity, experiment="lab", status="SUCCEEDED" if self.tails > 3 else "RUNNING", exit_code=0)
-
-    def logs(self, identity: str) -> str:
-        return self.output
-
-    async def tail_job_logs(self, identity: str) -> AsyncIterator[str]:
-        self.tails += 1
-        for line in self.output.splitlines(keepends=True)[: self.tails]:
-            yield line
-        raise aiohttp.ClientConnectionError
-
-
-def test_output_is_shown_once_although_the_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_RETRY_S", 0.0)
-    cluster, shown = Flaky(), list[str]()
-    ended = following.follow(cast("Jobs", cluster), "lab-1", show=shown.append)
-    assert ended.status == "SUCCEEDED"
-    assert "".join(shown) == Flaky.output
-
-
-def test_cluster_that_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_RETRY_S", 0.0)
-    monkeypatch.setattr(following, "_PATIENCE_S", 0.0)
-    cluster = Flaky(is_gone=True)
-    with pytest.raises(
-        ResourceError, match=r"lost the connection to http://there:8265\. lab-1 may still be running there"
-    ):
-        following.follow(cast("Jobs", cluster), "lab-1", show=lambda _: None)
-
-
-def test_ctrl_c_ends_the_following_and_the_exit_code_is_that_of_the_run(
-    head: Head,
-    pipeline: Pipeline,
-    start: Start,
-    tmp_path: Path,
-) -> None:
-    address = ["--address", head.url]
-    experiment = ["lab.yaml", "name=broken", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}", "--no-baseline"]
-    experiment += ["parallel.workers=2", "parallel.strategy=ddp", "model={_target_: lab.Net, fault: raises, rank: 1}"]
-    sender = start("submit", *experiment, *address, cwd=tmp_path / "project")
-    assert sender.stdout is not None
-    job = sender.stdout.readline().strip()
-    sender.send_signal(signal.SIGINT)
-    _, stderr = sender.communicate()
-    assert sender.returncode == 130
-    assert "stopped following; the job continues" in stderr
-    assert f"pipeline logs {job} --follow --address {head.url}" in stderr
-    code, logs, stderr = pipeline("logs", job, "--follow", *address)
-    assert code == 1
-    assert "rank 1" in logs
-    assert f"{job}: FAILED with exit code 1" in stderr
+def test_address_is_read_from_the_environment_and_an_option_counts_more(head: Head, shell: Shell) -> None:
+    line = "pipeline submit lab.yaml tracking.uri=http://tracking:5000 --env NOT_SET_ANYWHERE"
+    for more in ({"RAY_ADDRESS": head.url}, {"RAY_ADDRESS": "10.0.0.1:6379"}):
+        refused = shell(line if more["RAY_ADDRESS"] == head.url else f"{line} --address {head.url}", **more)
+        assert refused.returncode == 2
+        assert "NOT_SET_ANYWHERE is not set here" in refused.stderr
 
 
 @pytest.mark.parametrize("launcher", ["ray", "srun", "torchrun"])

@@ -108,14 +108,14 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop("torchrun", ""),
-    Stop("torchrun", "main: ddp x 2: Trained and saved.", to_group=True),
-    Stop("torchrun", "main: ddp x 2: Trained and saved.", signal.SIGTERM),
-    Stop("torchrun", "main: ddp x 2: step", to_group=True),
-    Stop("torchrun", "main: ddp x 2: step"),
-    Stop("torchrun", "main: ddp x 2: step", signal.SIGTERM),
-    Stop("torchrun", "main: ddp x 2: done"),
-    Stop("ray", "main: ddp x 2: starting", signal.SIGTERM),
-    Stop("ray", "main: ddp x 2: step", to_group=True),
+    Stop("torchrun", "ddp, 2 workers: Trained and saved.", to_group=True),
+    Stop("torchrun", "ddp, 2 workers: Trained and saved.", signal.SIGTERM),
+    Stop("torchrun", "ddp, 2 workers: step", to_group=True),
+    Stop("torchrun", "ddp, 2 workers: step"),
+    Stop("torchrun", "ddp, 2 workers: step", signal.SIGTERM),
+    Stop("torchrun", "ddp, 2 workers: done"),
+    Stop("ray", "ddp, 2 workers: starting", signal.SIGTERM),
+    Stop("ray", "ddp, 2 workers: step", to_group=True),
     Stop("inprocess", "main: ddp: step"),
     Stop("inprocess", "main: ddp: step", signal.SIGTERM),
 ]

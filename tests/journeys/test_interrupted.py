@@ -71,7 +71,7 @@ def writes_to(process: psutil.Process, file: str) -> bool:
 
 def test_ctrl_c_ends_a_run_as_one_would_wish(project: Path, tmp_path: Path, start: Start) -> None:
     process = start(*endless(tmp_path), cwd=project)
-    wait_for("main: ddp x 2: step", process.stdout or ())
+    wait_for("ddp, 2 workers: step", process.stdout or ())
     descendants = psutil.Process(process.pid).children(recursive=True)
 
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of them

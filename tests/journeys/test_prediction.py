@@ -28,7 +28,5 @@ def test_the_link_is_measured_and_the_prediction_checked(command):
     assert found.check is not None
     assert found.check.workers == 2
     assert found.check.measured > 0
-    assert found.check.agrees is not None  # both have an interval
-    assert found.noisy[-1] == "the link"
     assert found.outlooks[0].predictions[1].speedup == pytest.approx(found.check.predicted)
     assert found.outlooks[0].worthwhile == 1  # a step of a tenth of a millisecond isn't worth sharing

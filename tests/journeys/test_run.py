@@ -286,7 +286,7 @@ def test_no_secret_stays_behind(whole_run: Any) -> None:
 def test_the_log_holds_what_the_terminal_showed(whole_run: Any) -> None:
     log = (whole_run.folder / "log.txt").read_text()
 
-    assert "main: ddp x 2: done, 115 steps" in log
+    assert "ddp, 2 workers: done, 115 steps" in log
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_all_runs_are_listed_with_what_became_of_them(there: Any, journal: Recor
     assert there("list", "--sort", "-validation/loss", "-q").stdout.split()[0] in by_loss[losses.index(None) - 1]["run"]
     assert [row.split()[0] for row in rows] == [run.rpartition("/")[2] for run in there("list", "-q").stdout.split()]
     (row,) = (row for row in rows if row.startswith(journal("finished").folder.name))
-    assert row.split()[1:5] == ["tiny", "ddp", "x", "2"]
+    assert row.split()[1:5] == ["tiny", "ddp,", "2", "workers"]
 
 
 def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Recorded, store: Any) -> None:
@@ -133,7 +133,7 @@ def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: R
     assert found["configuration"]["parallel.launcher"] == {"a": "torchrun", "b": "inprocess"}
     assert "model.hidden" not in found["configuration"]
     assert found["environment"] == {}
-    assert "ddp x 2: samples/s" in found["results"]
+    assert "ddp, 2 workers: samples/s" in found["results"]
     text = there("diff", a, b).stdout
     assert text.splitlines()[0] == f"a  {a}"
     assert "no differences: environment" in text
@@ -172,7 +172,7 @@ def test_the_document_of_a_run_has_its_evaluations(there: Any, journal: Recorded
         ("comparison", "this run has no training; pipeline measure needs one of pipeline run"),
         (
             "single",
-            "single has no baseline that can be measured beside it; pipeline compare measures strategies in rounds",
+            "1 worker has no baseline that can be measured beside it; pipeline compare measures strategies in rounds",
         ),
         ("finished", "has no checkpoint, from which the model would be loaded"),
     ],
@@ -233,10 +233,10 @@ def test_a_run_that_goes_on_is_shown_with_its_progress(there: Any, journal: Reco
     assert (shown.code, shown.stderr) == (0, "")
     first, second, third, *places = shown.stdout.splitlines()
     assert first.startswith(f"{run.folder.name}: running: step 28/100 (28%), last report "), first
-    assert re.fullmatch(r"  ddp x 2, epoch 7/25, loss 0.\d+, 801.7 samples/s", second), second
+    assert re.fullmatch(r"  ddp, 2 workers, epoch 7/25, loss 0.\d+, 801.7 samples/s", second), second
     assert third == "  validation/loss 0.2587 (epoch 5)"
     assert places[0].startswith("run      ")
-    assert (document["status"], document["percent"], document["title"]) == ("RUNNING", 28.0, "ddp x 2")
+    assert (document["status"], document["percent"], document["title"]) == ("RUNNING", 28.0, "ddp, 2 workers")
     assert document["metrics"]["validation/loss"]["epoch"] == 5
 
 
@@ -259,7 +259,7 @@ def test_the_link_of_a_run_is_shown_while_it_runs_and_what_is_missing_once_it_wa
     ("after", "said"),
     [
         (lambda event: isinstance(event, RunOpened), "running: starting"),
-        (lambda event: isinstance(event, TrialOpened) and event.trial == "main", "running: starting ddp x 2"),
+        (lambda event: isinstance(event, TrialOpened) and event.trial == "main", "running: starting ddp, 2 workers"),
         (lambda event: isinstance(event, FirstStep) and event.trial == "main", "running: training"),
         (lambda event: isinstance(event, ModelSaved), "running: 46 steps done, finishing"),
         (lambda event: isinstance(event, Finished) and event.trial == "main", "46 steps done, writing the report"),
@@ -284,40 +284,3 @@ def test_a_sweep_that_goes_on_names_its_trials(there: Any, journal: Recorded) ->
     assert shown[0] == f"{run.folder.name}: running: 2 trials ended, 1 trial under way"
     assert shown[1].startswith("  trial-002: step "), shown
     assert (document["sweep_ended"], [one["step"] for one in document["sweep_trials"]]) == (2, [46])
-
-
-def test_watching_ends_with_the_run(there: Any, journal: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = journal("single")
-    rest = run.events
-    with closing(cut(run, after=reported(20))) as driver:
-        told = [event for event in rest if event not in run.events]
-
-        def sleep(_: float) -> None:
-            for event in told:
-                driver.append(event)
-            driver.close()
-
-        monkeypatch.setattr(running.time, "sleep", sleep)
-        ended = there("show", "latest", "--watch")
-    assert (ended.code, ended.stderr) == (0, "")
-    first, *others = ended.stdout.splitlines()
-    assert first.startswith("running: step 23/46 (50%), "), first
-    assert not any(line.startswith("running:") for line in others)
-    assert "samples/s" in ended.stdout  # the report
-
-
-def test_watching_for_scripts_and_ctrl_c(there: Any, journal: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = journal("single")
-    with closing(cut(run, after=reported(20))) as driver:
-        before = (run.folder / FILE_NAME).read_bytes()
-        monkeypatch.setattr(running.time, "sleep", interrupt)
-        ended = there("show", "latest", "--watch")
-        assert (ended.code, ended.stdout.count("\n"), ended.stderr) == (130, 1, "")
-        monkeypatch.setattr(running.time, "sleep", lambda _: driver.close())
-        documents = [json.loads(line) for line in there("show", "latest", "--watch", "--json").stdout.splitlines()]
-    assert [document["status"] for document in documents] == ["RUNNING", "KILLED"]
-    assert (run.folder / FILE_NAME).read_bytes() == before
-
-
-def interrupt(_: float) -> None:
-    raise KeyboardInterrupt

@@ -40,17 +40,17 @@ def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, stor
 
     assert (ended.code, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
-    told = [line for line in lines if line.startswith(("baseline:", "main:", "reference:"))]
-    assert [line.partition(" starting")[0] for line in told if "starting" in line] == ["main: ddp x 2:"]
+    told = [line for line in lines if line.startswith(("baseline:", "ddp, 2 workers:", "reference:"))]
+    assert [line.partition(" starting")[0] for line in told if "starting" in line] == ["ddp, 2 workers:"]
     assert [line.partition(" done")[0] for line in told if ": done" in line] == [
-        "main: ddp x 2:", "baseline: single:", "reference: single, 2 cores:"
+        "ddp, 2 workers:", "baseline: 1 worker:", "reference: 1 process, 2 cores:"
     ]  # fmt: skip
-    assert [line.split(": ")[2].split(",")[0] for line in told if ": step " in line and line.startswith("main")] == [
+    assert [line.split(": ")[1].split(",")[0] for line in told if ": step " in line and line.startswith("ddp")] == [
         "step 10/46", "step 23/46", "step 46/46"
     ]  # fmt: skip
     best = "validation/accuracy 0.8914 (best so far), validation/loss 0.3469 (best so far)"
-    assert f"main: ddp x 2: step 46/46, epoch 2/2, {best}" in told
-    assert told[-1].startswith("reference: single, 2 cores: done, 18 steps, loss 0.9419, ")
+    assert f"ddp, 2 workers: step 46/46, epoch 2/2, {best}" in told
+    assert told[-1].startswith("reference: 1 process, 2 cores: done, 18 steps, loss 0.9419, ")
     folder = run_in(lab)
     *_, screen = ended.stdout.partition("\ntiny: training completed ")
     assert len(screen.splitlines()) <= 24

@@ -9,8 +9,8 @@ from pipeline.protocol.trial import ROLES, Role, Scaling, Trial
 from pipeline.protocol.trial_result import Link, Spread, StepParts, TrialResult
 from pipeline.report import Unmeasured
 from pipeline.report.forecast import Check, Forecast, Outlook
+from pipeline.report.prediction import Prediction, counts_up_to
 from pipeline.report.report import Report
-from pipeline.report.scaling import Prediction, counts_up_to
 from pipeline.report.swept import Swept, SweptReport, SweptTrial
 
 HARDWARE = "2 cores, 24 GiB, no GPU, Intel(R) Xeon(R) Processor @ 2.60GHz"
@@ -94,7 +94,7 @@ MAIN = trial("main", "main", strategy="ddp", workers=2)
 
 
 def report(*, has_pairs: bool = True) -> Report:
-    """A baseline at 100 samples/s, one process with both cores at 180, and ddp x 2 at 190.
+    """A baseline at 100 samples/s, one process with both cores at 180, and ddp, 2 workers at 190.
 
     Args:
         has_pairs: True if they were measured in turn; False: one after the other, in windows.
@@ -116,7 +116,7 @@ DDP_2 = trial("ddp-2", "cell", strategy="ddp", workers=2)
 WEAK = trial("ddp-2-weak", "cell", strategy="ddp", workers=2, scaling="weak", batch=128)
 DDP_4 = Unmeasured(
     trial="ddp-4",
-    title="ddp x 4",
+    title="ddp, 4 workers",
     strategy="ddp",
     workers=4,
     reason="4 workers with 1 core each need 4 cores; this machine has 2",
@@ -138,10 +138,10 @@ MEASURED: dict[str, tuple[float, ...]] = {
 
 
 def comparison(*, losses: tuple[float, ...] = LOSSES, coupling: tuple[str, ...] = ()) -> Report:
-    """A baseline, ddp x 2 in strong and in weak scaling and a reference, 3 repeats each; ddp x 4 isn't measured.
+    """A baseline, 2 workers of ddp in strong and in weak scaling and a reference, 3 repeats each; 4 aren't measured.
 
     Args:
-        losses: those of ddp x 2 in strong scaling; the others have `LOSSES`.
+        losses: those of ddp, 2 workers in strong scaling; the others have `LOSSES`.
         coupling: layers of the model that depend on how a batch is shared.
     """
     trials = [BASELINE, DDP_2, WEAK, ALL_CORES]
@@ -181,30 +181,26 @@ def swept(count: int) -> SweptReport:
     return SweptReport(swept=told.model_copy(update={"log_scaled": ("optimizer.lr",)}), hardware=HARDWARE)
 
 
-def forecast(workers: int, *, noise: float = 0.05) -> Forecast:
+def forecast(workers: int) -> Forecast:
     """A prediction whose efficiency falls by half with each doubling from 8 workers on."""
     outlooks = tuple(
         Outlook(
             scaling=scaling,
-            predictions=tuple(_predicted(count, scaling, noise=noise) for count in counts_up_to(workers)),
-            worthwhile=8,
-            most=1024,
+            predictions=tuple(_predicted(count, scaling) for count in counts_up_to(workers)),
         )
         for scaling in ("strong", "weak")
     )
     return Forecast(
         name="lab", hardware=HARDWARE, compute_ms_per_sample=0.5, gradient_mb=8.0, link_from="measured",
         link=Link(latency_us=50, bandwidth_gbit=2), measured_workers=2, slowdown=1.1, outlooks=outlooks,
-        noisy=("the step", "contention") if noise else (),
-        check=Check(workers=2, measured=1.7, measured_low=1.6, measured_high=1.8, predicted=1.75),
+        check=Check(workers=2, measured=1.7, predicted=1.75),
     )  # fmt: skip
 
 
-def _predicted(workers: int, scaling: Scaling, *, noise: float) -> Prediction:
+def _predicted(workers: int, scaling: Scaling) -> Prediction:
     speedup = min(0.9 * workers, 7.2) if workers > 1 else 1.0
-    ends = {"speedup_low": speedup * (1 - noise), "speedup_high": speedup * (1 + noise)} if noise else {}
     return Prediction(
         workers=workers, scaling=scaling, batch_per_worker=64, step_ms=10, compute_ms=8, exposed_communication_ms=1,
         data_wait_ms=0.5, optimizer_ms=0.5, samples_per_second=6400 * speedup, speedup=speedup,
-        efficiency=speedup / workers, limit="bandwidth", **ends,
+        efficiency=speedup / workers, limit="bandwidth",
     )  # fmt: skip

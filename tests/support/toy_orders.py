@@ -34,14 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"global_batch_size": None, "batch_size_per_worker": 2},
         "parallel": {"strategy": "ddp", "launcher": "torchrun", "workers": 4},
     },
-    "contiguous": {
-        "model": {"_target_": "toy_sequences.Net"},
-        "data": {"_target_": "toy_sequences.text", "chunks": 51},
-        "loss": None,
-        "task": {"_target_": "pipeline.tasks.RecurrentLanguageModel"},
-        "order": {"contiguous": True},
-        "train": {"global_batch_size": 6, "evaluate_every_steps": 4, "clip_grad_norm": 0.5},  # shares of 2 and 1 rows
-    },
     "iterable": {
         "data": {"_target_": "toy_streams.stream", "kind": "Shuffled", "validation": True},
         "train": {"global_batch_size": 6},  # four in the last batch of an epoch, so that some ranks have none
@@ -51,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"epochs": None, "steps": 8, "global_batch_size": 6},
     },
 }
-SAVED_FOR_ALL = ("contiguous", "endless")
+SAVED_FOR_ALL = ("endless",)
 """Cases whose checkpoints of several workers are continued by one."""
 _calls = itertools.count()
 

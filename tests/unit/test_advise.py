@@ -25,7 +25,7 @@ SPREAD_OUT = ("node-1", "node-2")
 
 
 def experiment(**keys: Any) -> Experiment:
-    """The one of `samples`, declaring ddp x 2, with dotted keys (``train__precision``) set."""
+    """The one of `samples`, declaring ddp, 2 workers, with dotted keys (``train__precision``) set."""
     tree = MAIN.experiment.model_dump(exclude_unset=True)
     overrides = {"parallel.strategy": "ddp", "parallel.workers": 2, "parallel.launcher": "torchrun"}
     overrides |= {key.replace("__", "."): value for key, value in keys.items()}
@@ -69,7 +69,7 @@ def advised(
 
 
 def run(*, trial: Trial = MAIN, declared: Experiment | None = None, cores: int | None = 2, **main: Any) -> list[Advice]:
-    """Advice for a run of ddp x 2 that is nearly twice as fast as its baseline."""
+    """Advice for a run of ddp, 2 workers that is nearly twice as fast as its baseline."""
     baseline = samples.trial("baseline", "baseline", gpus=trial.devices_per_worker)
     ends = [(baseline, measured(baseline, 100)), (trial, measured(trial, **{"rate": 190, **main}))]
     return list(advised(*ends, declared=declared, cores=cores))

@@ -80,7 +80,7 @@ def test_the_verdict_is_about_strong_scaling_which_trains_the_same_batches() -> 
 def test_a_comparison_of_which_only_the_baseline_was_reached_claims_nothing() -> None:
     result = Report.of([BASELINE, DDP_2], [finished("baseline", spread(100))], hardware=HARDWARE, unmeasured=[DDP_4])
     assert result.verdict == "1 worker: 100 samples/s; speedup not measured"
-    assert result.remarks == ("ddp-2 (ddp x 2) did not finish; it is left out.",)
+    assert result.remarks == ("ddp-2 (ddp, 2 workers) did not finish; it is left out.",)
 
 
 def test_other_losses_have_the_layers_for_their_reason() -> None:
@@ -172,6 +172,6 @@ def test_a_loss_that_diverged_is_no_number_in_json() -> None:
 
 def test_the_table_for_mlflow_has_the_cells_that_are_not_measured() -> None:
     table = comparison().table()
-    assert table["title"][3] == "ddp x 4"
+    assert table["title"][3] == "ddp, 4 workers"
     assert table["reason"] == [None, None, None, DDP_4.reason, None]
     assert table["speedup"][3] is None

@@ -49,7 +49,7 @@ def printed(stdout: rich.console.Console) -> str:
 
 
 def opened() -> TrialOpened:
-    return TrialOpened(time=0, trial="main", role="main", title="ddp x 2", tags={}, params={})
+    return TrialOpened(time=0, trial="main", role="main", title="ddp, 2 workers", tags={}, params={})
 
 
 def started(*, devices: tuple[str, ...] = ("node-1 cpu x 1 thread",) * 2) -> Started:
@@ -86,14 +86,14 @@ def test_a_pipe_gets_one_whole_plain_line_for_each_thing_that_happens() -> None:
                 stdout=pipe())  # fmt: skip
 
     assert text.splitlines() == [
-        "main: ddp x 2: starting 2 workers with ray ...",
-        "main: ddp x 2: 78,186 parameters, 1,437 training and 360 validation samples, 40 steps, "
+        "ddp, 2 workers: starting 2 workers with ray ...",
+        "ddp, 2 workers: 78,186 parameters, 1,437 training and 360 validation samples, 40 steps, "
         "on 2 x (node-1 cpu x 1 thread)",
-        "main: ddp x 2: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
-        "main: ddp x 2: step 6/40, epoch 1/2, loss 0.3333, 1,310 samples/s, 0:34 left",
-        "main: ddp x 2: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:11 left",
+        "ddp, 2 workers: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
+        "ddp, 2 workers: step 6/40, epoch 1/2, loss 0.3333, 1,310 samples/s, 0:34 left",
+        "ddp, 2 workers: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:11 left",
         "main: warning: the [bold]last[/bold] batch is small",
-        "main: ddp x 2: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
+        "ddp, 2 workers: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
     ]
 
 
@@ -108,9 +108,9 @@ def test_a_pipe_hears_of_what_takes_long_now_and_then() -> None:
     text = show(opened(), started(), *steps, mib, mib.model_copy(update={"time": 36.0}), stdout=pipe())
 
     assert text.splitlines()[2:] == [
-        "main: ddp x 2: evaluating, 400/1,200 samples",
-        "main: ddp x 2: evaluating, 700/1,200 samples",
-        "main: ddp x 2: downloading, 12.3 MB/170.0 MB",
+        "ddp, 2 workers: evaluating, 400/1,200 samples",
+        "ddp, 2 workers: evaluating, 700/1,200 samples",
+        "ddp, 2 workers: downloading, 12.3 MB/170.0 MB",
     ]
 
 
@@ -174,13 +174,13 @@ MIDST = (
 def test_a_wide_terminal_shows_all_of_a_training_and_a_narrow_one_what_matters() -> None:
     *_, wide = screens(*MIDST, width=160)
     bar, training, validation = wide
-    assert re.fullmatch(r"\S main: ddp x 2 [━╸╺ ]+ step 25/40 0:00, 0:05 left", bar), bar
+    assert re.fullmatch(r"\S ddp, 2 workers [━╸╺ ]+ step 25/40 0:00, 0:05 left", bar), bar
     assert training == "  epoch 2/2, loss 0.2, 1,310 samples/s"
     assert validation == (
         "  validation/accuracy 0.9312 (epoch 1), best 0.95 (epoch 1), validation/loss 0.3 (epoch 1, best so far)"
     )
     *_, narrow = screens(*MIDST, width=80)
-    assert re.fullmatch(r"\S main: ddp x 2 [━╸╺ ]+ step 25/40 0:00, 0:05 left", narrow[0]), narrow[0]
+    assert re.fullmatch(r"\S ddp, 2 workers [━╸╺ ]+ step 25/40 0:00, 0:05 left", narrow[0]), narrow[0]
     assert narrow[1:] == [training, "  validation/accuracy 0.9312 (epoch 1), best 0.95 (epoch 1)"]
     assert max(map(len, narrow)) <= 80
 
@@ -188,7 +188,7 @@ def test_a_wide_terminal_shows_all_of_a_training_and_a_narrow_one_what_matters()
 def test_the_end_of_a_training_says_how_long_its_measurements_take() -> None:
     text = show(opened(), started(), TRAINED.model_copy(update={"measuring_s": 38.2}), stdout=pipe())
     assert text.splitlines()[-1] == (
-        "main: ddp x 2: Trained and saved. Measuring the speedup, about 40 s (Ctrl-C keeps the model)"
+        "ddp, 2 workers: Trained and saved. Measuring the speedup, about 40 s (Ctrl-C keeps the model)"
     )
     assert "Trained" not in show(opened(), started(), TRAINED, stdout=pipe())
 
@@ -199,13 +199,13 @@ def test_a_terminal_says_what_is_done_before_between_and_after_the_steps(width: 
         opened(), beat(0, Phase.BUILDING, time=1), started(), *MIDST[2:], beat(26, Phase.EVALUATING, time=12),
         metrics(40, time=19, train__loss=0.1), TRAINED, width=width,
     )[1:]  # fmt: skip
-    assert "main: ddp x 2: building model and data ... " in building[0]
+    assert "ddp, 2 workers: building model and data ... " in building[0]
     assert begun[1].startswith("  waiting for the first batch, 78,186 parameters, ")
     assert len(begun) == 2
-    assert re.fullmatch(r"\S main: ddp x 2 +step 0/40 0:00", first[0]), first[0]
+    assert re.fullmatch(r"\S ddp, 2 workers +step 0/40 0:00", first[0]), first[0]
     assert evaluating[1].startswith("  evaluating, epoch 2/2, ")
-    assert "main: ddp x 2: finishing ... " in over[0]
-    assert "main: ddp x 2: measuring ... " in measuring[0]
+    assert "ddp, 2 workers: finishing ... " in over[0]
+    assert "ddp, 2 workers: measuring ... " in measuring[0]
     for screen in (over, measuring):
         assert "40/40" not in screen[0]
         assert "40 steps done 0:00" in screen[0]
@@ -233,7 +233,7 @@ def test_a_stage_that_takes_long_is_one_line_in_a_pipe() -> None:
     saving = [beat(4, Phase.SAVING, time=10 + second) for second in range(14)]
     evaluating = [beat(4, Phase.EVALUATING, time=30), advanced(100, time=31), beat(4, Phase.EVALUATING, time=40)]
     text = show(opened(), started(), FirstStep(time=2, trial="main"), *saving, *evaluating, stdout=pipe())
-    assert text.splitlines()[2:] == ["main: ddp x 2: saving ..."]
+    assert text.splitlines()[2:] == ["ddp, 2 workers: saving ..."]
 
 
 def test_a_notebook_shows_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +245,11 @@ def test_a_notebook_shows_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> Non
     console = Console(Terminal.on(stdout), trials=[MAIN])
     for event in (run_opened(), *MIDST):
         console.receive(event)
-    assert 'main: ddp x 2, step 25/40, 0:05 left <progress value="25" max="40"' in shown[-1]
+    assert 'ddp, 2 workers, step 25/40, 0:05 left <progress value="25" max="40"' in shown[-1]
     assert "epoch 2/2, loss 0.2, 1,310 samples/s</div>" in shown[-1]
     assert "validation/accuracy 0.9312 (epoch 1), best 0.95 (epoch 1), validation/loss" in shown[-1]
     console.receive(TRAINED)
-    assert "main: ddp x 2: 25 steps done, measuring ... <progress style" in shown[-1]
+    assert "ddp, 2 workers: 25 steps done, measuring ... <progress style" in shown[-1]
     console.close()
     assert shown[-1] == ""
 
@@ -336,7 +336,7 @@ def test_a_terminal_says_what_is_waited_for_and_keeps_one_line_of_a_finished_tri
     console.receive(started())
     console.receive(end())
     assert "starting 2 workers with ray ..." in waiting
-    assert "main: ddp x 2: done, 24 steps, 1,312 samples/s" in printed(stdout).splitlines()[-2]
+    assert "ddp, 2 workers: done, 24 steps, 1,312 samples/s" in printed(stdout).splitlines()[-2]
 
 
 def lines_of(result: Report, *, width: int = 80, is_terminal: bool = True) -> Iterator[str]:

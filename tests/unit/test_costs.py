@@ -1,7 +1,6 @@
 """What a probe measures of a step."""
 
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -12,37 +11,10 @@ from torch import nn
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Probe, Rank
 from pipeline.training.build import build
-from pipeline.training.costs import costs, sizes
-from pipeline.training.exchange import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, gradients
+from pipeline.training.costs import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, costs, gradients
 from pipeline.training.loop import train
 
 SLEEP_S = 0.02
-
-
-class SlowBackward(torch.autograd.Function):
-    """Passes on what it is given; the way back takes a while."""
-
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        threading.Event().wait(SLEEP_S)
-        return gradient
-
-
-class LateGradient(nn.Module):
-    """Most of its backward pass lies between the gradients of its two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 5)
-        self.last = nn.Linear(5, 1)
-        self.unused = nn.Linear(7, 1, bias=False)
-
-    def forward(self, inputs):
-        return self.last(SlowBackward.apply(self.first(inputs)))
 
 
 class SlowData(toys.Plain):
@@ -65,21 +37,7 @@ def setup_of(**sections):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("pipeline.training.exchange.BUDGET_SECONDS", 0.2)
-
-
-@pytest.mark.parametrize(
-    ("largest", "smallest", "expected"),
-    [
-        (1, 1, [1]),
-        (8, 1, [1, 2, 4, 8]),
-        (10, 1, [1, 2, 3, 5, 10]),
-        (128, 1, [1, 2, 8, 32, 64, 128]),
-        (1024, 2, [2, 8, 32, 256, 512, 1024]),
-    ],
-)
-def test_sizes_are_halves(largest, smallest, expected):
-    assert sizes(largest, smallest=smallest, count=6) == expected
+    monkeypatch.setattr("pipeline.training.costs.BUDGET_SECONDS", 0.2)
 
 
 def test_only_a_probe_measures_costs():
@@ -87,7 +45,7 @@ def test_only_a_probe_measures_costs():
     assert train(trial, rank=Rank(), outbox=toys.Kept()).costs is None
     probed = train(toys.trial(max_steps=2, kind=Probe), rank=Rank(), outbox=toys.Kept()).costs
     assert probed is not None
-    assert [cost.samples for cost in probed.curve] == [1, 2, 4, 8]
+    assert [cost.samples for cost in probed.curve] == [1, 4, 8]
     assert all(cost.forward_ms > 0 and cost.backward_ms > 0 and cost.data_ms > 0 for cost in probed.curve)
     assert probed.world_size == 1
     assert probed.all_reduces == ()
@@ -140,21 +98,15 @@ def test_a_dataset_smaller_than_the_batch_is_refused():
         costs(setup_of(train={"global_batch_size": 23}))
 
 
-def test_gradients_are_timed_where_they_arise():
-    model = LateGradient()
-    backward = partial(_backward, model)
-    found = gradients(model, backward, device=torch.device("cpu"))
-    assert [gradient.bytes for gradient in found] == [7 * 4, 4, 5 * 4, 5 * 4, 15 * 4]  # the last layer first
-    unused, *last, bias, weight = [gradient.ready for gradient in found]
-    assert unused == 1  # it never comes
-    assert max(last) < 0.5 < min(bias, weight) <= 1
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_backward_is_spread_evenly_over_matrices():
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 1))
+    found = gradients(model)
+    assert [gradient.bytes for gradient in found] == [4, 5 * 4, 5 * 4, 5 * 4, 5 * 4, 15 * 4]  # the last layer first
+    assert [gradient.ready for gradient in found] == [0.0, 0.5, 0.5, 0.5, 0.5, 1.0]
 
 
-def _backward(model, between):
-    loss = model(torch.ones(2, 3)).sum()
-    between()
-    loss.backward()
+def test_gradients_of_vectors_alone_are_ready_at_the_end():
+    assert [gradient.ready for gradient in gradients(nn.LayerNorm(5))] == [1.0, 1.0]
 
 
 def test_all_reduces_between_ranks(tmp_path):

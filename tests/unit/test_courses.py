@@ -19,7 +19,7 @@ from pipeline.report.courses import Course, bucket_size, courses, direction, smo
 STEP_S = 0.5
 
 
-def opened(title: str = "ddp x 2", *, trial: str = "main", repeat: int = 0, at: float = 90.0) -> TrialOpened:
+def opened(title: str = "ddp, 2 workers", *, trial: str = "main", repeat: int = 0, at: float = 90.0) -> TrialOpened:
     return TrialOpened(trial=trial, role="main", title=title, repeat=repeat, tags={}, params={}, time=at)
 
 
@@ -61,7 +61,7 @@ TRAINING: list[AnyEvent] = [
 
 def test_losses_have_the_times_of_their_steps() -> None:
     (course,) = courses(TRAINING)
-    assert (course.title, course.trial, course.steps_per_epoch) == ("ddp x 2", "main", 4)
+    assert (course.title, course.trial, course.steps_per_epoch) == ("ddp, 2 workers", "main", 4)
     assert course.loss.steps == [1, 2, 3, 4, 5, 6, 7, 8]
     assert course.loss.seconds == [0.5, 1.0, 1.5, 2.0, 3.5, 4.0, 4.5, 5.0]
     assert math.isnan(course.loss.values[5])
@@ -90,7 +90,7 @@ def test_an_interruption_takes_no_time_and_repeated_steps_count_once() -> None:
     assert course.loss.steps == list(range(1, 11))
     assert course.loss.values[4] == 1.0
     assert course.loss.seconds[-1] == 5.5 + 3.0
-    assert course.title == "ddp"
+    assert course.title == "ddp, 1 worker"
 
 
 def test_a_missing_step_is_a_gap() -> None:

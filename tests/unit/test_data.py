@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from pipeline.data import cifar, cifar10, digits, handwriting
-from pipeline.data.text import VOCABULARY_SIZE, characters, words
+from pipeline.data.text import VOCABULARY_SIZE, characters
 from pipeline.errors import ExperimentError
 
 FILES = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
@@ -152,30 +152,6 @@ class TestCharacters:
     def test_missing_source_is_named(self, tmp_path):
         with pytest.raises(ExperimentError, match=r"data\.source: can't read .*nowhere\.txt as UTF-8"):
             characters(source=str(tmp_path / "nowhere.txt"))
-
-    def test_words_are_numbered_by_the_training_part_and_follow_each_other(self, tmp_path):
-        source = tmp_path / "text.txt"
-        source.write_text("One two, one TWO, one three. Four four four four", encoding="utf-8")
-        train, validation = words(context_length=3, vocabulary_size=4, source=str(source), validation_fraction=0.3)
-
-        assert train.tensors[0].tolist() == [[1, 2, 3], [1, 2, 3]]
-        assert train.tensors[1].tolist() == [[2, 3, 1], [2, 3, 1]]
-        assert validation.tensors[0].tolist() == [[0, 0, 0]]  # the only ones that the training part doesn't have
-
-    def test_pythons_own_words_fit_the_vocabulary(self):
-        train, validation = words(vocabulary_size=500)
-
-        assert train.tensors[0].shape[1] == 35
-        assert train.tensors[0].max() == 499
-        assert len(train) > 2000
-        assert len(validation) > 200
-        assert torch.equal(train.tensors[1][:-1, -1], train.tensors[0][1:, 0])
-
-    def test_windows_longer_than_the_words_are_refused(self, tmp_path):
-        source = tmp_path / "text.txt"
-        source.write_text("one two", encoding="utf-8")
-        with pytest.raises(ExperimentError, match=r"data\.context_length: is 35, but the text has 2 words"):
-            words(source=str(source), validation_fraction=0)
 
 
 def record(label, *, red=0, green=0, blue=0):

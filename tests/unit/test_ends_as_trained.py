@@ -147,7 +147,7 @@ def test_what_a_training_is_compared_with_is_a_trial_of_its_own_in_the_journal(t
     opened = next(event for event in run.journal if isinstance(event, TrialOpened) and event.trial == "baseline")
     assert (opened.role, opened.title, opened.time) == (
         "baseline",
-        "single",
+        "1 worker",
         beside[0].time,
     )  # not when it was recorded
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from pipeline.commands.submit.jobs import packed
+from pipeline.commands.submit.ray_job import packed
 from pipeline.commands.submit.request import Request
 from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.config.load import ExperimentFile, from_mapping, load
@@ -161,21 +161,16 @@ def test_a_dict_extends_a_file_of_the_working_directory() -> None:
         from_mapping({"extends": "base.yaml"})
 
 
-def test_what_is_sent_to_a_cluster_is_whole() -> None:
-    """Check both forms: one text for a ConfigMap with the variables that it reads, and files that git tracks."""
+def test_a_job_needs_the_variables_that_a_base_reads() -> None:
     file = read("extends: base.yaml\nname: e\n", "seed=3")
-    request = Request(file=file, overrides=("seed=3",))
-    Path("sent.yaml").write_text(request.text)
-
-    assert load("sent.yaml", request.overrides).experiment == file.experiment
-    assert request.variables == ("SIZE",)
+    assert Request(file=file, overrides=("seed=3",)).variables == ("SIZE",)
 
 
 def test_a_base_outside_of_the_project_is_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     package = SimpleNamespace(root=tmp_path / "lab", files=(Path("e.yaml"),))
-    monkeypatch.setattr("pipeline.commands.submit.jobs.tracked", lambda _: package)
+    monkeypatch.setattr("pipeline.commands.submit.ray_job.tracked", lambda _: package)
     with pytest.raises(UsageError, match=r"^lab/base\.yaml: git doesn't track this file"):
         packed(Path("lab/e.yaml"), Path("lab/base.yaml"))
     with pytest.raises(UsageError, match=r"^base\.yaml: not in .*, the folder that is sent"):

@@ -2,14 +2,12 @@
 
 import io
 import json
-import re
-from pathlib import Path
 
 import pytest
 import rich.console
 
 from pipeline.cluster.node_facts import Disk, Gpu, Interface, NodeFacts, Torch, facts_here
-from pipeline.commands.doctor import first_hour, interface_speed, machine, tested
+from pipeline.commands.doctor import interface_speed, machine
 from pipeline.commands.doctor import link_speed as link
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
@@ -36,12 +34,6 @@ WITH_CUDA = Torch(
     version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", cuda_available=True, cuda_error=None, cuda_devices=2
 )
 GPUS = {"gpus": (Gpu(name="NVIDIA H200", memory_mb=143_771),) * 2, "driver": "580.1", "driver_cuda": "13.0"}
-
-
-@pytest.fixture(autouse=True)
-def _without_tested_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judge nodes whatever releases these tests run with; `test_tested_versions.py` has the warning about others."""
-    monkeypatch.setattr(tested, "results", dict)
 
 
 def node(**facts: object) -> NodeFacts:
@@ -242,45 +234,3 @@ def test_the_page_fits_80_columns_and_commands_stay_whole() -> None:
     checks = len({finding.subject for finding in findings})
     assert lines[-1] == f"1 problem and 1 warning. {checks - 2} of {checks} checks passed."
     assert "NVIDIA H200" in terminal.file.getvalue()
-
-
-def shown(address: str | None, *findings: CheckResult) -> list[str]:
-    terminal = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
-    show(Examination(address=address, nodes=(HERE,), link=None, findings=findings), terminal=terminal)
-    assert isinstance(terminal.file, io.StringIO)
-    return terminal.file.getvalue().splitlines()
-
-
-def test_the_first_hour_ticks_what_the_doctor_has_checked_on_a_cluster() -> None:
-    fine = ("nodes", "versions", "clocks", "limits", "memory", "shared memory", "disk", "interface", "MLflow")
-    findings = [CheckResult(subject=subject, status="ok", what="fine") for subject in fine]
-    findings.append(CheckResult(subject="clocks", status="warning", what="behind"))
-
-    _, *steps = shown("10.0.0.1:6379", *findings)[-9:]
-
-    assert steps[0] == "ok       2 limits (ulimit -n), memory, disk: enough on each node"
-    assert steps[1].startswith("open     3 interface, link: ")  # one node has no link
-    assert [step.split()[0] for step in steps] == ["ok", "open", "ok", *["open"] * 5]
-    assert "warning  1 clocks: see above" in shown("10.0.0.1:6379", *findings)
-
-
-@pytest.mark.parametrize("address", ["HOST:6379", None])
-def test_the_page_has_the_first_hour_as_it_is_printed(address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    lines = shown(address)
-    start = next(number for number, line in enumerate(lines) if line.startswith("First hour"))
-
-    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-    assert "\n".join(lines[start:]) in page.replace("```", "")
-    assert len(lines[start:]) <= 14
-    assert max(map(len, lines)) <= 80
-    numbers = [re.fullmatch(r"open +(\d+) .+", line) for line in lines[start + 4 :]]
-    assert [number and int(number[1]) for number in numbers] == list(range(1, 10 + (address is None)))
-
-
-def test_only_one_task_of_slurm_prints_the_first_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not first_hour.applies_to(None)
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    assert first_hour.applies_to(None)
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    assert not first_hour.applies_to(None)

@@ -66,6 +66,11 @@ def test_only_batch_norm_that_is_frozen_as_a_whole_stays_in_evaluation() -> None
     assert layers(whole) == ()
 
 
+def test_dropout_within_recurrent_layers_is_told_as_another_training() -> None:
+    assert layers(nn.LSTM(2, 2, num_layers=2, dropout=0.5)) == ("Dropout of LSTM",)
+    assert layers(nn.LSTM(2, 2)) == ()
+
+
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
     net = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
     net["last"].weight = net["first"].weight

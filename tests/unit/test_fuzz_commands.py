@@ -93,12 +93,9 @@ words = st.sampled_from(
         ),
         *(
             "--update",
-            "--kuberay",
             "--slurm",
             "--nodes=0",
             "--nodes=2",
-            "--image=",
-            "--image=a b",
             "--env=",
             "--env=A=B",
         ),
@@ -112,7 +109,7 @@ words = st.sampled_from(
             "--checkpoint=-1",
             "--format=nope",
         ),
-        *("--claim=é", "--memory=x", "--secret=", "latest", "ddp-project", "dp-prototype", "nope", "\udc80", "a" * 300),
+        *("--launcher=é", "latest", "ddp-project", "dp-prototype", "nope", "\udc80", "a" * 300),
     ]
 )
 # What they do with a good file takes long or starts servers: here they get none.

@@ -37,7 +37,7 @@ EVENTS = [
         time=BEGAN, run="a", tracking_uri="sqlite:///m.db", tracking_experiment="digits",
         tags={"role": "main", "strategy": "ddp", "world_size": "2"}, params={"name": "digits"}, trials=("main",),
     ),
-    TrialOpened(time=BEGAN, role="main", title="ddp x 2", tags={}, params={}),
+    TrialOpened(time=BEGAN, role="main", title="ddp, 2 workers", tags={}, params={}),
     Metrics(time=BEGAN + 1, step=1, epoch=1, points=(Point("train/loss", 1, 0.5), Point("speedup", 1, 1.5))),
     finished("main", spread(100)),
     RunClosed(time=BEGAN + 60, status="FINISHED"),

@@ -204,10 +204,6 @@ class _Numbers(toys.SizedStream):
             {"data": {"_target_": "toy_streams.with_sized_validation"}, "loader": {"num_workers": 2}},
             r"loader\.num_workers: is 2, but the validation set is iterable",
         ),
-        (
-            {"data": {"_target_": "toy_streams.with_sized_validation"}, "order": {"contiguous": True}},
-            r"order\.contiguous: needs samples by their index, but the validation set is iterable",
-        ),
         ({"data": data("Sized", samples=0)}, "data: the training set is empty"),
         ({"data": data("Plain", samples=0), "train": ENDLESS}, "the training set has no sample 0, counted from 0"),
     ],

@@ -27,13 +27,13 @@ def titles(made: Matrix) -> list[str]:
 
 def test_without_a_wish_it_is_the_baseline_and_the_experiment_itself() -> None:
     made = matrix()
-    assert titles(made) == ["single", "ddp x 2"]
+    assert titles(made) == ["1 worker", "ddp, 2 workers"]
     assert [cell.name for cell in made.cells] == ["baseline", "ddp-2"]
 
 
 def test_entries_of_the_file_are_compared_once_each() -> None:
     entries = [{"strategy": "single"}, {"strategy": "dp"}, {"strategy": "ddp", "workers": 2}, {"strategy": "ddp"}]
-    assert titles(matrix(sections={"compare": entries})) == ["single", "dp", "ddp x 2"]
+    assert titles(matrix(sections={"compare": entries})) == ["1 worker", "dp, 1 worker", "ddp, 2 workers"]
 
 
 def test_the_cells_take_turns() -> None:
@@ -46,7 +46,7 @@ def test_the_cells_take_turns() -> None:
 
 def test_the_product_of_strategies_and_workers_where_several_workers_make_sense() -> None:
     made = matrix(strategies=("single", "dp", "ddp"), workers=(1, 2, 4))
-    assert titles(made) == ["single", "dp", "ddp", "ddp x 2", "ddp x 4"]
+    assert titles(made) == ["1 worker", "dp, 1 worker", "ddp, 1 worker", "ddp, 2 workers", "ddp, 4 workers"]
 
 
 def test_what_does_not_fit_is_kept_with_the_reason() -> None:
@@ -83,14 +83,14 @@ def test_weak_scaling_keeps_the_batch_of_each_replica() -> None:
     made = matrix(SERVER, workers=(1, 2, 4), strategies=("single", "ddp", "dp"), scaling="both")
     batches = {cell.title: cell.trial.experiment.train.global_batch_size for cell in made.cells if cell.trial}
     assert batches == {
-        "single": 8, "ddp": 8, "ddp x 2": 8, "ddp x 4": 8, "dp x 4": 8,
-        "ddp x 2 (weak)": 16, "ddp x 4 (weak)": 32, "dp x 4 (weak)": 32,
+        "1 worker": 8, "ddp, 1 worker": 8, "ddp, 2 workers": 8, "ddp, 4 workers": 8, "dp, 4 GPUs": 8,
+        "ddp, 2 workers (weak)": 16, "ddp, 4 workers (weak)": 32, "dp, 4 GPUs (weak)": 32,
     }  # fmt: skip
 
 
 def test_weak_scaling_alone_still_has_its_baseline() -> None:
     made = matrix(workers=(1, 2), scaling="weak")
-    assert titles(made) == ["single", "ddp (weak)", "ddp x 2 (weak)"]
+    assert titles(made) == ["1 worker", "ddp, 1 worker (weak)", "ddp, 2 workers (weak)"]
     assert [cell.scaling for cell in made.cells] == ["strong", "weak", "weak"]
 
 
@@ -101,7 +101,12 @@ def test_options_tell_cells_of_the_same_size_apart() -> None:
         {"strategy": "ddp", "options": {"bucket_cap_mb": 1}},
     ]
     made = matrix(sections={"compare": entries})
-    assert titles(made) == ["single", "ddp x 2 (static_graph)", "ddp x 2 (bucket_cap_mb=1)", "ddp x 2"]
+    assert titles(made) == [
+        "1 worker",
+        "ddp, 2 workers (static_graph)",
+        "ddp, 2 workers (bucket_cap_mb=1)",
+        "ddp, 2 workers",
+    ]
     assert [cell.name for cell in made.cells] == ["baseline", "ddp-2", "ddp-2-2", "ddp-2-3"]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import ExperimentError
-from pipeline.models import GPT, LSTM, MLP, resnet18, resnet34, resnet50
+from pipeline.models import GPT, MLP, resnet18, resnet34, resnet50
 
 
 @pytest.mark.parametrize(
@@ -174,20 +174,3 @@ def test_gpt_with_an_uneven_width_is_refused():
 def test_gpt_refuses_more_tokens_than_it_has_positions_for():
     with pytest.raises(ExperimentError, match=r"model\.context_length: is 8, but a sample has 9 tokens"):
         gpt()(torch.randint(16, (1, 9)))
-
-
-def test_lstm_continues_from_its_state_as_if_the_tokens_were_one_row():
-    model = LSTM(11, width=6, depth=2).double()
-    tokens = torch.randint(11, (3, 8))
-    whole, _ = model(tokens)
-    first, state = model(tokens[:, :5])
-    rest, _ = model(tokens[:, 5:], state)
-
-    assert whole.shape == (3, 8, 11)
-    assert [part.shape for part in state] == [(2, 3, 6)] * 2
-    assert torch.allclose(torch.cat([first, rest], 1), whole, rtol=1e-12)
-
-
-def test_lstm_ties_the_embedding_to_the_output():
-    model = LSTM(11, width=6)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 11 * 6 + 11 + 2 * (4 * 6 * 6 + 4 * 6)

@@ -22,7 +22,7 @@ DEFINITIONS = {
     "standstill", "drain", "go_on", "consensus", "remember", "look", "room",
 }  # fmt: skip
 """Classes and functions alike."""
-PARALLEL = {"__init__", "base", "jobs"}
+PARALLEL = {"__init__", "base"}
 """Files that play the same role in folders beside each other."""
 
 
@@ -46,5 +46,5 @@ def test_a_file_name_leads_to_one_file() -> None:
 def test_private_parts_of_ray_are_used_in_one_folder_and_one_file() -> None:
     private = re.compile(r"\bray\._|\bray\.train\.\S*\._")
     users = {str(path.relative_to(REPOSITORY)) for path in FILES if private.search(path.read_text(encoding="utf-8"))}
-    allowed = ("pipeline/launchers/_ray/", "pipeline/cluster/ray_internals.py", "pipeline/commands/submit/cluster.py")
+    allowed = ("pipeline/launchers/_ray/", "pipeline/cluster/ray_internals.py", "pipeline/commands/submit/ray_job.py")
     assert [user for user in users if not user.startswith(allowed)] == []

@@ -16,6 +16,7 @@ from toys import Plain
 
 from pipeline.config.load import ExperimentFile, from_mapping
 from pipeline.config.sample_order import OrderOptions
+from pipeline.config.summary import flatten
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Started
@@ -341,10 +342,11 @@ WRONG = {
     "unknown key": ({"weight": "balanced"}, "order.weight: unknown key; did you mean weights?"),
     "unlike any key": (
         {"shuffle": True},
-        "order.shuffle: unknown key; order takes weights, bucket_by, contiguous, _target_",
+        "order.shuffle: unknown key; order takes weights, bucket_by, _target_",
     ),
+    "removed": ({"contiguous": True}, "order.contiguous: was removed. Remove it. A state is no longer carried"),
     "two": ({"weights": "balanced", "bucket_by": "length"}, "order: weights and bucket_by cannot be combined"),
-    "nothing": ({}, "order: is empty. Set one of weights, bucket_by, contiguous, _target_"),
+    "nothing": ({}, "order: is empty. Set one of weights, bucket_by, _target_"),
     "no section": ("balanced", "order: is 'balanced' (a string); write a mapping with keys from weights, bucket_by,"),
     "typo": ({"weights": "balnced"}, "order.weights: is 'balnced' (a string); write balanced, a list with one number"),
     "entry": ({"weights": [1.0, -0.5]}, "order.weights: is a list; entry 2 is -0.5, write balanced, a list"),
@@ -354,6 +356,11 @@ WRONG = {
     "no name": ({"_target_": "shuffled"}, "order._target_: is 'shuffled' (a string); write _target_: package.name"),
     "steps": ({"_target_": "a.b", "n": "${total_steps}"}, "order.n: ${total_steps} has no value until the data"),
 }
+
+
+def test_a_recorded_order_of_an_earlier_version_is_read() -> None:
+    recorded = toys.experiment(order={"contiguous": True})
+    assert flatten(recorded)["order.contiguous"] == "true"
 
 
 @pytest.mark.parametrize(("order", "message"), WRONG.values(), ids=WRONG)

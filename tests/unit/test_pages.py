@@ -33,7 +33,7 @@ ELSEWHERE = {
     r"source \.venv/bin/activate$": "the tests have an environment",
     r"cookiecutter templates$": "asks questions; tests/templates bakes with it",
     r"(torchrun|srun|mpirun) .* -m pipeline run ": "several machines; test_outer_nodes.py starts what they start there",
-    r"sbatch ": "a batch system; test_manifest_scripts.py runs the script",
+    r"sbatch ": "a batch system; test_slurm_jobs.py runs the script",
     r"python -m PACKAGE\.predict ": "a module of a generated project, whose own tests call it",
 }
 """Commands that can't be read or run here, and why."""

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
-from samples import DDP_4, HARDWARE, MAIN, comparison, finished, forecast, in_turn, report, spread, swept, trial
+from samples import DDP_4, HARDWARE, MAIN, comparison, finished, in_turn, report, spread, swept, trial
 
 from pipeline.protocol.events import Finished
-from pipeline.report import Unmeasured, chart, curves, pairs, scaling_chart, sweep_chart
+from pipeline.report import Unmeasured, chart, curves, pairs, sweep_chart
 from pipeline.report.courses import Course, Pause, Series, Window
 from pipeline.report.palette import LIGHT
 from pipeline.report.picture import NARROW, PNG, WIDE, Canvas, Draw, Key, fitted, inline, save_png, text_width
@@ -65,7 +65,7 @@ def training(steps: int = 100, *, metrics: tuple[str, ...] = ("accuracy",), gap:
     }
     half = 0.005 * steps
     return Course(
-        title="ddp x 2",
+        title="ddp, 2 workers",
         trial="main",
         steps_per_epoch=steps // 2,
         loss=Series(step, seconds, values),
@@ -95,8 +95,6 @@ DRAWINGS: dict[str, Draw] = {
         [training(metrics=(LONG, f"{LONG}_per_class", "f1"))], canvas, title=LONG * 4
     ),
     "curves of 8 trials": lambda canvas: curves.draw(several(8), canvas, title="resnet-digits", best=2),
-    "scaling": lambda canvas: scaling_chart.draw(forecast(64), canvas),
-    "scaling to 1,000 workers": lambda canvas: scaling_chart.draw(forecast(1000), canvas),
     "sweep": lambda canvas: sweep_chart.draw(swept(9).swept, canvas),
     "sweep of 40 trials": lambda canvas: sweep_chart.draw(swept(40).swept, canvas),
     "curves of 30 trials": lambda canvas: curves.draw(several(30), canvas, title="resnet-digits", best=2),

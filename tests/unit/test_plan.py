@@ -44,9 +44,9 @@ def shape(trial: Trial) -> tuple[str, str, int, int, int]:
 def test_one_process_is_its_own_baseline() -> None:
     made = plan()
     assert [shape(trial) for trial in made.trials] == [("main", "single", 1, 0, 8)]
-    assert made.main.title == "single"
+    assert made.main.title == "1 worker"
     assert made.notes == (
-        "No GPU found. Training on the CPU.", "The training run is the baseline (single), so no speedup is measured."
+        "No GPU found. Training on the CPU.", "The training run is the baseline (1 worker), so no speedup is measured."
     )  # fmt: skip
 
 
@@ -209,8 +209,8 @@ def test_cores_and_options_are_as_written() -> None:
 
 def test_the_baseline_is_the_first_entry_of_compare() -> None:
     made = plan(parallel=ddp(4), compare=[{"strategy": "ddp"}, {"strategy": "single"}])
-    assert [trial.role for trial in made.measured] == ["main", "reference"]  # ddp x 4 is the main trial itself
-    assert "The training run is the baseline (ddp x 4), so no speedup is measured." in made.notes
+    assert [trial.role for trial in made.measured] == ["main", "reference"]  # ddp, 4 workers is the main trial itself
+    assert "The training run is the baseline (ddp, 4 workers), so no speedup is measured." in made.notes
     made = plan(parallel=ddp(4), compare=[{"strategy": "ddp", "workers": 2}])
     assert shape(made.trials[0]) == ("baseline", "ddp", 2, 0, 2)
 
@@ -224,14 +224,14 @@ def test_workers_on_gpus_take_one_each_and_need_no_reference() -> None:
     made = plan(SERVER, parallel=ddp(4))
     assert [shape(trial) for trial in made.measured] == [("main", "ddp", 4, 1, 8), ("baseline", "single", 1, 1, 8)]
     assert {trial.device for trial in made.measured} == {"cuda"}
-    assert made.main.title == "ddp x 4"
+    assert made.main.title == "ddp, 4 workers"
     assert made.notes == ()
 
 
 def test_dp_takes_all_gpus_in_one_process() -> None:
     made = plan(SERVER, parallel={"strategy": "dp"})
     assert shape(made.main) == ("main", "dp", 1, 4, 32)
-    assert made.main.title == "dp x 4"
+    assert made.main.title == "dp, 4 GPUs"
     assert shape(made.measured[1]) == ("baseline", "single", 1, 1, 32)
     assert made.notes == ()
 
@@ -239,7 +239,7 @@ def test_dp_takes_all_gpus_in_one_process() -> None:
 @pytest.mark.parametrize("resources", [LAPTOP, SERVER.model_copy(update={"gpus": ("H200",)})])
 def test_dp_without_two_gpus_is_one_replica(resources: Resources) -> None:
     made = plan(resources, parallel={"strategy": "dp"})
-    assert made.main.title == "dp"
+    assert made.main.title == "dp, 1 worker"
     assert (
         "DataParallel (dp) needs at least 2 GPUs. With fewer, it runs a single replica and gives no speedup."
         in made.notes
@@ -380,7 +380,7 @@ def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
     lines = describe(made, DataSizes(22, 10, 3)).splitlines()
     begin = lines.index("training run and measurements, in this order:") + 1
     assert [line.split()[0] for line in lines[begin : begin + 6 : 2]] == ["baseline", "main", "then"]
-    assert lines[begin + 4].endswith("then      reference (single, 6 cores)")
+    assert lines[begin + 4].endswith("then      reference (1 process, 6 cores)")
     assert lines[begin + 6].endswith("rank 0 holds a second copy of the model meanwhile")
     assert lines[begin + 1].endswith("measures throughput in 3 windows of 5 steps after 3 warm-up steps")
 
@@ -412,7 +412,7 @@ tracking     sqlite:///mlflow.db (default)
 training run and measurements, in this order:
   main      ddp with torchrun: 3 workers, 2 CPU threads each, per-worker batch 2 or 3 in 2 micro-batches
             trains 2 epochs; measures throughput, step time and peak memory
-  then      baseline (single), reference (single, 6 cores)
+  then      baseline (1 worker), reference (1 process, 6 cores)
             alternating with the training run, at most 16 rounds in about 30 s
             rank 0 holds 2 more copies of the model meanwhile
 note: No GPU found. Training on the CPU."""

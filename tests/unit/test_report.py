@@ -67,7 +67,7 @@ def test_replicas_of_dp_are_its_gpus() -> None:
     result = Report.of([main, baseline], ends, hardware="4 x NVIDIA H200")
 
     assert (result.speedup, result.efficiency) == pytest.approx((2.0, 0.5))
-    assert (result.main.title, result.main.devices) == ("dp x 4", "4 GPUs")
+    assert (result.main.title, result.main.devices) == ("dp, 4 GPUs", "4 GPUs")
     assert result.remarks == ()
 
 
@@ -139,7 +139,7 @@ def test_a_trial_that_did_not_finish_is_left_out_and_named() -> None:
     ends = [finished("main", spread(190)), finished("baseline", spread(100))]
     result = Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)
     assert [row.trial for row in result.rows] == ["baseline", "main"]
-    assert result.remarks[0] == "reference (single, 2 cores) did not finish; it is left out."
+    assert result.remarks[0] == "reference (1 process, 2 cores) did not finish; it is left out."
     assert not any("cores does" in remark for remark in result.remarks)
 
 
@@ -147,7 +147,7 @@ def test_without_a_baseline_there_is_no_speedup() -> None:
     result = Report.of([MAIN, BASELINE], [finished("main", spread(190))], hardware=HARDWARE)
     assert result.speedup is None
     assert result.remarks == (
-        "baseline (single) did not finish; it is left out.",
+        "baseline (1 worker) did not finish; it is left out.",
         "There is no baseline measurement.",
     )
 
@@ -325,7 +325,7 @@ def test_a_baseline_in_micro_batches_says_so_wherever_its_row_is_read(tmp_path: 
     base = {"coupling": ("BatchNorm2d",), "losses": (2.3, 2.1, 1.9), "micro_batches": 2}
     ends += [finished("baseline", spread(100), slots=in_turn(100), **base)]
     result = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
-    title, name = "single (2 micro-batches)", "1 worker (2 micro-batches"
+    title, name = "1 worker (2 micro-batches)", "1 worker (2 micro-batches"
     assert (result.results.rows[0][0], result.table()["title"][0]) == (f"{name}, baseline)", title)
     assert result.remarks == (
         "2 workers (ddp): Loss differs from the baseline's by up to 0.11 in the first 3 steps: the baseline computes "
@@ -454,13 +454,13 @@ def test_a_run_for_scripts_has_its_training_baseline_and_references() -> None:
     record = json.loads(run_json(report(), Path("runs/20260301-1")))
 
     assert (record["run"], record["folder"]) == ("20260301-1", "runs/20260301-1")
-    assert (record["main"]["title"], record["main"]["workers"]) == ("ddp x 2", 2)
+    assert (record["main"]["title"], record["main"]["workers"]) == ("ddp, 2 workers", 2)
     assert record["main"]["speedup"] == pytest.approx(1.9)
     interval = [record["main"][name] for name in ("speedup_low", "speedup_high", "speedup_pairs", "confidence")]
     assert interval == [report().main.speedup_low, report().main.speedup_high, 8, 0.95]
     assert record["main"]["slots"] == list(in_turn(190, noise=0.02))
     assert (record["baseline"]["speedup"], record["baseline"]["slots"]) == (1, list(in_turn(100)))
-    assert [row["title"] for row in record["references"]] == ["single, 2 cores"]
+    assert [row["title"] for row in record["references"]] == ["1 process, 2 cores"]
     assert record["metrics"] == {"validation/accuracy": 0.97345}
 
 

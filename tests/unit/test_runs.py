@@ -82,7 +82,7 @@ def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
 
     killed, failed, compared, newest = runs.summaries(tmp_path)
 
-    assert (newest.command, newest.what, newest.status) == ("run", "ddp x 2", "FINISHED")
+    assert (newest.command, newest.what, newest.status) == ("run", "ddp, 2 workers", "FINISHED")
     assert (newest.speedup, newest.efficiency) == (1.5, 0.75)
     assert (newest.speedup_low, newest.speedup_high, newest.speedup_pairs) == (1.4, 1.6, 6)
     assert (newest.samples_per_second, newest.seconds, newest.is_resolved) == (100, 60, True)
@@ -104,7 +104,7 @@ def test_a_quick_test_is_marked_and_has_no_results(tmp_path: Path) -> None:
     tags = {"role": "main", "strategy": "ddp", "world_size": "2", "quick": "true"}
     summary = summarized(run(tmp_path, "quick", tags=tags, speedup=None, metrics={"validation/accuracy": 0.1}))
     assert summary is not None
-    assert (summary.what, summary.metrics, summary.samples_per_second) == ("quick test: ddp x 2", {}, None)
+    assert (summary.what, summary.metrics, summary.samples_per_second) == ("quick test: ddp, 2 workers", {}, None)
 
 
 def test_a_run_is_running_while_its_journal_is_open(tmp_path: Path) -> None:
@@ -136,15 +136,15 @@ def long_and_short(directory: Path) -> None:
 def test_a_wide_terminal_has_a_line_for_each_run(tmp_path: Path) -> None:
     long_and_short(tmp_path)
     assert shown(200, tmp_path) == [
-        "run                                                experiment                    what     status    "
+        "run                                                experiment                    what            status    "
         "metric           samples/s   duration  speedup                       began",
-        "20260301-110000-a-long-name-of-an-experiment-bbbb  a-long-name-of-an-experiment  ddp x 2  FINISHED  "
+        "20260301-110000-a-long-name-of-an-experiment-bbbb  a-long-name-of-an-experiment  ddp, 2 workers  FINISHED  "
         "accuracy 0.9861     18,470  1 min 0 s  1.50x (1.40x to 1.60x)        2 h ago",
-        "20260301-120000-digits-aaaa                        digits                        ddp x 2  KILLED    "
+        "20260301-120000-digits-aaaa                        digits                        ddp, 2 workers  KILLED    "
         "-                      100          -  inconclusive, 0.93x to 1.09x  2 h ago",
     ]
-    assert shown(160, tmp_path)[1].startswith(f"{LONG}  ddp x 2  FINISHED  accuracy")  # without the experiment
-    assert shown(140, tmp_path)[1].endswith("1.50x (1.40x to 1.60x)")  # nor the time
+    assert shown(160, tmp_path)[1].startswith(f"{LONG}  ddp, 2 workers  FINISHED  accuracy")  # without the experiment
+    assert shown(147, tmp_path)[1].endswith("1.50x (1.40x to 1.60x)")  # nor the time
     assert shown(80, tmp_path, is_terminal=False) == shown(200, tmp_path)  # a pipe is as wide as it needs to be
 
 
@@ -169,11 +169,11 @@ def test_a_narrow_terminal_has_each_id_whole_in_a_line_of_its_own(tmp_path: Path
     lines = shown(80, tmp_path)
     assert lines == [
         "run",
-        "    what    status   metric          samples/s  duration speedup",
+        "    what           status   metric          samples/s  duration speedup",
         LONG,
-        "    ddp x 2 FINISHED accuracy 0.9861    18,470 1 min 0 s 1.50x",
+        "    ddp, 2 workers FINISHED accuracy 0.9861    18,470 1 min 0 s 1.50x",
         "20260301-120000-digits-aaaa",
-        "    ddp x 2 KILLED   -                     100         - inconclusive",
+        "    ddp, 2 workers KILLED   -                     100         - inconclusive",
     ]
     assert shown(20, tmp_path) == lines  # nothing is cut
 
@@ -324,8 +324,8 @@ def test_a_difference_holds_what_differs_and_nothing_else(tmp_path: Path) -> Non
         "train.epochs": ("5", "9"), "model.depth": (None, "3")
     }  # fmt: skip
     assert {key: (pair.a, pair.b) for key, pair in found.environment.items()} == {"numpy": ("2.3.4", "2.4.0")}
-    assert set(found.results) == {"status", "message", "ddp x 2: samples/s"}
-    faster = found.results["ddp x 2: samples/s"]
+    assert set(found.results) == {"status", "message", "ddp, 2 workers: samples/s"}
+    faster = found.results["ddp, 2 workers: samples/s"]
     assert isinstance(faster, ComparedFigures)
     assert (faster.change, faster.judgement) == ("+100.0%", "better")
     for width in (80, 40):

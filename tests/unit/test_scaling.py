@@ -7,11 +7,9 @@ from torch import nn
 
 from pipeline.errors import UsageError
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link
-from pipeline.report.doubt import Setting
-from pipeline.report.forecast import Check, Forecast
+from pipeline.report.forecast import Check, Forecast, Outlook
 from pipeline.report.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
-from pipeline.report.scaling import at_pace, counts_up_to, most, predict, worthwhile
-from pipeline.report.simulation import Workload, buckets
+from pipeline.report.prediction import Workload, at_pace, counts_up_to, fill_buckets, predict
 
 MB = 1_000_000
 PERFECT = Link(latency_us=0, bandwidth_gbit=1e12)
@@ -33,10 +31,10 @@ def workload(
         for size in (1, batch)
     )
     costs = Costs(
-        curve=curve, optimizer_ms=optimizer_ms, buffer_bytes=buffer_bytes, world_size=1,
+        curve=curve, buffer_bytes=buffer_bytes, world_size=1,
         gradients=tuple(Gradient(bytes=size, ready=ready) for size, ready in gradients),
     )  # fmt: skip
-    return Workload(costs=costs, global_batch_size=batch, **more)
+    return Workload(costs=costs, optimizer_ms=optimizer_ms, global_batch_size=batch, **more)
 
 
 # One all-reduce
@@ -92,17 +90,17 @@ def test_buckets_are_those_of_torch():
     torch.manual_seed(0)
     sizes = torch.randint(1, 300_000, (60,)).tolist()
     parameters = [nn.Parameter(torch.empty(size)) for size in sizes]
-    for limits in ([2**20], [2**18, 2**21]):
-        indices, _ = dist._compute_bucket_assignment_by_size(parameters, limits, [False] * len(parameters))
+    for limit in (2**18, 2**20):
+        indices, _ = dist._compute_bucket_assignment_by_size(parameters, [limit], [False] * len(parameters))
         expected = sorted(sum(4 * sizes[i] for i in bucket) for bucket in indices)
         gradients = tuple((4 * size, i / len(sizes)) for i, size in enumerate(sizes))
-        found = buckets(workload(gradients=gradients, bucket_bytes=tuple(limits)))
+        found = fill_buckets(workload(gradients=gradients, bucket_bytes=limit))
         assert sorted(size for size, _ in found) == expected
 
 
 def test_buckets_fill_in_the_order_of_readiness():
     gradients = ((300, 0.9), (100, 0.1), (100, 0.2), (50, 1.0))
-    assert buckets(workload(gradients=gradients, bucket_bytes=(150,))) == [(200, 0.2), (300, 0.9), (50, 1.0)]
+    assert fill_buckets(workload(gradients=gradients, bucket_bytes=150)) == [(200, 0.2), (300, 0.9), (50, 1.0)]
 
 
 # Steps
@@ -143,24 +141,24 @@ def test_weak_scaling_by_hand():
 def test_exchange_hides_behind_backward():
     # Backward of 32 samples takes 64 ms. The first bucket is full after 16 ms and sent in 40; the second at the end.
     link = Link(latency_us=0, bandwidth_gbit=0.8)
-    early = workload(gradients=((4 * MB, 0.25), (MB, 1.0)), bucket_bytes=(4 * MB,))
+    early = workload(gradients=((4 * MB, 0.25), (MB, 1.0)), bucket_bytes=4 * MB)
     assert predict(early, link, workers=2).exposed_communication_ms == pytest.approx(10)
-    one_bucket = early.model_copy(update={"bucket_bytes": (100 * MB,)})
+    one_bucket = early.model_copy(update={"bucket_bytes": 100 * MB})
     assert predict(one_bucket, link, workers=2).exposed_communication_ms == pytest.approx(50)
 
 
 def test_buckets_wait_for_each_other():
     # Full after 16 and 32 ms of 64; 80 ms each: the second is sent from 96 to 176.
     link = Link(latency_us=0, bandwidth_gbit=0.8)
-    two = workload(gradients=((8 * MB, 0.25), (8 * MB, 0.5)), bucket_bytes=(8 * MB,))
+    two = workload(gradients=((8 * MB, 0.25), (8 * MB, 0.5)), bucket_bytes=8 * MB)
     assert predict(two, link, workers=2).exposed_communication_ms == pytest.approx(176 - 64)
 
 
 def test_gloo_overlaps_latencies_and_nccl_does_not():
     link = Link(latency_us=10_000, bandwidth_gbit=1e9)
     gradients = ((MB, 1.0),) * 4
-    gloo = workload(gradients=gradients, bucket_bytes=(MB,))
-    nccl = workload(gradients=gradients, bucket_bytes=(MB,), backend="nccl")
+    gloo = workload(gradients=gradients, bucket_bytes=MB)
+    nccl = workload(gradients=gradients, bucket_bytes=MB, backend="nccl")
     assert predict(gloo, link, workers=2).exposed_communication_ms == pytest.approx(2 * 40, rel=1e-3)
     assert predict(nccl, link, workers=2).exposed_communication_ms == pytest.approx(4 * 20, rel=1e-3)
 
@@ -222,7 +220,8 @@ def test_a_loader_that_cannot_keep_up_is_named():
     # Loading has a constant part, which doesn't shrink with the share.
     costs = workload().costs
     curve = tuple(cost.model_copy(update={"data_ms": 150.0}) for cost in costs.curve)
-    slow = Workload(costs=costs.model_copy(update={"curve": curve}), global_batch_size=64, loader_workers=1)
+    costs = costs.model_copy(update={"curve": curve})
+    slow = Workload(costs=costs, optimizer_ms=0, global_batch_size=64, loader_workers=1)
     assert predict(slow, PERFECT, workers=8).limit == "loader"
 
 
@@ -253,26 +252,30 @@ def test_times_between_and_beyond_the_measured_sizes():
     assert predict(larger, PERFECT, workers=1).compute_ms == pytest.approx(10 + 3 * 128)
 
 
-# What pays
+# What is worth it
 
 
-def test_what_pays_ends_with_the_samples_or_with_the_model():
-    assert worthwhile(workload(batch=48), PERFECT, scaling="strong") == 32
-    assert worthwhile(workload(), PERFECT, scaling="weak") == 1024
-    assert most(workload(batch=48), scaling="strong") == 48
+def outlook(measured, link, *, workers=1024, scaling="strong"):
+    return Outlook.of(measured, link, workers=workers, scaling=scaling)
 
 
-def test_what_pays_ends_where_doubling_gains_less_than_a_tenth():
-    link = Link(latency_us=0, bandwidth_gbit=0.8)
-    training = workload(batch=1024)
-    limit = worthwhile(training, link, scaling="strong")
-    at = {n: predict(training, link, workers=n).speedup for n in (limit // 2, limit, 2 * limit)}
+def test_rows_end_with_the_samples_or_with_what_was_asked_for():
+    assert [row.workers for row in outlook(workload(batch=48), PERFECT).predictions] == [1, 2, 4, 8, 16, 32, 48]
+    assert outlook(workload(batch=48), PERFECT).worthwhile == 48
+    assert outlook(workload(batch=48), PERFECT, workers=8).worthwhile == 8
+    assert outlook(workload(), PERFECT, scaling="weak").worthwhile == 1024
+
+
+def test_more_workers_are_not_worth_it_where_the_next_row_gains_less_than_a_tenth():
+    found = outlook(workload(batch=1024), Link(latency_us=0, bandwidth_gbit=0.8))
+    at = {row.workers: row.speedup for row in found.predictions}
+    limit = found.worthwhile
     assert at[limit] >= 1.1 * at[limit // 2]
     assert at[2 * limit] < 1.1 * at[limit]
 
 
-def test_a_second_worker_may_not_pay():
-    assert worthwhile(workload(), Link(latency_us=1e6, bandwidth_gbit=1), scaling="strong") == 1
+def test_a_second_worker_may_not_be_worth_it():
+    assert outlook(workload(), Link(latency_us=1e6, bandwidth_gbit=1)).worthwhile == 1
 
 
 @pytest.mark.parametrize(
@@ -321,7 +324,7 @@ def test_nothing_goes_over_a_link_of_zero():
 
 def forecast(check=None):
     return Forecast.of(
-        Setting(workload(), Link(latency_us=20, bandwidth_gbit=25)), workers=8, scalings=("strong", "weak"), name="lab",
+        workload(), Link(latency_us=20, bandwidth_gbit=25), workers=8, scalings=("strong", "weak"), name="lab",
         hardware="2 cores", compute_ms_per_sample=3.0, link_from="measured" if check else "given",
         measured_workers=check.workers if check else 0, check=check,
     )  # fmt: skip
@@ -333,11 +336,12 @@ def test_forecast_shows_what_it_is_made_from():
     assert [row[0] for row in found.tables[0].rows] == ["1", "2", "4", "8"]
     assert found.tables[0].rows[0][4] == "1.00x"
     assert "Not checked" in found.blocks[0][0]
+    assert found.verdict.startswith("lab: predicted to be worth it: strong scaling up to 8 workers, weak scaling up to")
 
 
 def test_forecast_says_how_far_off_it_was():
     found = forecast(Check(workers=2, measured=1.6, predicted=1.8))
-    assert "1.60x measured, 1.80x predicted (+12%)" in found.blocks[0][0]
+    assert found.blocks[0][0] == "Checked with 2 workers: 1.60x measured, 1.80x predicted (+12%)."
     assert "measured between 2 workers" in "\n".join(found.opening)
 
 

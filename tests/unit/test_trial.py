@@ -31,7 +31,7 @@ EVENTS: list[AnyEvent] = [
     events.RunOpened(
         time=1.0, run="r", tracking_uri="u", tracking_experiment="e", tags={"a": "b"}, params={}, trials=("main",)
     ),
-    events.TrialOpened(time=1.0, role="reference", title="single", tags={}, params={"lr": "0.1"}),
+    events.TrialOpened(time=1.0, role="reference", title="1 process, 2 cores", tags={}, params={"lr": "0.1"}),
     events.Started(
         time=1.0, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=0, parameters=4,
         devices=("cpu",), data_name="d", data_digest="x",
@@ -90,6 +90,12 @@ def test_parts_of_a_step_as_they_were_written_before_are_read() -> None:
     assert (parts.ranks_ms, parts.sum_ms) == ((6.0, 7.0), 8.5)
     assert parts.ranks[1] == Spread(median=7.0, low=7.0, high=7.0, windows=1)
     assert StepParts.model_validate_json(parts.model_dump_json()) == parts
+
+
+def test_an_event_with_a_field_that_was_removed_since_is_read() -> None:
+    (closed,) = (event for event in EVENTS if isinstance(event, events.RunClosed))
+    line = event_to_json(closed).replace(b"{", b'{"removed_since": [1.5], ', 1)
+    assert event_from_json(line) == closed
 
 
 def test_there_is_an_example_of_every_event() -> None:
@@ -191,11 +197,11 @@ def test_being_stopped_is_no_exception_that_user_code_catches() -> None:
 @pytest.mark.parametrize(
     ("kind", "changed", "title"),
     [
-        (Baseline, {}, "single"),
-        (CellMeasurement, {"strategy": "ddp", "workers": 3}, "ddp x 3"),
-        (Baseline, {"strategy": "dp", "devices_per_worker": 4, "device": "cuda"}, "dp x 4"),
-        (CellMeasurement, {"scaling": "weak", "variant": "static_graph"}, "single (weak, static_graph)"),
-        (Reference, {"cpus_per_worker": 6}, "single, 6 cores"),
+        (Baseline, {}, "1 worker"),
+        (CellMeasurement, {"strategy": "ddp", "workers": 3}, "ddp, 3 workers"),
+        (Baseline, {"strategy": "dp", "devices_per_worker": 4, "device": "cuda"}, "dp, 4 GPUs"),
+        (CellMeasurement, {"scaling": "weak", "variant": "static_graph"}, "1 worker (weak, static_graph)"),
+        (Reference, {"cpus_per_worker": 6}, "1 process, 6 cores"),
     ],
 )
 def test_titles(kind: type[Measurement], changed: dict[str, Any], title: str) -> None:

@@ -189,8 +189,8 @@ def test_a_comparison_takes_as_long_as_equal_trials_did_before() -> None:
     schedule.update(opened("single", "single"))
     assert schedule.outlook(5.0) == ["trial 1 of 4"]  # nobody knows how long ddp takes
     schedule.update(finished("single", spread(1)).model_copy(update={"time": 10.0}))
-    schedule.update(opened("ddp", "ddp x 2", time=10))
-    schedule.update(opened("ddp", "ddp x 2", time=20))  # launched again after a failure
+    schedule.update(opened("ddp", "ddp, 2 workers", time=10))
+    schedule.update(opened("ddp", "ddp, 2 workers", time=20))  # launched again after a failure
     assert schedule.place == (2, 4)
     schedule.update(finished("ddp", spread(1)).model_copy(update={"time": 50.0}))
     schedule.update(opened("single", "single", repeat=1, time=50))
@@ -204,7 +204,7 @@ def test_a_run_tells_what_the_plan_grants_its_speedup() -> None:
     assert isinstance(main, Training)
     schedule = Schedule([main, *main.compared_with])
     assert schedule.beside == {"baseline"}
-    schedule.update(opened("main", "ddp x 2"))
+    schedule.update(opened("main", "ddp, 2 workers"))
     assert schedule.outlook(5.0) == ["then up to 3:00 to measure the speedup"]
     assert schedule.outlook(None) == []
 

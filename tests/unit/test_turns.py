@@ -233,7 +233,7 @@ def test_the_training_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_can_t_be_measured_costs_itself_and_a_line(own: dict[str, Any], said: str) -> None:
     result, outbox = measured(compared(Baseline, Reference, own=own))
     (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert warning.startswith("single could not be measured next to the training: ")
+    assert warning.startswith("The baseline (1 worker) could not be measured next to the training: ")
     assert said in warning
     assert list(ends(outbox)) == ["reference"]
     assert len(result.slots) == 5
@@ -298,14 +298,18 @@ def test_a_baseline_without_memory_next_to_the_training_is_measured_after_it(mos
     assert baseline.losses == pytest.approx(result.losses[: len(baseline.losses)], rel=1e-12)
     assert baseline.samples_per_second.windows > 1
     (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert warning.startswith("single does not fit into memory next to the training. It is measured after")
+    assert warning.startswith(
+        "The baseline (1 worker) does not fit into memory next to the training. It is measured after"
+    )
 
 
 @pytest.mark.usefixtures("short_slots")
 def test_a_baseline_that_has_no_memory_at_all_costs_a_line() -> None:
     result, outbox = measured(too_large(most=0))
     *_, warning = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert warning.startswith("single could not be measured, although the training was over: CUDA out of memory.")
+    assert warning.startswith(
+        "The baseline (1 worker) could not be measured, although the training was over: CUDA out of memory."
+    )
     assert (result.steps, result.slots, ends(outbox)) == (6, (), {})
 
 

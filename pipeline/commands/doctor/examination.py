@@ -9,7 +9,7 @@ import rich.console
 from rich.text import Text
 
 from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.commands.doctor import first_hour, interface_speed, machine, tracking
+from pipeline.commands.doctor import interface_speed, machine, tracking
 from pipeline.commands.doctor import link_speed as link
 from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.commands.doctor.link_speed import MeasuredLink
@@ -21,7 +21,7 @@ from pipeline.report.tables import Column, from_columns
 from pipeline.wording import counted
 
 Say = Callable[[str], None]
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "open": ""}
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _INDENT = len("problem ")
 _Column = Column[NodeFacts]
 _COLUMNS: tuple[_Column, ...] = (
@@ -119,7 +119,7 @@ def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[
 
 
 def show(examination: Examination, *, terminal: rich.console.Console) -> None:
-    """Print a table of the nodes, each finding with its fix, how many checks passed, and a cluster's first steps."""
+    """Print a table of the nodes, each finding with its fix, and how many checks passed."""
     at = f"Ray cluster at {examination.address}" if examination.address else "this machine"
     columns = _columns_of(examination)
     print_report_table(from_columns(f"Doctor: {at}", columns, examination.nodes), console=terminal)
@@ -127,10 +127,6 @@ def show(examination: Examination, *, terminal: rich.console.Console) -> None:
     for finding in examination.findings:
         _print(finding, terminal)
     terminal.print("", headed([_counted_findings(examination)], width=terminal.width), sep="\n")
-    if first_hour.applies_to(examination.address):
-        terminal.print("", headed(first_hour.headline(examination.address), width=terminal.width), "", sep="\n")
-        for progress, text in first_hour.checklist(examination.findings, address=examination.address):
-            _print_status(progress, text, terminal)
 
 
 def _columns_of(examination: Examination) -> tuple[_Column, ...]:
@@ -140,16 +136,12 @@ def _columns_of(examination: Examination) -> tuple[_Column, ...]:
 
 def _print(finding: CheckResult, terminal: rich.console.Console) -> None:
     """Print a finding and its fix; the fix stays on one line, so that a command can be copied."""
-    _print_status(finding.status, f"{finding.subject}: {finding.what}", terminal)
+    line = f"{finding.status:<{_INDENT}}{finding.subject}: {finding.what}"
+    text = Text(textwrap.fill(line, terminal.width, subsequent_indent=" " * _INDENT, break_on_hyphens=False))
+    text.stylize(_STYLES[finding.status], 0, len(finding.status))
+    terminal.print(text, soft_wrap=True)
     if finding.fix:
         terminal.print(Text(" " * _INDENT + f"fix: {finding.fix}"), soft_wrap=True)
-
-
-def _print_status(status: str, what: str, terminal: rich.console.Console) -> None:
-    line = f"{status:<{_INDENT}}{what}"
-    text = Text(textwrap.fill(line, terminal.width, subsequent_indent=" " * _INDENT, break_on_hyphens=False))
-    text.stylize(_STYLES[status], 0, len(status))
-    terminal.print(text, soft_wrap=True)
 
 
 def _counted_findings(examination: Examination) -> str:

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipeline.cluster.node_facts import INSTALL_SAME_COMMIT, NodeFacts
-from pipeline.commands.doctor import tested
 from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
 from pipeline.launchers._ray.interface import public_because
 from pipeline.worker.interfaces import LOOPBACK, is_loopback
@@ -34,8 +33,6 @@ def check_nodes(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[Chec
     if not nodes:
         return
     yield from _versions(nodes, here=here)
-    if untested := tested.check_tested_versions(here, tested.ranges(tested.results().values())):
-        yield untested
     yield from _gpus(nodes)
     yield from by_node(nodes, _memory, fine=lambda: _ok("memory", _memories(nodes)))
     yield from by_node(nodes, _shared_memory, fine=lambda: _ok("shared memory", _shared_memories(nodes)))

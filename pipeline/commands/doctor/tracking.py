@@ -9,7 +9,6 @@ from pipeline.config.tracking_address import default_address
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError
 from pipeline.recording.store import check_store, is_server, redacted, resolve_uri, with_credentials
-from pipeline.system.releases import release
 
 if TYPE_CHECKING:
     import requests
@@ -80,12 +79,17 @@ def _versions(server: str, *, shown: str, client: str | None) -> CheckResult:
     if not server or client is None:
         return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} accepts results. Its version is unknown")
     what = f"{shown} accepts results. The server is MLflow {server}, the client here {client}"
-    if release(server) < release(client):  # different patch versions are compatible
+    if _release(server) < _release(client):  # different patch versions are compatible
         fix = f"on the server: pip install mlflow=={client}; mlflow db upgrade DATABASE"
         return CheckResult(
             subject=_SUBJECT, status="warning", what=f"{what}. The client may need a newer server", fix=fix
         )
     return CheckResult(subject=_SUBJECT, status="ok", what=what)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return major and minor of a version."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
 def _ask(uri: str, path: str) -> "requests.Response":

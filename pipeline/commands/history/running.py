@@ -1,4 +1,4 @@
-"""``pipeline show`` of a running run: its progress, read from its journal alone, once or until it ends."""
+"""``pipeline show`` of a running run: its progress, read from its journal alone."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -7,19 +7,15 @@ from itertools import chain
 from pathlib import Path
 
 import rich.console
-from rich.live import Live
 from rich.text import Text
 
 from pipeline.config.values import Frozen
-from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
 from pipeline.recording import journal
 from pipeline.recording.folder import id_of, trials_of
 from pipeline.recording.trial_progress import LOSS, VALIDATION, Evaluations, TrialProgress, fitted, left
 from pipeline.wording import counted, duration
 
-_LOOK_S = 1.0
-_LINE_S = 5.0  # between two lines of a pipe
 _OLD_S = 30.0  # least age from which a report is told as old
 _OLD_INTERVALS = 3
 
@@ -38,7 +34,7 @@ class Running(Frozen):
     status: str
     """RUNNING, or how the run ended."""
     title: str = ""
-    """Title of the trial that was launched last, e.g. "ddp x 2"."""
+    """Title of the trial that was launched last, e.g. "ddp, 2 workers"."""
     number: int | None = None
     """Number of this trial among those that are launched one after the other, counted from 1."""
     trials: int | None = None
@@ -66,8 +62,8 @@ class Running(Frozen):
     """Number of a sweep's trials that have ended."""
 
 
-class Follower:
-    """Progress of one run, updated from its journal, and of a sweep's trials from theirs.
+class RunProgress:
+    """Progress of one run so far, read from its journal, and of a sweep's trials from theirs.
 
     Args:
         folder: the run's folder.
@@ -75,7 +71,6 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tail = journal.Tail(folder / journal.FILE_NAME)
         self._opened: RunOpened | None = None
         self._trial: TrialOpened | None = None
         self._launched: list[tuple[str, int]] = []
@@ -83,14 +78,9 @@ class Follower:
         self._evaluations = Evaluations()
         self._has_ended = False
         self._last: float | None = None
-        self._trials: dict[Path, Follower] = {}
-
-    def read(self) -> None:
-        """Read what is new."""
-        for event in self._tail.new():
+        for event in journal.Tail(folder / journal.FILE_NAME).new():
             self._take(event)
-        for folder in trials_of(self._folder):
-            self._trials.setdefault(folder, Follower(folder)).read()
+        self._trials = {each: RunProgress(each) for each in trials_of(folder)}
 
     def state(self, now: float) -> Running:
         """Return the progress at a time, in seconds since the epoch."""
@@ -208,57 +198,14 @@ class Follower:
         end = journal.ending(path)
         return end.status if end else "KILLED"
 
-    def _going(self) -> list["Follower"]:
+    def _going(self) -> list["RunProgress"]:
         return [each for folder, each in self._trials.items() if journal.is_open(folder / journal.FILE_NAME)]
 
 
-def followed(folder: Path) -> Follower:
-    """Return the progress of a run so far."""
-    follower = Follower(folder)
-    follower.read()
-    return follower
-
-
-def watch(folder: Path, *, console: rich.console.Console, as_json: bool) -> None:
-    """Show the progress of a run until it ends: a terminal replaces it, a pipe gets a line every few seconds.
-
-    Raises:
-        UsageError: its folder was deleted.
-    """
-    follower = followed(folder)
-    try:
-        if as_json or not console.is_interactive:
-            _watch_in_lines(follower, console=console, as_json=as_json)
-            return
-        with Live(console=console, transient=True, auto_refresh=False) as live:
-            while _goes_on(follower):
-                live.update(told(follower, console=console), refresh=True)
-                time.sleep(_LOOK_S)
-    except FileNotFoundError:
-        raise UsageError(f"{folder} was deleted") from None
-
-
-def told(follower: Follower, *, console: rich.console.Console) -> Text:
+def told(progress: RunProgress, *, console: rich.console.Console) -> Text:
     """Return the progress of a run in a few lines; those of a terminal don't wrap."""
     now, width = time.time(), console.width if console.is_terminal else 10_000
-    (first, *more) = follower.lines(now)
-    first[0] = f"{follower.state(now).run}: {first[0]}"
+    (first, *more) = progress.lines(now)
+    first[0] = f"{progress.state(now).run}: {first[0]}"
     lines = [fitted(first, width=width), *(f"  {fitted(parts, width=width - 2)}" for parts in more)]
     return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
-
-
-def _watch_in_lines(follower: Follower, *, console: rich.console.Console, as_json: bool) -> None:
-    while _goes_on(follower):
-        now = time.time()
-        text = follower.state(now).model_dump_json() if as_json else ", ".join(chain(*follower.lines(now)))
-        console.print(text, markup=False, soft_wrap=True)
-        time.sleep(_LINE_S)
-    if as_json:
-        console.print(follower.state(time.time()).model_dump_json(), markup=False, soft_wrap=True)
-
-
-def _goes_on(follower: Follower) -> bool:
-    """Read what is new; return True while the run goes on."""
-    is_running = follower.status == "RUNNING"
-    follower.read()  # after that, so that nothing of a run that has ended is left
-    return is_running

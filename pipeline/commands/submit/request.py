@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-import yaml
-
-from pipeline.config.dialect import Dumper
 from pipeline.config.load import ExperimentFile
 from pipeline.config.uris import without_credentials, without_credentials_in
 from pipeline.errors import Problem, UsageError
@@ -38,33 +35,24 @@ class Request:
         return self.file.experiment.name
 
     @property
-    def text(self) -> str:
-        """Text of the experiment file, merged with the files that it extends."""
-        if self.file.bases:
-            return yaml.dump(dict(self.file.tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)
-        return self.file.path.read_text(encoding="utf-8-sig")
-
-    @property
     def variables(self) -> tuple[str, ...]:
         """Names of the environment variables that the experiment reads."""
-        tracking = str(self.file.tree.get("tracking"))  # the file may leave tracking.uri to a variable
-        return tuple(dict.fromkeys(_FROM_ENVIRONMENT.findall("\n".join((self.text, *self.overrides, tracking)))))
+        return tuple(dict.fromkeys(_FROM_ENVIRONMENT.findall(str(self.file.tree))))
 
-    def command(self, *more: str, path: str | None = None) -> str:
+    def command(self, *more: str) -> str:
         """Return the shell command; it uses ``exec``, so that ``pipeline run`` gets SIGTERM and sets the exit code."""
         missing = "set on the machine that sent this job, but not here. Set it here, or send it with --env {0}"
         left = [name for name in self.variables if name in os.environ and name not in self.environment]
         guards = [f': "${{{name}?{missing.format(name)}}}"' for name in left]
-        return " && ".join((*guards, f"exec python -m pipeline {self.arguments(*more, path=path)}"))
+        return " && ".join((*guards, f"exec python -m pipeline {self.arguments(*more)}"))
 
-    def arguments(self, *more: str, path: str | None = None) -> str:
+    def arguments(self, *more: str) -> str:
         """Return the arguments of ``pipeline``, quoted for a shell.
 
         Args:
             more: quoted overrides, which take precedence over the user's.
-            path: quoted path of the experiment file on the cluster; default: the same path as here.
         """
-        file = path or shlex.quote(os.path.relpath(self.file.path))
+        file = shlex.quote(os.path.relpath(self.file.path))
         return " ".join(("run", file, *map(shlex.quote, self.overrides), *more, *map(shlex.quote, self.options)))
 
 

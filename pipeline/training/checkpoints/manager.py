@@ -146,7 +146,7 @@ class CheckpointManager:
         overrides = Overrides.of(self._context)
         restore(self._context, found.state)
         self._warn_of_missing(found.state)
-        data_state.load(self._context, found.state, step=manifest.step, warn=self._warn)
+        data_state.restore_position(self._context, found.state, step=manifest.step, warn=self._warn)
         overrides.apply(self._context, manifest=manifest, warn=self._warn)
         self._restored = found.state.values.get(unsaved_state.KEY) or {}  # older checkpoints have none
         self._meter.restore(found.state.values["meter"], is_over=self._context.is_over(manifest.step))
@@ -164,6 +164,11 @@ class CheckpointManager:
             self._warn(
                 "the checkpoint was saved during local SGD, which this version does not have. Training continues from "
                 "the average of the workers' weights, and synchronizes gradients in each step."
+            )
+        if "carried" in state.values:
+            self._warn(
+                "the checkpoint has a state that was carried from batch to batch, which this version does not have. "
+                "Training continues without it."
             )
 
     def note_first_step(self) -> None:
@@ -204,7 +209,7 @@ class CheckpointManager:
         elif not self._is_idle():
             self._tell_left_out(step)
             return
-        data = data_state.gather(self._context, step=step)
+        data = data_state.copy_position(self._context, step=step)
         state = snapshot(self._context) if self._writer is not None else None
         if self._writer is None or state is None:
             return

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from slurm import Slurm
 from waiting import eventually
 
-from pipeline.commands.submit import manifests
+from pipeline.commands.submit import slurm_script
+from pipeline.commands.submit.ray_job import entrypoint
 from pipeline.commands.submit.request import Request
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
@@ -21,7 +21,6 @@ from pipeline.config.schema import Experiment
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 PATH = {"PATH": os.environ["PATH"]}
 TWO = ("parallel.workers=2", "parallel.strategy=ddp", "parallel.cpus_per_worker=3")
-PODS = manifests.Pods(image="registry.example/team/project:1", claim="runs")
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +33,6 @@ def request(*overrides: str, file: str = "lab.yaml", **more: Any) -> Request:
     return Request(file=load(file, everything), overrides=everything, **more)
 
 
-def documents(made: Request, pods: manifests.Pods = PODS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """ConfigMap and RayJob."""
-    config, job = yaml.safe_load_all(manifests.kuberay_job(made, pods))
-    return config, job
-
-
 AWKWARD = (
     "name=it-s",
     'tracking.experiment="it\'s $HOME; a `b` \\\\ c"',
@@ -47,34 +40,31 @@ AWKWARD = (
 )
 
 
-def test_entrypoint_and_file_make_the_same_experiment_there(tmp_path: Path) -> None:
+def test_entrypoint_makes_the_same_experiment_there(tmp_path: Path) -> None:
     made = request(*AWKWARD, options=("--no-baseline", "--resume=latest"))
-    config, job = documents(made)
-    path = tmp_path / "experiment.yaml"
-    path.write_text(config["data"]["experiment.yaml"])
-    assert path.read_text().rstrip() == Path("lab.yaml").read_text().rstrip()
-    words = words_of(job["spec"]["entrypoint"], tmp_path)
-    assert words[:4] == ["-m", "pipeline", "run", "/etc/pipeline/experiment.yaml"]
+    words = words_of(entrypoint(made, folder=Path()), tmp_path)
+    assert words[:4] == ["-m", "pipeline", "run", "lab.yaml"]
     assert words[-2:] == ["--no-baseline", "--resume=latest"]
-    there = load(path, words[4:-2]).experiment
+    there = load("lab.yaml", words[4:-2]).experiment
     assert there.tracking.experiment == "it's $HOME; a `b` \\ c"
+    assert there.tracking.directory == "/home/me/pipeline-runs/it-s"
     assert without_place(there) == without_place(made.file.experiment)
-    assert (there.parallel.launcher, there.parallel.address, there.parallel.ship_code) == ("ray", "auto", False)
+    assert (there.parallel.launcher, there.parallel.address) == ("ray", "auto")
 
 
 def without_place(experiment: Experiment) -> Experiment:
-    parallel = experiment.parallel.model_copy(update={"launcher": "", "address": None, "ship_code": True})
+    parallel = experiment.parallel.model_copy(update={"launcher": "", "address": None})
     tracking = experiment.tracking.model_copy(update={"directory": ""})
     return experiment.model_copy(update={"parallel": parallel, "tracking": tracking})
 
 
-def words_of(entrypoint: str, folder: Path) -> list[str]:
+def words_of(line: str, folder: Path) -> list[str]:
     """The arguments that python gets from a shell."""
     script(
         folder / "bin" / "python", f'exec {sys.executable} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@"'
     )
     path = f"{folder / 'bin'}:{PATH['PATH']}"
-    done = subprocess.run(["sh", "-c", entrypoint], env={"PATH": path, "HOME": "/"}, capture_output=True, check=True)
+    done = subprocess.run(["sh", "-c", line], env={"PATH": path, "HOME": "/home/me"}, capture_output=True, check=True)
     return list(json.loads(done.stdout))
 
 
@@ -88,14 +78,11 @@ def script(path: Path, *lines: str) -> Path:
 def test_variable_that_was_read_here_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TEAM", "vision")
     reading = "tracking.experiment=${oc.env:TEAM,all}"
-    _, job = documents(request(reading))
-    done = subprocess.run(
-        ["sh", "-c", job["spec"]["entrypoint"]], env=PATH, capture_output=True, text=True, check=False
-    )
+    line = request(reading).command()
+    done = subprocess.run(["sh", "-c", line], env=PATH, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "TEAM: set on the machine that sent this job, but not here" in done.stderr
-    _, job = documents(request(reading, environment=("TEAM",)))
-    assert words_of(job["spec"]["entrypoint"], tmp_path)[1:3] == ["pipeline", "run"]
+    assert words_of(request(reading, environment=("TEAM",)).command(), tmp_path)[1:3] == ["pipeline", "run"]
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.device=cuda",), AWKWARD])
@@ -103,10 +90,10 @@ def test_variable_that_was_read_here_must_be_there(monkeypatch: pytest.MonkeyPat
     ("options", "launcher"), [((), "ray"), (("--resume=latest",), "ray"), ((), "torchrun"), ((), "srun")]
 )
 def test_sbatch_script_is_sound(
-    overrides: tuple[str, ...], options: tuple[str, ...], launcher: manifests.SlurmLauncher, tmp_path: Path
+    overrides: tuple[str, ...], options: tuple[str, ...], launcher: slurm_script.SlurmLauncher, tmp_path: Path
 ) -> None:
     path = tmp_path / "job.sbatch"
-    path.write_text(manifests.slurm_script(request(*overrides, options=options), launcher=launcher))
+    path.write_text(slurm_script.format_script(request(*overrides, options=options), launcher=launcher))
     for check in (["bash", "-n"], [SHELLCHECK, "--norc", "--severity=warning"]):
         done = subprocess.run([*check, path], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -131,7 +118,7 @@ while true; do sleep 0.05; done
 class Job(Slurm):
     """A job of Slurm's stand-in, whose run only waits for signals."""
 
-    def __init__(self, folder: Path, *, launcher: manifests.SlurmLauncher = "ray") -> None:
+    def __init__(self, folder: Path, *, launcher: slurm_script.SlurmLauncher = "ray") -> None:
         super().__init__(folder, job=4711, cwd=folder)
         self.calls, self.secrets = folder / "calls", folder / "secrets"
         self.environment |= {
@@ -140,7 +127,7 @@ class Job(Slurm):
             "SECRETS": str(self.secrets),
         }
         self.script = folder / "job.sbatch"
-        self.script.write_text(manifests.slurm_script(request(), launcher=launcher))
+        self.script.write_text(slurm_script.format_script(request(), launcher=launcher))
         self.run = folder / "runs" / "slurm-4711" / "one"
 
     def await_training(self) -> None:
@@ -149,7 +136,7 @@ class Job(Slurm):
 
 @pytest.mark.parametrize("launcher", ["ray", "torchrun", "srun"])
 def test_job_near_its_time_limit_saves_a_checkpoint_is_requeued_once_and_resumed(
-    launcher: manifests.SlurmLauncher, tmp_path: Path
+    launcher: slurm_script.SlurmLauncher, tmp_path: Path
 ) -> None:
     job = Job(tmp_path, launcher=launcher)
     with job.start(job.script) as first:
@@ -174,7 +161,7 @@ def test_job_near_its_time_limit_saves_a_checkpoint_is_requeued_once_and_resumed
 
 
 @pytest.mark.parametrize("launcher", ["ray", "torchrun", "srun"])
-def test_cancelled_job_stays_cancelled(launcher: manifests.SlurmLauncher, tmp_path: Path) -> None:
+def test_cancelled_job_stays_cancelled(launcher: slurm_script.SlurmLauncher, tmp_path: Path) -> None:
     job = Job(tmp_path, launcher=launcher)
     with job.start(job.script) as batch:
         job.await_training()
