@@ -140,7 +140,7 @@ def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[Any
             preflight.check(file, with_data=True)
         raise
     skipped = try_batch.find_reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
-    if skipped and not file.experiment.is_streamed:
+    if skipped:
         with explained(file):
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data and not skipped:

@@ -56,7 +56,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if "metrics" not in wrong:
         problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
-    if with_data and wrong.isdisjoint(("data", "sampler")) and not file.experiment.is_streamed:
+    if with_data and wrong.isdisjoint(("data", "sampler")):
         problems += refusals(lambda: data_sizes(file.experiment, allowed=allowed))
     if wrong.isdisjoint(("model", "optimizer")):
         problems += parameters.problems(file.experiment, allowed=allowed, with_weights=with_weights)
@@ -130,13 +130,15 @@ def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
-def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes:
-    """Load the data and count its samples, and the steps in an epoch of its order.
+def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes | None:
+    """Load the data and count its samples, and the steps in an epoch of its order; None if only Ray can count them.
 
     Raises:
         ExperimentError: the data can't be loaded, or is empty, or the order doesn't fit it.
         TrainingError: a sample that the order needs can't be read.
     """
+    if experiment.is_streamed:
+        return None
     with undisturbed():
         from pipeline.training import data_source, iterable_order, parts
 

@@ -18,7 +18,7 @@ from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
-from pipeline.training import loop, rank_equality, sampled_data
+from pipeline.training import loop, rank_equality
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.iterable_order import IterableOrder
@@ -101,23 +101,15 @@ def test_a_training_resumed_after_any_step_is_the_same(tmp_path: Path, kind: str
         assert continued(tmp_path, kind, stopped=stopped) == (losses(whole, after=stopped), [])
 
 
-@pytest.fixture
-def digest_of_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read no further ahead for the digest of the data: there, a stream has no state to save."""
-    monkeypatch.setattr(sampled_data, "SAMPLES", 1)
-
-
-@pytest.mark.usefixtures("digest_of_one_sample")
 def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path) -> None:
     run(tmp_path / "whole", "Stateful")
     shutil.copytree(tmp_path / "whole" / folder_name(7), tmp_path / "again" / folder_name(7))
     toy_streams.Stateful.read = 0
     run(tmp_path / "again", "Stateful", resume=True)
-    # the first sample to tell the data, eight to compare, sixteen to train on, eight to measure a step behind the last
-    assert toy_streams.Stateful.read == 1 + 8 + 16 + 8
+    # the first sixteen to look at, eight to compare, sixteen to train on, eight to measure a step behind the last
+    assert toy_streams.Stateful.read == 16 + 8 + 16 + 8
 
 
-@pytest.mark.usefixtures("digest_of_one_sample")
 def test_a_state_that_lacks_a_shuffle_buffer_is_told_and_not_used(tmp_path: Path) -> None:
     whole, again, (warning,) = resumed(tmp_path, "Buffered", stopped=5)
     assert again == whole

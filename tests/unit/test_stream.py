@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
 from pipeline.training.order import MicroBatch, StreamOrder, padded
-from pipeline.training.stream import Pass, RowStream, StreamLoader
+from pipeline.training.stream import Pass, RowStream, StreamLoader, joined_heads
 
 
 def order(rows: int, *, share: int, workers: int) -> StreamOrder:
@@ -23,7 +23,7 @@ class Dealt:
 
     def __init__(self, rows: int, *, rank: int, workers: int, there: int | None = None) -> None:
         self.passes = 0
-        self.stream = RowStream(rows=rows, schema="", open=self._open)
+        self.stream = RowStream(rows=rows, open=self._open)
         self._blocks = (rank, workers, rows if there is None else there)
 
     def _open(self, size: int) -> Pass:
@@ -159,13 +159,23 @@ def test_the_first_rows_can_be_read_by_index_at_any_time() -> None:
     assert dealt.passes == 1
 
 
+def test_the_head_is_the_same_at_any_number_of_ranks() -> None:
+    heads = []
+    for workers in (1, 2, 4):
+        plan = order(40, share=20 // workers, workers=workers)
+        parts = [loader(Dealt(40, rank=rank, workers=workers), plan).peek() for rank in range(workers)]
+        heads.append(joined_heads(parts)[0].tolist())
+    assert heads == [list(range(16))] * 3
+    assert joined_heads([(torch.ones(2, 3),), (torch.ones(2, 4),)])[0].shape == (2, 3)
+
+
 def failing(_: int) -> Pass:
     yield torch.arange(2), {}
     raise OSError("no such\nfile: x.parquet")
 
 
 def test_what_the_pipeline_raises_is_said() -> None:
-    stream = RowStream(rows=4, schema="", open=failing)
+    stream = RowStream(rows=4, open=failing)
     plan = order(4, share=2, workers=1)
 
     with pytest.raises(TrainingError, match=r"^the Ray dataset can't be read: file: x\.parquet$") as caught:
