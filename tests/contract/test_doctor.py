@@ -79,7 +79,7 @@ def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None
     assert node.torch is not None
     assert node.torch.version == torch.__version__
     assert {finding.status for finding in examination.findings} <= {"ok", "warning"}
-    assert {"versions", "GPUs", "disk", "link", "MLflow"} <= {finding.subject for finding in examination.findings}
+    assert {"versions", "GPUs", "link", "MLflow"} <= {finding.subject for finding in examination.findings}
     assert examination.link is not None
     assert examination.link.workers == 2
     assert examination.link.link.bandwidth_gbit > 0

@@ -1,6 +1,5 @@
 """What a node has, asked where this package is missing."""
 
-import socket
 import subprocess
 from pathlib import Path
 
@@ -30,19 +29,6 @@ def test_a_container_s_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_here()
 
     assert (facts.cpus, facts.memory_mb, facts.memory_free_mb) == (1, 1024, 512)
-
-
-@pytest.mark.parametrize(
-    ("names", "address"), [(["fd00::7"], "fd00::7"), (["fd00::7", "10.0.0.7"], "10.0.0.7"), ([], None)]
-)
-def test_a_node_s_name_may_lead_to_ipv6(names: list[str], address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
-        if not names:
-            raise socket.gaierror
-        return [(socket.AF_INET6 if ":" in name else socket.AF_INET, 1, 6, "", (name, 0)) for name in names]
-
-    monkeypatch.setattr(collect.socket, "getaddrinfo", resolve)
-    assert facts_here().hostname_address == address
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").is_file(), reason="this machine has no IPv6")

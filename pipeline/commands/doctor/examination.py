@@ -31,6 +31,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("Ray", lambda node: node.ray or "-"),
     ("cores", lambda node: str(node.cpus)),
     ("memory", lambda node: amount(node.memory_mb)),
+    ("free", lambda node: amount(node.memory_free_mb)),
 )
 _OF_CLUSTERS: tuple[_Column, ...] = (("address", lambda node: node.address or "-"),)
 _OF_GPUS: tuple[_Column, ...] = (
@@ -91,7 +92,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
 
 def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     """Return the facts of the nodes that answer; add a problem for each node that does not."""
-    from pipeline.cluster.nodes import ask_facts, compare_clock, read_facts
+    from pipeline.cluster.nodes import ask_facts, read_facts
     from pipeline.cluster.placement import node_name, usable_nodes
 
     nodes = {str(node["NodeID"]): node for node in usable_nodes()}
@@ -103,7 +104,7 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     ]
     if not silent:
         findings.append(CheckResult(subject="nodes", status="ok", what=f"all answer ({len(answers)})"))
-    return tuple(map(compare_clock, read_facts(answers, records=nodes)))
+    return tuple(read_facts(answers, records=nodes))
 
 
 def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[CheckResult]) -> MeasuredLink | None:
