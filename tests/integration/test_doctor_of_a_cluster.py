@@ -6,7 +6,7 @@ import ray
 from pipeline.cluster.node_facts import facts_here
 from pipeline.cluster.nodes import ask_facts, read_facts
 from pipeline.cluster.placement import usable_nodes
-from pipeline.commands.doctor import link_speed
+from pipeline.commands.doctor import node_network
 from pipeline.launchers._ray.local import LocalRayRequest, started
 
 
@@ -19,7 +19,7 @@ def test_a_real_ray_s_node_says_what_it_has_and_how_fast_it_is() -> None:
         records = {record["NodeID"]: record for record in usable_nodes()}
         answers, silent = ask_facts(records).answers()
         (node,) = read_facts(answers, records=records)
-        measured = link_speed.measure_across([node])
+        measured = node_network.measure_across([node])
         listening = {end.laddr.ip for process in _own_processes() for end in process.net_connections("inet")}
         in_no_time, late = ask_facts(records, timeout_s=0.0001).answers()
 

@@ -7,11 +7,10 @@ import pytest
 import rich.console
 
 from pipeline.cluster.node_facts import Gpu, Interface, NodeFacts, Torch, facts_here
-from pipeline.commands.doctor import interface_speed, machine
-from pipeline.commands.doctor import link_speed as link
+from pipeline.commands.doctor import machine, node_network
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
-from pipeline.commands.doctor.link_speed import MeasuredLink
+from pipeline.commands.doctor.node_network import MeasuredLink
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial_result import AllReduce, Link
 from pipeline.report.link import transfer_ms
@@ -113,7 +112,7 @@ def test_a_slow_interface_is_a_warning_where_the_node_has_a_faster_one() -> None
         management = Interface(name="eth0", address="10.0.0.2", speed_mbit=mbit)
         fast = Interface(name="ib0", address="10.1.0.2", speed_mbit=200_000)
         nodes_ = [node(address="10.0.0.2", interfaces=(management, fast))] * 2
-        (found,) = interface_speed.check_interfaces(nodes_, interface=interface)
+        (found,) = node_network.check_interfaces(nodes_, interface=interface)
         return found
 
     slow = between_nodes()
@@ -143,18 +142,18 @@ def measured(*, gbit: float, workers: int, nodes: int) -> MeasuredLink:
 
 
 def test_a_slow_link_between_nodes_is_a_warning_and_within_one_it_is_not() -> None:
-    slow = link.check_link_speed(measured(gbit=0.1, workers=2, nodes=2))
+    slow = node_network.check_link_speed(measured(gbit=0.1, workers=2, nodes=2))
 
     assert slow.status == "warning"
     assert "0.1 Gbit/s" in slow.what
     assert "100 MB of gradients take 8,000 ms" in slow.what
     assert slow.fix == "pipeline predict FILE --link 100Mbit,0us"
-    assert link.check_link_speed(measured(gbit=0.1, workers=2, nodes=1)).status == "ok"
-    assert link.check_link_speed(measured(gbit=25, workers=4, nodes=4)).status == "ok"
+    assert node_network.check_link_speed(measured(gbit=0.1, workers=2, nodes=1)).status == "ok"
+    assert node_network.check_link_speed(measured(gbit=25, workers=4, nodes=4)).status == "ok"
 
 
 def test_a_link_that_cannot_be_used_is_a_problem() -> None:
-    finding = link.failed(ResourceError("Connection refused"), [HERE, HERE])
+    finding = node_network.report_failure(ResourceError("Connection refused"), [HERE, HERE])
 
     assert finding.status == "problem"
     assert "Connection refused" in finding.what
@@ -165,10 +164,10 @@ def test_two_processes_have_gpus_if_cuda_shows_two(shown: int, backend: str, mon
     def rank(_: int, asked: str) -> None:
         raise LookupError(json.loads(asked)["backend"])
 
-    monkeypatch.setattr(link, "_rank", rank)
+    monkeypatch.setattr(node_network, "_rank", rank)
     there = node(torch=WITH_CUDA.model_copy(update={"cuda_devices": shown}), **GPUS)
     with pytest.raises(LookupError, match=backend):
-        link.measure_here(there)
+        node_network.measure_here(there)
     (gpus,) = [finding for finding in judged(there) if finding.subject == "GPUs"]
     assert gpus.what == "2 x NVIDIA H200" + ". CUDA shows 1. Check CUDA_VISIBLE_DEVICES and MIG" * (shown < 2)
 
@@ -180,7 +179,7 @@ def test_ranks_of_a_cluster_take_gpus_that_are_free(
     monkeypatch.setattr("pipeline.cluster.ray_internals.available_resources_per_node", lambda: each)
     each = {str(number): {"GPU": free} for number in range(nodes)}
     places = [node(torch=WITH_CUDA, ray_node=str(number % nodes), **GPUS) for number in range(2)]
-    assert link._have_free_gpus(places) is are_free
+    assert node_network._have_free_gpus(places) is are_free
 
 
 def test_the_last_line_counts_the_checks_that_passed() -> None:

@@ -9,10 +9,9 @@ import rich.console
 from rich.text import Text
 
 from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.commands.doctor import interface_speed, machine, tracking
-from pipeline.commands.doctor import link_speed as link
+from pipeline.commands.doctor import machine, node_network, tracking
 from pipeline.commands.doctor.check_result import CheckResult, amount
-from pipeline.commands.doctor.link_speed import MeasuredLink
+from pipeline.commands.doctor.node_network import MeasuredLink
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
@@ -80,7 +79,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
         asked = (here,) if address is None else _asked(findings)
         findings += machine.check_nodes(asked, here=here)
         if len(asked) > 1:
-            findings += interface_speed.check_interfaces(asked, interface=parallel.interface)
+            findings += node_network.check_interfaces(asked, interface=parallel.interface)
         if asked:
             between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
             say(f"measuring all-reduces between {between} ...")
@@ -111,11 +110,11 @@ def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[
     if any(node.torch is None for node in asked):
         return None  # reported as a problem by machine.check_nodes
     try:
-        measured = link.measure_across(asked) if is_cluster else link.measure_here(asked[0])
+        measured = node_network.measure_across(asked) if is_cluster else node_network.measure_here(asked[0])
     except ResourceError as error:
-        findings.append(link.failed(error, asked))
+        findings.append(node_network.report_failure(error, asked))
         return None
-    findings.append(link.check_link_speed(measured))
+    findings.append(node_network.check_link_speed(measured))
     return measured
 
 

@@ -1,18 +1,18 @@
-"""The link between workers: all-reduces measured for some seconds, between two local processes or between all nodes."""
+"""The network between workers: its interfaces, and all-reduces measured between two processes or between all nodes."""
 
 import json
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.node_facts import NodeFacts
+from pipeline.cluster.node_facts import Interface, NodeFacts
 from pipeline.commands.doctor import ranks
-from pipeline.commands.doctor.check_result import CheckResult
+from pipeline.commands.doctor.check_result import CheckResult, by_node
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial_result import AllReduce, Link
@@ -141,7 +141,7 @@ def check_link_speed(measured: MeasuredLink) -> CheckResult:
     return CheckResult(subject="link", status="ok", what=what)
 
 
-def failed(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
+def report_failure(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
     """Report that the measurement failed."""
     between = f"{len(nodes)} nodes" if len(nodes) > 1 else "two processes"
     fix = "open all TCP ports between the nodes, and set their network: pipeline run FILE parallel.interface=eth0"
@@ -151,3 +151,40 @@ def failed(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
         what=f"gradients can't be synchronized between {between}: {error}",
         fix=fix if len(nodes) > 1 else "read the messages of torch: pipeline run FILE --verbose",
     )
+
+
+def check_interfaces(nodes: Sequence[NodeFacts], *, interface: str | None) -> Iterator[CheckResult]:
+    """Check the interface of each node; ``interface`` is `Parallel.interface`."""
+    yield from by_node(
+        nodes, lambda node: _faster(node, interface), fine=lambda: _describe_interfaces(nodes, interface)
+    )
+
+
+def _chosen(node: NodeFacts, interface: str | None) -> Interface | None:
+    """Return the interface with Ray's address of the node, or the one that was named."""
+    wanted = node.address if interface is None else interface
+    return next((each for each in node.interfaces if wanted in (each.address, each.name)), None)
+
+
+def _faster(node: NodeFacts, interface: str | None) -> CheckResult | None:
+    """Warn if another interface of the node is faster: Ray may have joined through a management network."""
+    chosen = _chosen(node, interface)
+    if chosen is None or chosen.speed_mbit is None:
+        return None
+    fastest = max(node.interfaces, key=lambda each: each.speed_mbit or 0)
+    if fastest.speed_mbit == chosen.speed_mbit:
+        return None
+    what = f"runs use {_describe(chosen)}, but {_describe(fastest)} is faster"
+    fix = f"pipeline run FILE parallel.interface={fastest.name}"
+    return CheckResult(subject="interface", status="warning", what=what, fix=fix)
+
+
+def _describe_interfaces(nodes: Sequence[NodeFacts], interface: str | None) -> CheckResult:
+    unknown = Interface(name=interface or "the interface of Ray's address", address="", speed_mbit=None)
+    chosen = dict.fromkeys(_describe(_chosen(node, interface) or unknown) for node in nodes)
+    return CheckResult(subject="interface", status="ok", what=f"runs use {', '.join(chosen)}")
+
+
+def _describe(interface: Interface) -> str:
+    speed = f"{interface.speed_mbit / 1000:g} Gbit/s" if interface.speed_mbit else "speed unknown"
+    return f"{interface.name} ({speed})"
