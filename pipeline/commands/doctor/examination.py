@@ -83,7 +83,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
         if asked:
             between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
             say(f"measuring all-reduces between {between} ...")
-            measured = _measured(asked, is_cluster=address is not None, findings=findings)
+            measured = _measured(asked, is_cluster=address is not None, interface=parallel.interface, findings=findings)
     say("asking MLflow ...")
     findings.append(tracking.check_tracking(tracking.store(uri), client=here.mlflow))
     return Examination(address=address, nodes=asked, link=measured, findings=tuple(findings))
@@ -106,11 +106,17 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     return tuple(read_facts(answers, records=nodes))
 
 
-def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[CheckResult]) -> MeasuredLink | None:
+def _measured(
+    asked: tuple[NodeFacts, ...], *, is_cluster: bool, interface: str | None, findings: list[CheckResult]
+) -> MeasuredLink | None:
     if any(node.torch is None for node in asked):
         return None  # reported as a problem by machine.check_nodes
     try:
-        measured = node_network.measure_across(asked) if is_cluster else node_network.measure_here(asked[0])
+        measured = (
+            node_network.measure_across(asked, interface=interface)
+            if is_cluster
+            else node_network.measure_here(asked[0])
+        )
     except ResourceError as error:
         findings.append(node_network.report_failure(error, asked))
         return None

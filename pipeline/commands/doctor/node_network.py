@@ -59,7 +59,7 @@ def measure_here(facts: NodeFacts) -> MeasuredLink:
     """
     backend: Backend = "nccl" if facts.torch is not None and facts.torch.cuda_devices > 1 else "gloo"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        asked = {"world_size": 2, "address": _LOOPBACK, "backend": backend, "timeout_s": _RENDEZVOUS_S}
+        asked = {"world_size": 2, "interface": _name(facts, _LOOPBACK), "backend": backend, "timeout_s": _RENDEZVOUS_S}
         asked["init_method"] = (Path(folder) / "rendezvous").as_uri()
         processes = [stack.enter_context(_rank(rank, json.dumps(asked))) for rank in range(2)]
         for process in processes:
@@ -80,8 +80,10 @@ def _rank(rank: int, asked: str) -> subprocess.Popen[str]:
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603 - our own
 
 
-def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
+def measure_across(nodes: Sequence[NodeFacts], *, interface: str | None = None) -> MeasuredLink:
     """Measure all-reduces between the nodes of the connected Ray cluster, or two workers on its only node.
+
+    ``interface`` is `Parallel.interface`.
 
     Raises:
         ResourceError: an all-reduce failed or timed out.
@@ -102,7 +104,7 @@ def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
             asked["init_method"] = f"tcp://{host}:{port}"
             for rank, node in enumerate(places):
                 task = pinned(ranks.measure, node=_id(node), gpus=int(backend == "nccl"))
-                tasks.append(task.remote(rank, address=node.address, **asked))
+                tasks.append(task.remote(rank, interface=interface or _name(node, node.address), **asked))
         answers = ray.get(tasks, timeout=_TIMEOUT_S)
     except (RayError, GetTimeoutError) as error:
         for task in tasks:
@@ -158,6 +160,11 @@ def check_interfaces(nodes: Sequence[NodeFacts], *, interface: str | None) -> It
     yield from by_node(
         nodes, lambda node: _faster(node, interface), fine=lambda: _describe_interfaces(nodes, interface)
     )
+
+
+def _name(node: NodeFacts, address: str | None) -> str | None:
+    """Return the name of the interface with an address of IPv4."""
+    return next((each.name for each in node.interfaces if each.address == address), None)
 
 
 def _chosen(node: NodeFacts, interface: str | None) -> Interface | None:
