@@ -10,8 +10,8 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 OPTIONAL_PACKAGES: Mapping[str, str] = {
     "cookiecutter": "pipeline new",
     "lightning": "pipeline.tasks.Lightning",
-    "onnx": "pipeline export --format onnx",
-    "onnxscript": "pipeline export --format onnx",
+    "onnx": "pipeline export --onnx",
+    "onnxscript": "pipeline export --onnx",
     "optuna": "sweep: {search: optuna}",
     "ray[default]": "pipeline submit",
     "s3fs": "checkpoint.directory: s3://...",
