@@ -52,7 +52,6 @@ _FUNCTIONS = frozenset(
         "pipeline.data.tokens",
         "pipeline.models.pretrained",
         "pipeline.models.resnet18",
-        "pipeline.models.resnet34",
         "pipeline.models.resnet50",
         "pipeline.tasks.lightning.configured_optimizer",
         "pipeline.tasks.lightning.configured_scheduler",

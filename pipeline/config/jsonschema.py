@@ -36,7 +36,6 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.models.MLP",
         "pipeline.models.GPT",
         "pipeline.models.resnet18",
-        "pipeline.models.resnet34",
         "pipeline.models.resnet50",
         "pipeline.models.pretrained",
     ),

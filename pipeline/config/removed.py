@@ -22,6 +22,7 @@ TARGETS: Mapping[str, str] = {
     "pipeline.models.DCGAN": _GAN,
     "pipeline.models.LSTM": _OWN,
     "pipeline.models.SimCLR": _CONTRASTIVE,
+    "pipeline.models.resnet34": "Use torchvision.models.resnet34.",
     "pipeline.tasks.RecurrentLanguageModel": _OWN,
     "pipeline.tasks.contrastive.Contrastive": _CONTRASTIVE,
     "pipeline.tasks.gan.GAN": _GAN,

@@ -49,7 +49,6 @@ OF_NO_KIND = {
     "pipeline.data.tokens.tokens",
     "pipeline.models.pretrained.pretrained",
     "pipeline.models.resnet.resnet18",
-    "pipeline.models.resnet.resnet34",
     "pipeline.models.resnet.resnet50",
     "pipeline.tasks.LanguageModel",
     "pipeline.tasks.Supervised",
