@@ -40,7 +40,7 @@ def with_optimizers(experiment: Experiment) -> Iterator[Problem]:
         )
         yield Problem("optimizers", message)
     if experiment.task is None:
-        message = "need a task that yields one loss per optimizer. Set task, for example to pipeline.tasks.gan.GAN."
+        message = "need a task that yields one loss per optimizer. Set task to a class of your package that does."
         yield Problem("optimizers", message)
     if train.compile is not None:
         message = "compiles the whole model, but a task with several optimizers calls parts of it. Remove this key."

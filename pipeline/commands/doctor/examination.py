@@ -79,15 +79,13 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
         asked = (here,) if address is None else _asked(findings)
         findings += machine.check_nodes(asked, here=here)
         if len(asked) > 1:
-<<<<<<< HEAD
-            findings += interface_speed.check_interfaces(asked, interface=parallel.network_interface)
-=======
-            findings += node_network.check_interfaces(asked, interface=parallel.interface)
->>>>>>> w-cli
+            findings += node_network.check_interfaces(asked, interface=parallel.network_interface)
         if asked:
             between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
             say(f"measuring all-reduces between {between} ...")
-            measured = _measured(asked, is_cluster=address is not None, interface=parallel.interface, findings=findings)
+            measured = _measured(
+                asked, is_cluster=address is not None, interface=parallel.network_interface, findings=findings
+            )
     say("asking MLflow ...")
     findings.append(tracking.check_tracking(tracking.store(uri), client=here.mlflow))
     return Examination(address=address, nodes=asked, link=measured, findings=tuple(findings))

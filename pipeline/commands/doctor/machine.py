@@ -39,72 +39,7 @@ def _shared_memory(node: NodeFacts) -> CheckResult | None:
     loaders = "DataLoader workers (loader.num_workers) and Ray store batches there, and crash when it is full"
     what = f"{amount(free)} of {amount(size)} are free in {_SHM}. {loaders}"
     fix = "docker run --shm-size=2g, shm_size: 2gb in compose.yaml, or mount -o remount,size=2G /dev/shm"
-<<<<<<< HEAD
-    what = f"{_SHM} is {amount(size)}. {loaders}"
-    left = f"{amount(free)} of {amount(size)} are free in {_SHM}"
-    return _scarce(subject, _SHARED, size, what, fix=fix) or _scarce(
-        subject, _SHARED_FREE, free, left, fix=f"ls -lS {_SHM}"
-    )
-
-
-def _disk(node: NodeFacts) -> CheckResult | None:
-    scarcest = min(node.disks, key=lambda disk: disk.free_mb)
-    what = f"{amount(scarcest.free_mb)} are free in {scarcest.folder}"
-    fix = "free some space, or move runs (tracking.directory=FOLDER) or temporary files (export TMPDIR=FOLDER)"
-    return _scarce("disk", _DISK, scarcest.free_mb, what, fix=fix)
-
-
-def _limits(node: NodeFacts) -> CheckResult | None:
-    files = f"a process may open {node.open_files} files. Ray and DataLoader workers need more"
-    processes = f"the user may run {node.processes} processes and threads. Ray and torch need more"
-    return _scarce("limits", _OPEN_FILES, node.open_files, files, fix="ulimit -n 65536") or _scarce(
-        "limits", _PROCESSES, node.processes, processes, fix="ulimit -u 65536; docker run --pids-limit=-1"
-    )
-
-
-def _compiler(node: NodeFacts) -> CheckResult | None:
-    what = "no C++ compiler found. Only torch.compile needs it"
-    fix = "apt-get install g++, or export CXX=COMPILER"
-    return None if node.compiler else CheckResult(subject="compiler", status="warning", what=what, fix=fix)
-
-
-def _git(node: NodeFacts) -> CheckResult | None:
-    what = "git not found. Runs can't record the commit of their code"
-    return None if node.git else CheckResult(subject="git", status="warning", what=what, fix="apt-get install git")
-
-
-def _clock(node: NodeFacts) -> CheckResult | None:
-    """Warn about a clock difference that exceeds its measurement error by a second or more."""
-    if node.clock_ahead_s is None or abs(node.clock_ahead_s) - (node.clock_error_s or 0) < _SKEW_S:
-        return None
-    direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
-    what = f"its clock is {abs(node.clock_ahead_s):.1f} s {direction} this machine's, so times in reports are wrong"
-    return CheckResult(subject="clocks", status="warning", what=what, fix="timedatectl set-ntp true; chronyc makestep")
-
-
-def _skew(nodes: Sequence[NodeFacts]) -> str:
-    largest = max(nodes, key=lambda node: abs(node.clock_ahead_s or 0))
-    ahead, error = abs(largest.clock_ahead_s or 0), largest.clock_error_s or 0
-    return f"within {1e3 * (ahead + error):.0f} ms of this machine's"
-
-
-def _names(nodes: Sequence[NodeFacts]) -> str:
-    """Describe which host names resolve to loopback, the address that gloo would bind to by default."""
-    astray = [node.label for node in nodes if is_loopback(node.hostname_address or LOOPBACK)]
-    if not astray:
-        return "each host name resolves to an address of the network"
-    return (
-        f"host names that resolve to loopback: {listed(astray)}. Runs use parallel.network_interface instead, by "
-        "default the interface of Ray's address"
-    )
-
-
-def _scarce(subject: str, limit: Limit, value: int | None, what: str, *, fix: str) -> CheckResult | None:
-    status = limit.status(value)
-    return None if status == "ok" else CheckResult(subject=subject, status=status, what=what, fix=fix)
-=======
     return CheckResult(subject="shared memory", status="warning", what=what, fix=fix)
->>>>>>> w-cli
 
 
 def _ok(subject: str, what: str) -> CheckResult:

@@ -184,7 +184,7 @@ def _faster(node: NodeFacts, interface: str | None) -> CheckResult | None:
     if fastest.speed_mbit == chosen.speed_mbit:
         return None
     what = f"runs use {_describe(chosen)}, but {_describe(fastest)} is faster"
-    fix = f"pipeline run FILE parallel.interface={fastest.name}"
+    fix = f"pipeline run FILE parallel.network_interface={fastest.name}"
     return CheckResult(subject="interface", status="warning", what=what, fix=fix)
 
 
