@@ -290,7 +290,7 @@ def trial_of(case: Case, *, device: str, compiled: bool, tiny: bool, trains: boo
             "optimizer": case.optimizer,
             "loader": {"num_workers": case.num_workers},
             "train": {**train, **({"compile": True} if compiled else {})},
-            "measure": {"warmup_steps": warmup, "steps": steps, "windows": windows},
+            "benchmark": {"warmup_steps": warmup, "steps": steps, "windows": windows},
         }
     )
     shared: dict[str, Any] = {

@@ -44,7 +44,7 @@ RESULTS = HERE / "results" / "prediction.json"
 PATIENCE_S, IDLE_PATIENCE_S = 180, 20
 ATTEMPTS, DISTURBED = 2, 0.1
 LINKS = [Link(latency_us=us, bandwidth_gbit=gbit) for gbit in (0.1, 1.0) for us in (100, 5000)]
-MEASURE = ["measure.warmup_steps=2", "measure.steps=3", "measure.windows=3", "parallel.launcher=torchrun"]
+MEASURE = ["benchmark.warmup_steps=2", "benchmark.steps=3", "benchmark.windows=3", "parallel.launcher=torchrun"]
 WORKLOADS = {
     "sleeper": ("../benchmarks/sleeper.yaml", []),
     "small ResNet": ("resnet.yaml", ["train.global_batch_size=64", "data.image_size=24"]),

@@ -102,7 +102,7 @@ def measure(
             "--budget-s",
             min=1,
             metavar="SECONDS",
-            help="Time budget for the measurement, in seconds. Default: the run's measure.budget_s.",
+            help="Time budget for the measurement, in seconds. Default: the run's benchmark.time_budget_s.",
         ),
     ] = None,
     directory: Directory = Path("runs"),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from pipeline import registry
-from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.schema import Configuration, Experiment
 from pipeline.config.values import Frozen
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.layout import Planner
@@ -66,7 +66,7 @@ def make_matrix(
     """
     entries = list(_entries(experiment, wanted))
     planner = Planner(experiment, resources, allowed, workers=_most_workers(entries, experiment, resources))
-    baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
+    baseline = planner.trial(Baseline, experiment.benchmark.baseline, key="benchmark.baseline")
     cells = [_cell_of(baseline)]
     for scaling in _scalings(wanted):
         for entry in entries:
@@ -85,11 +85,11 @@ def make_matrix(
     return Matrix(cells=tuple(cells), plan=plan)
 
 
-def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Comparison]:
+def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Configuration]:
     """Yield the entries to compare, each with its number of workers."""
     parallel = experiment.parallel
-    own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
-    written = [_counted(entry, parallel.workers) for entry in (*experiment.compare, own)]
+    own = Configuration(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
+    written = [_counted(entry, parallel.workers) for entry in (*experiment.benchmark.entries.values(), own)]
     if not (wanted.strategies or wanted.workers):
         yield from written
         return
@@ -98,10 +98,10 @@ def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Comparis
         options = known[0].options if known else {}
         counts = wanted.workers or dict.fromkeys(entry.workers or 1 for entry in known) or (parallel.workers,)
         for workers in counts if _runs_many(strategy) else (1,):
-            yield Comparison(strategy=strategy, workers=workers, options=options)
+            yield Configuration(strategy=strategy, workers=workers, options=options)
 
 
-def _counted(entry: Comparison, workers: int) -> Comparison:
+def _counted(entry: Configuration, workers: int) -> Configuration:
     default = workers if _runs_many(entry.strategy) else 1
     return entry.model_copy(update={"workers": entry.workers or default})
 
@@ -110,7 +110,7 @@ def _runs_many(strategy: str) -> bool:
     return bool(registry.load("strategies", strategy).Strategy.processes == "many")
 
 
-def _most_workers(entries: Iterable[Comparison], experiment: Experiment, resources: Resources) -> int:
+def _most_workers(entries: Iterable[Configuration], experiment: Experiment, resources: Resources) -> int:
     """Return the number of workers of the largest cell that can run, among which the cores are divided."""
     counts = [entry.workers or 1 for entry in entries]
     share = experiment.parallel.cpus_per_worker or 1
@@ -121,7 +121,7 @@ def _scalings(wanted: MatrixRequest) -> tuple[Scaling, ...]:
     return ("strong", "weak") if wanted.scaling == "both" else (wanted.scaling,)
 
 
-def _cell(entry: Comparison, planner: Planner, experiment: Experiment, *, scaling: Scaling, baseline: Trial) -> Cell:
+def _cell(entry: Configuration, planner: Planner, experiment: Experiment, *, scaling: Scaling, baseline: Trial) -> Cell:
     workers = entry.workers or 1
     name = f"{entry.strategy}-{workers}{'-weak' if scaling == 'weak' else ''}"
     cell = Cell(name=name, strategy=entry.strategy, workers=workers, scaling=scaling)
@@ -154,7 +154,7 @@ def _weak(trial: CellMeasurement, baseline: Trial) -> CellMeasurement:
     return trial.model_copy(update={"experiment": experiment, "scaling": "weak"})
 
 
-def _variant(entry: Comparison, experiment: Experiment) -> str:
+def _variant(entry: Configuration, experiment: Experiment) -> str:
     """Return the options in which an entry differs from ``parallel``."""
     own = experiment.parallel.options if entry.strategy == experiment.parallel.strategy else {}
     changed = {name: value for name, value in entry.options.items() if own.get(name) != value}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from pipeline import registry
 from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
-from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.schema import Configuration, Experiment
 from pipeline.errors import ExperimentError, ResourceError, TrainingError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
@@ -80,9 +80,9 @@ def make_plan(experiment: Experiment, resources: Resources, *, allowed: tuple[st
         )
     together = 0 if link else _room(experiment, resources)
     planner = Planner(experiment, resources, allowed, workers=together or None)
-    trials = [planner.trial(Probe, Comparison(strategy="single"), name="alone")]
+    trials = [planner.trial(Probe, Configuration(strategy="single"), name="alone")]
     if together:
-        entry = Comparison(strategy="ddp", workers=together, options=options.model_dump(exclude_defaults=True))
+        entry = Configuration(strategy="ddp", workers=together, options=options.model_dump(exclude_defaults=True))
         trials.append(planner.trial(Probe, entry, name="together"))
     return Plan(command="predict", experiment=experiment, resources=resources, trials=tuple(trials))
 

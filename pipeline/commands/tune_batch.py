@@ -2,7 +2,7 @@
 
 from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
-from pipeline.config.schema import Comparison
+from pipeline.config.schema import Configuration
 from pipeline.errors import ResourceError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
@@ -43,7 +43,7 @@ def tune_batch(file: ExperimentFile, *, most: int | None, verbose: bool, termina
 def make(file: ExperimentFile, *, most: int | None) -> Plan:
     """Check the file and plan the one trial; for the errors see `planning`."""
     parallel = file.experiment.parallel
-    own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
+    own = Configuration(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
     with planning(file) as (allowed, resources):
         trial = Planner(file.experiment, resources, allowed).trial(Tuning, own, max_batch_size=most)
     return Plan(command="tune-batch", experiment=file.experiment, resources=resources, trials=(trial,))

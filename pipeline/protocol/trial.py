@@ -115,7 +115,7 @@ class Trial(Frozen):
 class Measurement(Trial):
     """The first steps of a training, timed and reported in windows, without evaluation and checkpoints."""
 
-    max_steps: int = Field(default_factory=lambda known: known["experiment"].measure.total_steps)
+    max_steps: int = Field(default_factory=lambda known: known["experiment"].benchmark.total_steps)
     """Optimizer steps, warm-up included; by default as many as ``measure`` asks for."""
     profile: bool = False
     """True to record a torch.profiler trace of a few steps once everything is measured."""
@@ -123,7 +123,7 @@ class Measurement(Trial):
     @property
     @override
     def purpose(self) -> str:
-        measure = self.experiment.measure
+        measure = self.experiment.benchmark
         return (
             f"measures throughput in {measure.windows} windows of {measure.steps} steps after "
             f"{counted(measure.warmup_steps, 'warm-up step')}"

@@ -1,4 +1,4 @@
-"""Process that writes a run to MLflow and to the trackers of ``tracking.also``, each in a thread.
+"""Process that writes a run to MLflow and to the trackers of ``tracking.loggers``, each in a thread.
 
 MLflow's has a lower priority than training, and after it the usual one; the others' stay at the lower one.
 
@@ -57,7 +57,7 @@ class WriterTask(WithEnvironment):
     adds: bool = False
     """True if the run has ended, and keeps its status meanwhile."""
     also: tuple[str, ...] = ()
-    """Trackers beside MLflow, see ``tracking.also``."""
+    """Trackers beside MLflow, see ``tracking.loggers``."""
 
 
 class WriterReply(Frozen):

@@ -91,7 +91,7 @@ class CellRecord(Frozen):
     """Energy that the GPUs of a training took; None where they don't count it."""
     energy_j_per_sample: float | None = None
     cost: float | None = None
-    """Price of the whole training; None without ``measure.price_per_device_hour``."""
+    """Price of the whole training; None without ``benchmark.price_per_device_hour``."""
     unexplained_ms: float | None = None
     """Milliseconds of a step beyond the sum of its parts, negative if the sum is larger; 0 within noise."""
     ranks_ms: tuple[float, ...] | None = None

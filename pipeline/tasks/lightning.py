@@ -37,7 +37,7 @@ _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"), _DATA),
     **dict.fromkeys(("setup", "configure_model", "configure_sharded_model"), _BUILD),
     "teardown": _CALLBACK,
-    "configure_callbacks": "Use checkpoint.best, train.early_stopping or tracking.trackers instead of callbacks",
+    "configure_callbacks": "Use checkpoint.best, train.early_stopping or tracking.loggers instead of callbacks",
     "configure_gradient_clipping": _CLIPPING,
     "clip_gradients": _CLIPPING,
     "lr_scheduler_step": "Return a torch scheduler from configure_optimizers",

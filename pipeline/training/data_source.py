@@ -147,7 +147,7 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
                 each.read([*range(min(_FEW, samples))])
         evaluation_collate.check()
     rank_equality.check_data({"training": (train_loader, order.set_size), **there}, rank=rank)
-    if experiment.order is not None:
+    if experiment.sampler is not None:
         rank_equality.check_order(order, rank=rank)
     return Source(
         train_loader,

@@ -193,7 +193,7 @@ def test_a_dry_run_finds_what_a_run_would(command: Command) -> None:
 
 
 def test_overrides_win(command: Command) -> None:
-    ended = command("run", MLP, "--dry-run", "train.epochs=2", "seed=3", "compare=[{strategy: dp}]")
+    ended = command("run", MLP, "--dry-run", "train.epochs=2", "seed=3", "benchmark.baseline={strategy: dp}")
 
     assert "seed 3" in ended.stdout
     assert "46 in 2 epochs" in ended.stdout

@@ -20,7 +20,7 @@ from pipeline.training import loop, turns
 from pipeline.training.loop import train
 
 SLOT_S = 0.1
-MEASURE = {"pairs": 5, "budget_s": 60, "warmup_steps": 1, "steps": 2}
+MEASURE = {"rounds": 5, "time_budget_s": 60, "warmup_steps": 1, "steps": 2}
 CASES = ("ddp", "fsdp", "broken baseline", "large baseline")
 
 
@@ -52,7 +52,7 @@ class Large(nn.Module):
 def trial(case: str) -> Training:
     """A training on two ranks, with a baseline in one process."""
     sections: dict[str, Any] = {
-        "measure": MEASURE, "model": {"_target_": "toys.wide_net"},
+        "benchmark": MEASURE, "model": {"_target_": "toys.wide_net"},
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01},
     }  # fmt: skip
     if case == "large baseline":

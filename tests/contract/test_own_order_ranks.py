@@ -18,7 +18,7 @@ from pipeline.training.build import build
 def _more(rank: Rank, folder: Path) -> Any:
     refused = []
     unseeded = {"_target_": "toy_streams.stream", "kind": "Unseeded"}
-    for sections in ({"order": {"_target_": "toy_orders.of_the_process"}}, {"data": unseeded}):
+    for sections in ({"sampler": {"_target_": "toy_orders.of_the_process"}}, {"data": unseeded}):
         with pytest.raises(ExperimentError) as caught:
             build(toys.trial(**sections), rank=rank)
         refused.append(str(caught.value))

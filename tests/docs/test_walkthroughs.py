@@ -71,7 +71,7 @@ class Walk:
         """In this process, which saves importing torch each time."""
         more = block.option("with").split() if words[0] in ("run", "compare") else []
         if words[0] == "run" and not {"--resume", "--no-baseline"} & set(words):
-            more = [*more, "measure.budget_s=8"]  # five pairs
+            more = [*more, "benchmark.time_budget_s=8"]  # five pairs
         ended = self.command(*words, *more)
         self.printed = ended.output
         assert ended.code == int(block.option("exit") or 0), f"{block.place}: {' '.join(words)}\n{ended.output}"

@@ -72,7 +72,7 @@ def test_a_run_returns_its_figures_and_leaves_the_process_as_it_was(here: Path) 
 
 
 def test_a_comparison_returns_its_cells(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    overrides = (*KEPT_HERE, "train.epochs=9", "measure={warmup_steps: 1, steps: 6}")
+    overrides = (*KEPT_HERE, "train.epochs=9", "benchmark={warmup_steps: 1, steps: 6}")
 
     result = compare("lab.yaml", *overrides, strategies=["single"], repeats=1)
 

@@ -157,7 +157,7 @@ def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
 
 
 def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path) -> None:
-    lasting = ["train.epochs=20", "measure.steps=200", "parallel.launcher=torchrun"]  # a cell is not over at once
+    lasting = ["train.epochs=20", "benchmark.steps=200", "parallel.launcher=torchrun"]  # a cell is not over at once
     process = start("compare", MLP, *lasting, "--repeats", "50", "--json", cwd=tmp_path)
     deadline = time.monotonic() + 120
     while len(_opened(tmp_path)) < 2 and time.monotonic() < deadline:

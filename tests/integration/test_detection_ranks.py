@@ -26,13 +26,12 @@ DETECTOR = {
     "metrics": {"found": {"_target_": "toy_detection.Found"}},
 }
 CASES: dict[str, dict[str, Any]] = {
-    "means over images": DETECTOR
-    | {"task": {"_target_": "pipeline.tasks.loss_terms.LossTerms", "weights": {"boxes": 5.0}}},
+    "means over images": DETECTOR | {"task": {"_target_": "mine.shapes.Terms", "weights": {"boxes": 5.0}}},
     "divided by boxes": DETECTOR
     | {
         "model": {"_target_": "toy_detection.by_boxes"},
         "data": {"_target_": "toy_detection.with_boxes"},
-        "task": {"_target_": "pipeline.tasks.loss_terms.LossTerms", "divisor": "boxes"},
+        "task": {"_target_": "toy_detection.terms_by_boxes"},
     },
     "segmentation": {
         "model": {"_target_": "torch.nn.Conv2d", "in_channels": 1, "out_channels": 3, "kernel_size": 3, "padding": 1},
@@ -50,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {
         "model": {"_target_": "toy_detection.outlined"},
         "data": {"_target_": "mine.shapes.shapes", "samples": 60},
-        "task": {"_target_": "pipeline.tasks.loss_terms.LossTerms"},
+        "task": {"_target_": "mine.shapes.Terms"},
         "metrics": {"detection": {"_target_": "torchmetrics.detection.MeanAveragePrecision", "class_metrics": True}},
     },
 }

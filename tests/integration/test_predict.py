@@ -48,7 +48,7 @@ def test_json_is_all_of_stdout_and_strong_scaling_ends_with_the_batch(command):
 
 def test_interrupted(start, project, tmp_path):
     process = start("predict", project / LAB, *LINK, f"tracking.directory={tmp_path}", "train.epochs=1000000",
-                    "measure.steps=1000000", cwd=project)  # fmt: skip
+                    "benchmark.steps=1000000", cwd=project)  # fmt: skip
     deadline = time.monotonic() + 60
     while "started" not in _journal(tmp_path):
         assert time.monotonic() < deadline, process.poll()

@@ -200,7 +200,7 @@ def test_the_chart_is_a_picture_and_the_report_stands_alone(artifacts: Path) -> 
 
     assert (artifacts / "speedup.png").read_bytes().startswith(b"\x89PNG")
     assert (artifacts / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
-    assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == 3
+    assert page.count("<svg ") == 3
     assert "src=" not in page
 
 

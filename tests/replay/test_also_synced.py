@@ -1,4 +1,4 @@
-"""Trackers of ``tracking.also`` and ``pipeline sync``, which sends what a run could not."""
+"""Trackers of ``tracking.loggers`` and ``pipeline sync``, which sends what a run could not."""
 
 import sys
 from collections.abc import Callable

@@ -99,7 +99,7 @@ def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, 
     assert {"pairs.csv", "pairs.png", "speedup.png", "learning_curves.png", "report.html"} < artifacts
     page = (folder / "report.html").read_text()
     assert (folder / "speedup.png").read_bytes().startswith(b"\x89PNG")
-    assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == 3
+    assert page.count("<svg ") == 3
     assert "src=" not in page
 
 

@@ -64,7 +64,7 @@ def test_sweeps_and_predictions_get_a_page(
     assert set(names) == pictures | {PAGE_NAME}
     made = (folder / PAGE_NAME).read_text(encoding="utf-8")
     assert [text for text in (*texts, folder.name) if f">{text}<" not in made] == []
-    assert made.count('<svg class="wide"') == len(pictures)
+    assert made.count("<svg ") == len(pictures)
     assert len(made) < MOST_BYTES
 
 

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 from torchmetrics import Metric
 
+from pipeline.tasks import StepOutput
+
 
 def by_boxes() -> nn.Module:
     """The detector of the docs, with terms that are divided by the number of boxes."""
@@ -18,6 +20,18 @@ def by_boxes() -> nn.Module:
             return {name: value * len(cells) / boxes for name, value in super().terms(cells, targets).items()}
 
     return ByBoxes(width=2)
+
+
+def terms_by_boxes() -> Any:
+    """The task of the docs, weighted by the number of boxes."""
+    from mine.shapes import Terms
+
+    class ByBoxes(Terms):  # type: ignore[misc]
+        def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+            output: StepOutput = super().__call__(model, batch)
+            return output._replace(weight=torch.tensor(sum(len(target["boxes"]) for target in batch[1])))
+
+    return ByBoxes()
 
 
 def with_boxes() -> tuple[Subset[Any], ...]:

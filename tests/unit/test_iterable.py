@@ -45,7 +45,7 @@ def losses(kept: toys.Kept, *, after: int = 0, name: str = "train/loss") -> list
 def test_a_stream_trains_what_samples_in_this_order_train() -> None:
     """At each sample once in an epoch, the last batch smaller, each sample of the validation set counted once."""
     streamed = toys.trained(data=data("Sized", validation=True))[1]
-    by_index = toys.trained(order={"_target_": "toy_streams.in_order"})[1]
+    by_index = toys.trained(sampler={"_target_": "toy_streams.in_order"})[1]
     assert losses(streamed) == losses(by_index)
     assert losses(streamed, name="validation/loss") == losses(by_index, name="validation/loss")
     assert len(losses(streamed)) == 6
@@ -60,7 +60,7 @@ def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
     """Nine steps of eight samples are three times 22 samples, and six."""
     streamed = toys.trained(data=data("Plain"), train=ENDLESS)[1]
     repeated = {"_target_": "toy_orders.given", "indices": [index % 22 for index in range(72)]}
-    by_index = toys.trained(data={"_target_": "toys.regression", "validation": 0}, order=repeated, train=ENDLESS)[1]
+    by_index = toys.trained(data={"_target_": "toys.regression", "validation": 0}, sampler=repeated, train=ENDLESS)[1]
     assert losses(streamed) == losses(by_index)
 
 
@@ -198,7 +198,7 @@ class _Numbers(toys.SizedStream):
     ("sections", "message"),
     [
         ({"data": data("Plain")}, r"train\.epochs: is 2, but the training set is iterable and has no length"),
-        ({"data": data("Sized"), "order": {"weights": "balanced"}}, "order: does not apply to an iterable dataset"),
+        ({"data": data("Sized"), "sampler": {"weights": "balanced"}}, "order: does not apply to an iterable dataset"),
         ({"data": data("Sized"), "loader": {"num_workers": 2}}, r"loader\.num_workers: is 2, but the training set is"),
         (
             {"data": {"_target_": "toy_streams.with_sized_validation"}, "loader": {"num_workers": 2}},

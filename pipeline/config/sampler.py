@@ -1,4 +1,4 @@
-"""The section ``order`` of an experiment: which training samples form an epoch, and in what order."""
+"""The section ``sampler`` of an experiment: which training samples form an epoch, and in what order."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ def _bucket_by(value: object, handler: ValidatorFunctionWrapHandler) -> object:
 Weight = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 
-class OrderOptions(Section):
+class SamplerOptions(Section):
     """Order of the training samples, by one of these keys; without it, each sample comes once in an epoch, shuffled.
 
     It is a function of seed and epoch, so that any number of workers trains on the same global batches, and a resumed
@@ -102,11 +102,11 @@ class OrderOptions(Section):
     @property
     def components(self) -> Iterator[tuple[str, Component]]:
         """Components of the section with their keys."""
-        for key, value in (("order.weights", self.weights), ("order.bucket_by", self.bucket_by)):
+        for key, value in (("sampler.weights", self.weights), ("sampler.bucket_by", self.bucket_by)):
             if isinstance(value, Component):
                 yield key, value
         if self.function is not None:
-            yield "order", self.function
+            yield "sampler", self.function
 
     @property
     def words(self) -> str:
@@ -117,6 +117,6 @@ class OrderOptions(Section):
         if self.weights == "balanced":
             return "equal shares of all classes; in an epoch a sample may come several times, or not at all"
         if self.weights is not None:
-            whose = self.weights.target if isinstance(self.weights, Component) else "order.weights"
+            whose = self.weights.target if isinstance(self.weights, Component) else "sampler.weights"
             return f"drawn by the weights of {whose}; in an epoch a sample may come several times, or not at all"
         return f"by {self.target}"

@@ -1,18 +1,18 @@
-"""The link between workers: all-reduces measured for some seconds, between two local processes or between all nodes."""
+"""The network between workers: its interfaces, and all-reduces measured between two processes or between all nodes."""
 
 import json
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.node_facts import NodeFacts
+from pipeline.cluster.node_facts import Interface, NodeFacts
 from pipeline.commands.doctor import ranks
-from pipeline.commands.doctor.check_result import CheckResult
+from pipeline.commands.doctor.check_result import CheckResult, by_node
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial_result import AllReduce, Link
@@ -59,7 +59,7 @@ def measure_here(facts: NodeFacts) -> MeasuredLink:
     """
     backend: Backend = "nccl" if facts.torch is not None and facts.torch.cuda_devices > 1 else "gloo"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        asked = {"world_size": 2, "address": _LOOPBACK, "backend": backend, "timeout_s": _RENDEZVOUS_S}
+        asked = {"world_size": 2, "interface": _name(facts, _LOOPBACK), "backend": backend, "timeout_s": _RENDEZVOUS_S}
         asked["init_method"] = (Path(folder) / "rendezvous").as_uri()
         processes = [stack.enter_context(_rank(rank, json.dumps(asked))) for rank in range(2)]
         for process in processes:
@@ -80,8 +80,10 @@ def _rank(rank: int, asked: str) -> subprocess.Popen[str]:
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603 - our own
 
 
-def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
+def measure_across(nodes: Sequence[NodeFacts], *, interface: str | None = None) -> MeasuredLink:
     """Measure all-reduces between the nodes of the connected Ray cluster, or two workers on its only node.
+
+    ``interface`` is `Parallel.interface`.
 
     Raises:
         ResourceError: an all-reduce failed or timed out.
@@ -102,7 +104,7 @@ def measure_across(nodes: Sequence[NodeFacts]) -> MeasuredLink:
             asked["init_method"] = f"tcp://{host}:{port}"
             for rank, node in enumerate(places):
                 task = pinned(ranks.measure, node=_id(node), gpus=int(backend == "nccl"))
-                tasks.append(task.remote(rank, address=node.address, **asked))
+                tasks.append(task.remote(rank, interface=interface or _name(node, node.address), **asked))
         answers = ray.get(tasks, timeout=_TIMEOUT_S)
     except (RayError, GetTimeoutError) as error:
         for task in tasks:
@@ -141,13 +143,57 @@ def check_link_speed(measured: MeasuredLink) -> CheckResult:
     return CheckResult(subject="link", status="ok", what=what)
 
 
-def failed(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
+def report_failure(error: ResourceError, nodes: Sequence[NodeFacts]) -> CheckResult:
     """Report that the measurement failed."""
     between = f"{len(nodes)} nodes" if len(nodes) > 1 else "two processes"
-    fix = "open all TCP ports between the nodes, and set their network: pipeline run FILE parallel.interface=eth0"
+    fix = (
+        "open all TCP ports between the nodes, and set their network: pipeline run FILE parallel.network_interface=eth0"
+    )
     return CheckResult(
         subject="link",
         status="problem",
         what=f"gradients can't be synchronized between {between}: {error}",
         fix=fix if len(nodes) > 1 else "read the messages of torch: pipeline run FILE --verbose",
     )
+
+
+def check_interfaces(nodes: Sequence[NodeFacts], *, interface: str | None) -> Iterator[CheckResult]:
+    """Check the interface of each node; ``interface`` is `Parallel.interface`."""
+    yield from by_node(
+        nodes, lambda node: _faster(node, interface), fine=lambda: _describe_interfaces(nodes, interface)
+    )
+
+
+def _name(node: NodeFacts, address: str | None) -> str | None:
+    """Return the name of the interface with an address of IPv4."""
+    return next((each.name for each in node.interfaces if each.address == address), None)
+
+
+def _chosen(node: NodeFacts, interface: str | None) -> Interface | None:
+    """Return the interface with Ray's address of the node, or the one that was named."""
+    wanted = node.address if interface is None else interface
+    return next((each for each in node.interfaces if wanted in (each.address, each.name)), None)
+
+
+def _faster(node: NodeFacts, interface: str | None) -> CheckResult | None:
+    """Warn if another interface of the node is faster: Ray may have joined through a management network."""
+    chosen = _chosen(node, interface)
+    if chosen is None or chosen.speed_mbit is None:
+        return None
+    fastest = max(node.interfaces, key=lambda each: each.speed_mbit or 0)
+    if fastest.speed_mbit == chosen.speed_mbit:
+        return None
+    what = f"runs use {_describe(chosen)}, but {_describe(fastest)} is faster"
+    fix = f"pipeline run FILE parallel.network_interface={fastest.name}"
+    return CheckResult(subject="interface", status="warning", what=what, fix=fix)
+
+
+def _describe_interfaces(nodes: Sequence[NodeFacts], interface: str | None) -> CheckResult:
+    unknown = Interface(name=interface or "the interface of Ray's address", address="", speed_mbit=None)
+    chosen = dict.fromkeys(_describe(_chosen(node, interface) or unknown) for node in nodes)
+    return CheckResult(subject="interface", status="ok", what=f"runs use {', '.join(chosen)}")
+
+
+def _describe(interface: Interface) -> str:
+    speed = f"{interface.speed_mbit / 1000:g} Gbit/s" if interface.speed_mbit else "speed unknown"
+    return f"{interface.name} ({speed})"
