@@ -1,4 +1,4 @@
-"""Page on a GPU: the table of docs/gpu.md, from results or without them; what the kit for such a machine holds."""
+"""Page on a GPU: the tables of docs/status.md, from results or without them; what the kit for such a machine holds."""
 
 import importlib
 import json
@@ -47,15 +47,15 @@ def test_a_result_becomes_rows(gpu_page: Any) -> None:
         },
     }  # fmt: skip
     table = gpu_page.table(result)
-    assert table.startswith("A, torch 2, 2026-01-01. B.\n\n| |")
+    assert table.startswith("A, torch 2, 2026-01-01. B.\n\n| training |")
     for row in (
-        "bf16, compiled: throughput | 1.00x of a script | 1.005x (1.000 to 1.010 in 2 rounds); "
-        "a training with its reports 0.900x (0.900 to 0.900 in 2 rounds) |",
-        "bf16, compiled: MFU | named | 40.0% (script 40.0%) of the measured bf16 peak, utilization 98% |",
-        "bf16, compiled: wait for data | hidden behind the step | 0.2% of a step |",
-        "in fp64 | passes | passed, skipped: one GPU |",
-        "own figure | passes | failed: 1 / 2 |",
-        "| utilization and energy are read | passes | not run |",
+        "bf16, compiled | 1.005x (1.000 to 1.010 in 2 rounds); "
+        "a training with its reports 0.900x (0.900 to 0.900 in 2 rounds) | "
+        "40.0% (script 40.0%), utilization 98% | 0.2% of a step | 9,000 MB (script 9,000 MB) |",
+        "| GPT of 124 million parameters, bf16 | not run | not run | not run | not run |",
+        "in fp64 | passed, skipped: one GPU |",
+        "own figure | failed: 1 / 2 |",
+        "| utilization and energy are read | not run |",
     ):
         assert row in table
 
