@@ -14,7 +14,7 @@ from typing import Any
 PAGE = Path(__file__).parents[1] / "docs" / "status.md"
 RESULT = Path(__file__).parent / "results" / "gpu.json"
 BEGIN, END = "<!-- begin: benchmarks/gpu_page.py -->\n", "<!-- end -->\n"
-NOT_RUN = "not run"
+NOT_RUN, PASSED = "not run", "passed"
 CASES = {"ResNet-50": "ResNet-50, bf16, channels_last", "GPT-2 small": "GPT of 124 million parameters, bf16"}
 TRAINING = "training"
 """Name of a training by pipeline, whose reports are part of its time."""
@@ -71,8 +71,7 @@ def table(result: Mapping[str, Any] | None) -> str:
             " ".join([f"{result['device']}, torch {result['torch']}, {result['date']}{tiny}.", *result["remarks"]]),
             "",
         ]
-    tests = _tests(result["tests"] if result else {})
-    return "\n".join([*where, *SPEED_HEAD, *_speeds(result), "", *TEST_HEAD, *tests, ""])
+    return "\n".join([*where, *SPEED_HEAD, *_speeds(result), "", *_tests(result["tests"] if result else {}), ""])
 
 
 def _speeds(result: Mapping[str, Any] | None) -> Iterator[str]:
@@ -93,7 +92,7 @@ def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         _ratio(own, other),
         f"{own['mfu']:.1%} (script {other['mfu']:.1%}){used}",
         NOT_RUN if wait is None else f"{wait:.1%} of a step",
-        f"{own['peak_memory_mb']:,.0f} MB (script {other['peak_memory_mb']:,.0f} MB)",
+        f"{own['peak_memory_mb']:,.0f} MiB (script {other['peak_memory_mb']:,.0f} MiB)",
     ]
 
 
@@ -114,10 +113,17 @@ def _rounds(figures: Mapping[str, Any]) -> list[float]:
 
 
 def _tests(outcomes: Mapping[str, str]) -> Iterator[str]:
-    for name, claim in TESTS.items():
-        found = [outcome for each, outcome in outcomes.items() if each.partition("[")[0] == name]
-        told = ", ".join(dict.fromkeys(found)).replace("|", "/") if found else NOT_RUN
-        yield f"| {claim} | {told} |"
+    """Yield how many claims passed in each case, and a table of the others."""
+    results = {claim: _outcome(name, outcomes) for name, claim in TESTS.items()}
+    others = {claim: outcome for claim, outcome in results.items() if outcome != PASSED}
+    yield f"{len(results) - len(others)} of {len(results)} claims of the GPU tests passed in every case. The others:"
+    yield from ("", *TEST_HEAD)
+    yield from (f"| {claim} | {outcome} |" for claim, outcome in others.items())
+
+
+def _outcome(name: str, outcomes: Mapping[str, str]) -> str:
+    found = [outcome for each, outcome in outcomes.items() if each.partition("[")[0] == name]
+    return ", ".join(dict.fromkeys(found)).replace("|", "/") if found else NOT_RUN
 
 
 def update(page: Path, result: Mapping[str, Any] | None) -> None:

@@ -71,8 +71,6 @@ class Lines(NamedTuple):
     """Row of the table of results."""
     failed: Sequence[str] = ()
     """Items of the list of failed tests."""
-    others: Sequence[str] = ()
-    """Item of the list of versions that are not as pinned."""
 
 
 class Cell(NamedTuple):
@@ -190,18 +188,11 @@ def page(found: Mapping[str, Lines]) -> Iterator[str]:
     if failed := [line for name in CELLS for line in found[name].failed]:
         yield "\n### What failed\n"
         yield from failed
-    yield "\nThe other required packages, where their versions are not the pinned ones:\n"
-    yield from (line for name in CELLS for line in found[name].others)
 
 
 def lines_of(name: str, one: Environment) -> Lines:
     """Return the lines for the result of an environment."""
-    others = [f"{package} {version}" for package, version in one.versions.items() if differs(package, version)]
-    return Lines(
-        row=row(name, one),
-        failed=[f"- `{name}`: `{test}`" for test in one.failed],
-        others=[f"- `{name}`: {', '.join(others)}"] if others else [],
-    )
+    return Lines(row=row(name, one), failed=[f"- `{name}`: `{test}`" for test in one.failed])
 
 
 def read_lines(name: str, text: str) -> Lines:
@@ -209,8 +200,7 @@ def read_lines(name: str, text: str) -> Lines:
     lines = [line for line in text.splitlines() if line.startswith((f"| `{name}` |", f"- `{name}`:"))]
     rows = [line for line in lines if line.count("|") == len(PACKAGES) + 4]
     failed = [line for line in lines if line.startswith(f"- `{name}`: `")]
-    others = [line for line in lines if line.startswith("-") and line not in failed]
-    return Lines(row=rows[0] if rows else row(name, Environment(date="")), failed=failed, others=others)
+    return Lines(row=rows[0] if rows else row(name, Environment(date="")), failed=failed)
 
 
 def row(name: str, one: Environment) -> str:
@@ -221,12 +211,6 @@ def row(name: str, one: Environment) -> str:
     versions = " | ".join(one.versions[package] for package in PACKAGES)
     tests = "; ".join(f"{which}: {counts}" for which, counts in one.tests.items())
     return f"| `{name}` | {versions} | {one.date} | {tests} |"
-
-
-def differs(package: str, version: str) -> bool:
-    """Return True if a package isn't at its pin."""
-    pins = {canonicalize_name(name): pin for name, pin in PINS.items()}
-    return package != "Python" and version.partition("+")[0] != pins[package]
 
 
 def update(path: Path, found: Mapping[str, Lines]) -> None:

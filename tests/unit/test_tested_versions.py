@@ -40,7 +40,6 @@ def test_an_environment_that_is_run_has_new_lines(script: dict[str, Any]) -> Non
         f"| `lowest` | {row} | 2030-01-01 | contract: 1 failed |",
         "### What failed",
         "- `lowest`: `a::b`",
-        "- `lowest`: mlflow 3.0.0",
     }
 
 
