@@ -1,4 +1,4 @@
-"""Page on a GPU: the tables of docs/status.md, from results or without them; what the bundle for such a machine holds."""
+"""Page on a GPU: the tables of docs/status.md, with and without results; what the bundle holds."""
 
 import importlib
 import json
