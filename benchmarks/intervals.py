@@ -83,7 +83,7 @@ def measured(level: Level, step_s: dict[str, float], *, measure: Measure, random
             machine.take(name, step_s[name], steps=1)
             rates[name] = schedule.steps[name] / machine.take(name, step_s[name], steps=schedule.steps[name])
         pairs.append((rates[names[-1]], rates[names[0]]))
-    return ratio(pairs, confidence=measure.interval)
+    return ratio(pairs, confidence=measure.confidence_level)
 
 
 def rows(*, seed: int, repeats: int) -> Iterator[tuple[str, ...]]:

@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from pipeline.commands.benchmark.prediction import workload_of
 from pipeline.config.load import load
-from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.schema import Configuration, Experiment
 from pipeline.config.targets import allowed_packages
 from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.planning import resources
@@ -44,7 +44,7 @@ RESULTS = HERE / "results" / "prediction.json"
 PATIENCE_S, IDLE_PATIENCE_S = 180, 20
 ATTEMPTS, DISTURBED = 2, 0.1
 LINKS = [Link(latency_us=us, bandwidth_gbit=gbit) for gbit in (0.1, 1.0) for us in (100, 5000)]
-MEASURE = ["measure.warmup_steps=2", "measure.steps=3", "measure.windows=3", "parallel.launcher=torchrun"]
+MEASURE = ["benchmark.warmup_steps=2", "benchmark.steps=3", "benchmark.windows=3", "parallel.launcher=torchrun"]
 WORKLOADS = {
     "sleeper": ("../benchmarks/sleeper.yaml", []),
     "small ResNet": ("resnet.yaml", ["train.global_batch_size=64", "data.image_size=24"]),
@@ -178,7 +178,7 @@ def _trial(experiment: Experiment, *, workers: int) -> Trial:
     allowed = (*allowed_packages(), "sleeper")
     planner = Planner(experiment, detected.model_copy(update={"cpus": workers}), allowed, workers=workers)
     strategy, options = ("ddp", experiment.parallel.options) if workers > 1 else ("single", {})
-    entry = Comparison(strategy=strategy, workers=workers, options=options)
+    entry = Configuration(strategy=strategy, workers=workers, options=options)
     return planner.trial(CellMeasurement, entry, measures_costs=True)
 
 

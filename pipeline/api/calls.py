@@ -93,8 +93,8 @@ def benchmark(
     Args:
         experiment: as in `run`.
         overrides: as in `run`.
-        strategies: names of strategies; default: the strategies in the experiment's ``compare`` section.
-        workers: numbers of workers; default: the numbers in the experiment's ``compare`` section.
+        strategies: names of strategies; default: the strategies in the experiment's ``benchmark`` section.
+        workers: numbers of workers; default: the numbers in the experiment's ``benchmark`` section.
         repeats: number of times to measure each configuration; configurations alternate.
         scaling: "strong" keeps the global batch size, "weak" the batch size per worker; "both" measures both.
         batch_sizes: batch sizes per device to measure the experiment's configuration with; "auto" doubles its batch

@@ -48,14 +48,14 @@ def benchmark(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Strategies to measure, e.g. single,ddp. Default: the strategies in the file's compare section.",
+            help="Strategies to measure, e.g. single,ddp. Default: the strategies in the file's benchmark section.",
         ),
     ] = None,
     workers: Annotated[
         str | None,
         typer.Option(
             metavar="N,...",
-            help="Numbers of workers, e.g. 1,2,4. Default: the numbers in the file's compare section.",
+            help="Numbers of workers, e.g. 1,2,4. Default: the numbers in the file's benchmark section.",
         ),
     ] = None,
     scaling: Annotated[
@@ -95,7 +95,7 @@ def benchmark(
         typer.Option(
             min=1,
             metavar="SECONDS",
-            help="Time budget to measure a RUN again, in seconds. Default: the run's measure.budget_s.",
+            help="Time budget to measure a RUN again, in seconds. Default: the run's benchmark.time_budget_s.",
         ),
     ] = None,
     directory: Directory = Path("runs"),

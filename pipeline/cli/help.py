@@ -28,7 +28,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "export": (
             "pipeline export latest --to model",
-            "pipeline export latest --to model --format torch-export --checkpoint best",
+            "pipeline export latest --to model --checkpoint best --onnx",
         ),
     },
     "Look at results": {

@@ -29,14 +29,6 @@ class SplitName(StrEnum):
     validation = "validation"
 
 
-class FormatName(StrEnum):
-    """Format of an exported model."""
-
-    safetensors = "safetensors"
-    torch_export = "torch-export"
-    onnx = "onnx"
-
-
 def evaluate(
     run: RunArgument,
     overrides: Overrides = None,
@@ -80,14 +72,9 @@ def export(
     to: Annotated[
         Path, typer.Option("--to", metavar="FOLDER", show_default=False, help="Folder for the files; must be empty.")
     ],
-    form: Annotated[
-        FormatName,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="safetensors (load it with the model's class), torch-export (load it with torch alone), or onnx.",
-        ),
-    ] = FormatName.safetensors,
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="Also write the model in ONNX. Needs the packages onnx and onnxscript.")
+    ] = False,
     checkpoint: CheckpointOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that is not empty, and replace an earlier export.")
@@ -96,20 +83,24 @@ def export(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Export the trained model of a run: weights or a program, with a script that loads it without pipeline."""
+    """Export the trained model of a run: its weights, and a program that runs without the model's code."""
     from pipeline.commands import export as exporting
-    from pipeline.commands.exported_files import LOADER
+    from pipeline.commands.exported_files import README
+    from pipeline.recording.terminal import write
 
     folder = find_trained(run, directory)
-    exporting.refuse(form=form.value, to=to, force=force)
+    exporting.check_options(onnx=onnx, to=to, force=force)
     with opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal):
         stages.begin("importing torch")
-        exported = exporting.export(experiment, folder=folder, to=to, form=form.value, checkpoint=checkpoint)
+        exported = exporting.export(experiment, folder=folder, to=to, checkpoint=checkpoint, onnx=onnx)
         stages.end()
     if as_json:
         typer.echo(exported.model_dump_json(indent=2))
         return
-    terminal.progress.print(f"{exported.title}, in {to}:", markup=False, soft_wrap=True)
+    write(terminal.progress, f"{exported.model['_target_']} of run {exported.run}")
+    write(terminal.progress, str(exported.weights))
     for path in sorted(to.iterdir()):
         terminal.progress.print(f"  {path.name:<20} {decimal(path.stat().st_size)}", markup=False, soft_wrap=True)
-    terminal.result.print(f"python {to / LOADER}", markup=False, soft_wrap=True)
+    if exported.no_program:
+        write(terminal.warnings, f"note: no program was written: {exported.no_program}")
+    write(terminal.result, f"To load it, see {to / README}")

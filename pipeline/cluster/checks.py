@@ -115,8 +115,10 @@ class NodeChecks:
         for package in answer.missing_packages:
             remedy = "." if parallel.ship_code else ", or set parallel.ship_code to true."
             yield f"it can't import {package}, a package of this project. Install it there{remedy}"
-        if parallel.interface is not None and parallel.interface not in answer.interfaces:
-            yield f"parallel.interface: it has no interface {parallel.interface}, only {', '.join(answer.interfaces)}"
+        interface = parallel.network_interface
+        if interface is not None and interface not in answer.interfaces:
+            found = ", ".join(answer.interfaces)
+            yield f"parallel.network_interface: the node has no interface {interface}, only {found}"
         if answer.driver is not None:
             yield answer.driver
         if answer.storage is not None:

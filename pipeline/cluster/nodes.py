@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.cluster.node_facts import NodeFacts, collect
@@ -16,8 +16,6 @@ from pipeline.wording import last_line
 
 ANSWER_S = 60.0
 """Longest wait for a node's answer; Ray starts a process for it, and may fetch the project's code first."""
-_CLOCK_ROUNDS = 5
-_CLOCK_TIMEOUT_S = 5.0
 
 
 class NodeQuestion:
@@ -88,21 +86,3 @@ def pinned(function: Callable[..., object], *, node: str, gpus: int = 0) -> Any:
     """Return a function as a Ray task of one node; it reserves no CPU, so that busy nodes run it, too."""
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     return ray.remote(function).options(num_cpus=0, num_gpus=gpus, max_retries=0, scheduling_strategy=place)
-
-
-def compare_clock(facts: NodeFacts) -> NodeFacts:
-    """Compare clocks by the fastest of a few round trips, as NTP does; the node's task process is already running."""
-    assert facts.ray_node
-    with by_value(collect):
-        ask = pinned(collect.clock, node=facts.ray_node)
-        trips = []
-        for _ in range(_CLOCK_ROUNDS):
-            start = time.time()
-            try:
-                there = ray.get(ask.remote(), timeout=_CLOCK_TIMEOUT_S)
-            except (RayError, GetTimeoutError):
-                return facts  # not compared
-            end = time.time()
-            trips.append((end - start, there - (start + end) / 2))
-    trip, ahead = min(trips)
-    return facts.model_copy(update={"clock_ahead_s": ahead, "clock_error_s": trip / 2})

@@ -1,16 +1,20 @@
 """``pipeline check``: each file is checked in a child process, so that a crash there is an error like others."""
 
+import difflib
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.config import source
 from pipeline.config.hidden_libraries import check_libraries
 from pipeline.config.load import ExperimentFile, load
+from pipeline.config.rewrite import rewrite
 from pipeline.driver.execute import explained
-from pipeline.errors import ExperimentError, PipelineError, TrainingError
+from pipeline.errors import ExperimentError, PipelineError, TrainingError, UsageError
 from pipeline.launchers._head_start import find_libraries
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced, AnyEvent
@@ -54,6 +58,26 @@ def iter_checks(names: Sequence[str], *, with_data: bool) -> Iterator[tuple[str,
             yield name, partial(check, file, with_data=with_data)
         else:
             yield name, partial(CheckResult, file)
+
+
+def fix_file(path: Path) -> Iterator[str]:
+    """Rewrite keys of earlier versions in an experiment file and in those that it extends; yield each difference.
+
+    Raises:
+        UsageError: a file can't be read or written.
+        ExperimentError: a file isn't YAML, or its layout can't be kept.
+    """
+    for file in (path, *source.read(str(path)).bases):
+        text = source.read_text(file)
+        if (new := rewrite(text, name=str(file))) != text:
+            try:
+                file.write_text(new, encoding="utf-8", newline="")
+            except OSError as error:
+                raise UsageError(f"{file}: cannot be written: {error.strerror}") from None
+            lines = difflib.unified_diff(
+                text.splitlines(), new.splitlines(), f"{file} (before)", str(file), lineterm=""
+            )
+            yield "\n".join(lines)
 
 
 def _load(name: str) -> ExperimentFile | PipelineError:
@@ -116,7 +140,7 @@ def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[Any
             preflight.check(file, with_data=True)
         raise
     skipped = try_batch.find_reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
-    if skipped and not file.experiment.is_streamed:
+    if skipped:
         with explained(file):
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data and not skipped:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
-from pipeline.config.schema import Comparison
+from pipeline.config.schema import Configuration
 from pipeline.driver import resume
 from pipeline.driver.checkpoint_choice import choose, ended_training
 from pipeline.planning.layout import Planner
@@ -60,7 +60,7 @@ def make(file: ExperimentFile, *, state: RunState, checkpoint: str | None, split
     with planning(file, resumes=True) as (allowed, resources):
         chosen = choose(file, folder=state.folder, wanted=checkpoint, allowed=allowed)
         planner = Planner(file.experiment, resources, allowed)
-        own = Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
+        own = Configuration(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
         trial = planner.trial(
             Evaluation,
             own,

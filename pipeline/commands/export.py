@@ -1,12 +1,11 @@
 """``pipeline export``: a trained model as files that other programs load without this project."""
 
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.commands.exported_files import Exported, Form, Weights, described, write_files
+from pipeline.commands.exported_files import Exported, Weights, write_files
 from pipeline.config.extras import install_command
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
@@ -27,36 +26,36 @@ from pipeline.training.checkpoints.storage import Storage, address_of
 if TYPE_CHECKING:
     from pipeline.training.portable import PortableModel
 
-_PACKAGES: Mapping[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxscript")}
-"""Packages that a format needs beside those of this project."""
+_FOR_ONNX = ("onnx", "onnxscript")
+"""Packages that ONNX needs in addition to this project's."""
 
 
-def refuse(*, form: Form, to: Path, force: bool) -> None:
-    """Refuse what can't work, before anything is loaded.
+def check_options(*, onnx: bool, to: Path, force: bool) -> None:
+    """Check what can't work, before anything is loaded.
 
     Raises:
-        UsageError: packages of the format are not installed, or the folder is in use.
+        UsageError: packages for ONNX are not installed, or the folder is in use.
     """
-    if missing := [name for name in _PACKAGES.get(form, ()) if find_spec(name) is None]:
-        raise UsageError(
-            f"--format {form} needs {' and '.join(missing)}: {install_command(*missing)}. Or use --format torch-export."
-        )
+    if onnx and (missing := [name for name in _FOR_ONNX if find_spec(name) is None]):
+        raise UsageError(f"--onnx needs {' and '.join(missing)}. Install: {install_command(*missing)}")
     if to.exists() and not to.is_dir():
         raise UsageError(f"--to {to}: is a file; name a folder")
     if to.is_dir() and any(to.iterdir()) and not force:
         raise UsageError(f"--to {to}: is not empty; name another folder, or add --force to write into it")
 
 
-def export(file: ExperimentFile, *, folder: Path, to: Path, form: Form, checkpoint: str | None) -> Exported:
+def export(
+    file: ExperimentFile, *, folder: Path, to: Path, checkpoint: str | None = None, onnx: bool = False
+) -> Exported:
     """Export the weights of a run that has ended; the run doesn't change.
 
     Args:
         file: the experiment of the run, as in its folder.
         folder: the run's folder.
-        to: folder for the files, after `refuse`.
-        form: format of the model.
+        to: folder for the files, after `check_options`.
         checkpoint: best, last or a step; None: the run's result, which a run that hasn't finished has in its best
             checkpoint, or else in its last.
+        onnx: also write the model in ONNX.
 
     Raises:
         PipelineError: ready to be shown.
@@ -66,9 +65,7 @@ def export(file: ExperimentFile, *, folder: Path, to: Path, form: Form, checkpoi
     with explained(file):
         allowed = preflight.check(file, with_weights=False)
         weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed)
-        exported = described(file.experiment, model, run=id_of(folder), form=form, weights=weights)
-        write_files(exported, model, experiment=file.experiment, to=to)
-    return exported
+        return write_files(model, experiment=file.experiment, run=id_of(folder), weights=weights, to=to, onnx=onnx)
 
 
 def _loaded(

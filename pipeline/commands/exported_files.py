@@ -1,4 +1,4 @@
-"""Files of an exported model: ``model.json``, which describes it, the model, ``load.py`` and the experiment."""
+"""Files of an exported model: the model, ``model.json``, which describes it, a README and the experiment."""
 
 import json
 import shutil
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pipeline.commands.loader_script import loader_script
+from pipeline.commands.export_readme import format_readme
 from pipeline.config import deferred
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import to_yaml
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from pipeline.training.portable import PortableModel
 
-Form = Literal["safetensors", "torch-export", "onnx"]
-DESCRIPTION, LOADER, EXPERIMENT = "model.json", "load.py", "experiment.yaml"
+DESCRIPTION, README, EXPERIMENT = "model.json", "README.md", "experiment.yaml"
 
 
 class Weights(Frozen):
@@ -58,7 +57,6 @@ class Exported(Frozen):
     run: str
     """Id of the run."""
     experiment: str
-    format: Form
     weights: Weights
     inputs: Inputs | Mapping[str, Inputs] | None
     """Inputs of the model, by name if they have names; None if they are no tensors."""
@@ -68,15 +66,11 @@ class Exported(Frozen):
     """Component that builds the model, as in the experiment."""
     torch: str
     """Version of torch that wrote it."""
-
-    @property
-    def title(self) -> str:
-        """Model, run and weights in words."""
-        return f"{self.model['_target_']} of run {self.run}, {self.weights}"
+    no_program: str = ""
+    """Reason why there is no program; empty if there is one."""
 
 
-def described(experiment: Experiment, model: "PortableModel", *, run: str, form: Form, weights: Weights) -> Exported:
-    """Return the description of a model that is to be exported."""
+def _described(experiment: Experiment, model: "PortableModel", *, run: str, weights: Weights) -> Exported:
     import torch
 
     example = model.example
@@ -88,7 +82,6 @@ def described(experiment: Experiment, model: "PortableModel", *, run: str, form:
     return Exported(
         run=run,
         experiment=experiment.name,
-        format=form,
         weights=weights,
         inputs=inputs,
         precision=experiment.train.precision,
@@ -110,23 +103,28 @@ def _filled(value: Any, known: Mapping[str, int]) -> Any:
     return [_filled(inner, known) for inner in value] if isinstance(value, Sequence) else value
 
 
-def write_files(exported: Exported, model: "PortableModel", *, experiment: Experiment, to: Path) -> None:
+def write_files(
+    model: "PortableModel", *, experiment: Experiment, run: str, weights: Weights, to: Path, onnx: bool
+) -> Exported:
     """Write all files; those of an earlier export in the folder are replaced together.
 
     Raises:
+        UsageError: the model can't be written in ONNX.
         ResourceError: the folder can't be written.
     """
     from pipeline.training.portable import FILES, write_model
 
     stages.begin("exporting the model")
+    exported = _described(experiment, model, run=run, weights=weights)
     is_new = not to.exists()
     try:
         to.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".export-", dir=to) as folder:
-            write_model(model, exported.format, Path(folder))
-            for name, text in _texts(exported, experiment, target=experiment.model.target).items():
+            reason = write_model(model, Path(folder), onnx=onnx)
+            exported = exported.model_copy(update={"no_program": reason})
+            for name, text in _texts(exported, experiment).items():
                 (Path(folder) / name).write_text(text, encoding="utf-8")
-            for name in FILES.values():
+            for name in FILES:
                 (to / name).unlink(missing_ok=True)
             for path in Path(folder).iterdir():
                 shutil.move(path, to / path.name)
@@ -136,20 +134,21 @@ def write_files(exported: Exported, model: "PortableModel", *, experiment: Exper
         if is_new:
             with suppress(OSError):  # it has the files
                 to.rmdir()
+    return exported
 
 
-def _texts(exported: Exported, experiment: Experiment, *, target: str) -> dict[str, str]:
+def _texts(exported: Exported, experiment: Experiment) -> dict[str, str]:
     from pipeline.training.parts import model_seed
 
     inputs = exported.inputs
     given = inputs if isinstance(inputs, Mapping) else {"": inputs} if inputs is not None else {}
-    script = loader_script(
-        exported.format,
-        origin=f"Run {exported.run}, {exported.weights}",
-        target=target,
-        is_double=exported.precision == "fp64",
+    readme = format_readme(
+        exported.model,
+        origin=f"run {exported.run}, {exported.weights}",
         inputs={name: ((2, *(size or 1 for size in one.shape[1:])), one.dtype) for name, one in given.items()},
+        no_program=exported.no_program,
+        is_double=exported.precision == "fp64",
         seed=model_seed(experiment),
     )
     about = json.dumps(exported.model_dump(mode="json"), indent=1)
-    return {DESCRIPTION: f"{about}\n", LOADER: script, EXPERIMENT: to_yaml(experiment)}
+    return {DESCRIPTION: f"{about}\n", README: readme, EXPERIMENT: to_yaml(experiment)}

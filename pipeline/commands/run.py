@@ -187,10 +187,8 @@ def dry_run(
 
 def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, quick: bool, as_json: bool) -> str:
     plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
-    sizes = None
-    if not file.experiment.is_streamed:
-        with explained(file):
-            sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
+    with explained(file):
+        sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
     if (initial := initial_weights.find(file.experiment)) is not None:
         plan = plan.model_copy(update={"notes": (f"starts from {initial.source}", *plan.notes)})
     if file.bases:

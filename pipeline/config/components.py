@@ -23,10 +23,10 @@ _PASSED = {
     "optimizers": ("the model's parameters",),
     "scheduler": ("the optimizer",),
     "schedulers": ("the optimizer",),
-    "tracking.trackers": ("the run's folder",),
-    "order": ("the training set", "the epoch", "a generator"),
-    "order.weights": ("the training set",),
-    "order.bucket_by": ("the training set",),
+    "tracking.loggers": ("the run's folder",),
+    "sampler": ("the training set", "the epoch", "a generator"),
+    "sampler.weights": ("the training set",),
+    "sampler.bucket_by": ("the training set",),
     DEFAULT_COLLATE: ("the samples",),
 }
 """Positional arguments that components are called with, by their key or target."""
@@ -144,15 +144,14 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
     for section in ("optimizers", "schedulers"):
         for name, component in getattr(experiment, section).items():
             yield keys.child(section, name), component
-    if experiment.order is not None:
-        yield from experiment.order.components
+    if experiment.sampler is not None:
+        yield from experiment.sampler.components
     for name in ("collate", "evaluation_collate"):
         if component := getattr(experiment.loader, name):
             yield f"loader.{name}", component
     for name, component in experiment.metrics.items():
         yield f"metrics.{name}", component
-    for index, component in enumerate(experiment.tracking.trackers):
-        yield f"tracking.trackers[{index}]", component
+    yield from experiment.tracking.custom_loggers.items()
 
 
 class _Resolved(NamedTuple):

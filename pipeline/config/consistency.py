@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pipeline.config import finetuning, keys, lightning_module, removed, task_consistency
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import name_problems, source_of
-from pipeline.config.sample_order import KINDS
+from pipeline.config.sampler import KINDS
 from pipeline.config.schema import Experiment, followed
 from pipeline.config.sweep import misused
 from pipeline.errors import Problem
@@ -102,10 +102,10 @@ def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:
             "train.global_batch_size",
             f"{size} samples cannot be split over {workers} workers. Use at least {workers}, or fewer workers.",
         )
-    for i, entry in enumerate(experiment.compare):
+    for key, entry in experiment.benchmark.entries.items():
         if size < (entry.workers or 1):
             yield Problem(
-                f"compare[{i}].workers",
+                f"{key}.workers",
                 f"a global batch of {size} samples cannot be split over {entry.workers} workers. Use at most {size}.",
             )
     share = size // workers
@@ -127,7 +127,7 @@ def _taken_tags(experiment: Experiment) -> Iterator[Problem]:
 def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
     """Find keys that only Ray reads, written for a launcher that starts workers on this machine."""
     if parallel.launcher in ("inprocess", "torchrun"):
-        for name in ("placement", "resources_per_worker", "interface"):
+        for name in ("placement", "resources_per_worker", "network_interface"):
             if getattr(parallel, name) != Parallel.model_fields[name].default:
                 message = f"has no effect with launcher: {parallel.launcher}. Set launcher: ray, or remove this key."
                 yield Problem(f"parallel.{name}", message)
@@ -141,7 +141,7 @@ def _layouts(experiment: Experiment) -> Iterator[Problem]:
     if experiment.train.memory_format != "channels_last":
         return
     strategies = {"parallel.strategy": experiment.parallel.strategy}
-    strategies |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
+    strategies |= {f"{key}.strategy": entry.strategy for key, entry in experiment.benchmark.entries.items()}
     for key, strategy in strategies.items():
         if strategy == "fsdp":
             message = "fsdp cannot shard channels_last parameters. Set ddp, or train.memory_format: contiguous."
@@ -167,9 +167,9 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
     if experiment.train.compile is not None:
         message = "needs batches of all sizes before the first step, and a stream has none. Remove this key."
         yield Problem("train.compile", message)
-    if experiment.order is not None:
+    if experiment.sampler is not None:
         message = "has no effect on pipeline.data.streamed. Remove this key, and shuffle the rows with Ray Data."
-        yield Problem("order", message)
+        yield Problem("sampler", message)
     for name in ("num_workers", "collate", "evaluation_collate"):
         if getattr(loader, name):
             message = (
@@ -180,18 +180,18 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
 
 def _order(experiment: Experiment) -> Iterator[Problem]:
     """Find keys that the section ``order`` doesn't have, and more or less than one of those that it has."""
-    order = experiment.order
+    order = experiment.sampler
     if order is None:
         return
     unknown = list(order.arguments) if order.target is None else []
     for name in unknown:
-        key, hint = keys.child("order", name), did_you_mean(name, KINDS) or f"; order takes {', '.join(KINDS)}"
+        key, hint = keys.child("sampler", name), did_you_mean(name, KINDS) or f"; sampler takes {', '.join(KINDS)}"
         remedy = removed.KEYS.get(key)
         yield Problem(key, f"was removed. {remedy}" if remedy else f"unknown key{hint}")
     if len(order.given) > 1:
-        yield Problem("order", f"{' and '.join(order.given)} cannot be combined. Keep one of them.")
+        yield Problem("sampler", f"{' and '.join(order.given)} cannot be combined. Keep one of them.")
     elif not (order.given or unknown):
-        yield Problem("order", f"is empty. Set one of {', '.join(KINDS)}.")
+        yield Problem("sampler", f"is empty. Set one of {', '.join(KINDS)}.")
 
 
 def _swept(experiment: Experiment) -> Iterator[Problem]:

@@ -10,14 +10,14 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 OPTIONAL_PACKAGES: Mapping[str, str] = {
     "cookiecutter": "pipeline new",
     "lightning": "pipeline.tasks.Lightning",
-    "onnx": "pipeline export --format onnx",
-    "onnxscript": "pipeline export --format onnx",
+    "onnx": "pipeline export --onnx",
+    "onnxscript": "pipeline export --onnx",
     "optuna": "sweep: {search: optuna}",
     "ray[default]": "pipeline submit",
     "s3fs": "checkpoint.directory: s3://...",
-    "tensorboard": "tracking.also: [tensorboard]",
+    "tensorboard": "tracking.loggers: [tensorboard]",
     "transformers": "pipeline.models.pretrained, pipeline.data.texts",
-    "wandb": "tracking.also: [wandb]",
+    "wandb": "tracking.loggers: [wandb]",
 }
 """Features that need an optional package, by the name of the package on the package index.
 

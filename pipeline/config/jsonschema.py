@@ -33,26 +33,20 @@ _SCHEDULERS = (
 )
 SUGGESTED: Mapping[str, tuple[str, ...]] = {
     "model": (
-        "pipeline.models.DCGAN",
         "pipeline.models.MLP",
         "pipeline.models.GPT",
         "pipeline.models.resnet18",
-        "pipeline.models.resnet34",
         "pipeline.models.resnet50",
-        "pipeline.models.SimCLR",
         "pipeline.models.pretrained",
     ),
     "data": (
         "pipeline.data.digits",
-        "pipeline.data.cifar10",
         "pipeline.data.characters",
         "pipeline.data.tabular",
         "pipeline.data.texts",
         "pipeline.data.arrays",
         "pipeline.data.tokens",
-        "pipeline.data.with_noise",
         "pipeline.data.streamed",
-        "pipeline.data.two_views",
     ),
     "loss": (
         "torch.nn.CrossEntropyLoss",
@@ -66,10 +60,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.tasks.Supervised",
         "pipeline.tasks.LanguageModel",
         "pipeline.tasks.FromModel",
-        "pipeline.tasks.contrastive.Contrastive",
-        "pipeline.tasks.loss_terms.LossTerms",
         "pipeline.tasks.Lightning",
-        "pipeline.tasks.gan.GAN",
     ),
     "metrics": (
         "torchmetrics.classification.MulticlassAccuracy",

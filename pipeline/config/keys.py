@@ -1,4 +1,4 @@
-"""Dotted keys such as "train.epochs" and "compare[0].strategy", and their parts."""
+"""Dotted keys such as "train.epochs" and "benchmark.baseline.strategy", and their parts."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ def child(key: str, part: Part) -> str:
 
 
 def join(parts: Iterable[Part]) -> str:
-    """Return the dotted key of a path, e.g. "compare[0].strategy" for ("compare", 0, "strategy")."""
+    """Return the dotted key of a path, e.g. "betas[0].x" for ("betas", 0, "x")."""
     key = ""
     for part in parts:
         key = child(key, part)
@@ -45,7 +45,7 @@ def split(key: str) -> tuple[Part, ...]:
 
 
 def ancestors(key: str) -> Iterator[str]:
-    """Yield the key itself, then each section around it, innermost first; "compare.0" counts as "compare[0]"."""
+    """Yield the key itself, then each section around it, innermost first; "betas.0" counts as "betas[0]"."""
     yield key
     key = _DOTTED_INDEX.sub(r"[\1]", key)
     while key:

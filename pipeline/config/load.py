@@ -19,6 +19,7 @@ from pipeline.config import (
     lightning_module,
     messages,
     removed,
+    renamed,
     source,
     sweep,
     tracking_address,
@@ -76,7 +77,8 @@ class ExperimentFile:
 def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
     """Load an experiment file, with ``key=value`` overrides applied before interpolation.
 
-    Of a recorded run, values that no longer exist and that had no effect on the training are left out.
+    Of a recorded run, keys get the names that they have now, and values that no longer exist and had no effect on the
+    training are left out.
 
     Raises:
         UsageError: the file can't be read, or an override is malformed.
@@ -85,6 +87,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
     read = source.read(str(path))
     if Path(path).with_name(_JOURNAL).is_file():
         removed.drop_without_effect(read.tree)
+        renamed.translate(read.tree)
     return checked(str(path), read, overrides)
 
 

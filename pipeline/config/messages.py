@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import keys, removed
+from pipeline.config import keys, removed, renamed
 from pipeline.config.dialect import Loader
 from pipeline.config.jsonschema import Schema, Shape
 from pipeline.config.keys import Part
@@ -92,6 +92,8 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape, data
             return "is an empty list. Add an entry, or remove the key."
         case "value_error" if "enum" not in schema:
             given = details["input"]
+            if remedy := _find_remedy(given, parts):
+                return remedy
             written = _CREDENTIALS.sub("", given) if isinstance(given, str) else given
             return f"is {shown(written)}; {details['ctx']['error']}"
     return _wrong(details["input"], parts, shape)
@@ -101,6 +103,8 @@ def _unknown(parts: tuple[Part, ...], shape: Shape, data: object) -> str:
     *section, name = parts
     if remedy := removed.KEYS.get(keys.join(parts)):
         return f"was removed. {remedy}"
+    if new := renamed.KEYS.get(keys.join(parts)):
+        return f"is called {new} now. To rewrite the file, use: pipeline check --fix FILE"
     fields = shape.fields(section)
     if near := nearest(str(name), fields):
         return f"unknown key; did you mean {near}?"
@@ -129,10 +133,16 @@ def _missing(parts: tuple[Part, ...], section: object, schema: Schema) -> str:
     return f"missing; {_description(schema)}"
 
 
+def _find_remedy(value: object, parts: tuple[Part, ...]) -> str:
+    """Return what to use instead of a value of an earlier version; empty for other values."""
+    remedy = removed.VALUES.get((_without_indices(parts), value)) if isinstance(value, str) else None
+    return f"{value} was removed. {remedy}" if remedy else ""
+
+
 def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
     schema = shape.at(parts)
-    if isinstance(value, str) and (remedy := removed.VALUES.get((_without_indices(parts), value))):
-        return f"{value} was removed. {remedy}"
+    if remedy := _find_remedy(value, parts):
+        return remedy
     if shape.is_component(parts) or parts[-1:] == ("_target_",):
         return f"is {shown(value)}; write _target_: {_target_in(value)}"
     if fields := shape.fields(parts):

@@ -82,7 +82,7 @@ class Parallel(Section):
     placement: Literal["pack", "spread", "strict_spread"] = "pack"
     """Placement of the workers by Ray. pack: on few nodes. spread: on many nodes. strict_spread: each on a separate
     node."""
-    interface: Writable | None = None
+    network_interface: Writable | None = None
     """Network interface for gloo and NCCL on all nodes. Default: the interface of the address that Ray uses."""
     ports: PortRange | None = None
     """[first, last]: ports on which the driver and, with Ray, rank 0 listen for workers. A run needs three ports, and

@@ -1,15 +1,18 @@
 """The experiment file as frozen, strict types; their docstrings are the descriptions in JSON Schema and docs/keys.md.
 
-The larger sections have files of their own: `sample_order`, `train`, `parallel` and `sweep`.
+The larger sections have files of their own: `sampler`, `train`, `parallel` and `sweep`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_serializer,
     field_validator,
     model_serializer,
@@ -20,7 +23,7 @@ from pipeline.config import lightning_module
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.named_optimizers import NamedOptimizer
 from pipeline.config.parallel import Parallel
-from pipeline.config.sample_order import OrderOptions
+from pipeline.config.sampler import SamplerOptions
 from pipeline.config.sweep import Sweep
 from pipeline.config.train import Train
 from pipeline.config.uris import expand_home, problem_of, without_credentials
@@ -81,26 +84,30 @@ class Checkpoint(Section):
     """Folder or address (s3://bucket/folder) for checkpoints, with a subfolder per run. Default: the run's folder."""
 
 
-class Comparison(Section):
-    """Entry of ``compare``: strategy, workers and options to use instead of the values in ``parallel``."""
+class Configuration(Section):
+    """Strategy, workers and options to use instead of the values in ``parallel``."""
 
     strategy: StrategyName
-    """Parallel strategy of this entry."""
+    """Parallel strategy of this configuration."""
     workers: Positive | None = None
-    """Workers of this entry; default: parallel.workers if the strategy runs several processes, else 1."""
+    """Workers of this configuration; default: parallel.workers if the strategy runs several processes, else 1."""
     options: Mapping[str, Any] = {}
     """Options of the strategy."""
 
 
-class Measure(Section):
-    """Measurement of speedups, and of the throughput of each configuration of a comparison."""
+class Benchmark(Section):
+    """Measurement of the speedup over a baseline, and of the throughput of other configurations."""
 
-    pairs: Annotated[int, Field(ge=5)] = 16
+    baseline: Configuration = Configuration(strategy="single")
+    """Configuration that the speedup is measured against. Default: one worker without a strategy."""
+    configurations: tuple[Configuration, ...] = ()
+    """Further configurations for ``pipeline benchmark``."""
+    rounds: Annotated[int, Field(ge=5)] = 16
     """Maximum number of rounds of a speedup measurement. A round times the baseline and the training run once each."""
-    budget_s: PositiveFloat = 30.0
+    time_budget_s: PositiveFloat = 30.0
     """Time budget for these rounds, in seconds. At least 5 rounds run, or at least 2 if 5 rounds would take more than
     1.5 times the budget. All measurements after the training take about twice the budget at most."""
-    interval: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    confidence_level: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Confidence level of the confidence interval of a speedup."""
     warmup_steps: NotNegative = 3
     """Steps before the first timed window."""
@@ -118,7 +125,13 @@ class Measure(Section):
     @property
     def limit_s(self) -> float:
         """Time limit in seconds for all measurements after a training."""
-        return 2 * self.budget_s
+        return 2 * self.time_budget_s
+
+    @property
+    def entries(self) -> dict[str, Configuration]:
+        """Configurations by key, the baseline first."""
+        others = {f"benchmark.configurations[{i}]": entry for i, entry in enumerate(self.configurations)}
+        return {"benchmark.baseline": self.baseline, **others}
 
     @property
     def total_steps(self) -> int:
@@ -142,6 +155,17 @@ class RegisteredModel(Section):
         return alias
 
 
+def _logger(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return handler(value)
+    except ValidationError:
+        raise ValueError(f"write {', '.join(get_args(LoggerName))}, or _target_: package.name") from None
+
+
+LoggerName = Literal["tensorboard", "wandb"]
+Logger = Annotated[LoggerName | Component, WrapValidator(_logger)]
+
+
 class Tracking(Section):
     """Destinations of the results: MLflow, a folder for each run, and other trackers."""
 
@@ -162,11 +186,21 @@ class Tracking(Section):
     names."""
     tags: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./ -]*$", max_length=250)], str] = {}
     """Additional tags of the run in MLflow, e.g. {team: vision}. The names of pipeline's tags cannot be used."""
-    also: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Additional trackers. They write into the run's folder: tensorboard/ and wandb/. wandb also sends the results to
-    Weights & Biases. The packages tensorboard and wandb must be installed."""
-    trackers: tuple[Component, ...] = ()
-    """Additional custom trackers. Each is built with the run's folder and receives every event."""
+    loggers: tuple[Logger, ...] = ()
+    """Destinations in addition to MLflow: tensorboard, wandb, or components. tensorboard and wandb write into the run's
+    folder; wandb also sends the results to Weights & Biases. Their packages must be installed. A component is built
+    with the run's folder and receives every event."""
+
+    @property
+    def named_loggers(self) -> tuple[str, ...]:
+        """Loggers that are given by name."""
+        return tuple(logger for logger in self.loggers if isinstance(logger, str))
+
+    @property
+    def custom_loggers(self) -> dict[str, Component]:
+        """Components among the loggers, by key."""
+        loggers = enumerate(self.loggers)
+        return {f"tracking.loggers[{i}]": logger for i, logger in loggers if isinstance(logger, Component)}
 
     @field_serializer("uri")
     def _written_without_credentials(self, uri: str) -> str:
@@ -198,7 +232,7 @@ class Experiment(Section):
     data: Component
     """Any callable that returns a training dataset, a validation dataset or None, and optionally a test dataset. The
     datasets are map-style or iterable, or pipeline.data.streamed. The test dataset is evaluated once, at the end."""
-    order: OrderOptions | None = None
+    sampler: SamplerOptions | None = None
     """Sampling of the training samples. Default: shuffled, each sample once per epoch."""
     loader: Loader = Loader()
     loss: Component | None = None
@@ -229,9 +263,7 @@ class Experiment(Section):
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
-    compare: Annotated[tuple[Comparison, ...], Field(min_length=1)] = (Comparison(strategy="single"),)
-    """Configurations to compare the run with. The first entry is the baseline of the speedup."""
-    measure: Measure = Measure()
+    benchmark: Benchmark = Benchmark()
     tracking: Tracking = Tracking()
     sweep: Sweep | None = None
     """Parameters that ``pipeline sweep`` varies; other commands ignore this section."""

@@ -22,7 +22,8 @@ _USUAL = "experiments"
 _MOST_NAMED = 5
 _MOST_BYTES = 2**20
 _REPLACED_IN = "sweep.parameters"
-_REPLACED = "order"  # a single choice, not several settings
+_REPLACED = ("sampler", "benchmark.baseline")
+"""Sections that are a single choice, not several settings."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def read(name: str, *, extending: tuple[Path, ...] = ()) -> Source:
         ExperimentError: one of the files isn't YAML, or the file that one extends can't be read or extends it again.
     """
     path = Path(name)
-    tree, numbers = _parse(_text(path), name)
+    tree, numbers = _parse(read_text(path), name)
     own = Source(tree, {key: Line(name, number) for key, number in numbers.items()})
     return extended(own, name=name, folder=path.parent, extending=(*extending, path.resolve()))
 
@@ -84,7 +85,7 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any], *, key: str, replac
     for name, value in own.items():
         there, before = keys.child(key, name), base.get(name)
         are_sections = isinstance(value, Mapping) and isinstance(before, Mapping) and "_target_" not in value
-        if are_sections and key != _REPLACED_IN and there != _REPLACED:
+        if are_sections and key != _REPLACED_IN and there not in _REPLACED:
             result[name] = _merged(base[name], value, key=there, replaced=replaced)
         else:
             result[name] = value
@@ -101,7 +102,8 @@ def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
     return tree, file_lines
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Read the text of an experiment file; raise as `read`."""
     try:
         with path.open("rb") as file:  # limited: it may be a device or a checkpoint
             content = file.read(_MOST_BYTES + 1)

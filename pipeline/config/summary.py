@@ -13,7 +13,7 @@ from pipeline.config.schema import Experiment
 
 
 def flatten(experiment: Experiment) -> dict[str, str]:
-    """Return dotted keys with their values as strings, e.g. {"compare[0].strategy": "single"}, for MLflow's parameters.
+    """Return dotted keys with their values as strings, e.g. {"train.epochs": "3"}, for MLflow's parameters.
 
     A list of plain values, such as an optimizer's betas, is one parameter.
     """

@@ -17,7 +17,7 @@ Varied = TypeVar("Varied")
 
 MOST_TRIALS = 10_000
 """Limit on the trials of a sweep; larger numbers are taken for typing errors."""
-_FIXED = ("name", "tracking", "sweep", "compare", "measure", "parallel", "checkpoint")
+_FIXED = ("name", "tracking", "sweep", "benchmark", "parallel", "checkpoint")
 """Sections that don't change how well a model is trained, or that all trials share."""
 _ALLOWED = "parallel.options"  # communication_hook changes the training
 

@@ -40,7 +40,7 @@ def with_optimizers(experiment: Experiment) -> Iterator[Problem]:
         )
         yield Problem("optimizers", message)
     if experiment.task is None:
-        message = "need a task that yields one loss per optimizer. Set task, for example to pipeline.tasks.gan.GAN."
+        message = "need a task that yields one loss per optimizer. Set task to a class of your package that does."
         yield Problem("optimizers", message)
     if train.compile is not None:
         message = "compiles the whole model, but a task with several optimizers calls parts of it. Remove this key."
@@ -75,7 +75,7 @@ def with_lightning(experiment: Experiment) -> Iterator[Problem]:
         message = "would compile training_step and its self.log calls"
         yield Problem("train.compile", f"{message}. Remove this key, and compile submodules in the module's __init__.")
     strategies = {"parallel.strategy": experiment.parallel.strategy}
-    strategies |= {f"compare[{i}].strategy": entry.strategy for i, entry in enumerate(experiment.compare)}
+    strategies |= {f"{key}.strategy": entry.strategy for key, entry in experiment.benchmark.entries.items()}
     for key, strategy in strategies.items():
         if strategy == "dp":
             yield Problem(key, "dp copies the module to each GPU, so its logs would be lost. Set ddp.")

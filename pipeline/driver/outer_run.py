@@ -156,7 +156,7 @@ class _Follower:
         assert self._group is not None
         assert command.channel is not None
         trial, host = trial_from_json(command.trial), command.channel.host
-        wanted = self._parallel.interface
+        wanted = self._parallel.network_interface
         own = interface_variables(address_facing(host), wanted=wanted) if host != LOOPBACK else {}
         with environment(**own), ChannelOutbox(command.channel, last_words=gone) as outbox, suppress(main.WorkerFailed):
             outbox.stop_asked |= self._has_to_stop

@@ -16,7 +16,7 @@ from pipeline import registry
 from pipeline.config import components, deferred, messages, sweep
 from pipeline.config.load import ExperimentFile
 from pipeline.config.reported import PREFIX, source_of
-from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.schema import Configuration, Experiment
 from pipeline.config.sweep import Sweep
 from pipeline.config.targets import allowed_packages, list_once
 from pipeline.config.values import Direction, Mode
@@ -47,7 +47,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
     problems += _temporary_folder_problems(file.experiment)
-    problems += also.problems(file.experiment.tracking.also)
+    problems += also.problems(file.experiment.tracking.loggers)
     if rejected := _find_rejected(file, allowed=allowed):
         error = file.explain(dict.fromkeys([*problems, *rejected]))
         raise ExperimentError(list_once(error.problems, allowed=allowed))
@@ -56,7 +56,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if "metrics" not in wrong:
         problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
-    if with_data and wrong.isdisjoint(("data", "order")) and not file.experiment.is_streamed:
+    if with_data and wrong.isdisjoint(("data", "sampler")):
         problems += refusals(lambda: data_sizes(file.experiment, allowed=allowed))
     if wrong.isdisjoint(("model", "optimizer")):
         problems += parameters.problems(file.experiment, allowed=allowed, with_weights=with_weights)
@@ -130,13 +130,15 @@ def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
-def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes:
-    """Load the data and count its samples, and the steps in an epoch of its order.
+def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes | None:
+    """Load the data and count its samples, and the steps in an epoch of its order; None if only Ray can count them.
 
     Raises:
         ExperimentError: the data can't be loaded, or is empty, or the order doesn't fit it.
         TrainingError: a sample that the order needs can't be read.
     """
+    if experiment.is_streamed:
+        return None
     with undisturbed():
         from pipeline.training import data_source, iterable_order, parts
 
@@ -217,8 +219,8 @@ def _check_plateau(mode: str, experiment: Experiment, *, judges: Mapping[str, An
 
 def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
-    main = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
-    for key, entry in (("parallel", main), *((f"compare[{i}]", entry) for i, entry in enumerate(experiment.compare))):
+    main = Configuration(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
+    for key, entry in (("parallel", main), *experiment.benchmark.entries.items()):
         strategy: Any = registry.load("strategies", entry.strategy).Strategy
         if strategy.processes == "one" and (entry.workers or 1) > 1:
             yield Problem(

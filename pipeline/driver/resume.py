@@ -18,7 +18,7 @@ LATEST = "latest"
 """Value of ``--resume``: see `newest`."""
 
 _HOW_NOT_WHAT = (
-    *("parallel.", "compare", "measure.", "loader.", "tracking.", "checkpoint.", "sweep"),
+    *("parallel.", "benchmark.", "loader.", "tracking.", "checkpoint.", "sweep"),
     *("train.compile", "train.cudnn_benchmark", "train.activation_checkpointing", "train.batch_size_per_worker"),
 )
 """Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
@@ -27,7 +27,7 @@ _BY_WORKER = "train.batch_size_per_worker"
 _NEW_ORDER = (
     "The sample order changes from this step on. In the current epoch, some samples are repeated and others are missed."
 )
-_ORDERING = ("seed", "data.", "order")
+_ORDERING = ("seed", "data.", "sampler")
 """Prefixes of keys that decide which samples are in the batch of a step."""
 
 

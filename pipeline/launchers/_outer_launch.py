@@ -45,7 +45,7 @@ def launch_on_all(trial: Trial, *, group: OuterGroup, attempt: Attempt, stop: St
     group.is_failing, group.is_stopping = False, lambda: stop.asked
     stop.is_moot = lambda: attempt.attendance.trouble_at is not None
     host = _own_address(trial, group=group)
-    own = interface_variables(host, wanted=trial.experiment.parallel.interface) if host != LOOPBACK else {}
+    own = interface_variables(host, wanted=trial.experiment.parallel.network_interface) if host != LOOPBACK else {}
     facts = facts_of_all(group.outer, timeout_s=trial.experiment.parallel.start_timeout_s)
     gpus = find_gpus(facts, each=max(1, trial.devices_per_worker))
     with environment(**own), attempt.listening(host) as address:

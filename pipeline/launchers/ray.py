@@ -210,7 +210,7 @@ class Launcher(base.Launcher):
                 "code": self._code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
-            backend_config=RendezvousConfig(interface=parallel.interface, ports=parallel.ports),
+            backend_config=RendezvousConfig(interface=parallel.network_interface, ports=parallel.ports),
             datasets=ingest.datasets(trial) if ingest else None,
             dataset_config=Dealing() if ingest else None,
             scaling_config=ScalingConfig(

@@ -174,28 +174,6 @@ def resnet18(
     )
 
 
-def resnet34(
-    num_classes: int,
-    *,
-    width: int = 64,
-    in_channels: int = 3,
-    stem: Stem = "cifar",
-    zero_init_residual: bool = False,
-    norm: Norm = "batch",
-) -> ResNet:
-    """Return a ResNet-34; arguments as for `resnet18`."""
-    return ResNet(
-        Basic,
-        depths=(3, 4, 6, 3),
-        num_classes=num_classes,
-        width=width,
-        in_channels=in_channels,
-        stem=stem,
-        zero_init_residual=zero_init_residual,
-        norm=norm,
-    )
-
-
 def resnet50(
     num_classes: int,
     *,

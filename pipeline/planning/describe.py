@@ -38,14 +38,14 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
         data += f", {sizes.test_samples} test samples" if sizes.test_samples else ""
         whole = train.length if train.steps else f"{train.steps_of(sizes.steps_per_epoch)} in {train.length}"
         steps = f"{sizes.steps_per_epoch} per epoch, {whole}, {batches}" if sizes.train_samples else steps
-    order, tracking = plan.experiment.order, plan.experiment.tracking
+    sampler, tracking = plan.experiment.sampler, plan.experiment.tracking
     drawn = sizes.epoch_samples if sizes is not None else None
     count = f", {drawn} samples in an epoch" if sizes is not None and drawn not in (None, sizes.train_samples) else ""
     lines = [
         f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
         f"machine      {plan.resources.summary}",
         f"data         {data}",
-        *([f"order        {order.words}{count}"] if order is not None else []),
+        *([f"sampler      {sampler.words}{count}"] if sampler is not None else []),
         f"steps        {steps}",
         *_describe_module(plan.experiment),
         *([f"training     {', '.join(train.extras)}"] if train.extras else []),
@@ -100,7 +100,7 @@ def record(plan: Plan, sizes: DataSizes | None) -> str:
             "seed": plan.experiment.seed,
             "machine": plan.resources.summary,
             **(sizes._asdict() if sizes is not None else dict.fromkeys(DataSizes._fields)),
-            "order": plan.experiment.order.words if plan.experiment.order is not None else None,
+            "sampler": plan.experiment.sampler.words if plan.experiment.sampler is not None else None,
             "epochs": plan.experiment.train.epochs,
             "steps": plan.experiment.train.steps,
             "global_batch_size": plan.experiment.train.global_batch_size,
@@ -123,11 +123,12 @@ def _by_worker(plan: Plan) -> str:
 
 def _describe_turns(main: Training) -> list[str]:
     """Describe the trials that the training is compared with, and what measuring them takes."""
-    measure, names = main.experiment.measure, [f"{trial.role} ({trial.title})" for trial in main.compared_with]
+    measure, names = main.experiment.benchmark, [f"{trial.role} ({trial.title})" for trial in main.compared_with]
     memory = "a second copy" if len(names) == 1 else f"{len(names)} more copies"
     return [
         f"then      {', '.join(names)}",
-        f"          alternating with the training run, at most {measure.pairs} rounds in about {measure.budget_s:g} s",
+        f"          alternating with the training run, at most {measure.rounds} rounds in about "
+        f"{measure.time_budget_s:g} s",
         f"          rank 0 holds {memory} of the model meanwhile",
     ]
 

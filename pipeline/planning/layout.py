@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 from pipeline import registry
-from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.schema import Configuration, Experiment
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Reference, Trial
@@ -41,7 +41,7 @@ class Planner:
         if workers is None and parallel.is_elastic:
             self.workers = max(parallel.least_workers, min(self.workers, self._room()))
 
-    def trial(self, kind: type[T], entry: Comparison, *, key: str = "parallel", **own: Any) -> T:
+    def trial(self, kind: type[T], entry: Configuration, *, key: str = "parallel", **own: Any) -> T:
         """Return the trial of an entry, which stands at ``key`` of the experiment file, with its role's ``own`` fields.
 
         Raises:
@@ -82,7 +82,7 @@ class Planner:
 
     def reference(self) -> Reference:
         """Return the trial of one process with all the cores; for the errors see `trial`."""
-        return self.trial(Reference, Comparison(strategy="single"), cpus_per_worker=self._cpus * self.workers)
+        return self.trial(Reference, Configuration(strategy="single"), cpus_per_worker=self._cpus * self.workers)
 
     def describe_room(self, trial: Trial) -> Iterator[str]:
         """Yield a note if there is no room now for all workers of the experiment's trial."""

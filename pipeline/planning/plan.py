@@ -7,7 +7,7 @@ from typing import Literal
 
 from pipeline import registry
 from pipeline.config.parallel import Parallel
-from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.schema import Configuration, Experiment
 from pipeline.config.values import Frozen
 from pipeline.planning.layout import Planner
 from pipeline.planning.resources import Resources
@@ -76,12 +76,12 @@ def make_plan(
     """
     planner = Planner(experiment, resources, allowed)
     parallel = experiment.parallel
-    own = Comparison(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
+    own = Configuration(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
     train_only = train_only or quick
     main = planner.trial(Training, own, train_only=train_only, is_quick=quick)
     with_baseline = with_baseline and not train_only
     others = list(_compared(main, planner=planner, experiment=experiment, resources=resources)) if with_baseline else []
-    measure = experiment.measure
+    measure = experiment.benchmark
     first_steps = {"max_steps": measure.warmup_steps + measure.steps}  # for their losses; slots have their own steps
     beside = tuple(trial.model_copy(update=first_steps) for trial in others if _runs_beside(trial, main=main))
     return Plan(
@@ -103,7 +103,7 @@ def _compared(
     main: Training, *, planner: Planner, experiment: Experiment, resources: Resources
 ) -> Iterator[Baseline | Reference]:
     """Yield the baseline, unless it is the training itself, and on CPU one process with all cores."""
-    baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
+    baseline = planner.trial(Baseline, experiment.benchmark.baseline, key="benchmark.baseline")
     if not same_work(baseline, main):
         yield baseline
     if main.device == "cpu" and main.workers > 1 and resources.is_one_node and not resources.is_divided:

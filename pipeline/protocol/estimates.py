@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipeline.protocol.trial_result import Spread
 
 CONFIDENCE = 0.95
-"""Confidence level of an interval unless ``measure.interval`` says otherwise."""
+"""Confidence level of an interval unless ``benchmark.confidence_level`` says otherwise."""
 LEAST_PAIRS = 5
 """Pairs of measurements below which an interval is so wide that it says little."""
 AUTOCORRELATION = (0.2, 0.8)

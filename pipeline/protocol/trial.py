@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
+from pipeline.config.renamed import translate
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.wording import counted, format_parallel
@@ -116,8 +117,8 @@ class Trial(Frozen):
 class Measurement(Trial):
     """The first steps of a training, timed and reported in windows, without evaluation and checkpoints."""
 
-    max_steps: int = Field(default_factory=lambda known: known["experiment"].measure.total_steps)
-    """Optimizer steps, warm-up included; by default as many as ``measure`` asks for."""
+    max_steps: int = Field(default_factory=lambda known: known["experiment"].benchmark.total_steps)
+    """Optimizer steps, warm-up included; by default as many as ``benchmark`` asks for."""
     profile: bool = False
     """True to record a torch.profiler trace of a few steps once everything is measured."""
     measures_costs: bool = False
@@ -126,7 +127,7 @@ class Measurement(Trial):
     @property
     @override
     def purpose(self) -> str:
-        measure = self.experiment.measure
+        measure = self.experiment.benchmark
         return (
             f"measures throughput in {measure.windows} windows of {measure.steps} steps after "
             f"{counted(measure.warmup_steps, 'warm-up step')}"
@@ -280,6 +281,8 @@ def trial_from_json(text: str | bytes) -> Trial:
     """
     values = json.loads(text)
     values["role"] = _EARLIER_ROLES.get(values["role"], values["role"])
+    for each in (values, *values.get("compared_with", ())):
+        translate(each["experiment"])
     kind = ROLES[values["role"]]
     others = _ONCE_SHARED - kind.model_fields.keys()  # earlier versions wrote the fields of all roles
     return kind.model_validate_json(json.dumps({name: value for name, value in values.items() if name not in others}))

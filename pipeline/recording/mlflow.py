@@ -79,7 +79,7 @@ class MlflowSubscriber:
         known: number of events in the journal of a resumed run.
         adds: True if the run has ended, and keeps its status.
         opened: called from a background thread once the store has the run, unless that is after the run's end.
-        also: trackers of ``tracking.also``, which the process feeds, too.
+        also: trackers of ``tracking.loggers``, which the process feeds, too.
 
     Raises:
         OSError: the process can't be started.

@@ -1,4 +1,4 @@
-"""Process that writes a run to MLflow and to the trackers of ``tracking.also``, each in a thread.
+"""Process that writes a run to MLflow and to the trackers of ``tracking.loggers``, each in a thread.
 
 MLflow's has a lower priority than training, and after it the usual one; the others' stay at the lower one.
 
@@ -35,8 +35,8 @@ CLOSE = b"close\n"
 _BATCH_S = 1.0
 _UPLOAD_PAUSE_S = 2.0
 _TELL_S = 0.25
-_NICE, _NICE_AT_FIRST = 10, 6
-"""Niceness beside training, and until the store has the run: its page should be there soon after the first step.
+_NICE = 6
+"""Niceness beside training; not more, since the run's page should be there soon after the first step.
 
 On Linux each thread has its own. It can't be taken back without privileges, so at the run's end, for which the user
 waits, another thread continues."""
@@ -57,7 +57,7 @@ class WriterTask(WithEnvironment):
     adds: bool = False
     """True if the run has ended, and keeps its status meanwhile."""
     also: tuple[str, ...] = ()
-    """Trackers beside MLflow, see ``tracking.also``."""
+    """Trackers beside MLflow, see ``tracking.loggers``."""
 
 
 class WriterReply(Frozen):
@@ -81,12 +81,9 @@ class Writer:
     Args:
         task: the journal and the store.
         warn: called when an outage begins and when it ends.
-        opened: called by the thread that works, once the store has the run, unless the run has ended by then.
     """
 
-    def __init__(
-        self, task: WriterTask, *, warn: Callable[[str], None], opened: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, task: WriterTask, *, warn: Callable[[str], None]) -> None:
         self.feed = Feed(task.folder / FILE_NAME, known=task.known)
         self.closing = Flag()
         """Set with the feed's end; from then on an attempt is repeated only a few times."""
@@ -96,7 +93,6 @@ class Writer:
         self._delivery = Delivery(folder=task.folder, warn=warn, uri=task.uri, adds=task.adds)
         self._batch = 0  # events being sent
         self._upload_at = 0.0
-        self._opened, self._is_open = opened, False
         self._has_ended = False  # without trouble
         self._uri, self._is_kept = task.uri, task.adds
         self._parts = self._deliver_all()
@@ -137,10 +133,6 @@ class Writer:
             if batch and not persist(partial(self._delivery.attempt, batch), ending=self.closing):
                 return
             self._batch = 0
-            if not self._is_open and self._delivery.run.run_id:
-                self._is_open = True
-                if not self.closing.is_set():
-                    self._opened()
             has_ended = bool(batch) and isinstance(batch[-1], RunClosed)
             if monotonic() >= self._upload_at and not self._delivery.upload():
                 self._upload_at = monotonic() + _UPLOAD_PAUSE_S  # metrics don't wait for files
@@ -198,8 +190,8 @@ def main() -> None:
     def warn(message: str) -> None:
         _tell(replies, WriterReply(warning=message))
 
-    writer = Writer(task, warn=warn, opened=lambda: _step_back(_NICE, since=_NICE_AT_FIRST))
-    also = attach_also(task.also, task.folder, known=task.known, warn=warn, prepare=lambda: _step_back(_NICE))
+    writer = Writer(task, warn=warn)
+    also = attach_also(task.also, task.folder, known=task.known, warn=warn, prepare=_step_back)
     Thread(target=_listen, args=(writer, also), daemon=True).start()
     Thread(target=_work, args=(writer,), daemon=True).start()
     known = ""
@@ -214,7 +206,7 @@ def main() -> None:
 
 
 def _import(modules: Iterable[str]) -> None:
-    _step_back(_NICE_AT_FIRST)
+    _step_back()
     with suppress(Exception), quiet():  # the writer reports it
         for name in modules:
             importlib.import_module(name)
@@ -224,7 +216,7 @@ def _work(writer: Writer) -> None:
     """Send everything: until the run ends from a thread that yields to training."""
 
     def beside() -> None:
-        _step_back(_NICE_AT_FIRST)
+        _step_back()
         writer.work(is_beside=True)
 
     thread = Thread(target=beside, daemon=True)
@@ -260,14 +252,14 @@ def _private_stdout(log: Path) -> BinaryIO:
     return replies
 
 
-def _step_back(nice: int, *, since: int = 0) -> None:
+def _step_back() -> None:
     """Lower this thread's priority below training's: nice and autogroup, because Linux may weigh whole sessions.
 
     Where only processes have a priority, it is kept: it couldn't be raised at the end of the run.
     """
     if TASKS.is_dir():
-        os.nice(nice - since)
-        _set_autogroup(nice)
+        os.nice(_NICE)
+        _set_autogroup(_NICE)
 
 
 def _set_autogroup(nice: int) -> None:

@@ -52,7 +52,7 @@ class Schedule:
             return shown
         running, later = self._trials[number - 1], self._trials[number:]
         if isinstance(running, Training) and running.compared_with:
-            shown.append(f"then up to {clock(running.experiment.measure.limit_s)} to measure the speedup")
+            shown.append(f"then up to {clock(running.experiment.benchmark.limit_s)} to measure the speedup")
         elif later and all(trial.title in self._durations for trial in later):
             rest = sum(mean(self._durations[trial.title]) for trial in later)
             shown += [f"all trials: {each}" for each in left(left_s + rest)]

@@ -126,7 +126,7 @@ def recorded(
         end = _end_of(folder) if adds else None
         files = () if adds else describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
-        also = plan.experiment.tracking.also
+        also = plan.experiment.tracking.named_loggers
         tracker = (
             _subscribe_mlflow(recorder, also, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
         )
@@ -243,7 +243,7 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
         trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
         command=provenance.command(),
         launches=0 if plan.command == "sweep" else len(plan.trials),
-        also=experiment.tracking.also,
+        also=experiment.tracking.named_loggers,
     )
 
 

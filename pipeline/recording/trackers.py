@@ -1,6 +1,6 @@
 """Trackers beside MLflow, which receive the run's events as it does.
 
-A user's, from ``tracking.trackers``, are in the driver, those of ``tracking.also`` in the process that writes to
+A user's, from ``tracking.loggers``, are in the driver, those of ``tracking.loggers`` in the process that writes to
 MLflow. Their failures don't reach training: each tracker has a thread, so it may be slow; after an exception it is left
 out, with a warning. The journal has all events in any case.
 """
@@ -22,7 +22,7 @@ _PATIENCE_S = 60.0
 
 
 class Tracker(Protocol):
-    """Interface of a component of ``tracking.trackers``, which is built from the run's folder and its own arguments.
+    """Interface of a component of ``tracking.loggers``, which is built from the run's folder and its own arguments.
 
     All calls come from one thread of the driver. In a resumed run (``--resume``) a new instance receives all events
     of the journal from the first.
@@ -107,8 +107,8 @@ def attach(
         ExperimentError: a tracker can't be built.
     """
     built = [
-        (components.build(component, recorder.folder, key=f"tracking.trackers[{n}]", allowed=allowed), component.target)
-        for n, component in enumerate(experiment.tracking.trackers)
+        (components.build(component, recorder.folder, key=key, allowed=allowed), component.target)
+        for key, component in experiment.tracking.custom_loggers.items()
     ]
 
     def start(tracker: Tracker, name: str) -> Attached:
@@ -125,7 +125,7 @@ def attach_also(
     warn: Callable[[str], None],
     prepare: Callable[[], None] = lambda: None,
 ) -> Sequence[Attached]:
-    """Start feeding the trackers of ``tracking.also``; ``prepare`` is called first in the thread of each.
+    """Start feeding the trackers of ``tracking.loggers``; ``prepare`` is called first in the thread of each.
 
     Raises:
         OSError: the journal can't be read.

@@ -110,7 +110,7 @@ class Row(Recorded):
     flops: Flops | None = None
     energy: Energy | None = None
     cost: float | None = None
-    """Price of the whole training on these devices; None without ``measure.price_per_device_hour``."""
+    """Price of the whole training on these devices; None without ``benchmark.price_per_device_hour``."""
     gradient_mb: float
     unused_parameters: int = 0
     coupling: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class Row(Recorded):
             global_batch_size=trial.experiment.train.global_batch_size,
             samples_per_second=_throughput(results),
             repeats=_repeats(results),
-            confidence=trial.experiment.measure.interval,
+            confidence=trial.experiment.benchmark.confidence_level,
             step_ms=_over([result.step_ms for result in results]),
             parts=_parts_of(results),
             communication=results[0].communication,

@@ -16,7 +16,7 @@ BUSY = 0.2
 LONGEST_S = 600
 """Seconds beyond which no longer measurement is suggested."""
 _LEAST_S = 60
-"""Shortest measurement that is suggested; the default of measure.budget_s is 30 s."""
+"""Shortest measurement that is suggested; the default of benchmark.time_budget_s is 30 s."""
 MOST_TIMES = 20
 """Factor on the measuring time beyond which nothing longer is suggested."""
 
@@ -139,7 +139,7 @@ def explain_doubt(row: Row, *, main: Row, baseline: Row) -> Doubt:
     if is_busy:
         reason = f"Other processes used {main.other_cores:.1f} CPU cores during the measurement"
     elif size < estimates.LEAST_PAIRS:
-        reason = f"Only {size} rounds fit into measure.budget_s (they took {duration(main.slots_s)})"
+        reason = f"Only {size} rounds fit into benchmark.time_budget_s (they took {duration(main.slots_s)})"
     elif pairs is None and is_wide(row.ratio):
         reason = "The machine was too busy with other work"
     stop = "Stop them, or measure" if is_busy else "Measure"

@@ -25,13 +25,14 @@ class Picture(NamedTuple):
     draw: Draw
     label: str
     """Heading, and description for screen readers."""
+    title: str
+    """First line of the PNG."""
     caption: str = ""
     """Explanation below the picture."""
 
     def saved(self, folder: Path) -> Drawn:
         """Save the picture as PNG and return it for the page."""
-        picture.save_png(self.draw, folder / self.name)
-        svg = picture.inline(self.draw, name=Path(self.name).stem, label=self.label)
+        svg = picture.save(self.draw, folder / self.name, title=self.title, label=self.label)
         return Drawn(svg, self.label, self.caption)
 
 
@@ -51,25 +52,27 @@ def pictures(report: AnyReport, courses: Sequence[Course]) -> Iterator[Picture]:
 
 def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]:
     if len(report.entries) > 1 or report.has_parts:
-        yield Picture(CHART_NAME, partial(chart.draw, report), report.verdict, _PARTS if report.has_parts else "")
+        title = f"{report.name}: {report.hardware}"
+        caption = _PARTS if report.has_parts else ""
+        yield Picture(CHART_NAME, partial(chart.draw, report), report.verdict, title, caption)
     if report.main.speedup_pairs > 1:
         label = f"Speedup of {name_row(report.main)} in each round"
-        yield Picture(PAIRS_CHART_NAME, partial(pairs.draw, report), label)
+        yield Picture(PAIRS_CHART_NAME, partial(pairs.draw, report), label, report.name)
     if courses:
-        draw = partial(curves.draw, courses, title=report.name, best=_index(courses, report.main.trial))
-        yield Picture(CURVES_NAME, draw, "Learning curves", curves.caption(courses))
+        draw = partial(curves.draw, courses, best=_index(courses, report.main.trial))
+        yield Picture(CURVES_NAME, draw, "Learning curves", report.name, curves.caption(courses))
 
 
 def _of_sweep(report: SweptReport, courses: Sequence[Course]) -> Iterator[Picture]:
     swept = report.swept
     if sweep_chart.drawable(swept):
-        draw = partial(sweep_chart.draw, swept)
-        yield Picture(SWEEP_NAME, draw, f"{swept.metric} by each parameter", sweep_chart.caption(swept))
+        draw, label = partial(sweep_chart.draw, swept), f"{swept.metric} by each parameter"
+        yield Picture(SWEEP_NAME, draw, label, report.name, sweep_chart.caption(swept))
     if courses:
         best = swept.trial(swept.best)
-        shown = partial(curves.draw, metric=swept.metric, best=_index(courses, best.run if best else ""))
-        draw = partial(shown, courses, title=report.name)
-        yield Picture(CURVES_NAME, draw, "Learning curves", curves.caption(courses))
+        index = _index(courses, best.run if best else "")
+        draw = partial(curves.draw, courses, metric=swept.metric, best=index)
+        yield Picture(CURVES_NAME, draw, "Learning curves", report.name, curves.caption(courses))
 
 
 def _index(courses: Sequence[Course], trial: str) -> int | None:

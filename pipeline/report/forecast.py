@@ -38,7 +38,7 @@ class Predicted(Recorded):
     whole_training: int
     """Samples of the whole training."""
     cost: float | None = None
-    """Price of the whole training; None without ``measure.price_per_device_hour``."""
+    """Price of the whole training; None without ``benchmark.price_per_device_hour``."""
 
     @property
     def devices(self) -> str:

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pipeline.report import Row
 from pipeline.report.palette import LIGHT
-from pipeline.report.picture import EDGE, Canvas, Key, Sheet, fitted, legend_height
+from pipeline.report.picture import Heading, add_headings, format_ticks, new_figure
 from pipeline.report.ratios import times
 from pipeline.report.report import Report
 from pipeline.report.row_names import name_row
@@ -30,30 +30,24 @@ def table(report: Report) -> str:
     return text.getvalue()
 
 
-def draw(report: Report, canvas: Canvas) -> Figure:
+def draw(report: Report) -> Figure:
     """Draw the ratio of each pair in the order of the rounds, their estimate and its interval."""
     main, ratios = report.main, _ratios(report.main, report.rows[0])
     assert main.ratio is not None
-    keys = (
-        Key("one round", LIGHT["ink"], "dot"),
-        Key(times(main.ratio, confidence=main.confidence), LIGHT["accent"]),
-        Key(f"as fast as {name_row(report.rows[0])}", LIGHT["muted"], "dashed"),
-    )
-    width, height = canvas.inner, 110.0
-    head = 24 + legend_height(keys, width=width, canvas=canvas)
-    sheet = Sheet(canvas, height=head + height + 34)
-    title = fitted(f"Speedup of {name_row(main)} in each round", width=width, size=canvas.text + 0.5, bold=True)
-    sheet.text(title, x=EDGE, y=13, bold=True, size=0.5)
-    sheet.legend(keys, x=EDGE, y=29, width=width)
-    axes = sheet.axes(left=46, top=head, width=width - 38, height=height)
+    figure = new_figure(height=180.0)
+    axes = figure.add_subplot()
+    axes.grid(axis="y")
+    format_ticks(axes)
+    axes.plot(range(1, len(ratios) + 1), ratios, "o", color=LIGHT["ink"], ms=4.5, label="one round")
     axes.axhspan(main.ratio.low, main.ratio.high, color=LIGHT["accent"], alpha=0.2, lw=0)
-    axes.axhline(main.ratio.value, color=LIGHT["accent"], lw=1.8)
-    axes.axhline(1, color=LIGHT["muted"], lw=1.2, ls=(0, (3, 2)))
-    axes.plot(range(1, len(ratios) + 1), ratios, "o", color=LIGHT["ink"], ms=4.5)
+    estimate = times(main.ratio, confidence=main.confidence)
+    axes.axhline(main.ratio.value, color=LIGHT["accent"], lw=1.8, label=estimate)
+    baseline = f"as fast as {name_row(report.rows[0])}"
+    axes.axhline(1, color=LIGHT["muted"], lw=1.2, ls=(0, (3, 2)), label=baseline)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    sheet.fit_ticks(axes, width=width - 38)
-    sheet.text("round", x=EDGE + width, y=head + height + 27, size=-1.5, color=LIGHT["muted"], right=True)
-    return sheet.figure
+    axes.set_xlabel("round")
+    add_headings([Heading(axes, f"Speedup of {name_row(main)} in each round")])
+    return figure
 
 
 def _ratios(main: Row, baseline: Row) -> list[float]:

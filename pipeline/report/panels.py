@@ -6,11 +6,11 @@ from functools import partial
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from pipeline.report.courses import VALIDATION_LOSS, Course, Pause, Series, smoothed, thinned
 from pipeline.report.palette import LIGHT, LINES
-from pipeline.report.picture import Key, tick_text
+from pipeline.report.picture import NUMBERS
 from pipeline.report.tables import amount
 
 BUCKETS = 300
@@ -32,11 +32,10 @@ class Panel(NamedTuple):
     """One pair of axes."""
 
     title: str
-    keys: tuple[Key, ...]
     x: str
     """Label of the horizontal axis."""
     fill: Callable[[Axes], object]
-    """Draws the content."""
+    """Draws the content; what has a label is in the legend."""
     note: str = ""
     """Text on the right of the title."""
 
@@ -44,23 +43,16 @@ class Panel(NamedTuple):
 def of_one(course: Course) -> Iterator[Panel]:
     """Yield the panels of one training: losses, validation, learning rate if it changes, throughput."""
     epochs = f"; an epoch has {course.steps_per_epoch:,}" if course.steps_per_epoch else ""
-    losses = course.validation.get(VALIDATION_LOSS, Series())
-    keys: tuple[Key, ...] = (Key("train, each step", LIGHT["accent"], "thin"), Key("train, smoothed", LIGHT["accent"]))
-    if losses.values:
-        keys = (*keys, Key("validation", LIGHT["orange"], "dot"))
     best = _best(course, VALIDATION_LOSS)
-    yield Panel("Loss", keys, f"step{epochs}", partial(_loss, course=course), f"validation: {best}" if best else "")
+    yield Panel("Loss", f"step{epochs}", partial(_loss, course=course), f"validation: {best}" if best else "")
     for metric in validation_metrics(course)[:MOST_METRICS]:
-        yield Panel(metric, (), "step", partial(_dots, course=course, metric=metric), _best(course, metric))
+        yield Panel(metric, "step", partial(_dots, course=course, metric=metric), _best(course, metric))
     rates = [course.learning_rate, *course.group_rates.values()]
     if any(map(varies, rates)):
-        keys = (Key("first group", LIGHT["accent"]), Key("other groups", LIGHT["grey"])) if len(rates) > 1 else ()
-        yield Panel("Learning rate", keys, "step", partial(_rates, rates=rates))
+        yield Panel("Learning rate", "step", partial(_rates, rates=rates))
     if len(course.windows) > 1:
-        kinds = dict.fromkeys(pause.kind for pause in course.pauses if pause.end > pause.begin)
-        keys = tuple(Key(kind, _PAUSES[kind], "box") for kind in kinds)
         _, unit = _unit(course.seconds)
-        yield Panel("Throughput, samples/s", keys, unit, partial(_throughput, course=course))
+        yield Panel("Throughput, samples/s", unit, partial(_throughput, course=course))
 
 
 def of_several(courses: Sequence[Course], *, best: int | None, metric: str | None = None) -> Iterator[Panel]:
@@ -73,34 +65,34 @@ def of_several(courses: Sequence[Course], *, best: int | None, metric: str | Non
     """
     _, unit = _unit(max(course.seconds for course in courses))
     for x in ("step", unit):
-        yield Panel("Train loss, smoothed", (), x, partial(_losses, courses=courses, best=best, unit=x))
+        yield Panel("Train loss, smoothed", x, partial(_losses, courses=courses, best=best, unit=x))
     shared = [name for name in courses[0].validation if all(name in course.validation for course in courses)]
     shared.sort(key=lambda name: name == VALIDATION_LOSS)  # an accuracy says more
     for name in [metric] if metric else shared[:1]:
         series = [course.validation.get(name, Series()) for course in courses]
         if any(each.is_drawable for each in series):
             for x in ("step", unit):
-                yield Panel(name, (), x, partial(_compared, series=series, best=best, unit=x))
+                yield Panel(name, x, partial(_compared, courses=courses, series=series, best=best, unit=x))
 
 
 def _loss(axes: Axes, *, course: Course) -> None:
     series, dots = course.loss, course.validation.get(VALIDATION_LOSS)
     xs, ys = thinned(series.steps, series.values, buckets=BUCKETS)
-    axes.plot(xs, ys, color=LIGHT["accent"], lw=0.8, alpha=0.4)
-    _line(axes, series=_smooth(series), color=LIGHT["accent"])
+    axes.plot(xs, ys, color=LIGHT["accent"], lw=0.8, alpha=0.4, label="train, each step")
+    _line(axes, series=_smooth(series), color=LIGHT["accent"], label="train, smoothed")
     values = [*series.values]
-    if dots:
-        _dots(axes, course=course, metric=VALIDATION_LOSS)
+    if dots and dots.values:
+        _dots(axes, course=course, metric=VALIDATION_LOSS, label="validation")
         values += dots.values
     scaled(axes, values)
 
 
-def _dots(axes: Axes, *, course: Course, metric: str) -> None:
+def _dots(axes: Axes, *, course: Course, metric: str, label: str = "") -> None:
     """Draw a validation metric, with a ring around its best value."""
     series, best = course.validation[metric], course.best(metric)
     marker = "o" if len(series.values) <= _MOST_DOTS else ""
     xs, ys = thinned(series.steps, series.values, buckets=BUCKETS)
-    axes.plot(xs, ys, color=LIGHT["orange"], lw=1.4, marker=marker, ms=3.5)
+    axes.plot(xs, ys, color=LIGHT["orange"], lw=1.4, marker=marker, ms=3.5, label=label)
     if best is not None:
         axes.plot(
             series.steps[best],
@@ -122,7 +114,7 @@ def _throughput(axes: Axes, *, course: Course) -> None:
         pauses = [(pause.begin / factor, (pause.end - pause.begin) / factor) for pause in _longest(course.pauses, kind)]
         if pauses:
             place = axes.get_xaxis_transform()
-            axes.broken_barh(pauses, (0, 1), transform=place, facecolor=color, edgecolor=color, lw=0.6)
+            axes.broken_barh(pauses, (0, 1), transform=place, facecolor=color, edgecolor=color, lw=0.6, label=kind)
     xs: list[float] = []
     ys: list[float] = []
     usual = sum(window.end - window.begin for window in course.windows) / len(course.windows)
@@ -136,7 +128,7 @@ def _throughput(axes: Axes, *, course: Course) -> None:
         xs += [begin, end]
         ys += [window.samples_per_second] * 2
     axes.plot(*thinned(xs, ys, buckets=2 * BUCKETS), color=LIGHT["accent"], lw=1.6, solid_capstyle="butt")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * max(window.samples_per_second for window in course.windows))
 
 
 def _longest(pauses: Sequence[Pause], kind: str) -> list[Pause]:
@@ -145,20 +137,16 @@ def _longest(pauses: Sequence[Pause], kind: str) -> list[Pause]:
 
 
 def _losses(axes: Axes, *, courses: Sequence[Course], best: int | None, unit: str) -> None:
-    _compared(axes, series=[_smooth(course.loss) for course in courses], best=best, unit=unit)
+    series = [_smooth(course.loss) for course in courses]
+    _compared(axes, courses=courses, series=series, best=best, unit=unit)
 
 
-def _compared(axes: Axes, *, series: Sequence[Series], best: int | None, unit: str) -> None:
-    _each(axes, series=series, best=best, unit=unit)
-    scaled(axes, [value for each in series for value in each.values])
-
-
-def _each(axes: Axes, *, series: Sequence[Series], best: int | None, unit: str) -> None:
-    """Draw one line for each training, the emphasized one last."""
+def _compared(axes: Axes, *, courses: Sequence[Course], series: Sequence[Series], best: int | None, unit: str) -> None:
+    """Draw one line for each training, the emphasized one above the others."""
     factor = next((factor for _, factor, name in _UNITS if name == unit), None)
-    order = sorted(range(len(series)), key=lambda index: index == best)
-    for index in order:
-        each, (color, dashes) = series[index], _style(index, len(series), best=best)
+    labels = _labels(courses, best=best)
+    for index, each in enumerate(series):
+        color, dashes = _style(index, len(series), best=best)
         xs = each.steps if factor is None else [second / factor for second in each.seconds]
         axes.plot(
             *thinned(xs, each.values, buckets=BUCKETS),
@@ -167,7 +155,21 @@ def _each(axes: Axes, *, series: Sequence[Series], best: int | None, unit: str) 
             lw=2.2 if index == best else 1.4,
             marker="o" if len(each.values) <= _FEW else "",
             ms=3,
+            zorder=3 if index == best else 2,
+            label=labels[index],
         )
+    scaled(axes, [value for each in series for value in each.values])
+
+
+def _labels(courses: Sequence[Course], *, best: int | None) -> list[str]:
+    """Return each training's label; empty for trainings that the legend has in one entry with others."""
+    if len(courses) <= 2 * len(LINES):
+        return [course.title for course in courses]
+    labels = [""] * len(courses)
+    if best is not None:
+        labels[best] = courses[best].title
+    labels[0 if best != 0 else 1] = f"{len(courses) - (best is not None)} other trainings"
+    return labels
 
 
 def _style(index: int, count: int, *, best: int | None) -> tuple[str, str]:
@@ -177,26 +179,16 @@ def _style(index: int, count: int, *, best: int | None) -> tuple[str, str]:
     return LIGHT[LINES[index % len(LINES)]], "-" if index < len(LINES) else "--"
 
 
-def shared_keys(courses: Sequence[Course], *, best: int | None) -> tuple[Key, ...]:
-    """Return the legend of the panels of several trainings."""
-    if len(courses) > 2 * len(LINES):
-        others = Key(f"{len(courses) - (best is not None)} other trainings", LIGHT["grey"])
-        return (others,) if best is None else (Key(courses[best].title, LIGHT["accent"]), others)
-    styles = [_style(index, len(courses), best=best) for index in range(len(courses))]
-    return tuple(
-        Key(course.title, color, "line" if dashes == "-" else "dashed")
-        for course, (color, dashes) in zip(courses, styles, strict=True)
-    )
-
-
-def _line(axes: Axes, *, series: Series, color: str) -> None:
-    axes.plot(*thinned(series.steps, series.values, buckets=BUCKETS), color=color, lw=1.8)
+def _line(axes: Axes, *, series: Series, color: str, label: str) -> None:
+    axes.plot(*thinned(series.steps, series.values, buckets=BUCKETS), color=color, lw=1.8, label=label)
 
 
 def _rates(axes: Axes, *, rates: Sequence[Series]) -> None:
-    for other in rates[1:]:
-        _line(axes, series=other, color=LIGHT["grey"])
-    _line(axes, series=rates[0], color=LIGHT["accent"])
+    first, *others = rates
+    _line(axes, series=first, color=LIGHT["accent"], label="first group" if others else "")
+    for index, other in enumerate(others):
+        _line(axes, series=other, color=LIGHT["grey"], label="" if index else "other groups")
+    axes.lines[0].set_zorder(3)
 
 
 def scaled(axes: Axes, values: Sequence[float]) -> None:
@@ -205,7 +197,7 @@ def scaled(axes: Axes, values: Sequence[float]) -> None:
     if min(finite) > 0 and max(finite) > _WIDE_RANGE * min(finite):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1,) if max(finite) > _MANY_DECADES * min(finite) else (1, 3)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
+        axes.yaxis.set_major_formatter(NUMBERS)
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 

@@ -97,7 +97,7 @@ class CellRecord(Frozen):
     """Energy that the GPUs of a training took; None where they don't count it."""
     energy_j_per_sample: float | None = None
     cost: float | None = None
-    """Price of the whole training; None without ``measure.price_per_device_hour``."""
+    """Price of the whole training; None without ``benchmark.price_per_device_hour``."""
     unexplained_ms: float | None = None
     """Milliseconds of a step beyond the sum of its parts, negative if the sum is larger; 0 within noise."""
     ranks_ms: tuple[float, ...] | None = None
@@ -207,7 +207,7 @@ class RunRecord(Frozen):
     unsaved: Unsaved | None = None
     """Checkpoints that could not be saved, if the last step's or the best may be among them."""
     goodput: Mapping[str, float] | None = None
-    """Shares of the wall clock by MLflow's names: ``goodput``, and ``wall_clock/`` for the rest; None if unknown."""
+    """Shares of the wall clock by MLflow's names: ``goodput``, and ``badput/`` for the rest; None if unknown."""
     evaluations: tuple[EvaluationRecord, ...] = ()
     """Evaluations of its checkpoints since then, the last one last."""
     remarks: tuple[str, ...]

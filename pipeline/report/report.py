@@ -32,7 +32,7 @@ class Report(Recorded):
     """Notes on the numbers."""
     advice: tuple[Advice, ...] = ()
     price_per_device_hour: float | None = None
-    """See ``measure.price_per_device_hour``."""
+    """See ``benchmark.price_per_device_hour``."""
     forecast: Forecast | None = None
     """Predicted rows of a benchmark; None if nothing was to be predicted."""
     goodput: Goodput | None = None
@@ -83,7 +83,7 @@ class Report(Recorded):
         rows = [entry for entry in entries if isinstance(entry, Row)]
         if rows[0].role == "baseline":
             rows = [rows[0], *(row.against(rows[0]) for row in rows[1:])]
-        price = next(iter(once.values())).experiment.measure.price_per_device_hour
+        price = next(iter(once.values())).experiment.benchmark.price_per_device_hour
         rows = device.completed(rows, price=price)
         reasons = {cell.trial for cell in unmeasured}
         missing = [f"{name} ({trial.title})" for name, trial in once.items() if name not in {*ends, *reasons}]

@@ -6,17 +6,17 @@ from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from pipeline.report.curves import lay_out
 from pipeline.report.palette import LIGHT
 from pipeline.report.panels import Panel, scaled
-from pipeline.report.picture import Canvas, Key, fitted, tick_text
+from pipeline.report.picture import NUMBERS, shorten
 from pipeline.report.swept import Swept, SweptTrial, short_names, shown
 
 _BETTER = {"min": "lower", "max": "higher"}
 _MANY_DECADES = 1e3  # ratio of the values from which an axis has ticks at powers of 10 only
-_LABELS = 250.0  # points that the labels of a parameter without an order share
+_LETTERS = 42  # that the labels of a parameter without an order share
 
 
 def drawable(swept: Swept) -> bool:
@@ -24,9 +24,9 @@ def drawable(swept: Swept) -> bool:
     return len(_valued(swept)) > 1
 
 
-def draw(swept: Swept, canvas: Canvas) -> Figure:
+def draw(swept: Swept) -> Figure:
     """Draw a panel for each parameter, with a dot for each trial that has a value."""
-    return lay_out(tuple(_panels(swept)), canvas, title=swept.experiment, shared=_keys(swept))
+    return lay_out(tuple(_panels(swept)), has_shared_legend=True)
 
 
 def caption(swept: Swept) -> str:
@@ -46,26 +46,28 @@ def _valued(swept: Swept) -> list[SweptTrial]:
     return [trial for trial in swept.trials if trial.value is not None and math.isfinite(trial.value)]
 
 
-def _keys(swept: Swept) -> tuple[Key, ...]:
-    whole = [trial.state == "finished" for trial in _valued(swept)]
-    finished = (Key("finished", LIGHT["accent"], "dot"),) if any(whole) else ()
-    return finished if all(whole) else (*finished, Key("stopped early or not finished", LIGHT["grey"], "dot"))
-
-
 def _panels(swept: Swept) -> Iterator[Panel]:
     for key, name in zip(swept.keys, short_names(swept.keys), strict=True):
-        yield Panel(f"{swept.metric} by {name}", (), name, partial(_fill, swept=swept, key=key))
+        yield Panel(f"{swept.metric} by {name}", name, partial(_fill, swept=swept, key=key))
 
 
 def _fill(axes: Axes, *, swept: Swept, key: str) -> None:
     trials = _valued(swept)
     xs = _placed(axes, [trial.values.get(key) for trial in trials], has_log=key in swept.log_scaled)
     ys = [float(trial.value or 0) for trial in trials]
-    for x, y, trial in sorted(zip(xs, ys, trials, strict=True), key=lambda dot: dot[2].state == "finished"):
-        axes.plot(x, y, "o", color=LIGHT["accent" if trial.state == "finished" else "grey"], ms=5)
+    dots = list(zip(xs, ys, trials, strict=True))
+    _scatter(axes, [(x, y) for x, y, trial in dots if trial.state != "finished"], "stopped early or not finished")
+    _scatter(axes, [(x, y) for x, y, trial in dots if trial.state == "finished"], "finished")
+    for x, y, trial in dots:
         if trial.number == swept.best:
             axes.plot(x, y, "o", ms=10, mfc="none", mec=LIGHT["orange"], mew=1.6, clip_on=False)
     scaled(axes, ys)
+
+
+def _scatter(axes: Axes, dots: Sequence[tuple[float, float]], state: str) -> None:
+    if dots:
+        axes.plot(*zip(*dots, strict=True), "o", color=LIGHT["accent" if state == "finished" else "grey"], ms=5,
+                  label=state)  # fmt: skip
 
 
 def _placed(axes: Axes, values: Sequence[object], *, has_log: bool) -> Sequence[float]:
@@ -78,7 +80,7 @@ def _placed(axes: Axes, values: Sequence[object], *, has_log: bool) -> Sequence[
     if has_log and high > low > 0:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1,) if high > _MANY_DECADES * low else (1, 3), numticks=9))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
+        axes.xaxis.set_major_formatter(NUMBERS)
         axes.xaxis.set_minor_locator(NullLocator())
     return numbers
 
@@ -86,8 +88,7 @@ def _placed(axes: Axes, values: Sequence[object], *, has_log: bool) -> Sequence[
 def _side_by_side(axes: Axes, values: Sequence[object]) -> Sequence[float]:
     names = [shown(value) for value in values]
     places = {name: float(place) for place, name in enumerate(dict.fromkeys(names))}
-    labels = [fitted(name, width=_LABELS / len(places), size=8.5) for name in places]
-    axes.set_xticks([*places.values()])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: labels[round(value)]))
+    labels = [shorten(name, most=max(2, _LETTERS // len(places))) for name in places]
+    axes.set_xticks([*places.values()], labels)
     axes.set_xlim(-0.5, len(places) - 0.5)
     return [places[name] for name in names]

@@ -199,7 +199,7 @@ def _hook(name: str, *, device: torch.device) -> tuple[PowerSGDState | None, Hoo
 def _new_powersgd() -> PowerSGDState:
     return PowerSGDState(
         process_group=None,
-        start_powerSGD_iter=3,  # the default of measure.warmup_steps, so that measurements include it
+        start_powerSGD_iter=3,  # the default of benchmark.warmup_steps, so that measurements include it
         orthogonalization_epsilon=1e-8,  # with torch's default of 0 a gradient of zeros becomes NaN
     )
 

@@ -242,7 +242,7 @@ class ComparedTrials:
 
     def _with_windows(self, trial: Compared) -> Compared:
         """Return a trial that has its usual windows, as far as the other ranks may wait for it."""
-        measure, training = trial.experiment.measure, self._training.trial
+        measure, training = trial.experiment.benchmark, self._training.trial
         fitting = int(training.experiment.parallel.timeout_s / 2 / self._expect_step_s(trial))
         return trial.model_copy(update={"max_steps": max(trial.max_steps, min(measure.total_steps, fitting))})
 

@@ -13,7 +13,7 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training import parts, rank_equality
 from pipeline.training.collation import Collation
-from pipeline.training.collectives import from_first
+from pipeline.training.collectives import gather
 from pipeline.training.fetch import Collate
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.iterable_order import IterableOrder, is_iterable, promises
@@ -21,7 +21,7 @@ from pipeline.training.iterable_reader import counted_length
 from pipeline.training.loader import BatchLoader, length
 from pipeline.training.order import SampleOrder, StreamOrder
 from pipeline.training.own_order import order_of
-from pipeline.training.stream import RowStream, StreamLoader, received
+from pipeline.training.stream import RowStream, StreamLoader, joined_heads, received
 
 _FEW = 4
 """Samples of each set that are read to find out if an evaluation's collate function draws random numbers."""
@@ -37,8 +37,6 @@ class Source(NamedTuple):
     validation: AnyLoader | None
     order: SampleOrder
     validation_samples: int
-    schema: Any = None
-    """Schema of a stream's rows; None for datasets."""
     datasets: "Datasets | None" = None
     """Datasets behind the loaders; None for streams."""
     test: AnyLoader | None = None
@@ -149,14 +147,13 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
                 each.read([*range(min(_FEW, samples))])
         evaluation_collate.check()
     rank_equality.check_data({"training": (train_loader, order.set_size), **there}, rank=rank)
-    if experiment.order is not None:
+    if experiment.sampler is not None:
         rank_equality.check_order(order, rank=rank)
     return Source(
         train_loader,
         validation,
         order,
         sizes["validation"],
-        train.schema if is_sent else None,
         None if is_sent else datasets,
         test,
         sizes["test"],
@@ -167,9 +164,8 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
 
 
 def _share_head(train: StreamLoader, validation: AnyLoader | None, *, rank: Rank) -> None:
-    """Give all ranks the first rows that rank 0 received, to look at. Collective."""
-    own = train.peek()
-    train.head = from_first(lambda: own, rank=rank)
+    """Give all ranks the first rows of the first global batch, to look at. Collective."""
+    train.head = joined_heads(gather(train.peek(), rank=rank))
     if isinstance(validation, StreamLoader):
         validation.head = train.head
 

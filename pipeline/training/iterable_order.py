@@ -41,9 +41,9 @@ class IterableOrder(SequentialOrder):
             ExperimentError: it is empty, or has no length without ``train.steps``; or a key has no effect on it.
         """
         train, length = experiment.train, stated_length(dataset)
-        if experiment.order is not None:
+        if experiment.sampler is not None:
             raise ExperimentError.of(
-                "order", "does not apply to an iterable dataset. Remove it, and shuffle in the dataset."
+                "sampler", "does not apply to an iterable dataset. Remove it, and shuffle in the dataset."
             )
         if experiment.loader.num_workers:
             message = "but the training set is iterable, and each DataLoader worker would read all of it; set 0"

@@ -61,7 +61,7 @@ def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
 def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     trial = context.trial
     clock = Clock(
-        device=context.device, warmup_steps=trial.experiment.measure.warmup_steps, compiling=context.compiling
+        device=context.device, warmup_steps=trial.experiment.benchmark.warmup_steps, compiling=context.compiling
     )
     meter = Meter(context=context, clock=clock, outbox=outbox)
     manager = CheckpointManager(context, meter=meter, outbox=outbox)

@@ -103,7 +103,7 @@ class Meter:
         self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
         self._losses, self._norms, self._rates, self._samples = [], [], [], 0
         self.gauge.read()
-        measure = self.trial.experiment.measure
+        measure = self.trial.experiment.benchmark
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
         first = step - len(losses) + 1
         count = self.finiteness.trusted(losses, first=first)
@@ -199,7 +199,7 @@ class Cadence:
 
         A measurement reports after its warm-up and after each of its windows.
         """
-        context, measure = self._context, self._context.experiment.measure
+        context, measure = self._context, self._context.experiment.benchmark
         in_epoch = steps % context.order.steps_per_epoch
         if not in_epoch or steps == context.steps:
             return True

@@ -31,14 +31,14 @@ _NAMES: Mapping[Phase, str] = {
 
 
 def annotated(context: TrainContext, outbox: Outbox) -> AbstractContextManager[None]:
-    """Return a context in which the training has ranges, if ``measure.nvtx`` asks for them and torch has NVTX."""
-    if not context.experiment.measure.nvtx:
+    """Return a context in which the training has ranges, if ``benchmark.nvtx`` asks for them and torch has NVTX."""
+    if not context.experiment.benchmark.nvtx:
         return nullcontext()
     try:
         nvtx.mark("pipeline")  # type: ignore[no-untyped-call]
     except RuntimeError:
         if context.rank.is_first:
-            message = "measure.nvtx has no effect, since this torch was built without CUDA"
+            message = "benchmark.nvtx has no effect, since this torch was built without CUDA"
             outbox.event(Warned(time=time.time(), trial=context.trial.name, message=message))
         return nullcontext()
     return _annotated(context)

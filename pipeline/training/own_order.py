@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from pipeline.config import components
-from pipeline.config.sample_order import OrderOptions
+from pipeline.config.sampler import SamplerOptions
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
@@ -66,9 +66,9 @@ def order_of(
         TrainingError: a sample can't be read.
     """
     plain = SampleOrder(samples=samples, global_batch_size=experiment.train.global_batch_size, seed=experiment.seed)
-    if experiment.order is None:
+    if experiment.sampler is None:
         return plain
-    declared = _Declared(experiment.order, dataset, plain, allowed=allowed, silent=silent)
+    declared = _Declared(experiment.sampler, dataset, plain, allowed=allowed, silent=silent)
     draw = declared.draw()
     count = samples if declared.order.target is None else len(draw(0, plain.generator(0)))
     return OwnOrder(
@@ -80,7 +80,13 @@ class _Declared:
     """Section ``order`` with the training set that it orders."""
 
     def __init__(
-        self, order: OrderOptions, dataset: Dataset[Any], plain: SampleOrder, *, allowed: tuple[str, ...], silent: bool
+        self,
+        order: SamplerOptions,
+        dataset: Dataset[Any],
+        plain: SampleOrder,
+        *,
+        allowed: tuple[str, ...],
+        silent: bool,
     ) -> None:
         self.order = order
         self._dataset, self._plain, self._allowed, self._silent = dataset, plain, allowed, silent
@@ -95,7 +101,7 @@ class _Declared:
 
     def _weights(self, given: Any) -> tuple[Numbers, Numbers]:
         """Return the weight and the group of each sample: its class, or all samples of the same weight."""
-        key = "order.weights"
+        key = "sampler.weights"
         if given == "balanced":
             source = "the attribute targets"
             classes = per_sample.checked(
@@ -111,7 +117,7 @@ class _Declared:
         return weights / weights.max(), weights
 
     def _lengths(self, given: Any) -> Numbers:
-        key = "order.bucket_by"
+        key = "sampler.bucket_by"
         if given == "length":
             values, source = self._reader(key).lengths(), "the attribute lengths"
         else:
@@ -128,7 +134,7 @@ class _Declared:
     def _by_function(self) -> EpochDraw:
         component = self.order.function
         assert component is not None
-        call = components.bound(component, key="order", allowed=self._allowed)
+        call = components.bound(component, key="sampler", allowed=self._allowed)
 
         def called(epoch: int) -> Indices:
             set_epoch(self._dataset, epoch, seed=self._plain.seed)
@@ -162,7 +168,7 @@ class _OfFunction:
         self._count = len(self._call(0))
         if not np.array_equal(call(0), self._call(0)):
             raise ExperimentError.of(
-                "order",
+                "sampler",
                 f"{target} returned different indices when called again for the same epoch, so a resumed run would "
                 "differ. Draw only from the generator that it receives.",
             )
@@ -171,7 +177,7 @@ class _OfFunction:
         drawn = self._call(epoch)
         if len(drawn) != self._count:
             raise ExperimentError.of(
-                "order",
+                "sampler",
                 f"{self._target} returned {len(drawn):,} indices for epoch {epoch}, but {self._count:,} for epoch 0; "
                 "return the same number for each epoch",
             )
@@ -237,14 +243,14 @@ def _indices(drawn: Any, *, epoch: int, samples: int, target: str) -> Indices:
         indices = np.empty((), dtype=object)
     if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
         kind = type(drawn).__name__ + (f" of {indices.dtype} numbers" if indices.ndim == 1 else "")
-        raise ExperimentError.of("order", f"{where} a {kind} for epoch {epoch}; it must return integer indices")
+        raise ExperimentError.of("sampler", f"{where} a {kind} for epoch {epoch}; it must return integer indices")
     if not indices.size:
-        raise ExperimentError.of("order", f"{where} no indices for epoch {epoch}; return at least one")
+        raise ExperimentError.of("sampler", f"{where} no indices for epoch {epoch}; return at least one")
     is_outside = (indices < 0) | (indices >= samples)
     if is_outside.any():
         place = int(is_outside.argmax())
         raise ExperimentError.of(
-            "order",
+            "sampler",
             f"{where} index {indices[place]} at position {place} for epoch {epoch}, but samples are numbered from 0 to "
             f"{samples - 1}",
         )

@@ -1,8 +1,9 @@
-"""A trained model on its way out of the project: weights, example inputs, and the files of each format."""
+"""A trained model on its way out of the project: weights, example inputs, and the files with the model."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +23,7 @@ from pipeline.training.reference import Reference
 from pipeline.training.restored import epoch_of, restored, whole_weights
 from pipeline.wording import first_line
 
-FILES: Mapping[str, str] = {
-    "safetensors": "model.safetensors",
-    "torch-export": "model.pt2",
-    "onnx": "model.onnx",
-}
-"""File names of the model by format."""
+WEIGHTS_FILE, PROGRAM, ONNX = FILES = ("model.safetensors", "model.pt2", "model.onnx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,35 +119,42 @@ def of_result(
     )
 
 
-def write_model(model: PortableModel, form: str, folder: Path) -> None:
-    """Write the model in one of the formats of `FILES`.
+def write_model(model: PortableModel, folder: Path, *, onnx: bool) -> str:
+    """Write the weights, the program if the model can be traced, and ONNX if it is asked for.
+
+    Returns:
+        Reason why there is no program; empty if there is one.
 
     Raises:
         ExperimentError: the model can't be built.
-        UsageError: the model can't have this format.
-        OSError: the file can't be written.
+        UsageError: the model can't be written in ONNX.
+        OSError: a file can't be written.
     """
-    module, path = model.module(), folder / FILES[form]
-    if form == "safetensors":  # which refuses tensors that share memory, such as tied weights
-        tensors = {name: one for name, one in model.weights.items() if isinstance(one, Tensor)}  # not extra state
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
-        return
-    if model.example is None:
-        raise UsageError(
-            f"--format {form}: the model's inputs are not only tensors, so it can't be traced; use --format safetensors"
-        )
-    single = model.example if isinstance(model.example, Tensor) else None
-    if form == "onnx" and single is None:
-        raise UsageError("--format onnx: the model has named inputs; use --format torch-export or safetensors")
-    try:
-        if form == "onnx" and single is not None:
-            write_onnx(module, single, path)
+    module = model.module()
+    tensors = {name: one for name, one in model.weights.items() if isinstance(one, Tensor)}  # not extra state
+    # Copies, since safetensors refuses tensors that share memory, such as tied weights.
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+    example = model.example
+    if example is None:
+        untraced = "the model's inputs are not only tensors"
+    else:
+        untraced = _trace(model, partial(write_program, module, example, folder / PROGRAM))
+    if onnx:
+        if isinstance(example, Tensor):
+            refused = _trace(model, partial(write_onnx, module, example, folder / ONNX))
         else:
-            write_program(module, model.example, path)
+            refused = "the model has named inputs" if example is not None else untraced
+        if refused:
+            raise UsageError(f"--onnx: {refused}. Leave out --onnx.")
+    return untraced
+
+
+def _trace(model: PortableModel, write: Callable[[], None]) -> str:
+    """Write a file for which torch traces the model; return the reason if torch can't trace it."""
+    try:
+        write()
     except OSError:
         raise
-    except Exception as error:  # whatever torch can't trace in a user's model
-        raise UsageError(
-            f"--format {form}: torch can't trace {model.experiment.model.target}: {first_line(error)}; "
-            "use --format safetensors"
-        ) from error
+    except Exception as error:  # noqa: BLE001 - whatever torch can't trace in a user's model
+        return f"torch can't trace {model.experiment.model.target}: {first_line(error)}"
+    return ""

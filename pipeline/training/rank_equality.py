@@ -74,7 +74,7 @@ def check_order(order: SampleOrder, *, rank: Rank) -> None:
     prints = [{"": print_} for print_ in gather(_digest("order", indices.shape, indices.tobytes()), rank=rank)]
     if _differing(prints):
         raise ExperimentError.of(
-            "order",
+            "sampler",
             f"differs {_between(prints, '', rank=rank)}. Draw from a seeded generator, and do not use the rank in it. "
             f"{_GENERATORS}{hash_hint()}.",
         )

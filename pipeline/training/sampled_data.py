@@ -12,7 +12,6 @@ from torch import Tensor
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.training.data_digest import DataDigest, SampleDigest
 from pipeline.training.data_source import Source
-from pipeline.training.iterable import IterableLoader
 from pipeline.training.loader import BatchLoader
 from pipeline.training.rank_equality import Leaf, iter_leaves
 
@@ -26,13 +25,11 @@ _PROJECTIONS = np.random.default_rng(0).standard_normal((4, 4093)) / 4
 
 
 def read_digest(source: Source, *, budget_s: float = _BUDGET_S) -> DataDigest:
-    """Read the samples of the digest: by index twice each, of an iterable training set the first ones once."""
+    """Read the samples of the digest: by index twice each, of a training set that is a stream the first ones once."""
     sets = {"training": source.train, "validation": source.validation, "test": source.test}
     sizes = {"validation": source.validation_samples, "test": source.test_samples}
     sizes = {"training": 0 if source.order.is_endless else source.order.set_size, **sizes}
     sizes = {name: size for name, size in sizes.items() if sets[name] is not None}
-    if source.schema is not None:
-        return DataDigest(sizes=sizes, samples={"the schema": digest_of(str(source.schema))})
     samples: dict[str, SampleDigest] = {}
     unstable = unread = 0
     end = time.monotonic() + budget_s
@@ -75,8 +72,8 @@ def digest_of(sample: Any) -> SampleDigest:
 
 def _readings(source: Source, sizes: Mapping[str, int]) -> Iterator[tuple[str, Iterator[Any]]]:
     """Yield the readings of each sample by its name."""
-    if isinstance(source.train, IterableLoader):
-        for index in range(min(SAMPLES, source.order.set_size)):
+    if not isinstance(source.train, BatchLoader):
+        for index in range(min(source.train.readable, source.order.set_size)):
             yield f"sample {index} of the training set", source.train.peeked(index)
         return
     loaders = {"training": source.train, "validation": source.validation}

@@ -1,7 +1,7 @@
 """Batches of a stream, whose rows come in sequence and can't be read by index."""
 
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,8 +23,6 @@ class RowStream:
 
     rows: int
     """Rows in an epoch, over all ranks."""
-    schema: str
-    """Columns and their types, to tell datasets apart."""
     open: Callable[[int], Pass]
     """Start the next pass, in blocks of that many rows. Collective once the first block is requested."""
 
@@ -43,7 +41,7 @@ class StreamLoader:
     """
 
     head: Any
-    """First rows of the training set as a batch, the same on all ranks, to be looked at; see `peek`."""
+    """First rows of the training set as a batch, over all ranks, to be looked at; see `joined_heads`."""
 
     def __init__(self, stream: RowStream, *, order: StreamOrder, pin_memory: bool) -> None:
         self._stream = stream
@@ -93,6 +91,10 @@ class StreamLoader:
         """Return rows of the head as a batch, on the CPU; also of a validation set, since all have the same columns."""
         index = torch.tensor(indices) % self.readable
         return tree_map(lambda leaf: leaf[index], self.head)
+
+    def peeked(self, index: int) -> Iterator[Any]:
+        """Yield one of the first rows, as a batch."""
+        yield self.read([index])
 
     def _step(self, micro_batch: MicroBatch) -> int:
         return micro_batch.indices[0] // self._order.global_batch_size
@@ -144,6 +146,16 @@ class StreamLoader:
         if block is None or _rows(block) < min(rows.stop, self._order.share_size):
             raise self._miscounted("fewer rows arrived")
         return tree_map(lambda leaf: leaf[rows], block)
+
+
+def joined_heads(heads: Sequence[Any]) -> Any:
+    """Return the first rows of a global batch from those of each rank's part, by rank, as one batch.
+
+    They are the same for any number of ranks. Where rows have other shapes in each part, only the first part is used.
+    """
+    shapes = [[leaf.shape[1:] for leaf in tree_leaves(head)] for head in heads]
+    joinable = heads if all(each == shapes[0] for each in shapes) else heads[:1]
+    return tree_map(lambda *leaves: torch.cat(leaves)[:HEAD], *joinable)
 
 
 def _nothing() -> Pass:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipeline.config.schema import Loader, Measure
+from pipeline.config.schema import Benchmark, Loader
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import LEAST_PAIRS
 from pipeline.protocol.events import Outbox, Warned
@@ -101,7 +101,7 @@ def estimate_seconds(trial: Training, *, step_s: float) -> float:
         others[each.name] * (find_first_steps(each, step_s=others[each.name]) + 2 * LEAST_STEPS)
         for each in trial.compared_with
     )
-    budget_s = _find_budget_s(trial.experiment.measure, passed_s=first_s)
+    budget_s = _find_budget_s(trial.experiment.benchmark, passed_s=first_s)
     return first_s + _schedule(trial, {trial.name: step_s, **others}, budget_s=budget_s).seconds + _OTHER_S
 
 
@@ -169,9 +169,9 @@ def _in_turn(main: Player, others: ComparedTrials, *, queue: "_Queue", since: fl
         return None
     players = {name: others.players.get(name, Player(name)) for name in step_s} | {main.name: main}
     passed_s = gather(time.monotonic() - since, rank=rank)[0]
-    budget_s = _find_budget_s(context.experiment.measure, passed_s=passed_s)
+    budget_s = _find_budget_s(context.experiment.benchmark, passed_s=passed_s)
     schedule = _schedule(trial, step_s, budget_s=budget_s)
-    if rank.is_first and schedule.seconds > PATIENCE * context.experiment.measure.budget_s:
+    if rank.is_first and schedule.seconds > PATIENCE * context.experiment.benchmark.time_budget_s:
         outbox.event(Warned(trial=trial.name, message=_format_overrun(schedule)))
     load = OtherLoad()
     _play(players, schedule, context=context, limit_s=PATIENCE * budget_s, queue=queue, outbox=outbox)
@@ -183,21 +183,21 @@ def _in_turn(main: Player, others: ComparedTrials, *, queue: "_Queue", since: fl
     return InTurn(tuple(size / seconds for seconds in slowest), slots_s, other_cores)
 
 
-def _find_budget_s(measure: Measure, *, passed_s: float) -> float:
+def _find_budget_s(measure: Benchmark, *, passed_s: float) -> float:
     """Return the seconds for all slots, where the measurements before them took ``passed_s``."""
-    return min(measure.budget_s, max(measure.limit_s - passed_s, 0.0))
+    return min(measure.time_budget_s, max(measure.limit_s - passed_s, 0.0))
 
 
 def _schedule(trial: Trial, step_s: Mapping[str, float], *, budget_s: float) -> Schedule:
     """Return the schedule of the slots of a training and of what it is compared with."""
     queue = -(-_ready(trial.experiment.loader) // trial.experiment.train.gradient_accumulation)
-    return Schedule.within(step_s, budget_s=budget_s, most=trial.experiment.measure.pairs, queue=queue)
+    return Schedule.within(step_s, budget_s=budget_s, most=trial.experiment.benchmark.rounds, queue=queue)
 
 
 def _format_overrun(schedule: Schedule) -> str:
     return (
-        f"measuring the speedup takes about {duration(schedule.seconds)}, longer than measure.budget_s, because steps "
-        f"are long. There are {schedule.rounds} rounds. To save this time, use --no-baseline"
+        f"measuring the speedup takes about {duration(schedule.seconds)}, longer than benchmark.time_budget_s, because "
+        f"steps are long. There are {schedule.rounds} rounds. To save this time, use --no-baseline"
     )
 
 

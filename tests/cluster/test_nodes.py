@@ -128,12 +128,12 @@ def test_a_node_of_another_make_is_left_out_while_the_others_have_room(nodes: No
 
 def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) -> None:
     joined = [*TWO, EVEN]
-    refused = run(nodes, on_the_head, *joined, "parallel.ship_code=false", "parallel.interface=ib0")
+    refused = run(nodes, on_the_head, *joined, "parallel.ship_code=false", "parallel.network_interface=ib0")
 
     assert refused.code == 3
     far = f"node1 ({nodes.host(1)}): "
     both = f"node0 ({nodes.host(0)}), {far}"
-    assert f"{both}parallel.interface: it has no interface ib0, only eth0, lo" in refused.stderr
+    assert f"{both}parallel.network_interface: it has no interface ib0, only eth0, lo" in refused.stderr
     assert f"{far}it can't import lab, a package of this project. Install it there, or" in refused.stderr
     assert f"{far}checkpoints go to {nodes.private}/project/runs/" in refused.stderr
     assert "Set checkpoint.directory to a folder that all nodes share" in refused.stderr

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.commands.doctor import link_speed, tracking
+from pipeline.commands.doctor import node_network, tracking
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination
 from pipeline.errors import ResourceError
@@ -59,8 +59,8 @@ def test_lines_of_a_library_are_no_part_of_the_answer(monkeypatch: pytest.Monkey
     def rank(*_: object) -> "subprocess.Popen[str]":
         return subprocess.Popen([sys.executable, "-c", says], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    monkeypatch.setattr(link_speed, "_rank", rank)
-    assert [(each.bytes, each.ms) for each in link_speed.measure_here(facts_here()).all_reduces] == [
+    monkeypatch.setattr(node_network, "_rank", rank)
+    assert [(each.bytes, each.ms) for each in node_network.measure_here(facts_here()).all_reduces] == [
         (4096, 0.5),
         (4194304, 9.0),
     ]
@@ -79,7 +79,7 @@ def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None
     assert node.torch is not None
     assert node.torch.version == torch.__version__
     assert {finding.status for finding in examination.findings} <= {"ok", "warning"}
-    assert {"versions", "GPUs", "disk", "link", "MLflow"} <= {finding.subject for finding in examination.findings}
+    assert {"versions", "GPUs", "link", "MLflow"} <= {finding.subject for finding in examination.findings}
     assert examination.link is not None
     assert examination.link.workers == 2
     assert examination.link.link.bandwidth_gbit > 0
@@ -90,7 +90,7 @@ def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_store_that_cannot_be_written_ends_in_3(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////nowhere/mlflow.db")
-    monkeypatch.setattr(link_speed, "measure_here", _not_now)
+    monkeypatch.setattr(node_network, "measure_here", _not_now)
 
     ended = command("doctor")
 

@@ -1,4 +1,4 @@
-"""Exported weights answer in a Python in which ``pipeline`` can't be imported, as the trained model does."""
+"""An exported model answers in a Python in which ``pipeline`` can't be imported, as the trained model does."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ import torch
 from outside import answers
 
 
-def test_the_script_answers_without_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_loads_it_without_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    outside, here = answers(tmp_path, "safetensors")
-    assert torch.equal(outside, here)
+    program, model, here = answers(tmp_path)
+    assert torch.equal(model, here)
+    assert torch.allclose(program, here, rtol=0, atol=1e-12)

@@ -20,7 +20,7 @@ from pipeline.training import loop, turns
 from pipeline.training.loop import train
 
 SLOT_S = 0.1
-MEASURE = {"pairs": 5, "budget_s": 60, "warmup_steps": 1, "steps": 2}
+MEASURE = {"rounds": 5, "time_budget_s": 60, "warmup_steps": 1, "steps": 2}
 CASES = ("ddp", "fsdp", "broken baseline", "large baseline")
 
 
@@ -52,7 +52,7 @@ class Large(nn.Module):
 def trial(case: str) -> Training:
     """A training on two ranks, with a baseline in one process."""
     sections: dict[str, Any] = {
-        "measure": MEASURE, "model": {"_target_": "toys.wide_net"},
+        "benchmark": MEASURE, "model": {"_target_": "toys.wide_net"},
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01},
     }  # fmt: skip
     if case == "large baseline":
@@ -195,7 +195,7 @@ def test_only_rank_0_speaks_of_the_baseline(measured: Any) -> None:
         "large baseline": "does not fit into memory next to the training. It is measured after the training has freed "
         "its memory. The speedup then has the range of its windows instead of an interval",
     }
-    assert kept[0]["warnings"] == ([f"single {said[case]}"] if case in said else [])
+    assert kept[0]["warnings"] == ([f"The baseline (1 worker) {said[case]}"] if case in said else [])
     assert len(kept[0]["ends"]) == (case != "broken baseline")
 
 

@@ -12,7 +12,7 @@ from pipeline.protocol.trial import Rank
 
 
 def _train(rank: Rank, folder: Path) -> None:
-    trial = toys.trial(measure={"nvtx": True}, train={"gradient_accumulation": 2})
+    trial = toys.trial(benchmark={"nvtx": True}, train={"gradient_accumulation": 2})
     trial = trial.model_copy(update={"strategy": "ddp", "workers": 2, "train_only": True})
     with pytest.MonkeyPatch.context() as patch:
         ranges, _ = ranges_of(trial, patch, rank=rank)

@@ -18,7 +18,7 @@ from pipeline.training.build import build
 def _more(rank: Rank, folder: Path) -> Any:
     refused = []
     unseeded = {"_target_": "toy_streams.stream", "kind": "Unseeded"}
-    for sections in ({"order": {"_target_": "toy_orders.of_the_process"}}, {"data": unseeded}):
+    for sections in ({"sampler": {"_target_": "toy_orders.of_the_process"}}, {"data": unseeded}):
         with pytest.raises(ExperimentError) as caught:
             build(toys.trial(**sections), rank=rank)
         refused.append(str(caught.value))
@@ -48,5 +48,5 @@ def test_one_worker_continues_what_several_have_saved(alone: Alone, two: Any, ca
 
 def test_what_differs_between_ranks_is_refused(two: Any) -> None:
     order, stream = two
-    assert order.startswith("order: differs between rank 0 and rank 1. Draw from a seeded generator")
+    assert order.startswith("sampler: differs between rank 0 and rank 1. Draw from a seeded generator")
     assert re.match(r"data: sample \d+ of the training set differs between rank 0 and rank 1", stream)

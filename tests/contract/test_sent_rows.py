@@ -25,7 +25,7 @@ def sent_to(rank: Rank) -> dict[str, RowStream]:
         yield from list(zip(*columns, strict=True))[rank.rank :: rank.world_size]
 
     return {
-        name: RowStream(rows=len(toys.regression()[number]), schema="x, y", open=lambda size, n=number: opened(n, size))
+        name: RowStream(rows=len(toys.regression()[number]), open=lambda size, n=number: opened(n, size))
         for number, name in enumerate(("train", "validation"))
     }
 

@@ -36,7 +36,7 @@ def request(*overrides: str, file: str = "lab.yaml", **more: Any) -> Request:
 AWKWARD = (
     "name=it-s",
     'tracking.experiment="it\'s $HOME; a `b` \\\\ c"',
-    "compare=[{strategy: single}, {strategy: ddp}]",
+    "benchmark.configurations=[{strategy: ddp}]",
 )
 
 

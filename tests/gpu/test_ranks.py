@@ -1,7 +1,7 @@
 """Ranks on GPUs: they fail, hang, are replicas of `dp`, run under Ray, and are measured.
 
 What needs two GPUs is skipped with one, and pytest's summary says so. Needs neither MLflow nor scikit-learn, so that
-the folder of `make gpu-kit` runs it, with `--noconftest`; without Ray, which the kit leaves out, its test is skipped.
+the folder of `make gpu-bundle` runs it, with `--noconftest`; without Ray, which it leaves out, its test is skipped.
 """
 
 import gc
@@ -39,7 +39,7 @@ SOON_S = 25.0
 """Seconds for an error to arrive and for all ranks to end, far less than parallel.timeout_s."""
 HANG_S = 10.0
 LONG = {"_target_": "toys.regression", "samples": 4096}
-BRIEFLY = {"warmup_steps": 2, "steps": 2, "windows": 2, "pairs": 5}
+BRIEFLY = {"warmup_steps": 2, "steps": 2, "windows": 2, "rounds": 5}
 FILLED = 0.65
 """Part of a GPU's memory that the activations of a rank's batch take; the peak is a tenth above."""
 COPIES = 16
@@ -151,7 +151,7 @@ def dp(made: Trial, *, replicas: int) -> Trial:
     return made.model_copy(update={"strategy": "dp", "devices_per_worker": 0 if IS_REHEARSAL else replicas})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed, which the kit leaves out")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed, which the bundle leaves out")
 def test_ranks_under_ray_train_as_one_process(tmp_path: Path) -> None:
     """As many as there are GPUs."""
     expected = trained_weights(trial(), tmp_path)
@@ -167,7 +167,7 @@ def test_a_speedup_is_measured_next_to_the_training(tmp_path: Path, ranks: int) 
         train_only=False,
         model={"_target_": "test_ranks.Repeated", **size},
         data=LONG,
-        measure=BRIEFLY,
+        benchmark=BRIEFLY,
         train={"precision": "fp32", "epochs": 2, "global_batch_size": 2048},
     )
     outcome, _ = launch(with_baseline(on_ranks(made, ranks)), tmp_path)
@@ -185,7 +185,7 @@ def test_a_training_that_fills_the_memory_has_a_speedup(tmp_path: Path, ranks: i
         train_only=False,
         model={"_target_": "test_ranks.Filling", "floats": floats, "most": samples},
         data={"_target_": "toys.regression", "samples": 8 * samples},
-        measure=BRIEFLY,
+        benchmark=BRIEFLY,
         train={"precision": "fp32", "epochs": 1, "global_batch_size": samples * ranks},
     )
     outcome, _ = launch(with_baseline(on_ranks(made, ranks)), tmp_path)
@@ -201,7 +201,7 @@ def test_a_baseline_without_memory_is_measured_after_the_training(tmp_path: Path
     made = trial(
         train_only=False,
         model={"_target_": "test_one_gpu.Large", "megabytes": weights // 2**20},
-        measure=BRIEFLY,
+        benchmark=BRIEFLY,
         train={"precision": "fp32", "epochs": 1},
     )
     gc.collect()

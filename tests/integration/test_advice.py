@@ -71,7 +71,7 @@ def test_a_loader_that_is_quick_compared_with_the_model(tmp_path: Path) -> None:
 def test_a_tiny_model(tmp_path: Path) -> None:
     """One process is faster than two that exchange gradients; neither straggles."""
     longer = ["data={_target_: lab.points, samples: 1600}", "train.epochs=3"]
-    advice = advised(tmp_path, *DDP, *longer, "measure.budget_s=8", with_baseline=True)
+    advice = advised(tmp_path, *DDP, *longer, "benchmark.time_budget_s=8", with_baseline=True)
 
     assert "parallel.strategy" in keys(advice)
     chosen = advice[keys(advice).index("parallel.strategy")]

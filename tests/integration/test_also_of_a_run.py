@@ -24,7 +24,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(command: Command, folder: Path, also: str, *more: str) -> tuple[Path, Any]:
     """A run of lab.yaml with its folder."""
     ended = command(
-        "run", "lab.yaml", "--train-only", f"tracking.also={also}", f"tracking.directory={folder}/runs",
+        "run", "lab.yaml", "--train-only", f"tracking.loggers={also}", f"tracking.directory={folder}/runs",
         f"tracking.uri=sqlite:///{folder}/mlflow.db", *more,
     )  # fmt: skip
     assert ended.code == 0, ended.output

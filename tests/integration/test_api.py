@@ -1,4 +1,4 @@
-"""`from pipeline import Experiment, run, compare` in a script; notebooks are in test_notebook.py."""
+"""`from pipeline import Experiment, run, benchmark` in a script; notebooks are in test_notebook.py."""
 
 import random
 import signal
@@ -72,7 +72,7 @@ def test_a_run_returns_its_figures_and_leaves_the_process_as_it_was(here: Path) 
 
 
 def test_a_comparison_returns_its_cells(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    overrides = (*KEPT_HERE, "train.epochs=9", "measure={warmup_steps: 1, steps: 6}")
+    overrides = (*KEPT_HERE, "train.epochs=9", "benchmark={warmup_steps: 1, steps: 6}")
 
     more = {"batch_sizes": [4], "predict": [8], "network": "25Gbit,20us"}
     result = benchmark("lab.yaml", *overrides, strategies=["single"], repeats=1, **more)  # type: ignore[arg-type]

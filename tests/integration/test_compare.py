@@ -172,7 +172,7 @@ def test_a_batch_without_memory_is_a_row_with_the_reason(command: Any) -> None:
 
 
 def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path) -> None:
-    lasting = ["train.epochs=20", "measure.steps=200", "parallel.launcher=torchrun"]  # a cell is not over at once
+    lasting = ["train.epochs=20", "benchmark.steps=200", "parallel.launcher=torchrun"]  # a cell is not over at once
     process = start("benchmark", MLP, *lasting, "--repeats", "50", "--json", cwd=tmp_path)
     deadline = time.monotonic() + 120
     while len(_opened(tmp_path)) < 2 and time.monotonic() < deadline:

@@ -31,7 +31,7 @@ TRAINING = [
     "data={_target_: lab.points, samples: 4800}",
     "train={epochs: 4, global_batch_size: 16, precision: fp64, log_every_steps: 1}",
     "checkpoint.every_steps=10",
-    "measure={warmup_steps: 1, steps: 2, windows: 2}",
+    "benchmark={warmup_steps: 1, steps: 2, windows: 2}",
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from outside import code
 
 from pipeline.data import example_sentences
 
@@ -75,10 +76,12 @@ def test_it_works_and_its_result_can_be_started_from(
     (encoder / "model.safetensors").rename(encoder / "elsewhere.safetensors")  # a checkpoint has the weights
     evaluated = command("evaluate", first.name)
     assert evaluated.code == 0, evaluated.output
-    exported = command("export", first.name, "--to", str(tmp_path / "out"), "--format", "torch-export")
+    exported = command("export", first.name, "--to", str(tmp_path / "out"))
     assert exported.code == 0, exported.output
-    assert "model(input_ids=torch.zeros((2, " in (tmp_path / "out" / "load.py").read_text()
-    called = subprocess.run([sys.executable, tmp_path / "out" / "load.py"], check=True, capture_output=True, text=True)
+    (program, _) = code((tmp_path / "out" / "README.md").read_text())
+    assert "program(input_ids=torch.zeros((2, " in program
+    line = [sys.executable, "-c", f"{program}\nprint(outputs)"]
+    called = subprocess.run(line, cwd=tmp_path / "out", check=True, capture_output=True, text=True)
     assert "logits" in called.stdout
     (encoder / "elsewhere.safetensors").rename(encoder / "model.safetensors")
 

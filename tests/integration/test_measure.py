@@ -12,7 +12,7 @@ from pipeline.protocol.events import Finished, Metrics
 from pipeline.recording import journal
 from pipeline.report.report import Report
 
-TWO = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun", "measure.budget_s=8"]
+TWO = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun", "benchmark.time_budget_s=8"]
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -25,6 +25,7 @@ def test_it_runs_as_it_is(name: str, command: Callable[..., Any], tmp_path: Path
 
 def test_what_needs_gpus_says_so(command: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    pytest.importorskip("torchvision")
     checked = command("check", "--no-data", str(FILES["cifar10"]))
     assert checked.code == 0, checked.output
     ended = command("run", str(FILES["cifar10"]), "--quick")

@@ -173,10 +173,10 @@ def test_export_says_what_it_has_written(there: Callable[..., Any], lab: Path, w
         assert json.loads(ended.stdout) == json.loads((lab / "out" / "model.json").read_text())
         return
     lines = ended.stdout.splitlines()
-    assert lines[-1] == "python out/load.py"
-    assert len(lines) == (1 if words else 6)
+    assert lines[-1] == "To load it, see out/README.md"
+    assert len(lines) == (1 if words else 8)
     if not words:
-        assert lines[0] == f"torch.nn.Linear of run {folder.name}, weights of step 6 (epoch 2), in out:"
+        assert lines[:2] == [f"torch.nn.Linear of run {folder.name}", "weights of step 6 (epoch 2)"]
     again = there("export", "latest", "--to", "out")
     assert (again.code, again.stdout) == (2, "")
     assert "--to out: is not empty" in again.stderr

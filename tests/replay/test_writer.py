@@ -87,22 +87,6 @@ def test_a_writer_that_dies_takes_no_results_with_it(store: Store, journal: Jour
     assert [run.info.status for run in store.runs("lab")] == ["FINISHED"]
 
 
-@pytest.mark.parametrize("has_ended", [True, False])
-def test_only_a_writer_beside_training_is_told_to_step_back(store: Store, tmp_path: Path, has_ended: bool) -> None:
-    """A short training ends before the store has its run; from then on its user waits for the writer."""
-    folder = journaled(tmp_path / "short", [opened(store), RunClosed(time=1.7e9, status="FINISHED")])
-    told: list[str] = []
-    task = WriterTask(folder=folder, log=folder / "log.txt", uri="", known=0, environment=())
-    writer = Writer(task, warn=told.append, opened=lambda: told.append("opened"))
-    writer.feed.end()
-    if has_ended:
-        writer.closing.set()
-    with closing(writer.feed):
-        writer.work()
-        assert writer.reply().is_done
-    assert told == ([] if has_ended else ["opened"])
-
-
 def test_a_run_that_ends_before_its_first_step_is_not_sent(store: Store, tmp_path: Path) -> None:
     journaled(tmp_path, [opened(store), RunClosed(time=1.7e9, status="FAILED", message="wrong")])
     task = WriterTask(folder=tmp_path, log=tmp_path / "log.txt", uri=store.uri, known=0, environment=())
@@ -195,14 +179,21 @@ def test_what_mlflow_has_no_room_for_is_cut_and_renamed(store: Store, tmp_path: 
 
 
 def test_names_that_mlflow_does_not_accept_are_told_apart(store: Store, tmp_path: Path) -> None:
-    params = {"optimizer.lr": "0.1", "compare[0].workers": "2"} | {
+    params = {"optimizer.lr": "0.1", "benchmark.configurations[0].workers": "2"} | {
         f"labels.{name}": name for name in ("+", "*", "a//b", "a/", "../a")
     }
     told: list[str] = []
     journaled(tmp_path / "names", [opened(store, params=params), metrics(1), RunClosed(time=1.7e9, status="FINISHED")])
     assert sync(tmp_path / "names", warn=told.append).message.startswith("all of ")
     (run,) = store.runs("made")
-    names = ["optimizer.lr", "compare_0_.workers", "labels._", "labels.__2", "labels.a/_/b", "labels.a/_"]
+    names = [
+        "optimizer.lr",
+        "benchmark.configurations_0_.workers",
+        "labels._",
+        "labels.__2",
+        "labels.a/_/b",
+        "labels.a/_",
+    ]
     names += ["labels.../a"]
     assert run.data.params == dict(zip(names, params.values(), strict=True))
     assert told == [

@@ -20,7 +20,7 @@ _KINDS: dict[str, Kind] = {
 }
 _FENCE = re.compile(r"^( *)```(\w*)(?: +title=\"([^\"]+)\")?\s*$")
 _DIRECTIVE = re.compile(r"^<!-- test: (.+) -->$")
-_KEY = re.compile(r"^(name|model|data|task|loss|train|parallel|compare|checkpoint|tracking|measure|loader|order):( |$)")
+_KEY = re.compile(r"^(name|model|data|task|loss|train|parallel|benchmark|checkpoint|tracking|loader|sampler):( |$)")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import TensorDataset
 
 from pipeline.tasks import StepOutput, gathered
-from pipeline.tasks.contrastive import nt_xent
 
 STOPPED = 4
 """Step within the second epoch of 3 steps, whose last batches have 2 samples for up to 4 workers."""
@@ -37,7 +37,7 @@ class Similar:
         views, targets = batch
         first, second = (gathered(model(view)) for view in views.unbind(1))
         logits = first @ second.T / self.temperature
-        loss = nn.functional.cross_entropy(logits, torch.arange(len(first)))
+        loss = cross_entropy(logits, torch.arange(len(first)))
         return StepOutput(loss, views[:, 0], targets, logs={"rows": torch.tensor(float(len(first)))})
 
 
@@ -48,8 +48,10 @@ class Both(Similar):
         views, targets = batch
         labels = gathered(targets)
         first, second = gathered(model(views.flatten(0, 1)).unflatten(0, (-1, 2))).unbind(1)
-        loss = nt_xent(first, second, temperature=0.5) * (1 + labels.double().mean())
-        return StepOutput(loss, views[:, 0], targets)
+        rows = normalize(torch.cat([first, second]))
+        similarity = (rows @ rows.T / 0.5).fill_diagonal_(-torch.inf)
+        loss = cross_entropy(similarity, torch.arange(len(rows)).roll(len(first)))
+        return StepOutput(loss * (1 + labels.double().mean()), views[:, 0], targets)
 
 
 class ByView(Similar):

@@ -46,6 +46,8 @@ def expected(project: Baked) -> set[str]:
     files |= {f"src/{project.package}/{name}.py" for name in ("__init__", "data", "model")}
     if project.answers.get("task") == "finetune":
         files.remove(f"src/{project.package}/model.py")
+    if project.answers.get("task") in ("gan", "contrastive"):
+        files.add(f"src/{project.package}/task.py")
     if project.answers.get("docker") == "yes":
         files |= {".dockerignore", "docker/Dockerfile", "docker/compose.yaml"}
     if project.template == "ddp-project":

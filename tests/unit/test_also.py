@@ -1,4 +1,4 @@
-"""Trackers of ``tracking.also``: what they write, that a resumed run doubles nothing, and what is refused."""
+"""Trackers of ``tracking.loggers``: what they write, that a resumed run doubles nothing, and what is refused."""
 
 import math
 import sys
@@ -71,12 +71,12 @@ def written(name: str, folder: Path, events: Sequence[AnyEvent] = A_RUN) -> None
 
 def test_csv_says_what_to_use_instead(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
-        load(MLP, ["tracking.also=[tensorboard, csv]"])
+        load(MLP, ["tracking.loggers=[tensorboard, csv]"])
     (problem,) = caught.value.problems
     assert (problem.key, problem.message) == (
-        "tracking.also[1]",
-        "csv was removed. Remove it. To write a CSV table, copy the tracker of docs/extend.md into your package and "
-        "name it in tracking.trackers.",
+        "tracking.loggers[1]",
+        "csv was removed. Remove it. To write a CSV table, copy the tracker of docs/extend.md into your package, and "
+        "name that component.",
     )
 
 
@@ -86,19 +86,19 @@ def test_a_recorded_run_with_csv_can_be_read(tmp_path: Path) -> None:
         yaml.safe_dump(yaml.safe_load(MLP.read_text()) | {"tracking": {"also": ["csv", "tensorboard"]}})
     )
     (tmp_path / "events.jsonl").touch()
-    assert load(recorded).experiment.tracking.also == ("tensorboard",)
+    assert load(recorded).experiment.tracking.loggers == ("tensorboard",)
 
 
 def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ExperimentError) as caught:
-        preflight.check(load(MLP, ["tracking.also=[wandb, tensorboard]"]))
+        preflight.check(load(MLP, ["tracking.loggers=[wandb, tensorboard]"]))
     assert [(problem.key, problem.message) for problem in caught.value.problems] == [
-        ("tracking.also[0]", "this tracker needs wandb, which is not installed: pip install wandb"),
+        ("tracking.loggers[0]", "this logger needs wandb, which is not installed: pip install wandb"),
         (
-            "tracking.also[1]",
-            "this tracker needs tensorboard, which is not installed: pip install tensorboard",
+            "tracking.loggers[1]",
+            "this logger needs tensorboard, which is not installed: pip install tensorboard",
         ),
     ]
 
@@ -113,7 +113,7 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_rejected(monkeypatch
 
 def test_an_unknown_tracker_is_an_error_that_names_them(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
-        load(MLP, ["tracking.also=[tensorbord]"])
+        load(MLP, ["tracking.loggers=[tensorbord]"])
     assert "tensorboard" in str(caught.value)
 
 

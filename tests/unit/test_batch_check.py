@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model": component(OWN + "UnusedPart"), "parallel": {"strategy": "ddp", "launcher": "inprocess"}},
         "find_unused_parameters: is false, but unused.weight",
     ),
-    "the baseline": ({"compare": [{"strategy": "ddp", "workers": 2}]}, "compare.0..workers: is 2, but inprocess runs"),
+    "the baseline": ({"benchmark": {"baseline": {"strategy": "ddp", "workers": 2}}}, "baseline.workers: is 2, but"),
     "a launcher of one process": (
         {"parallel": {"strategy": "ddp", "launcher": "inprocess", "workers": 2}}, "inprocess runs one process"
     ),

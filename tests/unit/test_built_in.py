@@ -37,31 +37,24 @@ KINDS = (
 )
 OF_NO_KIND = {
     "pipeline.data.arrays.arrays",
-    "pipeline.data.cifar.cifar10",
     "pipeline.data.example_sentences.example_sentences",
     "pipeline.data.handwriting.digits",
     "pipeline.data.labelled_texts.texts",
-    "pipeline.data.noise.with_noise",
     "pipeline.data.padding.padded",
     "pipeline.data.splits.Splits",
     "pipeline.data.streamed.streamed",
     "pipeline.data.tabular.tabular",
     "pipeline.data.text.characters",
     "pipeline.data.tokens.tokens",
-    "pipeline.data.views.two_views",
     "pipeline.models.pretrained.pretrained",
     "pipeline.models.resnet.resnet18",
-    "pipeline.models.resnet.resnet34",
     "pipeline.models.resnet.resnet50",
     "pipeline.tasks.LanguageModel",
     "pipeline.tasks.Supervised",
-    "pipeline.tasks.contrastive.Contrastive",
     "pipeline.tasks.from_model.FromModel",
-    "pipeline.tasks.gan.GAN",
     "pipeline.tasks.lightning.Lightning",
     "pipeline.tasks.lightning.configured_optimizer",
     "pipeline.tasks.lightning.configured_scheduler",
-    "pipeline.tasks.loss_terms.LossTerms",
     "pipeline.tasks.protocols.Task",
     "torch.nn.utils.parametrizations.orthogonal",
     "torch.nn.utils.parametrizations.spectral_norm",
@@ -79,7 +72,6 @@ READ = {
 }
 """Constructors that load something, read and found to run no code."""
 NAMED = {
-    "directory": {"cifar10"},
     "feature_extractor_weights_path": {"FrechetInceptionDistance", "NoTrainInceptionV3"},  # can't be given
     "path": {"pretrained"},
     "pretrained": {"Alexnet", "SqueezeNet", "Vgg16"},
@@ -132,7 +124,7 @@ class TestRejected:
             ("torchmetrics.text.BERTScore", "can load and run code"),
             ("torch.utils.data.DataLoader", "is not a model, loss, optimizer, scheduler, dataset, sampler, transform"),
             ("torch.nn.modules.module.register_module_forward_hook", "is not on the list of allowed functions"),
-            ("pipeline.data.cifar.download_to", "is not on the list of allowed functions"),
+            ("pipeline.data.make_once", "is not on the list of allowed functions"),
         ],
     )
     def test_the_reason_and_the_remedy(self, target: str, reason: str) -> None:

@@ -232,6 +232,10 @@ class TestResolve:
         [
             ("torch.nn.Linera", "torch.nn has no Linera; did you mean Linear?"),
             ("pipeline.models.LSTM", "pipeline.models.LSTM was removed. Write it in a package of your project"),
+            (
+                "pipeline.tasks.gan.GAN",
+                "pipeline.tasks.gan.GAN was removed. A project of your own has it after: pipeline ",
+            ),
             ("torch.optim.lr_schedular.StepLR", "torch.optim has no lr_schedular; did you mean lr_scheduler?"),
             ("torch.SGD", "torch has no SGD; did you mean torch.optim.SGD?"),
             ("troch.nn.Linear", "troch is not an allowed package; did you mean torch.nn.Linear?"),

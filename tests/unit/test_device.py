@@ -201,8 +201,8 @@ def row(*, gpus: int = 2, gpu: str = A100, price: float | None = None, rate: flo
     trial = samples.trial("main", "main", strategy="ddp", workers=2, gpus=1 if gpus else 0)
     end = finished("main", spread(rate), communication=0.0, gpus=(gpu,) * gpus, whole_training=3600_000, **result)
     if price is not None:
-        measure = trial.experiment.measure.model_copy(update={"price_per_device_hour": price})
-        experiment = trial.experiment.model_copy(update={"measure": measure})
+        measure = trial.experiment.benchmark.model_copy(update={"price_per_device_hour": price})
+        experiment = trial.experiment.model_copy(update={"benchmark": measure})
         trial = trial.model_copy(update={"experiment": experiment})
     return Report.of([trial], [end], hardware=HARDWARE).main
 
@@ -362,9 +362,9 @@ class TestEnergy:
 
 
 def reported(price: float | None, **more: Any) -> Report:
-    measure = BASELINE.experiment.measure.model_copy(update={"price_per_device_hour": price})
+    measure = BASELINE.experiment.benchmark.model_copy(update={"price_per_device_hour": price})
     trials = [
-        trial.model_copy(update={"experiment": trial.experiment.model_copy(update={"measure": measure})})
+        trial.model_copy(update={"experiment": trial.experiment.model_copy(update={"benchmark": measure})})
         for trial in (samples.MAIN, BASELINE)
     ]
     known = {"whole_training": 360_000, "start_s": None}

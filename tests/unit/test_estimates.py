@@ -20,7 +20,6 @@ from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
 from pipeline.recording.scalars import figures
 from pipeline.report import chart, is_clear, publish
-from pipeline.report.picture import WIDE
 from pipeline.report.ratios import is_wide, times
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.tables import efficiency, speedup
@@ -177,9 +176,9 @@ def test_windows_are_a_range_and_resolve_nothing() -> None:
 
 
 def test_the_confidence_of_the_file_is_that_of_the_interval_and_of_what_is_said() -> None:
-    measure = MAIN.experiment.measure.model_copy(update={"interval": 0.5})
+    measure = MAIN.experiment.benchmark.model_copy(update={"confidence_level": 0.5})
     trials = [
-        one.model_copy(update={"experiment": one.experiment.model_copy(update={"measure": measure})})
+        one.model_copy(update={"experiment": one.experiment.model_copy(update={"benchmark": measure})})
         for one in (MAIN, BASELINE)
     ]
     ends = [finished("main", spread(190), slots=in_turn(190, noise=0.02))]
@@ -369,13 +368,13 @@ def test_parts_that_miss_the_step_are_told(together_ms: float, noise: float, une
 
 def bars(report: Report) -> dict[str, float]:
     """Where bars of the step's chart end, by their names, and what the label says."""
-    figure = chart.draw(report, WIDE)
+    figure = chart.draw(report)
     axes = figure.axes[1]
     ends = {
         str(container.get_label()): max(patch.get_x() + patch.get_width() for patch in container.patches)
         for container in axes.containers
     }
-    label = next(text.get_text() for text in figure.texts if re.fullmatch(r"[\d.,]+ ms", text.get_text()))
+    label = next(text.get_text() for text in axes.texts if re.fullmatch(r"[\d.,]+ ms", text.get_text()))
     return {**ends, "label": float(label.removesuffix(" ms"))}
 
 

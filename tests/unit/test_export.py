@@ -1,11 +1,11 @@
-"""``pipeline export``: files of a trained model, and a script that loads them where ``pipeline`` can't be imported."""
+"""``pipeline export``: files of a trained model, and a README that says how to load them."""
 
+import importlib
 import json
 import random
-import runpy
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from outside import code
 from safetensors.torch import load_file
 from toy_runs import toy_run
 from toys import ComparedNet, regression
 
 from pipeline import Trained
 from pipeline.commands import export as exporting
-from pipeline.commands.export import export, refuse
+from pipeline.commands.export import check_options, export
+from pipeline.commands.export_readme import format_readme
 from pipeline.commands.exported_files import Exported, Inputs
-from pipeline.commands.loader_script import loader_script
 from pipeline.config.load import load
 from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
@@ -49,9 +50,8 @@ def run(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return next((lab / "runs").iterdir())
 
 
-def exported(run: Path, to: Path, form: Any = "safetensors", *, checkpoint: str | None = None, **more: Any) -> Exported:
-    file = load(run / "experiment.yaml", more.pop("overrides", ()))
-    return export(file, folder=run, to=to, form=form, checkpoint=checkpoint)
+def exported(run: Path, to: Path, *, checkpoint: str | None = None, overrides: Sequence[str] = ()) -> Exported:
+    return export(load(run / "experiment.yaml", overrides), folder=run, to=to, checkpoint=checkpoint)
 
 
 def test_the_weights_are_those_of_the_result(run: Path, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_checkpoints_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: p
 def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
     found = exported(run, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "experiment.yaml", "load.py", "model.json", "model.safetensors"
+        "README.md", "experiment.yaml", "model.json", "model.pt2", "model.safetensors"
     ]  # fmt: skip
     about = json.loads((tmp_path / "out" / "model.json").read_text())
     assert about == found.model_dump(mode="json")
@@ -92,24 +92,20 @@ def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
     assert about["inputs"] == {"shape": [None, 3], "dtype": "float64"}
     assert about["model"] == {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1}
     assert load(tmp_path / "out" / "experiment.yaml").experiment == load(run / "experiment.yaml").experiment
-    assert (tmp_path / "out" / "load.py").read_text().count("\n") < 60
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch-export"])
-def test_averaged_weights_and_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_averaged_weights_and_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = toy_run(
         tmp_path, status="KILLED", train={"ema": {"decay": 0.5}}, model={"_target_": "toys.batch_norm_net"}
     )
-    found = exported(folder, tmp_path / "out", form)
+    found = exported(folder, tmp_path / "out")
     expected = torch.load(folder / "model" / "weights.pt")  # of the same step, the averages
     assert found.weights.step == 6
-    if form == "safetensors":
-        tensors = load_file(tmp_path / "out" / "model.safetensors")
-    else:
-        tensors = torch.export.load(tmp_path / "out" / "model.pt2").state_dict
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+    program = torch.export.load(tmp_path / "out" / "model.pt2").state_dict
+    for tensors in (load_file(tmp_path / "out" / "model.safetensors"), program):
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
 
 def test_run_time_values_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,17 +137,20 @@ def test_what_leaves_computes_what_was_evaluated(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, model={"_target_": f"toys.{name}"}, train={"precision": "fp32"}, exports=True)
     exported(folder, tmp_path / "weights")
-    exported(folder, tmp_path / "checkpoint", "torch-export", checkpoint="last")
+    exported(folder, tmp_path / "checkpoint", checkpoint="last")
+    monkeypatch.chdir(tmp_path / "weights")
+    script: dict[str, Any] = {}
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     models = [
         Trained.load(folder).model,
-        runpy.run_path(str(tmp_path / "weights" / "load.py"))["model"],
         Module.of(ModelSaved(trial="main", weights=WEIGHTS, example=EXAMPLE), folder=folder).module,
         torch.export.load(tmp_path / "checkpoint" / "model.pt2").module(),
         torch.export.load(folder / "model" / "model.pt2").module(),
     ]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]
+    exec(code(Path("README.md").read_text())[1], script)
+    models.append(script["model"])
     assert [loss(model) for model in models] == pytest.approx([evaluated(folder)] * 5, rel=1e-6)
 
 
@@ -201,25 +200,25 @@ def test_a_run_of_before_is_not_compared(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     with pytest.raises(UsageError, match="is not empty; name another folder, or add --force"):
-        refuse(form="safetensors", to=tmp_path, force=False)
+        check_options(onnx=False, to=tmp_path, force=False)
     with pytest.raises(UsageError, match="is a file; name a folder"):
-        refuse(form="safetensors", to=tmp_path / "mine.txt", force=True)
-    refuse(form="safetensors", to=tmp_path, force=True)
-    refuse(form="safetensors", to=tmp_path / "new", force=False)
+        check_options(onnx=False, to=tmp_path / "mine.txt", force=True)
+    check_options(onnx=False, to=tmp_path, force=True)
+    check_options(onnx=False, to=tmp_path / "new", force=False)
 
 
 def test_onnx_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="--format onnx needs onnx and onnxscript: pip install onnx onnxscript"):
-        refuse(form="onnx", to=tmp_path, force=False)
+    with pytest.raises(UsageError, match=r"--onnx needs onnx and onnxscript\. Install: pip install onnx onnxscript"):
+        check_options(onnx=True, to=tmp_path, force=False)
 
 
 def test_force_replaces_an_earlier_export_and_nothing_else(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
-    exported(run, tmp_path, "torch-export")
+    (tmp_path / "model.onnx").touch()
     exported(run, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "experiment.yaml", "load.py", "mine.txt", "model.json", "model.safetensors"
+        "README.md", "experiment.yaml", "mine.txt", "model.json", "model.pt2", "model.safetensors"
     ]  # fmt: skip
 
 
@@ -238,8 +237,13 @@ def test_weights_of_other_code_are_told(run: Path, tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_traced_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, model={"_target_": "toys.Undecided", "in_features": 3, "out_features": 1})
-    with pytest.raises(UsageError, match=r"torch can't trace toys.Undecided: .*; use --format safetensors"):
-        exported(folder, tmp_path / "out", "torch-export")
+    found = exported(folder, tmp_path / "out")
+    assert found.no_program.startswith("torch can't trace toys.Undecided: ")
+    assert not (tmp_path / "out" / "model.pt2").exists()
+    assert f"There is no program: {found.no_program}" in (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(UsageError, match=r"--onnx: torch can't trace toys.Undecided: .* Leave out --onnx\."):
+        export(load(folder / "experiment.yaml"), folder=folder, to=tmp_path / "onnx", onnx=True)
+    assert not (tmp_path / "onnx").exists()
 
 
 COMPARED = {"model": {"_target_": "toys.ComparedNet"}, "loss": None}
@@ -249,7 +253,7 @@ def test_inputs_are_what_the_task_gives_the_model(tmp_path: Path, monkeypatch: p
     """Batches are mappings here, of which the model gets one tensor."""
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
-    found = exported(folder, tmp_path / "out", "torch-export").inputs
+    found = exported(folder, tmp_path / "out").inputs
     assert isinstance(found, Inputs)
     assert found.shape == (None, 3)
     inputs = torch.rand(5, 3, dtype=torch.float64)
@@ -261,7 +265,7 @@ def test_inputs_are_what_the_task_gives_the_model(tmp_path: Path, monkeypatch: p
 def test_a_model_of_several_inputs_is_a_program_of_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, task={"_target_": "toys.ComparedTask"}, exports=True, **COMPARED)
-    found = exported(folder, tmp_path / "out", "torch-export").inputs
+    found = exported(folder, tmp_path / "out").inputs
     assert isinstance(found, dict)
     assert {name: one.shape for name, one in found.items()} == {"first": (None, 3), "second": (None, 3)}
     model = ComparedNet().double()
@@ -283,9 +287,8 @@ def test_of_a_model_whose_parts_are_called_the_inputs_are_the_first_of_a_batch(
 def test_inputs_that_are_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = toy_run(tmp_path, task={"_target_": "toys.ComparedTask", "more": 2.5}, **COMPARED)
-    assert exported(folder, tmp_path / "out").inputs is None
-    with pytest.raises(UsageError, match="--format torch-export: the model's inputs are not only tensors"):
-        exported(folder, tmp_path / "program", "torch-export")
+    found = exported(folder, tmp_path / "out")
+    assert (found.inputs, found.no_program) == (None, "the model's inputs are not only tensors")
 
 
 def test_weights_without_a_checkpoint_of_their_step_are_the_result(
@@ -308,7 +311,7 @@ def test_of_streamed_data_only_the_result_is_exported(tmp_path: Path, monkeypatc
     data = file.experiment.data.model_copy(update={"target": "pipeline.data.streamed"})
     streamed = replace(file, experiment=file.experiment.model_copy(update={"data": data}))
     monkeypatch.setattr(preflight, "check", lambda file, **_: BUILT_IN)
-    of_run = partial(export, streamed, folder=folder, form="safetensors")
+    of_run = partial(export, streamed, folder=folder)
     assert of_run(to=tmp_path / "result", checkpoint=None).inputs is None
     with pytest.raises(UsageError, match="only the result of a finished run can be exported; leave out --checkpoint"):
         of_run(to=tmp_path / "last", checkpoint="last")
@@ -321,54 +324,48 @@ def test_the_command_refuses_before_anything_is_loaded(command: Callable[..., An
     assert "nowhere: no such run in runs" in ended.stderr
 
 
-# The script
+# The README
 
 
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        ("pipeline.models.MLP", "which is ddp-pipeline's own.\n# pipeline export --format torch-export writes a model"),
-        ("mine.Net", "# Needs torch, safetensors and mine.Net, and not ddp-pipeline.\n"),
-    ],
-)
-def test_the_script_says_what_it_needs(target: str, said: str) -> None:
-    text = loader_script("safetensors", origin="It", target=target, is_double=False, inputs={"": ((2, 3), "float32")})
-    assert said in text
-    compile(text, "load.py", "exec")
-    assert "print(model(torch.zeros((2, 3), dtype=torch.float32)))" in text
-    assert ".double()" not in text
+def readme(model: dict[str, Any], **more: Any) -> str:
+    given = {"inputs": {"": ((2, 3), "float32")}, "no_program": "", "is_double": False, "seed": 7}
+    return format_readme(model, origin="run a", **(given | more))
 
 
-def test_the_script_builds_with_a_function_that_is_named_like_its_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_readme_has_ten_lines_of_code_at_most() -> None:
+    text = readme({"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1})
+    assert sum(1 for block in code(text) for line in block.splitlines() if line) <= 10
+    assert "outputs = program(torch.zeros((2, 3), dtype=torch.float32))" in text
+
+
+def test_the_readme_says_why_there_is_no_program() -> None:
+    text = readme({"_target_": "torch.nn.Identity"}, no_program="it can't be traced")
+    assert "There is no program: it can't be traced." in text
+    assert "model.pt2" not in text
+
+
+def test_the_readme_calls_a_model_by_the_names_of_its_inputs() -> None:
+    inputs = {"tokens": ((2, 3), "int64"), "mask": ((2, 3), "bool")}
+    call = "program(tokens=torch.zeros((2, 3), dtype=torch.int64), mask=torch.zeros((2, 3), dtype=torch.bool))"
+    assert call in readme({"_target_": "torch.nn.Identity"}, inputs=inputs)
+
+
+def test_the_readme_builds_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a function that is named like its module, and a class method."""
     (tmp_path / "named").mkdir()
-    (tmp_path / "named" / "__init__.py").write_text("from named.tower import tower\n")
-    (tmp_path / "named" / "tower.py").write_text("def tower(inner): return [inner]\n")
+    (tmp_path / "named" / "__init__.py").write_text("from named.tower import Tower, tower\n")
+    (tmp_path / "named" / "tower.py").write_text(
+        "def tower(*, inner): return [inner]\n"
+        "class Tower:\n    @classmethod\n    def of(cls, **given): return {**given}\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    text = loader_script("safetensors", origin="It", target="named.tower", is_double=False, inputs={})
-    script: dict[str, Any] = {"__file__": str(tmp_path / "load.py")}
-    exec(text.partition("model = ")[0], script)
-
+    importlib.import_module("named")
+    inner = {"_target_": "named.Tower.of", "words": ["a", "${oc.env:X}"], "sizes": {"b": 1.5}}
+    (_, weights) = code(readme({"_target_": "named.tower", "inner": inner}))
+    script: dict[str, Any] = {}
     try:
-        made = script["build"]({"_target_": "named.tower", "inner": {"_target_": "named.tower", "inner": 1}})
-        monkeypatch.setenv("LAB_PASS", "hunter2")
-        assert script["build"](["a ${oc.env:LAB_PASS,'b c'}", "${x}"]) == ["a hunter2", "${x}"]
+        exec(weights.partition("model.load_state_dict")[0], script)
     finally:
         for name in ("named", "named.tower"):
             del sys.modules[name]
-    assert made == [[1]]
-
-
-def test_the_script_of_onnx_is_right() -> None:
-    text = loader_script("onnx", origin="It", target="mine.Net", is_double=False, inputs={"": ((2,), "float32")})
-    compile(text, "load.py", "exec")
-    assert "print(model(numpy.zeros((2,), dtype=numpy.float32)))" in text
-
-
-def test_the_script_calls_a_model_by_the_names_of_its_inputs() -> None:
-    inputs = {"tokens": ((2, 3), "int64"), "mask": ((2, 3), "bool")}
-    text = loader_script("torch-export", origin="It", target="mine.Net", is_double=False, inputs=inputs)
-
-    call = "print(model(tokens=torch.zeros((2, 3), dtype=torch.int64), mask=torch.zeros((2, 3), dtype=torch.bool)))"
-    assert text.rstrip().endswith(call)
+    assert script["model"] == [{"words": ["a", "${oc.env:X}"], "sizes": {"b": 1.5}}]

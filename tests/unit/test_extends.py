@@ -27,9 +27,8 @@ train:
   epochs: 2
   global_batch_size: ${oc.decode:${oc.env:SIZE,16}}
   lr_scaling: {rule: linear}
-compare:
-  - strategy: single
-  - {strategy: ddp, workers: 2}
+benchmark:
+  baseline: {strategy: ddp, workers: 2}
 sweep:
   parameters:
     optimizer.lr: {grid: [0.1, 0.2]}
@@ -57,7 +56,7 @@ def problems_of(text: str, *overrides: str) -> list[str]:
 def test_sections_are_merged_lists_and_components_are_replaced() -> None:
     file = read(
         "extends: base.yaml\nname: e\nmodel: {out_features: 3}\noptimizer: {_target_: torch.optim.AdamW, lr: 1e-3}\n"
-        "scheduler: null\ntrain: {epochs: 5}\ncompare: [{strategy: dp}]\n"
+        "scheduler: null\ntrain: {epochs: 5}\nbenchmark: {baseline: {strategy: dp}}\n"
         "sweep: {parameters: {optimizer.lr: {choice: [1, 2]}}, trials: 2}\n"
     )
     experiment = file.experiment
@@ -66,7 +65,7 @@ def test_sections_are_merged_lists_and_components_are_replaced() -> None:
     assert experiment.optimizer.arguments == {"lr": 1e-3}
     assert (experiment.train.epochs, experiment.train.global_batch_size) == (5, 16)
     assert experiment.train.lr_scaling.rule == "linear"
-    assert [entry.strategy for entry in experiment.compare] == ["dp"]
+    assert [entry.strategy for entry in experiment.benchmark.entries.values()] == ["dp"]
     assert experiment.sweep is not None
     assert experiment.sweep.parameters["optimizer.lr"].choice == (1, 2)
     assert file.bases == (Path("lab/base.yaml"),)
@@ -103,11 +102,15 @@ def test_a_chain_is_relative_to_each_file(tmp_path: Path) -> None:
 
 def test_a_problem_has_the_file_and_line_that_it_comes_from() -> None:
     Path("lab/base.yaml").write_text(BASE.replace("epochs: 2", "epochs: two").replace("momentum", "momentum: 1\n  lr2"))
-    text = "extends: base.yaml\ntrain:\n  precision: fp8\nmeasure: {step: 3}\ncompare: [{strategy: nope}]\n"
+    text = "extends: base.yaml\ntrain:\n  precision: fp8\nbenchmark:\n  step: 3\n  baseline: {strategy: nope}\n"
 
     shown = problems_of(text, "seed=-1")
 
-    places = ["lab/e.yaml:3: train.precision", "lab/e.yaml:4: measure.step", "lab/e.yaml:5: compare[0].strategy"]
+    places = [
+        "lab/e.yaml:3: train.precision",
+        "lab/e.yaml:5: benchmark.step",
+        "lab/e.yaml:6: benchmark.baseline.strategy",
+    ]
     assert [problem.split(": is ")[0].split(": unknown")[0] for problem in shown] == [
         *places,
         "lab/base.yaml:12: train.epochs",

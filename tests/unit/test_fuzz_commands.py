@@ -107,14 +107,14 @@ words = st.sampled_from(
             f"--directory={'a' * 300}",
             "--checkpoint=",
             "--checkpoint=-1",
-            "--format=nope",
+            "--onnx",
         ),
         *("--launcher=é", "latest", "ddp-project", "dp-prototype", "nope", "\udc80", "a" * 300),
     ]
 )
 # What they do with a good file takes long or starts servers: here they get none.
 WITH_FILE = ["check --no-data", "run", "run --dry-run", "benchmark", "submit", "submit --slurm"]
-OTHERS = ["list", "show", "diff", "sync", "new", "schema", "status", "logs", "stop", "evaluate", "export", "nope"]
+OTHERS = ["list", "show", "diff", "sync", "new", "schema", "evaluate", "export", "nope"]
 OTHERS += ["new --update", "export --to=out", ""]
 
 

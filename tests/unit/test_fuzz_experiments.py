@@ -42,10 +42,11 @@ train:
   lr_scaling: {rule: linear}
   activation_checkpointing: [layer1]
 parallel: &main {strategy: ddp, launcher: torchrun, workers: 2, options: {x: 1}}
-compare:
-  - strategy: single
+benchmark:
+  baseline: {strategy: single}
+  configurations:
   - {strategy: ddp, workers: 2}
-measure: {steps: 2}
+  steps: 2
 tracking: {uri: "sqlite:///m.db", directory: runs}
 checkpoint: {keep: 1, best: validation/accuracy}
 """
@@ -128,7 +129,7 @@ interpolations = st.sampled_from(
         "${model.args[0]}",
         "${model.args[9]}",
         "${model.args.x}",
-        "${compare[0].strategy}",
+        "${benchmark.baseline.strategy}",
         "${total_steps}",
         "${world_size}",
         "${steps_per_epoch}",

@@ -18,7 +18,7 @@ from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
-from pipeline.training import loop, rank_equality, sampled_data
+from pipeline.training import loop, rank_equality
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.iterable import IterableLoader
 from pipeline.training.iterable_order import IterableOrder
@@ -45,7 +45,7 @@ def losses(kept: toys.Kept, *, after: int = 0, name: str = "train/loss") -> list
 def test_a_stream_trains_what_samples_in_this_order_train() -> None:
     """At each sample once in an epoch, the last batch smaller, each sample of the validation set counted once."""
     streamed = toys.trained(data=data("Sized", validation=True))[1]
-    by_index = toys.trained(order={"_target_": "toy_streams.in_order"})[1]
+    by_index = toys.trained(sampler={"_target_": "toy_streams.in_order"})[1]
     assert losses(streamed) == losses(by_index)
     assert losses(streamed, name="validation/loss") == losses(by_index, name="validation/loss")
     assert len(losses(streamed)) == 6
@@ -60,7 +60,7 @@ def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
     """Nine steps of eight samples are three times 22 samples, and six."""
     streamed = toys.trained(data=data("Plain"), train=ENDLESS)[1]
     repeated = {"_target_": "toy_orders.given", "indices": [index % 22 for index in range(72)]}
-    by_index = toys.trained(data={"_target_": "toys.regression", "validation": 0}, order=repeated, train=ENDLESS)[1]
+    by_index = toys.trained(data={"_target_": "toys.regression", "validation": 0}, sampler=repeated, train=ENDLESS)[1]
     assert losses(streamed) == losses(by_index)
 
 
@@ -101,23 +101,15 @@ def test_a_training_resumed_after_any_step_is_the_same(tmp_path: Path, kind: str
         assert continued(tmp_path, kind, stopped=stopped) == (losses(whole, after=stopped), [])
 
 
-@pytest.fixture
-def digest_of_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read no further ahead for the digest of the data: there, a stream has no state to save."""
-    monkeypatch.setattr(sampled_data, "SAMPLES", 1)
-
-
-@pytest.mark.usefixtures("digest_of_one_sample")
 def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path) -> None:
     run(tmp_path / "whole", "Stateful")
     shutil.copytree(tmp_path / "whole" / folder_name(7), tmp_path / "again" / folder_name(7))
     toy_streams.Stateful.read = 0
     run(tmp_path / "again", "Stateful", resume=True)
-    # the first sample to tell the data, eight to compare, sixteen to train on, eight to measure a step behind the last
-    assert toy_streams.Stateful.read == 1 + 8 + 16 + 8
+    # the first sixteen to look at, eight to compare, sixteen to train on, eight to measure a step behind the last
+    assert toy_streams.Stateful.read == 16 + 8 + 16 + 8
 
 
-@pytest.mark.usefixtures("digest_of_one_sample")
 def test_a_state_that_lacks_a_shuffle_buffer_is_told_and_not_used(tmp_path: Path) -> None:
     whole, again, (warning,) = resumed(tmp_path, "Buffered", stopped=5)
     assert again == whole
@@ -206,7 +198,7 @@ class _Numbers(toys.SizedStream):
     ("sections", "message"),
     [
         ({"data": data("Plain")}, r"train\.epochs: is 2, but the training set is iterable and has no length"),
-        ({"data": data("Sized"), "order": {"weights": "balanced"}}, "order: does not apply to an iterable dataset"),
+        ({"data": data("Sized"), "sampler": {"weights": "balanced"}}, "sampler: does not apply to an iterable dataset"),
         ({"data": data("Sized"), "loader": {"num_workers": 2}}, r"loader\.num_workers: is 2, but the training set is"),
         (
             {"data": {"_target_": "toy_streams.with_sized_validation"}, "loader": {"num_workers": 2}},

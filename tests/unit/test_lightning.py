@@ -124,7 +124,10 @@ def test_the_module_is_left_as_it_was() -> None:
             {"more": "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 3}"},
             r"model: model and task",
         ),
-        ({"more": "compare: [{strategy: dp}]"}, r"compare\[0\].strategy: dp copies the module to each GPU"),
+        (
+            {"more": "benchmark: {baseline: {strategy: dp}}"},
+            r"benchmark.baseline.strategy: dp copies the module to each GPU",
+        ),
         (
             {"more": "checkpoint: {best: validation/val_f1}"},
             r"best: validation/val_f1 is logged by .*checkpoint.mode to max",

@@ -39,8 +39,8 @@ scheduler:
 train:
   epochs: 2
   global_batch_size: 16
-compare:
-  - strategy: single
+benchmark:
+  configurations:
   - {strategy: ddp, workers: 2}
 """
 
@@ -68,7 +68,7 @@ class TestReading:
         assert experiment.model.target == "torch.nn.Linear"
         assert experiment.model.arguments == {"in_features": 4, "out_features": 2}
         assert experiment.optimizer.arguments == {"lr": 0.001}
-        assert experiment.compare[1].workers == 2
+        assert experiment.benchmark.configurations[0].workers == 2
 
     def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(self) -> None:
         assert read(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()).experiment == read(GOOD).experiment
@@ -112,8 +112,8 @@ class TestReading:
         extra = "parallel: &p {strategy: ddp, workers: 2}\n"
         changed = GOOD.replace("  - {strategy: ddp, workers: 2}", "  - {<<: *p, workers: 4}")
         file = read(extra + changed)
-        assert file.experiment.compare[1].strategy == "ddp"
-        assert file.experiment.compare[1].workers == 4
+        assert file.experiment.benchmark.configurations[0].strategy == "ddp"
+        assert file.experiment.benchmark.configurations[0].workers == 4
 
     def test_of_several_merged_mappings_the_first_wins(self) -> None:
         merged = "metrics: {a: {<<: [&x {_target_: a.b, n: 1}, &y {n: 2, o: 3}]}}\n"
@@ -222,15 +222,15 @@ train:
   batchsize: 12
   clip_grad_norm: ${total_steps}
 parallel: {strategy: dpp, device: gpu, workers: 1.5}
-compare: [{strategy: single}, {workers: two}]
+benchmark: {configurations: [{workers: two}]}
 tracking: {uri: mlruns, log_model: maybe, experiment: "${oc.env:PIPELINE_NOT_SET}"}
 zzz: 1
 metrics: {accuracy: 3}
-measure:
+checkpoint:
 """
 
     def test_a_file_with_many_mistakes(self) -> None:
-        found = problems_of(self.MANY, "trian.epochs=3", "compare[7].workers=2", "loader.num_wokers=1")
+        found = problems_of(self.MANY, "trian.epochs=3", "benchmark.configurations[6].workers=2", "loader.num_wokers=1")
         rendered = "\n".join(found).replace(", ".join(registry.names("strategies")), "STRATEGIES")
         assert (
             rendered
@@ -252,19 +252,20 @@ Use it only in the arguments of scheduler, optimizer and other components.
 e.yaml:14: parallel.strategy: is 'dpp' (a string); write one of STRATEGIES; did you mean dp?
 e.yaml:14: parallel.device: is 'gpu' (a string); write one of auto, cpu, cuda
 e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or [minimum, maximum]
-e.yaml:15: compare[1].strategy: missing; parallel strategy of this entry
-e.yaml:15: compare[1].workers: is 'two' (a string); write an integer greater than 0 or null
+e.yaml:15: benchmark.configurations[0].strategy: missing; parallel strategy of this configuration
+e.yaml:15: benchmark.configurations[0].workers: is 'two' (a string); write an integer greater than 0 or null
 e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer stores runs in plain folders. \
 Use sqlite:///mlflow.db or a server's http address.
 e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
 e.yaml:16: tracking.experiment: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set. \
 Set it, or write ${oc.env:PIPELINE_NOT_SET,default}.
-e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, order, loader, loss, task, metrics, \
-optimizer, scheduler, optimizers, schedulers, train, checkpoint, parallel, compare, measure, tracking, sweep
+e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, sampler, loader, loss, task, \
+metrics, optimizer, scheduler, optimizers, schedulers, train, checkpoint, parallel, benchmark, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
-e.yaml:19: measure: is empty; write a mapping with keys from pairs, budget_s, interval, warmup_steps, steps, \
-windows, nvtx, price_per_device_hour
-command line: compare[7].workers=2: compare[7].workers: compare has no entry 7. It has 2 entries, counted from 0.
+e.yaml:19: checkpoint: is empty; write a mapping with keys from every_steps, every_minutes, keep, best, mode, directory
+command line: benchmark.configurations[6].workers=2: \
+benchmark.configurations[6].workers: benchmark.configurations has no entry 6. \
+It has 1 entries, counted from 0.
 command line: trian.epochs=3: trian: unknown key; did you mean train?
 command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean num_workers?"""
         )
@@ -293,11 +294,10 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
         ("line", "expected"),
         [
             (
-                "measure: 3",
-                "measure: is 3 (an integer); write a mapping with keys from pairs, budget_s, interval, warmup_steps, "
-                "steps, windows, nvtx, price_per_device_hour",
+                "checkpoint: 3",
+                "checkpoint: is 3 (an integer); write a mapping with keys from every_steps, every_minutes, keep, best",
             ),
-            ("measure: {steps: true}", "measure.steps: is true (a boolean); write an integer greater than 0"),
+            ("loader: {num_workers: true}", "loader.num_workers: is true (a boolean); write an integer of at least 0"),
             ("parallel: {options: []}", "parallel.options: is a list; write a mapping"),
             (
                 "parallel: {start_timeout_s: 0}",
@@ -326,10 +326,9 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
     def test_long_values_are_cut(self) -> None:
         assert len(problems_of(GOOD.replace("epochs: 2", f"epochs: {'x' * 5000}"))[0]) < 200
 
-    def test_an_empty_comparison_and_a_long_name(self) -> None:
-        assert problems_of(GOOD, "compare=[]", f"name={'a' * 101}") == [
-            f"command line: name={'a' * 101}: name: is 101 characters long; write at most 100",
-            "command line: compare=[]: compare: is an empty list. Add an entry, or remove the key.",
+    def test_a_long_name(self) -> None:
+        assert problems_of(GOOD, f"name={'a' * 101}") == [
+            f"command line: name={'a' * 101}: name: is 101 characters long; write at most 100"
         ]
 
     @settings(max_examples=examples(60), deadline=None)
@@ -354,11 +353,12 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
 
 class TestOverrides:
     def test_values_are_yaml_and_keys_reach_everywhere(self) -> None:
-        overrides = ["train.epochs=3", "compare[1].workers=4", "compare.0.strategy=dp", "train.lr_scaling.rule=sqrt"]
+        of_entry = ["benchmark.configurations[0].workers=4", "benchmark.configurations.0.strategy=fsdp"]
+        overrides = ["train.epochs=3", *of_entry, "train.lr_scaling.rule=sqrt"]
         experiment = read(GOOD, *overrides, "tracking.uri=http://host:5000", "optimizer.nesterov=true").experiment
         assert experiment.train.epochs == 3
-        assert [entry.strategy for entry in experiment.compare] == ["dp", "ddp"]
-        assert experiment.compare[1].workers == 4
+        assert [entry.strategy for entry in experiment.benchmark.configurations] == ["fsdp"]
+        assert experiment.benchmark.configurations[0].workers == 4
         assert experiment.train.lr_scaling.rule == "sqrt"
         assert experiment.tracking.uri == "http://host:5000"
         assert experiment.optimizer.arguments == {"lr": 0.001, "nesterov": True}
@@ -388,7 +388,11 @@ class TestOverrides:
             ("train.epoch=3", "train.epoch: unknown key; did you mean epochs?"),
             ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0 or null"),
             ("name.x=1", "name.x: name is 'good' (a string). Keys inside it cannot be set."),
-            ("compare.x=1", "compare.x: compare has no entry x. It has 2 entries, counted from 0."),
+            (
+                "benchmark.configurations.x=1",
+                "benchmark.configurations.x: benchmark.configurations has no entry x. "
+                "It has 1 entries, counted from 0.",
+            ),
             ("model={a: 1, a: 2}", "model.a: set twice, first in line 1. Remove one of them."),
             ("name=[1", "name: a bracket is not closed, or a comma is missing"),
             ("train.epochs=${sed}", "train.epochs: is '${sed}'; there is no key sed; did you mean seed?"),
@@ -450,12 +454,12 @@ class TestInterpolation:
     ) -> None:
         monkeypatch.setenv("DB", "hunter2")
         monkeypatch.setenv("COUNT", "8")
-        text = GOOD.replace("in_features: 4", "which: DB, dsn: 'me:${oc.env:DB}'") + "order: {_target_: lab.order}\n"
-        arguments = [f"{key}={json.dumps(written)}" for key in ("data.inner.own", "order.own", "optimizer.own")]
+        text = GOOD.replace("in_features: 4", "which: DB, dsn: 'me:${oc.env:DB}'") + "sampler: {_target_: lab.order}\n"
+        arguments = [f"{key}={json.dumps(written)}" for key in ("data.inner.own", "sampler.own", "optimizer.own")]
         experiment = read(text, *arguments, "tracking.tags.own=${oc.env:DB}").experiment
 
         flat = flatten(experiment)
-        assert {flat["data.inner.own"], flat["order.own"], flat["optimizer.own"]} == {str(reference)}
+        assert {flat["data.inner.own"], flat["sampler.own"], flat["optimizer.own"]} == {str(reference)}
         assert flat["tracking.tags.own"] == "${oc.env:DB}"
         assert experiment.data.arguments["inner"]["own"] == reference
         assert read(to_yaml(experiment)).experiment == experiment
@@ -554,18 +558,18 @@ class TestPlaces:
             ("train.epochs", "e.yaml:13"),
             ("train.precision", "e.yaml:12"),
             ("model.in_features", "e.yaml:3"),
-            ("compare[1].workers", "e.yaml:17"),
-            ("compare.1.workers", "e.yaml:17"),
-            ("compare[0]", "e.yaml:16"),
+            ("benchmark.configurations[0].workers", "e.yaml:17"),
+            ("benchmark.configurations.0.workers", "e.yaml:17"),
+            ("benchmark.baseline", "e.yaml:15"),
             ("parallel.strategy", "e.yaml"),
             ("", "e.yaml"),
             ("seed", "command line: seed=3"),
             ("optimizer.lr", "command line: optimizer={_target_: a.b}"),
-            ("measure.steps", "command line: measure.steps=2"),
+            ("benchmark.steps", "command line: benchmark.steps=2"),
         ],
     )
     def test_locate(self, key: str, place: str) -> None:
-        assert read(GOOD, "seed=3", "optimizer={_target_: a.b}", "measure.steps=2").places.locate(key) == place
+        assert read(GOOD, "seed=3", "optimizer={_target_: a.b}", "benchmark.steps=2").places.locate(key) == place
 
     def test_explain_fills_places_and_sorts(self) -> None:
         file = read(GOOD)
@@ -582,7 +586,7 @@ class TestSummary:
     def test_flat_parameters(self) -> None:
         flat = flatten(read(GOOD).experiment)
         assert flat["train.epochs"] == "2"
-        assert flat["compare[1].strategy"] == "ddp"
+        assert flat["benchmark.configurations[0].strategy"] == "ddp"
         assert flat["loader.persistent_workers"] == "true"
         assert flat["metrics"] == "{}"
         assert flat["task"] == "null"

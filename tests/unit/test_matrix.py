@@ -33,7 +33,11 @@ def test_without_a_wish_it_is_the_baseline_and_the_experiment_itself() -> None:
 
 def test_entries_of_the_file_are_compared_once_each() -> None:
     entries = [{"strategy": "single"}, {"strategy": "dp"}, {"strategy": "ddp", "workers": 2}, {"strategy": "ddp"}]
-    assert titles(matrix(sections={"compare": entries})) == ["1 worker", "dp, 1 worker", "ddp, 2 workers"]
+    assert titles(matrix(sections={"benchmark": {"baseline": entries[0], "configurations": entries[1:]}})) == [
+        "1 worker",
+        "dp, 1 worker",
+        "ddp, 2 workers",
+    ]
 
 
 def test_the_cells_take_turns() -> None:
@@ -70,7 +74,12 @@ def test_a_launcher_of_one_process_is_a_reason() -> None:
 
 def test_no_room_for_the_baseline_is_an_error() -> None:
     with pytest.raises(ResourceError, match="need 4 cores"):
-        matrix(sections={"compare": [{"strategy": "ddp", "workers": 4}], "parallel": {**DDP, "cpus_per_worker": 1}})
+        matrix(
+            sections={
+                "benchmark": {"baseline": {"strategy": "ddp", "workers": 4}},
+                "parallel": {**DDP, "cpus_per_worker": 1},
+            }
+        )
 
 
 @pytest.mark.parametrize(("workers", "cpus"), [((1,), 2), ((2,), 1), ((1, 2, 4), 1)])
@@ -100,7 +109,7 @@ def test_options_tell_cells_of_the_same_size_apart() -> None:
         {"strategy": "ddp", "options": {"static_graph": True}},
         {"strategy": "ddp", "options": {"bucket_cap_mb": 1}},
     ]
-    made = matrix(sections={"compare": entries})
+    made = matrix(sections={"benchmark": {"baseline": entries[0], "configurations": entries[1:]}})
     assert titles(made) == [
         "1 worker",
         "ddp, 2 workers (static_graph)",

@@ -1,14 +1,11 @@
 """What a node has, asked where this package is missing."""
 
-import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.cluster.node_facts import collect, facts_here
-from pipeline.commands.doctor.ranks import interface_of
 from pipeline.planning import resources
 
 
@@ -32,26 +29,6 @@ def test_a_container_s_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts.cpus, facts.memory_mb, facts.memory_free_mb) == (1, 1024, 512)
 
 
-@pytest.mark.parametrize(
-    ("names", "address"), [(["fd00::7"], "fd00::7"), (["fd00::7", "10.0.0.7"], "10.0.0.7"), ([], None)]
-)
-def test_a_node_s_name_may_lead_to_ipv6(names: list[str], address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
-        if not names:
-            raise socket.gaierror
-        return [(socket.AF_INET6 if ":" in name else socket.AF_INET, 1, 6, "", (name, 0)) for name in names]
-
-    monkeypatch.setattr(collect.socket, "getaddrinfo", resolve)
-    assert facts_here().hostname_address == address
-
-
-@pytest.mark.skipif(not Path("/proc/net/if_inet6").is_file(), reason="this machine has no IPv6")
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_interface_of_an_address(address: str) -> None:
-    assert interface_of(address) == "lo"
-    assert interface_of("fd00::bad") is None
-
-
 def test_cuda_itself_counts_its_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch, "zeros", lambda *_, device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -63,3 +40,7 @@ def test_cuda_itself_counts_its_gpus(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(collect.subprocess, "run", run)
     assert collect._cuda(all_gpus=False) == {"cuda_available": True, "cuda_devices": 1, "nccl": "2.28.9"}
+
+
+def test_interfaces_have_names_and_addresses() -> None:
+    assert ("lo", "127.0.0.1") in [(each.name, each.address) for each in facts_here().interfaces]

@@ -10,7 +10,7 @@ from pipeline.training.watch import Phase, mark
 
 
 def test_a_step_and_its_phases_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges, outbox = ranges_of(toys.trial(measure={"nvtx": True}, train={"gradient_accumulation": 2}), monkeypatch)
+    ranges, outbox = ranges_of(toys.trial(benchmark={"nvtx": True}, train={"gradient_accumulation": 2}), monkeypatch)
     of_first = [name.removeprefix("step 1") for name in ranges.told if name.startswith("step 1")]
     micro_batch = [" > input", " > forward", " > backward"]
     assert of_first == ["", *micro_batch, *micro_batch, " > optimizer"]
@@ -28,14 +28,14 @@ def test_nothing_is_marked_without_the_key(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_nothing_is_marked_after_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges, _ = ranges_of(toys.trial(measure={"nvtx": True}), monkeypatch)
+    ranges, _ = ranges_of(toys.trial(benchmark={"nvtx": True}), monkeypatch)
     before = len(ranges.told)
     mark(Phase.READING)
     assert len(ranges.told) == before
 
 
 def test_the_weights_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, marked = ranges_of(toys.trial(measure={"nvtx": True}), monkeypatch)
+    _, marked = ranges_of(toys.trial(benchmark={"nvtx": True}), monkeypatch)
     _, plain = ranges_of(toys.trial(), monkeypatch)
     assert marked.series("train/loss") == plain.series("train/loss")
     assert marked.series("validation/loss") == plain.series("validation/loss")
@@ -46,7 +46,7 @@ def test_a_torch_without_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?")
 
     monkeypatch.setattr(nvtx, "mark", fail)  # as torch's own in a build for CPUs
-    _, outbox = toys.trained(measure={"nvtx": True})
+    _, outbox = toys.trained(benchmark={"nvtx": True})
     assert [event.message for event in outbox.events if isinstance(event, Warned)] == [
-        "measure.nvtx has no effect, since this torch was built without CUDA"
+        "benchmark.nvtx has no effect, since this torch was built without CUDA"
     ]

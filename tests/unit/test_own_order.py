@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from toys import Plain
 
 from pipeline.config.load import ExperimentFile, from_mapping
-from pipeline.config.sample_order import OrderOptions
+from pipeline.config.sampler import SamplerOptions
 from pipeline.config.summary import flatten
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
@@ -35,7 +35,7 @@ CLASSIFICATION: dict[str, Any] = {
 
 
 def of(order: dict[str, Any] | None, dataset: Dataset[Any], *, batch: int = 8, seed: int = 3) -> SampleOrder:
-    experiment = toys.experiment(seed=seed, train={"global_batch_size": batch}, **({"order": order} if order else {}))
+    experiment = toys.experiment(seed=seed, train={"global_batch_size": batch}, **({"sampler": order} if order else {}))
     return order_of(experiment, dataset, samples=len(dataset), allowed=ALLOWED)  # type: ignore[arg-type]
 
 
@@ -276,46 +276,46 @@ def test_a_sample_that_cannot_be_read_is_named() -> None:
 
 PLAIN = Plain([(torch.zeros(2), torch.zeros(3))] * 4)
 REFUSED: dict[str, tuple[dict[str, Any], Dataset[Any], str]] = {
-    "too few weights": ({"weights": [1.0, 2.0]}, PLAIN, "order.weights: the list has 2 numbers, but .* has 4 samples"),
+    "too few weights": ({"weights": [1.0, 2.0]}, PLAIN, "weights: the list has 2 numbers, but .* has 4 samples"),
     "negative": (
         {"weights": {"_target_": "toy_orders.weights", "of": [1, -2, 1, 1]}}, PLAIN,
-        "order.weights: the result of toy_orders.weights has -2 for sample 1; use numbers of at least 0",
+        "sampler.weights: the result of toy_orders.weights has -2 for sample 1; use numbers of at least 0",
     ),
     "not finite": (
         {"weights": {"_target_": "toy_orders.weights", "of": [1, 1, ".nan", 1]}}, PLAIN,
-        "order.weights: the result of toy_orders.weights has nan for sample 2; use finite numbers",
+        "sampler.weights: the result of toy_orders.weights has nan for sample 2; use finite numbers",
     ),
     "all zero": (
         {"weights": {"_target_": "toy_orders.weights", "of": [0] * 4}}, PLAIN,
-        "order.weights: the result of toy_orders.weights has no number greater than 0",
+        "sampler.weights: the result of toy_orders.weights has no number greater than 0",
     ),
     "no numbers": (
         {"weights": {"_target_": "toy_orders.weights", "of": "abc"}}, PLAIN,
-        "order.weights: the result of toy_orders.weights is a str, not a number for each sample",
+        "sampler.weights: the result of toy_orders.weights is a str, not a number for each sample",
     ),
     "table of weights": (
         {"weights": {"_target_": "toy_orders.weights", "of": [[1], [1]]}}, PLAIN,
-        r"order.weights: the result of toy_orders.weights has the shape \(2, 1\)",
+        r"sampler.weights: the result of toy_orders.weights has the shape \(2, 1\)",
     ),
-    "targets are vectors": ({"weights": "balanced"}, PLAIN, r"order.weights: a target has the shape \(3,\), but bal"),
+    "targets are vectors": ({"weights": "balanced"}, PLAIN, r"sampler.weights: a target has the shape \(3,\), but bal"),
     "targets of different shapes": (
         {"weights": "balanced"}, Plain([(1, torch.zeros(1)), (1, torch.zeros(2))]), "targets have different shapes"
     ),
-    "targets are real": ({"weights": "balanced"}, toys.regression()[0], r"order.weights: a target is -?\d.*, but bal"),
+    "targets are real": ({"weights": "balanced"}, toys.regression()[0], r"weights: a target is -?\d.*, but bal"),
     "targets are texts": ({"weights": "balanced"}, Plain([(1, "a"), (1, "b")]), "a target is .*'a'"),
     "no targets": ({"weights": "balanced"}, toys.singles()[0], "a sample has 1 fields, not"),
     "no pairs": ({"weights": "balanced"}, Plain([1.0]), "a sample is a float, not"),
     "no such field": ({"weights": "balanced"}, Plain([{"x": 1}]), "a sample has the fields x, but none of labels"),
-    "no length": ({"bucket_by": "length"}, Plain([(1, 2)]), "order.bucket_by: sample 0 is a int without a length"),
+    "no length": ({"bucket_by": "length"}, Plain([(1, 2)]), "sampler.bucket_by: sample 0 is a int without a length"),
     "outside": (
         {"_target_": "toy_orders.given", "indices": [0, 3, 4]}, PLAIN,
-        "order: toy_orders.given returned index 4 at position 2 for epoch 0, but samples are numbered from 0 to 3",
+        "sampler: toy_orders.given returned index 4 at position 2 for epoch 0, but samples are numbered from 0 to 3",
     ),
     "below": ({"_target_": "toy_orders.given", "indices": [0, -1]}, PLAIN, "returned index -1 at position 1"),
     "none": ({"_target_": "toy_orders.given", "indices": []}, PLAIN, "returned no indices for epoch 0"),
     "shares": ({"_target_": "toy_orders.given", "indices": [0.5]}, PLAIN, "a list of float64 numbers for epoch 0; it"),
     "a number": ({"_target_": "toy_orders.given", "indices": 3}, PLAIN, "returned a int for epoch 0; it must return"),
-    "raises": ({"_target_": "toy_orders.fails"}, PLAIN, "order: toy_orders.fails raised LookupError: no such curric"),
+    "raises": ({"_target_": "toy_orders.fails"}, PLAIN, "sampler: toy_orders.fails raised LookupError: no such curric"),
     "other each time": ({"_target_": "toy_orders.other_each_time"}, PLAIN, "returned different indices when"),
 }  # fmt: skip
 
@@ -339,50 +339,54 @@ def loaded(**sections: Any) -> ExperimentFile:
 
 
 WRONG = {
-    "unknown key": ({"weight": "balanced"}, "order.weight: unknown key; did you mean weights?"),
+    "unknown key": ({"weight": "balanced"}, "sampler.weight: unknown key; did you mean weights?"),
     "unlike any key": (
         {"shuffle": True},
-        "order.shuffle: unknown key; order takes weights, bucket_by, _target_",
+        "sampler.shuffle: unknown key; sampler takes weights, bucket_by, _target_",
     ),
-    "removed": ({"contiguous": True}, "order.contiguous: was removed. Remove it. A state is no longer carried"),
-    "two": ({"weights": "balanced", "bucket_by": "length"}, "order: weights and bucket_by cannot be combined"),
-    "nothing": ({}, "order: is empty. Set one of weights, bucket_by, _target_"),
-    "no section": ("balanced", "order: is 'balanced' (a string); write a mapping with keys from weights, bucket_by,"),
-    "typo": ({"weights": "balnced"}, "order.weights: is 'balnced' (a string); write balanced, a list with one number"),
-    "entry": ({"weights": [1.0, -0.5]}, "order.weights: is a list; entry 2 is -0.5, write balanced, a list"),
-    "infinite": ({"weights": [float("inf")]}, "order.weights: is a list; entry 1 is inf, write"),
-    "zeros": ({"weights": [0, 0]}, "order.weights: is a list; no entry is greater than 0, so no sample could"),
-    "no such bucket": ({"bucket_by": "width"}, "order.bucket_by: is 'width' (a string); write length, or _target_"),
-    "no name": ({"_target_": "shuffled"}, "order._target_: is 'shuffled' (a string); write _target_: package.name"),
-    "steps": ({"_target_": "a.b", "n": "${total_steps}"}, "order.n: ${total_steps} has no value until the data"),
+    "removed": ({"contiguous": True}, "sampler.contiguous: was removed. Remove it. A state is no longer carried"),
+    "two": ({"weights": "balanced", "bucket_by": "length"}, "sampler: weights and bucket_by cannot be combined"),
+    "nothing": ({}, "sampler: is empty. Set one of weights, bucket_by, _target_"),
+    "no section": ("balanced", "sampler: is 'balanced' (a string); write a mapping with keys from weights, bucket_by,"),
+    "typo": (
+        {"weights": "balnced"},
+        "sampler.weights: is 'balnced' (a string); write balanced, a list with one number",
+    ),
+    "entry": ({"weights": [1.0, -0.5]}, "sampler.weights: is a list; entry 2 is -0.5, write balanced, a list"),
+    "infinite": ({"weights": [float("inf")]}, "sampler.weights: is a list; entry 1 is inf, write"),
+    "zeros": ({"weights": [0, 0]}, "sampler.weights: is a list; no entry is greater than 0, so no sample could"),
+    "no such bucket": ({"bucket_by": "width"}, "sampler.bucket_by: is 'width' (a string); write length, or _target_"),
+    "no name": ({"_target_": "shuffled"}, "sampler._target_: is 'shuffled' (a string); write _target_: package.name"),
+    "steps": ({"_target_": "a.b", "n": "${total_steps}"}, "sampler.n: ${total_steps} has no value until the data"),
 }
 
 
 def test_a_recorded_order_of_an_earlier_version_is_read() -> None:
-    recorded = toys.experiment(order={"contiguous": True})
-    assert flatten(recorded)["order.contiguous"] == "true"
+    recorded = toys.experiment(sampler={"contiguous": True})
+    assert flatten(recorded)["sampler.contiguous"] == "true"
 
 
 @pytest.mark.parametrize(("order", "message"), WRONG.values(), ids=WRONG)
 def test_a_wrong_section_is_refused_when_it_is_loaded(order: Any, message: str) -> None:
     with pytest.raises(ExperimentError) as refused:
-        loaded(order=order)
+        loaded(sampler=order)
     (problem,) = refused.value.problems
     assert f"{problem.key}: {problem.message}".startswith(message)
 
 
 def test_streams_have_an_order_of_their_own() -> None:
-    with pytest.raises(ExperimentError, match="order: has no effect on"):
-        loaded(order={"weights": "balanced"}, data={"_target_": "pipeline.data.streamed", "train": {"_target_": "a.b"}},
+    with pytest.raises(ExperimentError, match="sampler: has no effect on"):
+        loaded(sampler={"weights": "balanced"},
+               data={"_target_": "pipeline.data.streamed", "train": {"_target_": "a.b"}},
                parallel={"launcher": "ray"})  # fmt: skip
 
 
 @pytest.mark.parametrize("order", DECLARED, ids=str)
 def test_a_section_survives_its_files(order: dict[str, Any]) -> None:
-    section = toys.experiment(order=order).order
+    section = toys.experiment(sampler=order).sampler
     assert section is not None
     assert section.model_dump(mode="json") == order
-    assert OrderOptions.model_validate_json(section.model_dump_json()) == section
+    assert SamplerOptions.model_validate_json(section.model_dump_json()) == section
 
 
 # In a training
@@ -402,8 +406,8 @@ def trained(folder: Path, *, max_steps: int | None = None, resume: bool = False,
 @pytest.mark.parametrize(
     "sections",
     [
-        {**CLASSIFICATION, "order": {"weights": "balanced"}},
-        {"order": {"_target_": "toy_orders.hard_first", "share": 0.9}},
+        {**CLASSIFICATION, "sampler": {"weights": "balanced"}},
+        {"sampler": {"_target_": "toy_orders.hard_first", "share": 0.9}},
     ],
     ids=["balanced", "function"],
 )
@@ -420,7 +424,7 @@ def test_a_training_resumed_within_an_epoch_is_the_uninterrupted_one(sections: A
 
 
 def test_losses_are_those_of_the_declared_batches() -> None:
-    sections: dict[str, Any] = {**CLASSIFICATION, "order": {"weights": "balanced"}, "optimizer": {
+    sections: dict[str, Any] = {**CLASSIFICATION, "sampler": {"weights": "balanced"}, "optimizer": {
         "_target_": "torch.optim.SGD", "lr": 0.0}}  # fmt: skip
     result, kept = toys.trained(**sections)
     assert result.steps == 2 * -(-sum(toy_orders.CLASSES) // 8)
@@ -429,7 +433,7 @@ def test_losses_are_those_of_the_declared_batches() -> None:
 
 
 def test_an_epoch_of_other_length_is_told() -> None:
-    result, kept = toys.trained(order={"_target_": "toy_orders.hard_first", "share": 0.5}, train={"epochs": 3})
+    result, kept = toys.trained(sampler={"_target_": "toy_orders.hard_first", "share": 0.5}, train={"epochs": 3})
     (started,) = (event for event in kept.events if isinstance(event, Started))
     assert (started.train_samples, started.epoch_samples, started.steps_per_epoch) == (22, 11, 2)
     assert facts(started)[1] == "22 training and 10 validation samples, 11 in an epoch"
@@ -442,5 +446,5 @@ def test_a_nan_is_named_by_the_indices_of_the_set() -> None:
     samples = ", ".join(map(str, order.global_batch(0, 1)))
     with pytest.raises(TrainingError, match=f"step 2 .epoch 1.; its global batch is samples {samples}"):
         toys.trained(
-            data={"_target_": "toys.holes", "index": hole}, order={"bucket_by": {"_target_": "toy_orders.weights"}}
+            data={"_target_": "toys.holes", "index": hole}, sampler={"bucket_by": {"_target_": "toy_orders.weights"}}
         )

@@ -101,7 +101,7 @@ def beside(made: Plan) -> list[str]:
 def test_a_baseline_of_several_processes_is_measured_before(
     main: dict[str, Any], baseline: dict[str, Any], in_turn: bool
 ) -> None:
-    made = plan(parallel=main, compare=[baseline])
+    made = plan(parallel=main, benchmark={"baseline": baseline})
     assert beside(made) == (["baseline", "reference"] if in_turn else ["reference"])
     assert [trial.role for trial in made.trials] == (["main"] if in_turn else ["baseline", "main"])
 
@@ -112,7 +112,7 @@ def test_dp_on_gpus_is_compared_with_one_of_them() -> None:
 
 def test_dp_beside_ddp_has_more_gpus_than_a_rank() -> None:
     """Under Ray rank 0 sees its own GPU only."""
-    made = plan(SERVER, parallel=ddp(4), compare=[{"strategy": "dp"}])
+    made = plan(SERVER, parallel=ddp(4), benchmark={"baseline": {"strategy": "dp"}})
     assert beside(made) == []
     assert [shape(trial) for trial in made.trials] == [("baseline", "dp", 1, 4, 8), ("main", "ddp", 4, 1, 8)]
 
@@ -194,9 +194,11 @@ def test_a_training_only_measures_nothing_and_says_what_is_left_out() -> None:
 
 
 def test_only_the_training_runs_to_its_end() -> None:
-    made = plan(parallel=ddp(2), measure={"warmup_steps": 4, "steps": 6, "windows": 3})
+    made = plan(parallel=ddp(2), benchmark={"warmup_steps": 4, "steps": 6, "windows": 3})
     assert [trial.steps_of(1000) for trial in made.measured] == [1000, 10, 10]  # and slots with steps of their own
-    apart = plan(parallel=ddp(2), measure={"warmup_steps": 4, "steps": 6}, compare=[{"strategy": "ddp", "workers": 1}])
+    apart = plan(
+        parallel=ddp(2), benchmark={"warmup_steps": 4, "steps": 6, "baseline": {"strategy": "ddp", "workers": 1}}
+    )
     assert [trial.steps_of(1000) for trial in apart.trials] == [22, 1000]
 
 
@@ -208,15 +210,17 @@ def test_cores_and_options_are_as_written() -> None:
 
 
 def test_the_baseline_is_the_first_entry_of_compare() -> None:
-    made = plan(parallel=ddp(4), compare=[{"strategy": "ddp"}, {"strategy": "single"}])
+    made = plan(
+        parallel=ddp(4), benchmark={"baseline": {"strategy": "ddp"}, "configurations": [{"strategy": "single"}]}
+    )
     assert [trial.role for trial in made.measured] == ["main", "reference"]  # ddp, 4 workers is the main trial itself
     assert "The training run is the baseline (ddp, 4 workers), so no speedup is measured." in made.notes
-    made = plan(parallel=ddp(4), compare=[{"strategy": "ddp", "workers": 2}])
+    made = plan(parallel=ddp(4), benchmark={"baseline": {"strategy": "ddp", "workers": 2}})
     assert shape(made.trials[0]) == ("baseline", "ddp", 2, 0, 2)
 
 
 def test_other_options_make_another_baseline() -> None:
-    made = plan(parallel=ddp(2), compare=[{"strategy": "ddp", "options": {"bucket_cap_mb": 1}}])
+    made = plan(parallel=ddp(2), benchmark={"baseline": {"strategy": "ddp", "options": {"bucket_cap_mb": 1}}})
     assert [trial.role for trial in made.measured] == ["baseline", "main", "reference"]
 
 
@@ -338,7 +342,7 @@ def test_what_does_not_fit_is_refused(resources: Resources, parallel: dict[str, 
             "is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray.",
         ),
         (
-            {"compare": [{"strategy": "ddp", "workers": 2}]}, "compare[0].workers",
+            {"benchmark": {"baseline": {"strategy": "ddp", "workers": 2}}}, "benchmark.baseline.workers",
             "is 2, but inprocess runs one process. Set parallel.launcher to torchrun or ray.",
         ),
         (
@@ -370,13 +374,13 @@ def test_what_goes_together_on_one_device_is_planned() -> None:
 
 
 def test_the_plan_in_words() -> None:
-    made = plan(parallel=ddp(3), train={"epochs": 2, "gradient_accumulation": 2}, measure={"warmup_steps": 4})
+    made = plan(parallel=ddp(3), train={"epochs": 2, "gradient_accumulation": 2}, benchmark={"warmup_steps": 4})
     text = describe(made, DataSizes(22, 10, 3))
     assert text == GOLDEN
 
 
 def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
-    made = plan(parallel=ddp(3), compare=[{"strategy": "ddp", "workers": 2}])
+    made = plan(parallel=ddp(3), benchmark={"baseline": {"strategy": "ddp", "workers": 2}})
     lines = describe(made, DataSizes(22, 10, 3)).splitlines()
     begin = lines.index("training run and measurements, in this order:") + 1
     assert [line.split()[0] for line in lines[begin : begin + 6 : 2]] == ["baseline", "main", "then"]

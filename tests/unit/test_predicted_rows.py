@@ -53,7 +53,7 @@ def test_with_a_given_network_one_worker_is_enough() -> None:
 def test_what_the_request_lacks_is_added() -> None:
     single = matrix(strategies=("single",))
     assert [cell.title for cell in single.cells] == ["1 worker", "ddp, 2 workers"]
-    large = matrix(sections={"compare": [{"strategy": "ddp", "workers": 2}]})
+    large = matrix(sections={"benchmark": {"baseline": {"strategy": "ddp", "workers": 2}}})
     assert (large.alone, probed(large)) == ("single-1", [("baseline", 0), ("single-1", 0)])
 
 

@@ -1,17 +1,16 @@
 """How far something is: what is told, how often, and from where."""
 
-import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
-from pipeline.data import cifar, make_once
-from pipeline.errors import ExperimentError
+from pipeline.data import make_once
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced, Warned
 from pipeline.protocol.progress import ProgressReporter, report_progress_to
@@ -80,39 +79,6 @@ def test_the_journal_keeps_nothing_of_it_but_others_hear(tmp_path: Path) -> None
     assert list(read(tmp_path / FILE_NAME)) == []
 
 
-class _Serving(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(SIZE))
-        self.end_headers()
-        self.wfile.write(bytes(SIZE))
-
-    def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
-
-
-def test_a_download_says_how_many_bytes_are_there(
-    told: list[Advanced], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Serving) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            monkeypatch.setattr(cifar, "ADDRESS", f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
-            with pytest.raises(ExperimentError, match="MD5"):  # these are not the images
-                cifar.download_to(tmp_path / "cifar-10-batches-bin")
-        finally:
-            server.shutdown()
-            thread.join()
-
-    first, *told = told
-    assert "cifar-10-batches-bin does not exist. Making it from a download of CIFAR-10 (170 MB)." in str(first)
-    assert len(told) > 2
-    assert {(event.what, event.unit, event.total) for event in told} == {("downloading CIFAR-10", "B", SIZE)}
-    assert [event.done for event in told] == sorted(event.done for event in told)
-    assert told[-1].done == SIZE
-
-
 def test_checkpoints_say_how_far_they_are_on_their_way(told: list[Advanced]) -> None:
     storage = Storage("memory://told/run")
     with storage.staging("step-7") as folder:
@@ -147,3 +113,16 @@ def test_what_is_made_once_draws_from_generators_of_its_own(told: list[Advanced 
         f"{file} does not exist. Making an example."
     ]
     assert [path.name for path in file.parent.iterdir()] == ["example"]
+
+
+def test_what_several_ranks_need_at_once_is_made_once(told: list[Advanced | Warned], tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        time.sleep(0.1)  # long enough for the others to start as well, if nothing held them back
+        path.write_text("made")
+
+    file = tmp_path / "new" / "example"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: make_once(file, write, what="an example"), range(4)))
+
+    assert file.read_text() == "made"
+    assert len([event for event in told if isinstance(event, Warned)]) == 1

@@ -367,8 +367,8 @@ def test_a_speedup_of_few_pairs_is_told(pairs: int, is_told: bool) -> None:
     ends += [finished("baseline", spread(100), slots=in_turn(100, pairs=pairs))]
     remarks = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE).remarks
     said = (
-        f"Only {pairs} measurement rounds fit into measure.budget_s (they took 2 min 16 s), so the confidence interval "
-        "is wide."
+        f"Only {pairs} measurement rounds fit into benchmark.time_budget_s (they took 2 min 16 s), so the confidence "
+        "interval is wide."
     )
     assert (said in remarks) == is_told
 

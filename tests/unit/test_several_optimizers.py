@@ -234,10 +234,10 @@ def test_strategies_that_call_the_whole_model_are_refused() -> None:
     from pipeline.driver.preflight import _strategy_problems
 
     parallel = {"strategy": "ddp", "launcher": "torchrun", "workers": 2, "options": {"static_graph": True}}
-    experiment = toys.experiment(**toy_gans.SECTIONS, parallel=parallel, compare=[{"strategy": "dp"}])
+    experiment = toys.experiment(**toy_gans.SECTIONS, parallel=parallel, benchmark={"baseline": {"strategy": "dp"}})
     assert [(problem.key, problem.message.partition(",")[0]) for problem in _strategy_problems(experiment)] == [
         ("parallel.options", "static_graph is an option of torch's DDP"),
-        ("compare[0].strategy", "wraps the whole model"),
+        ("benchmark.baseline.strategy", "wraps the whole model"),
     ]
 
 

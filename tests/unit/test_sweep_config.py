@@ -172,7 +172,7 @@ class TestWhatIsRefused:
         (problem,) = problems_of(parameters(train__gradient_accumulation="{choice: [1, 64]}"))
         assert "is 64, but each worker has only 16 samples per step. Use at most 16" in problem
 
-    @pytest.mark.parametrize("key", ["name", "parallel.workers", "tracking.uri", "sweep.trials", "compare"])
+    @pytest.mark.parametrize("key", ["name", "parallel.workers", "tracking.uri", "sweep.trials", "benchmark"])
     def test_what_is_the_same_for_all_trials(self, key: str) -> None:
         (problem,) = problems_of(f"  parameters: {{{key}: {{choice: [1, 2]}}}}\n  trials: 2\n")
         assert f"{key.partition('.')[0]} is fixed for all trials of a sweep" in problem

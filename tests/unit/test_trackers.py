@@ -86,6 +86,6 @@ def test_a_tracker_that_raises_is_told_of_once_and_left_out(tmp_path: Path) -> N
 def test_its_arguments_are_checked_before_anything_starts(tmp_path: Path) -> None:
     mlp = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
     with pytest.raises(ExperimentError) as caught:
-        preflight.check(load(mlp, ["tracking.trackers=[{_target_: torch.nn.Softmax, dimm: 1}]"]))
+        preflight.check(load(mlp, ["tracking.loggers=[{_target_: torch.nn.Softmax, dimm: 1}]"]))
     (problem,) = caught.value.problems
-    assert problem.key == "tracking.trackers[0].dimm"
+    assert problem.key == "tracking.loggers[0].dimm"

@@ -477,7 +477,7 @@ def test_samples_that_cannot_be_compared_are_counted() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_measurement_takes_exactly_its_steps(steps: int) -> None:
-    result, outbox = toys.trained(max_steps=steps, measure={"warmup_steps": 1, "steps": 2, "windows": 2})
+    result, outbox = toys.trained(max_steps=steps, benchmark={"warmup_steps": 1, "steps": 2, "windows": 2})
 
     assert result.steps == steps
     assert [point.step for point in outbox.points("train/loss")] == list(range(1, steps + 1))
@@ -497,7 +497,7 @@ def test_a_measurement_trains_as_the_training_does() -> None:
 
 def test_a_measurement_reports_after_warmup_and_each_window() -> None:
     _, outbox = toys.trained(
-        max_steps=3 + 2 * 4, measure={"warmup_steps": 3, "steps": 4, "windows": 2}, train={"global_batch_size": 1}
+        max_steps=3 + 2 * 4, benchmark={"warmup_steps": 3, "steps": 4, "windows": 2}, train={"global_batch_size": 1}
     )
     assert [event.step for event in outbox.events if isinstance(event, Metrics)] == [3, 7, 11]
 

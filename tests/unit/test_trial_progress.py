@@ -5,7 +5,7 @@ import math
 import pytest
 from samples import MAIN, finished, spread, trial
 
-from pipeline.config.schema import Measure
+from pipeline.config.schema import Benchmark
 from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Component
 from pipeline.driver import preflight
@@ -199,7 +199,7 @@ def test_a_comparison_takes_as_long_as_equal_trials_did_before() -> None:
 
 
 def test_a_run_tells_what_the_plan_grants_its_speedup() -> None:
-    experiment = MAIN.experiment.model_copy(update={"measure": Measure(budget_s=90)})
+    experiment = MAIN.experiment.model_copy(update={"benchmark": Benchmark(time_budget_s=90)})
     main = MAIN.model_copy(update={"experiment": experiment, "compared_with": (trial("baseline", "baseline"),)})
     assert isinstance(main, Training)
     schedule = Schedule([main, *main.compared_with])

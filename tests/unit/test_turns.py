@@ -18,7 +18,7 @@ from damage import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.schema import Measure
+from pipeline.config.schema import Benchmark
 from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Phase, Warned
 from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial
@@ -35,20 +35,20 @@ from pipeline.training.turns import FEWEST_PAIRS, LEAST_PAIRS, PATIENCE, SLOT_S,
 @settings(max_examples=examples(200), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["main", "baseline", "reference"]), st.floats(1e-5, 60.0), min_size=2),
-    st.builds(Measure, pairs=st.integers(LEAST_PAIRS, 200), budget_s=st.floats(0.1, 1000.0)),
+    st.builds(Benchmark, rounds=st.integers(LEAST_PAIRS, 200), time_budget_s=st.floats(0.1, 1000.0)),
     st.integers(0, 16),
 )
 def test_a_schedule_keeps_to_the_budget_with_slots_that_are_long_enough(
-    step_s: dict[str, float], measure: Measure, queue: int
+    step_s: dict[str, float], measure: Benchmark, queue: int
 ) -> None:
-    schedule = Schedule.within(step_s, budget_s=measure.budget_s, most=measure.pairs, queue=queue)
+    schedule = Schedule.within(step_s, budget_s=measure.time_budget_s, most=measure.rounds, queue=queue)
     slowest = max(step_s.values())
     round_s = schedule.seconds / schedule.rounds
-    assert FEWEST_PAIRS <= schedule.rounds <= measure.pairs
-    assert schedule.seconds <= measure.budget_s or schedule.rounds <= LEAST_PAIRS
-    assert schedule.seconds <= PATIENCE * measure.budget_s * (1 + 1e-9) or schedule.rounds == FEWEST_PAIRS
-    assert schedule.rounds == measure.pairs or schedule.seconds + round_s > measure.budget_s * (1 - 1e-9)
-    assert schedule.rounds >= LEAST_PAIRS or schedule.seconds + round_s > PATIENCE * measure.budget_s * (1 - 1e-9)
+    assert FEWEST_PAIRS <= schedule.rounds <= measure.rounds
+    assert schedule.seconds <= measure.time_budget_s or schedule.rounds <= LEAST_PAIRS
+    assert schedule.seconds <= PATIENCE * measure.time_budget_s * (1 + 1e-9) or schedule.rounds == FEWEST_PAIRS
+    assert schedule.rounds == measure.rounds or schedule.seconds + round_s > measure.time_budget_s * (1 - 1e-9)
+    assert schedule.rounds >= LEAST_PAIRS or schedule.seconds + round_s > PATIENCE * measure.time_budget_s * (1 - 1e-9)
     assert schedule.steps.keys() == step_s.keys()
     for name, seconds in step_s.items():
         slot_s = schedule.steps[name] * seconds * (1 + 1e-9)  # rounding
@@ -111,12 +111,12 @@ def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "SLOT_S", 0.002)
 
 
-MEASURE = {"pairs": 5, "budget_s": 600, "warmup_steps": 1, "steps": 2}
+MEASURE = {"rounds": 5, "time_budget_s": 600, "warmup_steps": 1, "steps": 2}
 
 
 def compared(*beside: type[Baseline | Reference], own: dict[str, Any] | None = None, **sections: Any) -> Training:
     """A training with trials to compare; ``own`` are sections of the first one's experiment alone."""
-    trial = toys.trial(measure=MEASURE, **sections)
+    trial = toys.trial(benchmark=MEASURE, **sections)
     assert isinstance(trial, Training)
     others = [
         kind.model_validate(
@@ -124,7 +124,7 @@ def compared(*beside: type[Baseline | Reference], own: dict[str, Any] | None = N
                 **trial.model_dump(
                     exclude={"role", "experiment", *(Training.model_fields.keys() - Trial.model_fields.keys())}
                 ),
-                "experiment": toys.experiment(measure=MEASURE, **{**sections, **(own or {} if not index else {})}),
+                "experiment": toys.experiment(benchmark=MEASURE, **{**sections, **(own or {} if not index else {})}),
                 "name": kind.model_fields["role"].default,
                 "max_steps": 3,
             }
@@ -316,14 +316,14 @@ def test_a_baseline_that_has_no_memory_at_all_costs_a_line() -> None:
 @pytest.mark.usefixtures("short_slots")
 def test_a_budget_that_is_too_short_is_told() -> None:
     trial = compared(Baseline)
-    hasty = {"budget_s": 0.001, "pairs": 5}
+    hasty = {"time_budget_s": 0.001, "rounds": 5}
     experiment = trial.experiment
-    experiment = experiment.model_copy(update={"measure": experiment.measure.model_copy(update=hasty)})
+    experiment = experiment.model_copy(update={"benchmark": experiment.benchmark.model_copy(update=hasty)})
     result, outbox = measured(trial.model_copy(update={"experiment": experiment}))
     (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
     assert re.fullmatch(
-        r"measuring the speedup takes about \S+ s, longer than measure.budget_s, because steps are long. There are 2 "
-        r"rounds. To save this time, use --no-baseline",
+        r"measuring the speedup takes about \S+ s, longer than benchmark.time_budget_s, because steps are long. There "
+        r"are 2 rounds. To save this time, use --no-baseline",
         warning,
     )
     assert len(result.slots) == 2
@@ -370,13 +370,13 @@ def test_a_trial_whose_steps_take_long_has_fewer_first_steps(step_s: float, step
 def test_the_measurements_are_announced_with_their_length() -> None:
     """By hand: 16 rounds of 1.52 s (two slots and their first steps), 7 of the baseline's first steps, and 2 s."""
     trial = compared(Baseline)
-    default = trial.experiment.model_copy(update={"measure": Measure()})
+    default = trial.experiment.model_copy(update={"benchmark": Benchmark()})
     trial = trial.model_copy(update={"experiment": default})
     assert turns.estimate_seconds(trial, step_s=0.01) == pytest.approx(16 * 2 * 0.76 + 7 * 0.01 + 2.0)
     two = trial.model_copy(update={"workers": 2})  # the baseline's step takes twice as long
     assert turns.estimate_seconds(two, step_s=0.01) == pytest.approx(16 * (0.76 + 0.78) + 7 * 0.02 + 2.0)
     long = turns.estimate_seconds(trial, step_s=1.0)
-    assert default.measure.budget_s < long < default.measure.limit_s
+    assert default.benchmark.time_budget_s < long < default.benchmark.limit_s
 
 
 class Asked(toys.Kept):

@@ -1,4 +1,4 @@
-"""Facts of a node: versions, GPUs, cores, memory, disk, clock. `collect` runs on the node itself."""
+"""Facts of a node: versions, GPUs, cores, memory. `collect` runs on the node itself."""
 
 from pipeline.cluster.node_facts import collect
 from pipeline.config.values import Frozen
@@ -30,13 +30,6 @@ class Torch(Frozen):
     """GPUs that CUDA shows to a process: CUDA_VISIBLE_DEVICES or MIG may hide some."""
 
 
-class Disk(Frozen):
-    """Free space on the disk of a folder."""
-
-    folder: str
-    free_mb: int
-
-
 class Interface(Frozen):
     """Network interface with an IPv4 address."""
 
@@ -47,15 +40,13 @@ class Interface(Frozen):
 
 
 class NodeFacts(Frozen):
-    """Facts of one node. A version is None if the package is not installed, a limit if there is none."""
+    """Facts of one node. A version is None if the package is not installed."""
 
     node: str
     address: str | None = None
     """Address in the Ray cluster; None for this machine without Ray."""
     ray_node: str | None = None
     """Ray's id of the node."""
-    hostname_address: str | None
-    """Address that the node's own name resolves to, if any."""
     interfaces: tuple[Interface, ...] = ()
     python: str
     torch: Torch | None
@@ -77,21 +68,6 @@ class NodeFacts(Frozen):
     shared_memory_mb: int | None
     """Size of /dev/shm; None if it doesn't exist."""
     shared_memory_free_mb: int | None
-    disks: tuple[Disk, ...]
-    """Disks of the working directory and of temporary files."""
-    open_files: int | None
-    """Limit on open files of a process."""
-    processes: int | None
-    """Limit on processes of the user."""
-    compiler: str | None
-    """Path of the C++ compiler that torch.compile calls."""
-    git: str | None
-    clock: float
-    """The node's clock when the facts were collected, s since 1970."""
-    clock_ahead_s: float | None = None
-    """Seconds that its clock is ahead of the asking machine's; None: not compared."""
-    clock_error_s: float | None = None
-    """Uncertainty of the comparison: half its round trip."""
 
     @property
     def versions(self) -> dict[str, str | None]:

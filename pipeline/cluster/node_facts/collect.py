@@ -10,14 +10,11 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
 from contextlib import closing
 from pathlib import Path
@@ -35,7 +32,6 @@ def facts(*, all_gpus: bool = False) -> str:
         {
             **gpus,
             "node": socket.gethostname(),
-            "hostname_address": _resolved(),
             "interfaces": _interfaces(),
             "python": platform.python_version(),
             "torch": _torch(ask_cuda=bool(gpus["gpus"]), all_gpus=all_gpus),
@@ -47,22 +43,8 @@ def facts(*, all_gpus: bool = False) -> str:
             "memory_free_mb": available >> 20,
             "shared_memory_mb": shared and shared.total >> 20,
             "shared_memory_free_mb": shared and shared.free >> 20,
-            "disks": [
-                {"folder": folder, "free_mb": shutil.disk_usage(folder).free >> 20}
-                for folder in dict.fromkeys((str(Path.cwd()), tempfile.gettempdir()))
-            ],
-            "open_files": _limit(resource.RLIMIT_NOFILE),
-            "processes": _limit(resource.RLIMIT_NPROC),
-            "compiler": shutil.which(os.environ.get("CXX") or "g++"),
-            "git": shutil.which("git"),
-            "clock": time.time(),
         }
     )
-
-
-def clock() -> float:
-    """Return the node's clock, s since 1970."""
-    return time.time()
 
 
 def _version(distribution: str) -> str | None:
@@ -135,15 +117,6 @@ def _gpus(*, all_gpus: bool) -> dict[str, object]:
     }
 
 
-def _resolved() -> str | None:
-    """Return an address of this node's name, one of IPv4 if it has any."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    return str(min(found, key=lambda each: each[0] == socket.AF_INET6)[4][0])
-
-
 def _interfaces() -> list[dict[str, object]]:
     """Return the interfaces with an IPv4 address. The speeds that virtual ones report are made up."""
     found: list[dict[str, object]] = []
@@ -183,8 +156,3 @@ def _text(path: str) -> str | None:
         return Path(path).read_text().strip()
     except OSError:
         return None
-
-
-def _limit(kind: int) -> int | None:
-    soft, _ = resource.getrlimit(kind)
-    return None if soft == resource.RLIM_INFINITY else soft

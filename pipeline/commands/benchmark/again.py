@@ -38,7 +38,7 @@ def measure_again(
     Args:
         file: the experiment of the run, as in its folder.
         folder: the run's folder.
-        budget_s: seconds for the slots; None takes the experiment's ``measure.budget_s``.
+        budget_s: seconds for the slots; None takes the experiment's ``benchmark.time_budget_s``.
         verbose: True to show the workers' output.
         terminal: shows progress, warnings and the report.
         show: gets the report and the folder of the run, e.g. to print it as JSON.
@@ -77,8 +77,8 @@ def _within(experiment: Experiment, *, budget_s: float | None) -> Experiment:
     """Return the experiment of the trial with that budget; the run's own stays, as MLflow's parameters can't change."""
     if budget_s is None:
         return experiment
-    longer = experiment.measure.model_copy(update={"budget_s": budget_s, "pairs": MOST_PAIRS})
-    return experiment.model_copy(update={"measure": longer})
+    longer = experiment.benchmark.model_copy(update={"time_budget_s": budget_s, "rounds": MOST_PAIRS})
+    return experiment.model_copy(update={"benchmark": longer})
 
 
 def _require_finished(folder: Path) -> None:

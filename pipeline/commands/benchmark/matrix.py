@@ -6,7 +6,7 @@ from typing import Literal
 
 from pipeline import registry
 from pipeline.commands.benchmark.prediction import check_predictable, find_pair, is_pair
-from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.schema import Configuration, Experiment
 from pipeline.config.values import Frozen
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.layout import Planner
@@ -16,11 +16,11 @@ from pipeline.protocol.trial import Baseline, CellMeasurement, Scaling, Trial
 from pipeline.protocol.trial_result import Link
 from pipeline.wording import format_parallel
 
-_ALONE = Comparison(strategy="single", workers=1)
+_ALONE = Configuration(strategy="single", workers=1)
 
 
 class MatrixRequest(Frozen):
-    """Request of a user; empty fields come from the experiment's ``compare``."""
+    """Request of a user; empty fields come from the experiment's ``benchmark``."""
 
     strategies: tuple[str, ...] = ()
     workers: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ def make_matrix(
     entries = list(_entries(experiment, wanted))
     extras = list(_extras(entries, experiment, resources, wanted=wanted))
     planner = Planner(experiment, resources, allowed, workers=_most_workers([*entries, *extras], experiment, resources))
-    baseline = planner.trial(Baseline, experiment.compare[0], key="compare[0]")
+    baseline = planner.trial(Baseline, experiment.benchmark.baseline, key="benchmark.baseline")
     cell_of = partial(_cell, planner=planner, experiment=experiment, baseline=baseline)
     table = _Table(baseline)
     for scaling in wanted.scalings:
@@ -145,8 +145,8 @@ def _repeat(trial: Trial, *, number: int, wanted: MatrixRequest, probed: Collect
 
 
 def _extras(
-    entries: Sequence[Comparison], experiment: Experiment, resources: Resources, *, wanted: MatrixRequest
-) -> Iterator[Comparison]:
+    entries: Sequence[Configuration], experiment: Experiment, resources: Resources, *, wanted: MatrixRequest
+) -> Iterator[Configuration]:
     """Yield what is measured in addition to the requested entries, for batch sizes and for predictions.
 
     Raises:
@@ -182,16 +182,19 @@ def batch_cell(declared: Cell, size: int) -> Cell:
     return declared.model_copy(update=cell)
 
 
-def _declared(experiment: Experiment) -> Comparison:
+def _declared(experiment: Experiment) -> Configuration:
     parallel = experiment.parallel
-    own = Comparison(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
+    own = Configuration(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
     return _counted(own, parallel.workers)
 
 
-def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Comparison]:
+def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Configuration]:
     """Yield the entries to compare, each with its number of workers."""
     parallel = experiment.parallel
-    written = [*(_counted(entry, parallel.workers) for entry in experiment.compare), _declared(experiment)]
+    written = [
+        *(_counted(entry, parallel.workers) for entry in experiment.benchmark.entries.values()),
+        _declared(experiment),
+    ]
     if not (wanted.strategies or wanted.workers):
         yield from written
         return
@@ -200,10 +203,10 @@ def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Comparis
         options = known[0].options if known else {}
         counts = wanted.workers or dict.fromkeys(entry.workers or 1 for entry in known) or (parallel.workers,)
         for workers in counts if _runs_many(strategy) else (1,):
-            yield Comparison(strategy=strategy, workers=workers, options=options)
+            yield Configuration(strategy=strategy, workers=workers, options=options)
 
 
-def _counted(entry: Comparison, workers: int) -> Comparison:
+def _counted(entry: Configuration, workers: int) -> Configuration:
     default = workers if _runs_many(entry.strategy) else 1
     return entry.model_copy(update={"workers": entry.workers or default})
 
@@ -212,14 +215,14 @@ def _runs_many(strategy: str) -> bool:
     return bool(registry.load("strategies", strategy).Strategy.processes == "many")
 
 
-def _most_workers(entries: Iterable[Comparison], experiment: Experiment, resources: Resources) -> int:
+def _most_workers(entries: Iterable[Configuration], experiment: Experiment, resources: Resources) -> int:
     """Return the number of workers of the largest cell that can run, among which the cores are divided."""
     counts = [entry.workers or 1 for entry in entries]
     share = experiment.parallel.cpus_per_worker or 1
     return max((count for count in counts if count * share <= resources.cpus), default=1)
 
 
-def _cell(entry: Comparison, *, planner: Planner, experiment: Experiment, scaling: Scaling, baseline: Trial) -> Cell:
+def _cell(entry: Configuration, *, planner: Planner, experiment: Experiment, scaling: Scaling, baseline: Trial) -> Cell:
     workers = entry.workers or 1
     name = f"{entry.strategy}-{workers}{'-weak' if scaling == 'weak' else ''}"
     cell = Cell(name=name, strategy=entry.strategy, workers=workers, scaling=scaling)
@@ -255,7 +258,7 @@ def _with_batch(experiment: Experiment, batch: int) -> Experiment:
     return experiment.model_copy(update={"train": experiment.train.model_copy(update=size)})
 
 
-def _variant(entry: Comparison, experiment: Experiment) -> str:
+def _variant(entry: Configuration, experiment: Experiment) -> str:
     """Return the options in which an entry differs from ``parallel``."""
     own = experiment.parallel.options if entry.strategy == experiment.parallel.strategy else {}
     changed = {name: value for name, value in entry.options.items() if own.get(name) != value}

@@ -215,13 +215,13 @@ def _figures(row: Row) -> dict[str, float | None]:
 
 def too_small(trial: Trial, *, samples: int) -> str:
     """Return why a training set of that size is too small for a measurement; empty if it isn't."""
-    train, measure = trial.experiment.train, trial.experiment.measure
+    train, measure = trial.experiment.train, trial.experiment.benchmark
     if samples < train.global_batch_size:
         return f"an epoch has {samples:,} samples, fewer than the global batch of {train.global_batch_size:,}"
     steps = train.steps_of(-(-samples // train.global_batch_size))
     if steps < (needed := measure.warmup_steps + measure.steps):
         return (
             f"{samples:,} samples make {counted(steps, 'step')} of {train.global_batch_size:,} in {train.length}; "
-            f"a measurement needs {needed}, measure.warmup_steps + measure.steps: lower those, or train for longer"
+            f"a measurement needs {needed}, benchmark.warmup_steps + benchmark.steps: lower those, or train for longer"
         )
     return ""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline import registry
-from pipeline.config.schema import Comparison, Experiment
+from pipeline.config.schema import Configuration, Experiment
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Scaling, Trial
@@ -53,7 +53,9 @@ def check_predictable(experiment: Experiment) -> None:
         )
 
 
-def find_pair(entries: Iterable[Comparison], experiment: Experiment, resources: Resources) -> Iterator[Comparison]:
+def find_pair(
+    entries: Iterable[Configuration], experiment: Experiment, resources: Resources
+) -> Iterator[Configuration]:
     """Yield an entry of several workers between which the network is measured, unless an entry has them.
 
     Raises:
@@ -75,10 +77,10 @@ def find_pair(entries: Iterable[Comparison], experiment: Experiment, resources: 
             "measured. Give it, e.g. --network 10Gbit,50us."
         )
     if not any((entry.workers or 1) <= most and is_pair(entry, experiment) for entry in entries):
-        yield Comparison(strategy="ddp", workers=min(wanted, most), options=options_of(experiment))
+        yield Configuration(strategy="ddp", workers=min(wanted, most), options=options_of(experiment))
 
 
-def is_pair(entry: Comparison | Trial | Row, experiment: Experiment) -> bool:
+def is_pair(entry: Configuration | Trial | Row, experiment: Experiment) -> bool:
     """Return True if an entry has several workers of the predicted strategy."""
     is_predicted = entry.strategy == "ddp" and dict(entry.options) == options_of(experiment)
     return is_predicted and (entry.workers or 1) > 1

@@ -1,6 +1,6 @@
 """The result of one check, and helpers that word results for several nodes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from pipeline.cluster.node_facts import NodeFacts
@@ -21,19 +21,6 @@ class CheckResult(Frozen):
     """The finding, with the measured values."""
     fix: str = ""
     """A command or an action that fixes it; empty if nothing has to be fixed."""
-
-
-class Limit(Frozen):
-    """Thresholds of a resource: a value below ``warning`` or ``problem`` gets that status."""
-
-    warning: int
-    problem: int
-
-    def status(self, value: int | None) -> Status:
-        """Return the status of a value; None means unlimited."""
-        if value is None or value >= self.warning:
-            return "ok"
-        return "problem" if value < self.problem else "warning"
 
 
 def by_node(
@@ -60,9 +47,3 @@ def listed(labels: Sequence[str]) -> str:
 def amount(megabytes: int) -> str:
     """Format an amount of memory, e.g. "64 MiB" or "24 GiB"."""
     return f"{megabytes} MiB" if megabytes < 10_240 else f"{megabytes / 1024:,.0f} GiB"
-
-
-def low_to_high(values: Iterable[int], shown: Callable[[int], str]) -> str:
-    """Format the range of values over all nodes, e.g. "8 to 16", or the value that all nodes have."""
-    low, high = min(values := tuple(values)), max(values)
-    return shown(low) if shown(low) == shown(high) else f"{shown(low)} to {shown(high)}"

@@ -9,10 +9,9 @@ import rich.console
 from rich.text import Text
 
 from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.commands.doctor import interface_speed, machine, tracking
-from pipeline.commands.doctor import link_speed as link
+from pipeline.commands.doctor import machine, node_network, tracking
 from pipeline.commands.doctor.check_result import CheckResult, amount
-from pipeline.commands.doctor.link_speed import MeasuredLink
+from pipeline.commands.doctor.node_network import MeasuredLink
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
@@ -31,6 +30,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("Ray", lambda node: node.ray or "-"),
     ("cores", lambda node: str(node.cpus)),
     ("memory", lambda node: amount(node.memory_mb)),
+    ("free", lambda node: amount(node.memory_free_mb)),
 )
 _OF_CLUSTERS: tuple[_Column, ...] = (("address", lambda node: node.address or "-"),)
 _OF_GPUS: tuple[_Column, ...] = (
@@ -79,11 +79,13 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
         asked = (here,) if address is None else _asked(findings)
         findings += machine.check_nodes(asked, here=here)
         if len(asked) > 1:
-            findings += interface_speed.check_interfaces(asked, interface=parallel.interface)
+            findings += node_network.check_interfaces(asked, interface=parallel.network_interface)
         if asked:
             between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
             say(f"measuring all-reduces between {between} ...")
-            measured = _measured(asked, is_cluster=address is not None, findings=findings)
+            measured = _measured(
+                asked, is_cluster=address is not None, interface=parallel.network_interface, findings=findings
+            )
     say("asking MLflow ...")
     findings.append(tracking.check_tracking(tracking.store(uri), client=here.mlflow))
     return Examination(address=address, nodes=asked, link=measured, findings=tuple(findings))
@@ -91,7 +93,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
 
 def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     """Return the facts of the nodes that answer; add a problem for each node that does not."""
-    from pipeline.cluster.nodes import ask_facts, compare_clock, read_facts
+    from pipeline.cluster.nodes import ask_facts, read_facts
     from pipeline.cluster.placement import node_name, usable_nodes
 
     nodes = {str(node["NodeID"]): node for node in usable_nodes()}
@@ -103,18 +105,24 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     ]
     if not silent:
         findings.append(CheckResult(subject="nodes", status="ok", what=f"all answer ({len(answers)})"))
-    return tuple(map(compare_clock, read_facts(answers, records=nodes)))
+    return tuple(read_facts(answers, records=nodes))
 
 
-def _measured(asked: tuple[NodeFacts, ...], *, is_cluster: bool, findings: list[CheckResult]) -> MeasuredLink | None:
+def _measured(
+    asked: tuple[NodeFacts, ...], *, is_cluster: bool, interface: str | None, findings: list[CheckResult]
+) -> MeasuredLink | None:
     if any(node.torch is None for node in asked):
         return None  # reported as a problem by machine.check_nodes
     try:
-        measured = link.measure_across(asked) if is_cluster else link.measure_here(asked[0])
+        measured = (
+            node_network.measure_across(asked, interface=interface)
+            if is_cluster
+            else node_network.measure_here(asked[0])
+        )
     except ResourceError as error:
-        findings.append(link.failed(error, asked))
+        findings.append(node_network.report_failure(error, asked))
         return None
-    findings.append(link.check_link_speed(measured))
+    findings.append(node_network.check_link_speed(measured))
     return measured
 
 

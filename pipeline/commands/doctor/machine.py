@@ -1,21 +1,14 @@
-"""Checks of each node: versions, GPUs, memory, disk, limits, programs; and of several nodes: clocks, host names."""
+"""Checks of each node: versions, GPUs, shared memory."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from pipeline.cluster.node_facts import INSTALL_SAME_COMMIT, NodeFacts
-from pipeline.commands.doctor.check_result import CheckResult, Limit, amount, by_node, listed, low_to_high
+from pipeline.commands.doctor.check_result import CheckResult, amount, by_node, listed
 from pipeline.launchers._ray.interface import public_because
-from pipeline.worker.interfaces import LOOPBACK, is_loopback
 
 _SHM = "/dev/shm"  # noqa: S108 - only looked at
-_MEMORY = Limit(warning=2048, problem=256)  # MiB
-_SHARED = Limit(warning=1024, problem=0)
-_SHARED_FREE = Limit(warning=256, problem=16)
-_DISK = Limit(warning=5 * 1024, problem=256)
-_OPEN_FILES = Limit(warning=1024, problem=128)
-_PROCESSES = Limit(warning=1024, problem=64)
-_SKEW_S = 1.0
+_SHARED_MB, _SHARED_FREE_MB = 1024, 256
 _INSTALLS = {
     "Python": "use Python {}",
     "torch": "pip install torch=={}",
@@ -26,7 +19,7 @@ _INSTALLS = {
 
 
 def check_nodes(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckResult]:
-    """Check all nodes: versions as on this machine, ``here``, GPUs, resources, clocks and host names.
+    """Check all nodes: versions as on this machine, ``here``, GPUs, and shared memory.
 
     Without a node that has answered there is nothing to check: that they don't is a finding already.
     """
@@ -34,120 +27,23 @@ def check_nodes(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[Chec
         return
     yield from _versions(nodes, here=here)
     yield from _gpus(nodes)
-    yield from by_node(nodes, _memory, fine=lambda: _ok("memory", _memories(nodes)))
-    yield from by_node(nodes, _shared_memory, fine=lambda: _ok("shared memory", _shared_memories(nodes)))
-    yield from by_node(nodes, _disk, fine=lambda: _ok("disk", _disks(nodes)))
-    yield from by_node(nodes, _limits, fine=lambda: _ok("limits", _all_limits(nodes)))
-    yield from by_node(nodes, _compiler, fine=lambda: _ok("compiler", f"{nodes[0].compiler}, for torch.compile"))
-    yield from by_node(nodes[:1], _git, fine=lambda: _ok("git", str(nodes[0].git)))
-    if any(node.clock_ahead_s is not None for node in nodes):
-        yield from by_node(nodes, _clock, fine=lambda: _ok("clocks", _skew(nodes)))
-    if len(nodes) > 1:
-        yield _ok("host names", _names(nodes))
-
-
-def _memory(node: NodeFacts) -> CheckResult | None:
-    what = f"{amount(node.memory_free_mb)} of {amount(node.memory_mb)} are free"
-    return _scarce("memory", _MEMORY, node.memory_free_mb, what, fix="ps -eo pid,rss,args --sort -rss | head")
+    if sizes := [node.shared_memory_mb for node in nodes if node.shared_memory_mb is not None]:
+        enough = f"{_SHM} is {amount(min(sizes))}" + " or larger" * (len(set(sizes)) > 1)
+        yield from by_node(nodes, _shared_memory, fine=lambda: _ok("shared memory", enough))
 
 
 def _shared_memory(node: NodeFacts) -> CheckResult | None:
-    subject, size, free = "shared memory", node.shared_memory_mb, node.shared_memory_free_mb
-    if size is None or free is None:
+    size, free = node.shared_memory_mb, node.shared_memory_free_mb
+    if size is None or free is None or (size >= _SHARED_MB and free >= _SHARED_FREE_MB):
         return None
     loaders = "DataLoader workers (loader.num_workers) and Ray store batches there, and crash when it is full"
+    what = f"{amount(free)} of {amount(size)} are free in {_SHM}. {loaders}"
     fix = "docker run --shm-size=2g, shm_size: 2gb in compose.yaml, or mount -o remount,size=2G /dev/shm"
-    what = f"{_SHM} is {amount(size)}. {loaders}"
-    left = f"{amount(free)} of {amount(size)} are free in {_SHM}"
-    return _scarce(subject, _SHARED, size, what, fix=fix) or _scarce(
-        subject, _SHARED_FREE, free, left, fix=f"ls -lS {_SHM}"
-    )
-
-
-def _disk(node: NodeFacts) -> CheckResult | None:
-    scarcest = min(node.disks, key=lambda disk: disk.free_mb)
-    what = f"{amount(scarcest.free_mb)} are free in {scarcest.folder}"
-    fix = "free some space, or move runs (tracking.directory=FOLDER) or temporary files (export TMPDIR=FOLDER)"
-    return _scarce("disk", _DISK, scarcest.free_mb, what, fix=fix)
-
-
-def _limits(node: NodeFacts) -> CheckResult | None:
-    files = f"a process may open {node.open_files} files. Ray and DataLoader workers need more"
-    processes = f"the user may run {node.processes} processes and threads. Ray and torch need more"
-    return _scarce("limits", _OPEN_FILES, node.open_files, files, fix="ulimit -n 65536") or _scarce(
-        "limits", _PROCESSES, node.processes, processes, fix="ulimit -u 65536; docker run --pids-limit=-1"
-    )
-
-
-def _compiler(node: NodeFacts) -> CheckResult | None:
-    what = "no C++ compiler found. Only torch.compile needs it"
-    fix = "apt-get install g++, or export CXX=COMPILER"
-    return None if node.compiler else CheckResult(subject="compiler", status="warning", what=what, fix=fix)
-
-
-def _git(node: NodeFacts) -> CheckResult | None:
-    what = "git not found. Runs can't record the commit of their code"
-    return None if node.git else CheckResult(subject="git", status="warning", what=what, fix="apt-get install git")
-
-
-def _clock(node: NodeFacts) -> CheckResult | None:
-    """Warn about a clock difference that exceeds its measurement error by a second or more."""
-    if node.clock_ahead_s is None or abs(node.clock_ahead_s) - (node.clock_error_s or 0) < _SKEW_S:
-        return None
-    direction = "ahead of" if node.clock_ahead_s > 0 else "behind"
-    what = f"its clock is {abs(node.clock_ahead_s):.1f} s {direction} this machine's, so times in reports are wrong"
-    return CheckResult(subject="clocks", status="warning", what=what, fix="timedatectl set-ntp true; chronyc makestep")
-
-
-def _skew(nodes: Sequence[NodeFacts]) -> str:
-    largest = max(nodes, key=lambda node: abs(node.clock_ahead_s or 0))
-    ahead, error = abs(largest.clock_ahead_s or 0), largest.clock_error_s or 0
-    return f"within {1e3 * (ahead + error):.0f} ms of this machine's"
-
-
-def _names(nodes: Sequence[NodeFacts]) -> str:
-    """Describe which host names resolve to loopback, the address that gloo would bind to by default."""
-    astray = [node.label for node in nodes if is_loopback(node.hostname_address or LOOPBACK)]
-    if not astray:
-        return "each host name resolves to an address of the network"
-    return (
-        f"host names that resolve to loopback: {listed(astray)}. Runs use parallel.interface instead, by default the "
-        "interface of Ray's address"
-    )
-
-
-def _scarce(subject: str, limit: Limit, value: int | None, what: str, *, fix: str) -> CheckResult | None:
-    status = limit.status(value)
-    return None if status == "ok" else CheckResult(subject=subject, status=status, what=what, fix=fix)
+    return CheckResult(subject="shared memory", status="warning", what=what, fix=fix)
 
 
 def _ok(subject: str, what: str) -> CheckResult:
     return CheckResult(subject=subject, status="ok", what=what)
-
-
-def _memories(nodes: Sequence[NodeFacts]) -> str:
-    free = low_to_high((node.memory_free_mb for node in nodes), amount)
-    return f"{free} of {low_to_high((node.memory_mb for node in nodes), amount)} free"
-
-
-def _shared_memories(nodes: Sequence[NodeFacts]) -> str:
-    sizes = [node.shared_memory_mb for node in nodes if node.shared_memory_mb is not None]
-    return f"{_SHM} is {low_to_high(sizes, amount)}" if sizes else f"no {_SHM}"
-
-
-def _disks(nodes: Sequence[NodeFacts]) -> str:
-    free = low_to_high((min(disk.free_mb for disk in node.disks) for node in nodes), amount)
-    return f"{free} free where runs and temporary files go"
-
-
-def _all_limits(nodes: Sequence[NodeFacts]) -> str:
-    files = _range(node.open_files for node in nodes)
-    return f"{files} open files, {_range(node.processes for node in nodes)} processes"
-
-
-def _range(values: Iterable[int | None]) -> str:
-    limits = [value for value in values if value is not None]
-    return low_to_high(limits, lambda value: f"{value:,}") if limits else "unlimited"
 
 
 def _gpus(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:

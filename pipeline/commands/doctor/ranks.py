@@ -3,16 +3,13 @@
 Sent to nodes that may lack this package, so it imports only the standard library and torch.
 """
 
-import fcntl
 import json
 import os
 import socket
-import struct
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -23,7 +20,6 @@ _SIZES = tuple(4096 * 4**i for i in range(7))  # bytes: 4 KiB to 16 MiB
 _SECONDS_PER_SIZE = 0.25
 _MOST_ROUNDS, _FEWEST_ROUNDS = 15, 3
 _TOO_SLOW_S = 0.6  # on such a slow link, larger sizes add no information
-_SIOCGIFADDR = 0x8915
 
 
 def free_port() -> int:
@@ -33,46 +29,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this address, or None."""
-    if ":" in address:
-        return _interface_of_ipv6(address)
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
-
-
-def _interface_of_ipv6(address: str) -> str | None:
-    wanted = socket.inet_pton(socket.AF_INET6, address).hex()
-    with suppress(OSError):  # this system has no IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            if digits == wanted:
-                return name
-    return None
-
-
-def measure(rank: int, *, world_size: int, init_method: str, address: str, backend: str, timeout_s: float) -> str:
+def measure(
+    rank: int, *, world_size: int, init_method: str, interface: str | None, backend: str, timeout_s: float
+) -> str:
     """Measure all-reduces of several sizes; every rank must call it.
 
     Args:
         rank: the rank of this process.
         world_size: number of ranks.
         init_method: rendezvous, as in ``torch.distributed.init_process_group``.
-        address: address of this node; its interface is used unless the environment names an interface.
+        interface: name of this node's network interface; one that the environment names takes precedence.
         backend: gloo or nccl.
         timeout_s: seconds to wait for the other ranks.
 
     Returns:
         JSON ``[[bytes, ms], ...]``: for each size the median over rounds of the slowest rank's time.
     """
-    if interface := interface_of(address):
+    if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix
     import torch

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from pipeline.commands.history.compared_figures import ComparedFigures, Figure, learned, measured
 from pipeline.commands.history.run_result import report_of
+from pipeline.config.renamed import translate_params
 from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunOpened
@@ -54,7 +55,7 @@ def difference(a: RunSummary, b: RunSummary) -> Difference:
         a=a,
         b=b,
         results=_results_of(dict(_results(a, opened[0])), dict(_results(b, opened[1]))),
-        configuration=_pairs(opened[0].params, opened[1].params),
+        configuration=_pairs(*(translate_params(each.params) for each in opened)),
         environment=_pairs(_environment(opened[0], a.folder), _environment(opened[1], b.folder)),
     )
 

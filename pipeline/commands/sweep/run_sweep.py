@@ -22,7 +22,7 @@ from pipeline.system import stages
 if TYPE_CHECKING:
     from pipeline.commands.sweep.searchers import Learning, Listed
 
-_MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "measure.", "compare", "parallel.")
+_MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "benchmark.", "parallel.")
 
 
 def sweep(

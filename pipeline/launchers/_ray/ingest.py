@@ -27,7 +27,6 @@ class Facts(Frozen):
     """Facts that a worker needs about its streams, by part: train, validation."""
 
     rows: Mapping[str, int]
-    schemas: Mapping[str, str]
     columns: tuple[str, ...]
 
 
@@ -49,9 +48,7 @@ class Ingest:
         self._parts = {"train": self._streamed.train}
         if self._streamed.validation is not None:
             self._parts["validation"] = self._streamed.validation
-        counted = {name: _counted(dataset, name, self._streamed.columns) for name, dataset in self._parts.items()}
-        self._rows = {name: rows for name, (rows, _) in counted.items()}
-        self._schemas = {name: schema for name, (_, schema) in counted.items()}
+        self._rows = {name: _count(dataset, name, self._streamed.columns) for name, dataset in self._parts.items()}
 
     def datasets(self, trial: Trial) -> dict[str, "Dataset"]:
         """Return the datasets for TorchTrainer, in blocks of one rank's rows of a global batch.
@@ -75,7 +72,7 @@ class Ingest:
     @property
     def facts(self) -> Facts:
         """Facts that workers need."""
-        return Facts(rows=self._rows, schemas=self._schemas, columns=self._streamed.columns)
+        return Facts(rows=self._rows, columns=self._streamed.columns)
 
 
 def receive(facts: Facts) -> None:
@@ -92,7 +89,7 @@ def stream_of(shard: "DataIterator", name: str, facts: Facts) -> "RowStream":
     def opened(rows: int) -> "Pass":
         return _passed(shard, rows=rows, columns=facts.columns)
 
-    return RowStream(rows=facts.rows[name], schema=facts.schemas[name], open=opened)
+    return RowStream(rows=facts.rows[name], open=opened)
 
 
 def _passed(shard: "DataIterator", *, rows: int, columns: tuple[str, ...]) -> "Pass":
@@ -101,8 +98,8 @@ def _passed(shard: "DataIterator", *, rows: int, columns: tuple[str, ...]) -> "P
         yield tuple(batch[column] for column in columns) if columns else batch
 
 
-def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[int, str]:
-    """Return the number of rows and the schema of a dataset.
+def _count(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> int:
+    """Return the number of rows of a dataset.
 
     Raises:
         ExperimentError: it can't be read, is empty, or lacks a column.
@@ -110,7 +107,7 @@ def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[i
     key = f"data.{name}"
     try:
         schema = dataset.schema()
-        rows = dataset.count()
+        rows: int = dataset.count()
     except Exception as error:  # from reading, or from the user's own functions
         raise ExperimentError.of(key, f"Ray Data can't count its rows: {last_line(error)[:300]}") from error
     if not rows:
@@ -119,4 +116,4 @@ def _counted(dataset: "Dataset", name: str, columns: tuple[str, ...]) -> tuple[i
         raise ExperimentError.of(
             "data.columns", f"{', '.join(missing)} not found. {name} has {', '.join(schema.names)}."
         )
-    return rows, repr(list(zip(schema.names, map(str, schema.types), strict=True)))
+    return rows

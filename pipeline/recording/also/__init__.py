@@ -1,4 +1,4 @@
-"""Trackers beside MLflow that ``tracking.also`` names: one in each module, a class `Tracker` built from a run's folder.
+"""Loggers that ``tracking.loggers`` names: one in each module, a class `Tracker` built from a run's folder.
 
 Each writes a run that it receives again as a whole, which is what happens when a run is resumed or synced.
 """
@@ -23,11 +23,11 @@ def build(name: str, folder: Path) -> Any:
     return _module(name).Tracker(folder)
 
 
-def problems(names: Iterable[str]) -> Iterator[Problem]:
-    """Find the trackers whose package isn't installed."""
-    for index, name in enumerate(names):
-        if needed := lacking("this tracker", name):
-            yield Problem(f"tracking.also[{index}]", needed)
+def problems(loggers: Iterable[object]) -> Iterator[Problem]:
+    """Find the trackers among the loggers whose package isn't installed."""
+    for index, name in enumerate(loggers):
+        if isinstance(name, str) and (needed := lacking("this logger", name)):
+            yield Problem(f"tracking.loggers[{index}]", needed)
 
 
 def places(folder: Path) -> Iterator[str]:

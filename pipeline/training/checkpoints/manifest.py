@@ -28,7 +28,7 @@ FILE_NAME = "manifest.json"
 VALUES = "values.json"
 """File of all state but tensors."""
 _ASIDE: Mapping[str, Any] = {
-    **dict.fromkeys(("name", "tracking", "compare", "measure", "checkpoint", "loader", "parallel", "sweep"), True),
+    **dict.fromkeys(("name", "tracking", "benchmark", "checkpoint", "loader", "parallel", "sweep"), True),
     "train": {"compile", "activation_checkpointing"},
 }
 _FOLDER = re.compile(r"step-(\d{8,})")

@@ -86,6 +86,8 @@ def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
         yield from ("docker", ".dockerignore")
     if answers.get("task") == "finetune":  # the model is a component of ddp-pipeline
         yield f"src/{answers['__package_name']}/model.py"
+    if answers.get("task") in ("supervised", "finetune"):
+        yield f"src/{answers['__package_name']}/task.py"
     examples = {"image_folder": "example_images", "table": "example_table"}
     for data, name in examples.items():
         if not answers.get("data", data).startswith(data):

@@ -2,8 +2,8 @@
 
 Trials that a training is compared with are said by the training, as rank 0 does.
 
-`PLAYED` in the environment names the run's folder. The rest of ``pipeline run`` and ``compare`` is the real one: plan,
-recorder, terminal, MLflow, report, exit code.
+`PLAYED` in the environment names the run's folder. The rest of ``pipeline run`` and ``benchmark`` is the real one:
+plan, recorder, terminal, MLflow, report, exit code.
 """
 
 import os
