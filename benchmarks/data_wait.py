@@ -1,6 +1,6 @@
 """Parts of a step beside the truth: data, model and optimizer sleep for known times, with and without loader processes.
 
-    python benchmarks/data_wait.py        # two minutes on an idle machine; the table is in docs/measure.md
+    python benchmarks/data_wait.py        # two minutes on an idle machine
 
 A loader process that takes L ms for a batch delivers one each L ms, N of them one each L / N: steps that compute for
 less wait for the rest. Each part is to be within 10% of that, or within 3 ms.

@@ -51,7 +51,18 @@ def test_no_text_proposes_a_name_that_a_stranger_could_register():
     """The package is on no index: `pip install` of its name or its extras runs the code of whoever takes the name."""
     name = PROJECT["name"]
     proposed = re.compile(rf"pip install [^\n#]*?(?<![\w/.-]){name}\b|{name}\[")
-    shown = "* .github benchmarks docker docs examples experiments pipeline templates tests".split()
+    shown = (
+        "*",
+        ".github",
+        "benchmarks",
+        "docker",
+        "docs",
+        "examples",
+        "experiments",
+        "pipeline",
+        "templates",
+        "tests",
+    )
     files = (path for folder in shown for path in (ROOT.glob("*.*") if folder == "*" else (ROOT / folder).rglob("*")))
     texts = (path for path in files if path.suffix in {".md", ".py", ".yaml", ".yml", ".toml", ".ipynb", ".sh", ".txt"})
     found = [path.relative_to(ROOT) for path in texts if proposed.search(path.read_text(errors="replace"))]
