@@ -97,9 +97,8 @@ class MlflowSubscriber:
         self._folder, self._log, self._warn, self._opened = folder, log, warn, opened
         self._unknown = TrackingOutcome(delivered=False, late=("MLflow", *loggers))
         if known := TrackingOutcome.kept(folder):  # of an earlier session
-            known = known.lacking("some results", folder=folder, trouble="the driver was killed")
             with suppress(OSError):
-                known.model_copy(update={"late": self._unknown.late}).keep(folder)
+                known.unfinished(folder).model_copy(update={"late": self._unknown.late}).keep(folder)
         self._has_end = self._is_stopping = False
         self._done = Flag()
         self._lines: SimpleQueue[bytes] = SimpleQueue()
@@ -155,12 +154,13 @@ class MlflowSubscriber:
     @property
     def outcome(self) -> TrackingOutcome:
         """Outcome of the delivery so far."""
-        latest, code = self._latest, self._process.returncode if self._done.is_set() else None
-        if code == 0:  # a full disk has no room for its outcome
-            return latest if latest.delivered else latest.model_copy(update={"delivered": True, "message": ""})
-        if "MLflow" not in latest.late:  # it only waited for loggers
+        latest, is_done = self._latest, self._done.is_set()
+        if is_done and self._process.returncode == 0 and not latest.delivered:  # a full disk has no room for it
+            return latest.model_copy(update={"delivered": True, "message": ""})
+        is_published = latest != self._unknown and not latest.is_unfinished
+        if is_published and not (is_done and "MLflow" in latest.late):
             return latest
-        trouble = self._ended if self._done.is_set() else "the run stopped waiting"
+        trouble = self._ended if is_done else "the run stopped waiting"
         return latest.lacking(latest.waiting or "some results", folder=self._folder, trouble=trouble)
 
     @property

@@ -10,6 +10,7 @@ from pipeline.recording.folder import write_atomically
 from pipeline.recording.store import run_link, runs_link, ui_address
 
 _FILE_NAME = "tracking.json"
+_KILLED = "the driver was killed"
 LINK_LABEL = "mlflow   "
 """Start of the line with the address of a run, see `link_of`."""
 
@@ -60,6 +61,15 @@ class TrackingOutcome(Frozen):
             f"Send the rest with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
         )
         return self.model_copy(update={"delivered": False, "message": message, "waiting": what})
+
+    def unfinished(self, folder: Path) -> "TrackingOutcome":
+        """Return a copy to keep during a run, in case its driver is killed."""
+        return self.lacking("some results", folder=folder, trouble=_KILLED)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if the outcome is from the time before the run ended."""
+        return f"({_KILLED})" in self.message
 
 
 def link_of(uri: str, outcome: TrackingOutcome) -> str:
