@@ -19,6 +19,9 @@ _FORMAT = '<pre style="line-height: normal; font-family: monospace">{code}</pre>
 class NotebookDisplay(LiveDisplay):
     """Display with the same bars and figures as a terminal's."""
 
+    _shown_at: float
+    _handle: "DisplayHandle | None"
+
     @override
     def show(self, event: Shown) -> None:
         super().show(event)
