@@ -50,6 +50,22 @@ def test_the_end_of_a_run_names_all_places_itself(tmp_path: Path, monkeypatch: p
     assert told == []
 
 
+def test_what_an_earlier_session_has_sent_says_nothing_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OPENED.keep(tmp_path)
+    monkeypatch.setattr(mlflow.MlflowSubscriber, "_listen", lambda *_: None)  # the process says nothing
+    subscriber, _ = subscribed(tmp_path, io.BytesIO(), monkeypatch)
+    killed = TrackingOutcome.kept(tmp_path)
+    assert killed is not None
+    assert (killed.run_id, killed.delivered) == ("0f3a", False)
+    assert "some results (the driver was killed)" in killed.message
+    assert subscriber.finish(0) is None
+    assert "some results (the run stopped waiting)" in subscriber.outcome.message
+    assert subscriber.late == ("MLflow",)
+    subscriber.close()
+
+
 def test_addresses_are_links_that_no_terminal_breaks() -> None:
     stdout = rich.console.Console(file=io.StringIO(), width=40, force_terminal=True, color_system="truecolor")
     pipe = rich.console.Console(file=io.StringIO(), width=40)
