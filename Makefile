@@ -12,7 +12,7 @@ REST := integration faults cluster docs templates fuzz docker browser gpu
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 run: $(RUNS)  ## Install, then run the main experiment: ResNet-18, two DDP workers under Ray, with its measured speedup
 	$(BIN)/pipeline run experiments/resnet.yaml
@@ -32,7 +32,7 @@ test-all: $(STAMP)  ## What make test has no time for, part by part; make test-f
 test-unit test-contract test-replay test-journeys test-integration test-faults test-cluster test-docs test-templates test-fuzz test-gpu: $(STAMP)
 	@$(BIN)/python tests/tiers.py $(@:test-%=%)
 
-test-the-tests: $(STAMP)  ## Put faults into a copy of the tree, one at a time, and say which test of make test noticed; ten minutes
+test-mutation: $(STAMP)  ## Put faults into a copy of the tree, one at a time, and say which test of make test noticed; ten minutes
 	@$(BIN)/python tests/mutations/run.py $(FAULTS)
 
 test-versions: $(STAMP)  ## Run contract and journeys with other versions; gigabytes, hours; CELLS="lowest newest" chooses: docs/versions.md
@@ -64,7 +64,7 @@ bench: $(STAMP)  ## The same work through pipeline, by hand, and through other l
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/peers
 
-bench-more: $(STAMP)  ## Reported speedups against a script, first steps taken apart, a thousand ranks; half an hour
+bench-all: $(STAMP)  ## Reported speedups against a script, first steps taken apart, a thousand ranks; half an hour
 	$(BIN)/python benchmarks/speedup.py
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/driver_scale.py
@@ -73,8 +73,8 @@ bench-more: $(STAMP)  ## Reported speedups against a script, first steps taken a
 gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside a script; half an hour; docs/gpu.md
 	$(BIN)/python benchmarks/gpu.py --tests
 
-gpu-kit: $(STAMP)  ## A folder that runs these tests and benchmarks on a machine with torch and a GPU, but no network
-	$(BIN)/python benchmarks/gpu_kit.py build/gpu-kit
+gpu-bundle: $(STAMP)  ## A folder that runs these tests and benchmarks on a machine with torch and a GPU, but no network
+	$(BIN)/python benchmarks/gpu_bundle.py build/gpu-bundle
 
 schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it, and docs/keys.md
 	for folder in experiments templates/*/*/experiments; do $(BIN)/pipeline schema > "$$folder/experiment.schema.json"; done
@@ -101,4 +101,4 @@ $(STAMP): pyproject.toml constraints.txt
 	$(INSTALL) '.[dev]'
 	touch $(STAMP) $(RUNS)
 
-.PHONY: help run ui lint test test-all test-the-tests test-versions test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-more gpu gpu-kit schema docs install clean
+.PHONY: help run ui lint test test-all test-mutation test-versions test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-all gpu gpu-bundle schema docs install clean

@@ -30,7 +30,7 @@ OPTIONS = {
     "replay": ["tests/replay", *GROUPED],
     "journeys": ["tests/journeys", *GROUPED],
     "fuzz": ["tests/unit", "-k=fuzz", *SPREAD],
-    "gpu": ["tests/gpu", "-o=filterwarnings=default"],  # as without conftest.py, in the folder of `make gpu-kit`
+    "gpu": ["tests/gpu", "-o=filterwarnings=default"],  # as without conftest.py, in the folder of `make gpu-bundle`
 }
 """Of pytest, by tier; one that isn't here runs its folder in one process. `fuzz` draws other examples each time."""
 VARIABLES = {"fuzz": {"HYPOTHESIS_PROFILE": "default"}, "gpu": {"GPU_REHEARSAL": "1"}}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
+from pipeline.config.renamed import translate
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.wording import counted, format_parallel
@@ -288,6 +289,8 @@ def trial_from_json(text: str | bytes) -> Trial:
         ValidationError: a field is missing or wrong.
     """
     values = json.loads(text)
+    for each in (values, *values.get("compared_with", ())):
+        translate(each["experiment"])
     kind = ROLES[values["role"]]
     others = _ONCE_SHARED - kind.model_fields.keys()  # earlier versions wrote the fields of all roles
     return kind.model_validate_json(json.dumps({name: value for name, value in values.items() if name not in others}))

@@ -23,12 +23,23 @@ _FIGURES = {
     "tflops", "mfu", "energy_kwh", "energy_j_per_sample", "cost",
 }  # fmt: skip
 """Metrics that have one value for a whole run."""
-_OF_THE_RUN = (PEAK_OF_RANK, "wall_clock/")
+_OF_THE_RUN = (PEAK_OF_RANK, "badput/", "wall_clock/")
 """Prefixes of more of them."""
-_SECTIONS = {
+_NAMES = {
+    "speedup_low": "speedup_ci_low",
+    "speedup_high": "speedup_ci_high",
+    "speedup_pairs": "speedup_rounds",
+    "time/rest_ms": "workers/time/optimizer_and_other_ms",
     "memory/peak_mb": "workers/memory/peak_mib",
     "throughput/": "workers/throughput/",
     "time/": "workers/time/",
+    "badput/": "workers/badput/",
+    "wall_clock/start": "workers/badput/startup",  # these six as journals of earlier versions have them
+    "wall_clock/input": "workers/badput/data_loading",
+    "wall_clock/evaluation": "workers/badput/evaluation",
+    "wall_clock/saving": "workers/badput/checkpointing",
+    "wall_clock/redone": "workers/badput/lost_progress",
+    "wall_clock/stopped": "workers/badput/downtime",
 }
 """Beginnings of metrics' names in MLflow, by ours.
 
@@ -59,7 +70,7 @@ def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
 
 def metric_name(name: str) -> str:
     """Return MLflow's name of a metric."""
-    for ours, theirs in _SECTIONS.items():
+    for ours, theirs in _NAMES.items():
         if name.startswith(ours):
             return mlflow_name(f"{theirs}{name.removeprefix(ours)}")
     return mlflow_name(name)

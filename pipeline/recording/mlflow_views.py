@@ -30,7 +30,7 @@ _METRIC_KEY = "metrics."  # prefix of the experiment's metrics among its flatten
 _PARAMETER = re.compile(rf"sweep\.parameters\.(.+)\.(?:{'|'.join(Parameter.model_fields)})(?:\[.*)?")
 _MOST_METRICS = 8  # more need scrolling
 _MOST_PARAMETERS = 6
-_SECTIONS = ("train", "validation", "", "workers/throughput", "workers/time", "wall_clock", "workers/memory")
+_SECTIONS = ("train", "validation", "", "workers/throughput", "workers/time", "workers/badput", "workers/memory")
 """Prefixes of metrics, in the order of the sections of charts; without one MLflow calls them Model metrics."""
 _UNPREFIXED, _SYSTEM, _SWEEP = "Model metrics", "System metrics", "sweep"
 

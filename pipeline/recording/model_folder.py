@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
-from pipeline.config.schema import Experiment
 from pipeline.protocol.events import ModelExported, ModelSaved
 
 if TYPE_CHECKING:
@@ -115,12 +114,13 @@ class Module:
         """
         import torch
 
+        from pipeline.config.load import load
         from pipeline.config.targets import allowed_packages
         from pipeline.training.exported_model import check_memory, trained_model
         from pipeline.training.reference import Reference
 
         check_memory(folder / event.weights)
-        experiment = Experiment.model_validate(yaml.safe_load((folder / "experiment.yaml").read_text()))
+        experiment = load(folder / "experiment.yaml").experiment
         weights: Mapping[str, torch.Tensor] = torch.load(folder / event.weights, map_location="cpu", weights_only=True)
         example: Example = torch.load(folder / event.example, map_location="cpu", weights_only=True)
         reference = Reference.load(folder)

@@ -42,6 +42,8 @@ LABELS: Mapping[Use, str] = {
     "stopped": "downtime",
 }
 """Uses in words."""
+_BADPUT: Mapping[Use, str] = {use: label.replace(" ", "_") for use, label in LABELS.items() if use != "steps"}
+"""Names of the metrics that Google's goodput library calls badput: time that trains nothing, by its cause."""
 _STEP, _DATA_WAIT, _LOSS = "time/step_ms", "time/window_data_wait_ms", "train/loss"
 
 
@@ -62,8 +64,8 @@ class Goodput(Recorded):
 
     @property
     def figures(self) -> dict[str, float]:
-        """Shares by the names of their metrics: ``goodput``, and ``wall_clock/`` for the rest."""
-        return {"goodput" if use == "steps" else f"wall_clock/{use}": share for use, share in self.shares.items()}
+        """Shares by the names of their metrics: ``goodput``, and ``badput/`` for the rest."""
+        return {"goodput" if use == "steps" else f"badput/{_BADPUT[use]}": share for use, share in self.shares.items()}
 
     @property
     def percents(self) -> dict[Use, int]:

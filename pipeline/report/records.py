@@ -187,7 +187,7 @@ class RunRecord(Frozen):
     unsaved: Unsaved | None = None
     """Checkpoints that could not be saved, if the last step's or the best may be among them."""
     goodput: Mapping[str, float] | None = None
-    """Shares of the wall clock by MLflow's names: ``goodput``, and ``wall_clock/`` for the rest; None if unknown."""
+    """Shares of the wall clock by MLflow's names: ``goodput``, and ``badput/`` for the rest; None if unknown."""
     evaluations: tuple[EvaluationRecord, ...] = ()
     """Evaluations of its checkpoints since then, the last one last."""
     remarks: tuple[str, ...]

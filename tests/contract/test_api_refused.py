@@ -64,7 +64,7 @@ def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
     assert Experiment.load("same.yaml").file.experiment == from_dict.file.experiment
     assert from_dict.file.experiment.train.epochs == 3
     assert Experiment.load(from_dict, "seed=4").file.experiment.train.epochs == 3
-    assert repr(from_dict) == "Experiment(from-a-dict: single x 1 with inprocess)"
+    assert repr(from_dict) == "Experiment(from-a-dict: 1 worker, inprocess)"
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_only_rank_0_speaks_of_the_baseline(measured: Any) -> None:
         "large baseline": "does not fit into memory next to the training. It is measured after the training has freed "
         "its memory. The speedup then has the range of its windows instead of an interval",
     }
-    assert kept[0]["warnings"] == ([f"single {said[case]}"] if case in said else [])
+    assert kept[0]["warnings"] == ([f"The baseline (1 worker) {said[case]}"] if case in said else [])
     assert len(kept[0]["ends"]) == (case != "broken baseline")
 
 

@@ -48,5 +48,5 @@ def test_one_worker_continues_what_several_have_saved(alone: Alone, two: Any, ca
 
 def test_what_differs_between_ranks_is_refused(two: Any) -> None:
     order, stream = two
-    assert order.startswith("order: differs between rank 0 and rank 1. Draw from a seeded generator")
+    assert order.startswith("sampler: differs between rank 0 and rank 1. Draw from a seeded generator")
     assert re.match(r"data: sample \d+ of the training set differs between rank 0 and rank 1", stream)

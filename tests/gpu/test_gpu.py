@@ -1,6 +1,6 @@
 """Paths that need a CUDA GPU: NCCL, memory that runs out, fp16, offload, NVML. Every test is skipped without one.
 
-Needs neither Ray, MLflow nor scikit-learn, so that the folder of `make gpu-kit` runs it, with `--noconftest`.
+Needs neither Ray, MLflow nor scikit-learn, so that the folder of `make gpu-bundle` runs it, with `--noconftest`.
 """
 
 import gc

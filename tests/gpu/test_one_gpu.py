@@ -1,6 +1,6 @@
 """Failures that one CUDA GPU is enough to show, each of which an H100 has shown or ruled out.
 
-Needs neither Ray, MLflow nor scikit-learn, so that the folder of `make gpu-kit` runs it, with `--noconftest`.
+Needs neither Ray, MLflow nor scikit-learn, so that the folder of `make gpu-bundle` runs it, with `--noconftest`.
 """
 
 import gc

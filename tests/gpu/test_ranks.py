@@ -1,7 +1,7 @@
 """Ranks on GPUs: they fail, hang, are replicas of `dp`, run under Ray, and are measured.
 
 What needs two GPUs is skipped with one, and pytest's summary says so. Needs neither MLflow nor scikit-learn, so that
-the folder of `make gpu-kit` runs it, with `--noconftest`; without Ray, which the kit leaves out, its test is skipped.
+the folder of `make gpu-bundle` runs it, with `--noconftest`; without Ray, which it leaves out, its test is skipped.
 """
 
 import gc
@@ -151,7 +151,7 @@ def dp(made: Trial, *, replicas: int) -> Trial:
     return made.model_copy(update={"strategy": "dp", "devices_per_worker": 0 if IS_REHEARSAL else replicas})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed, which the kit leaves out")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed, which the bundle leaves out")
 def test_ranks_under_ray_train_as_one_process(tmp_path: Path) -> None:
     """As many as there are GPUs."""
     expected = trained_weights(trial(), tmp_path)

@@ -96,8 +96,8 @@ def test_there_is_one_run_with_a_child_for_each_measurement(runs: dict[str, Run]
         "efficiency",
         "goodput",
         "tflops",
-        "wall_clock/start",
-        "wall_clock/saving",
+        "workers/badput/startup",
+        "workers/badput/checkpointing",
         "workers/time/window_data_wait_ms",
         "system/cpu_utilization_percentage",
         "system/system_memory_usage_megabytes",
@@ -235,7 +235,7 @@ def test_the_speedup_was_measured_in_turn(artifacts: Path, main: Run, whole_run:
     assert {name: len(result.slots) for name, result in ends.items()} == dict.fromkeys(ends, took)
     assert ends.keys() == {"main", "baseline", "reference"}
     assert [row.repeats for row in report.rows] == [ends[row.trial].slots for row in report.rows]
-    low, high, pairs = (main.data.metrics[name] for name in ("speedup_low", "speedup_high", "speedup_pairs"))
+    low, high, pairs = (main.data.metrics[name] for name in ("speedup_ci_low", "speedup_ci_high", "speedup_rounds"))
     assert low <= main.data.metrics["speedup"] <= high
     assert (low, high, pairs) == pytest.approx((report.main.speedup_low, report.main.speedup_high, took))
     assert len((artifacts / "pairs.csv").read_text().splitlines()) == took + 1

@@ -1,4 +1,4 @@
-"""Deliberate faults, each of which breaks a promise: what `make test-the-tests` puts in, one at a time.
+"""Deliberate faults, each of which breaks a promise: what `make test-mutation` puts in, one at a time.
 
 ``old`` must stand in the file exactly once. One that no longer does is an error: look what the promise is held by
 today, and break that.

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from recordings import Recording, Store
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -38,6 +39,9 @@ def test_a_run_of_two_sessions_has_each_step_once(store: Store, journal: Journal
 
 def test_a_tracker_that_no_longer_exists_is_left_out(store: Store, journal: Journal, command: Any) -> None:
     folder = with_also(journal("single"), "csv", "tensorboard")
+    declared = yaml.safe_load((folder / "experiment.yaml").read_text())
+    declared["tracking"]["also"] = ["csv", "tensorboard"]
+    (folder / "experiment.yaml").write_text(yaml.safe_dump(declared))
     ended = command("sync", str(folder))
     assert (ended.code, ended.stderr) == (0, "")
     assert list((folder / "tensorboard" / "main").iterdir())

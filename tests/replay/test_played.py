@@ -84,8 +84,10 @@ def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, 
     runs = {run.data.tags["role"]: run.data.metrics for run in store.runs("tiny")}
     assert runs["main"]["speedup"] == pytest.approx(report.speedup)
     assert runs["main"]["efficiency"] == pytest.approx(report.efficiency)
-    ends = {name: runs["main"][name] for name in ("speedup_low", "speedup_high", "speedup_pairs")}
-    assert ends == pytest.approx({name: getattr(report.main, name) for name in ends})
+    names = {"speedup_ci_low": "speedup_low", "speedup_ci_high": "speedup_high", "speedup_rounds": "speedup_pairs"}
+    assert [runs["main"][name] for name in names] == pytest.approx(
+        [getattr(report.main, ours) for ours in names.values()]
+    )
     assert (report.main.speedup_pairs, report.main.is_resolved) == (8, True)
     assert runs["baseline"]["samples_per_second"] == pytest.approx(rates["baseline"])
     told = {run.data.tags["role"]: run.data.tags.get("speedup", "-") for run in store.runs("tiny")}

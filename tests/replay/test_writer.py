@@ -175,14 +175,21 @@ def test_what_mlflow_has_no_room_for_is_cut_and_renamed(store: Store, tmp_path: 
 
 
 def test_names_that_mlflow_does_not_accept_are_told_apart(store: Store, tmp_path: Path) -> None:
-    params = {"optimizer.lr": "0.1", "benchmark.baseline.workers": "2"} | {
+    params = {"optimizer.lr": "0.1", "benchmark.configurations[0].workers": "2"} | {
         f"labels.{name}": name for name in ("+", "*", "a//b", "a/", "../a")
     }
     told: list[str] = []
     journaled(tmp_path / "names", [opened(store, params=params), metrics(1), RunClosed(time=1.7e9, status="FINISHED")])
     assert sync(tmp_path / "names", warn=told.append).message.startswith("all of ")
     (run,) = store.runs("made")
-    names = ["optimizer.lr", "compare_0_.workers", "labels._", "labels.__2", "labels.a/_/b", "labels.a/_"]
+    names = [
+        "optimizer.lr",
+        "benchmark.configurations_0_.workers",
+        "labels._",
+        "labels.__2",
+        "labels.a/_/b",
+        "labels.a/_",
+    ]
     names += ["labels.../a"]
     assert run.data.params == dict(zip(names, params.values(), strict=True))
     assert told == [

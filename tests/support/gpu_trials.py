@@ -3,7 +3,7 @@
 They need CUDA GPUs. In a rehearsal, with GPU_REHEARSAL=1 on a machine without GPUs, they run on the CPU instead, two
 ranks over gloo. That shows whether the code of the tests is right, and nothing about GPUs.
 
-Needs neither Ray nor MLflow, as the folder of `make gpu-kit` has neither.
+Needs neither Ray nor MLflow, as the folder of `make gpu-bundle` has neither.
 """
 
 import os

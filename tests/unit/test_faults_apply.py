@@ -1,4 +1,4 @@
-"""The faults of `make test-the-tests` fit the code as it is: one that fits no longer tests nothing."""
+"""The faults of `make test-mutation` fit the code as it is: one that fits no longer tests nothing."""
 
 import sys
 from pathlib import Path

@@ -176,8 +176,10 @@ def test_percents_add_up_to_a_hundred_and_are_told_in_one_sentence() -> None:
     assert sum(goodput.figures.values()) == pytest.approx(1)
     assert goodput.figures["goodput"] == pytest.approx(200.4 / 300.4)
     assert set(goodput.figures) == {
-        "goodput", *(f"wall_clock/{use}" for use in ("start", "input", "evaluation", "saving", "redone", "stopped"))
-    }  # fmt: skip
+        "goodput",
+        *("badput/startup", "badput/data_loading", "badput/evaluation", "badput/checkpointing"),
+        *("badput/lost_progress", "badput/downtime"),
+    }
 
 
 def test_an_evaluation_between_two_sessions_takes_no_time_of_the_training() -> None:

@@ -1,4 +1,4 @@
-"""Page on a GPU: the table of docs/gpu.md, from results or without them; what the kit for such a machine holds."""
+"""Page on a GPU: the table of docs/gpu.md, from results or without them; what the bundle for such a machine holds."""
 
 import importlib
 import json
@@ -62,7 +62,7 @@ def test_a_result_becomes_rows(gpu_page: Any) -> None:
 
 def test_the_kit_leaves_out_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    kit = importlib.import_module("gpu_kit")
+    kit = importlib.import_module("gpu_bundle")
     names = kit.closure(kit.NEEDED, python="3.12")
     assert {"pydantic-core", "lightning-utilities", "antlr4-python3-runtime", "pluggy"} <= set(names)
     assert not {"torch", "ray", "mlflow", "pandas", "scipy", "scikit-learn", "matplotlib"} & set(names)

@@ -198,7 +198,7 @@ class _Numbers(toys.SizedStream):
     ("sections", "message"),
     [
         ({"data": data("Plain")}, r"train\.epochs: is 2, but the training set is iterable and has no length"),
-        ({"data": data("Sized"), "sampler": {"weights": "balanced"}}, "order: does not apply to an iterable dataset"),
+        ({"data": data("Sized"), "sampler": {"weights": "balanced"}}, "sampler: does not apply to an iterable dataset"),
         ({"data": data("Sized"), "loader": {"num_workers": 2}}, r"loader\.num_workers: is 2, but the training set is"),
         (
             {"data": {"_target_": "toy_streams.with_sized_validation"}, "loader": {"num_workers": 2}},

@@ -69,9 +69,12 @@ def test_charts_of_training_and_validation_come_first() -> None:
 
 def test_sections_of_a_runs_own_page_come_behind_training_and_validation() -> None:
     """There MLflow sorts the sections, a metric's name up to its last slash, and those without one come last."""
-    ours = ["memory/peak_mb", "memory/peak_mb_rank_1", "throughput/workers", "time/step_ms", "wall_clock/start"]
+    ours = ["memory/peak_mb", "memory/peak_mb_rank_1", "throughput/workers", "time/step_ms", "badput/startup"]
     assert all(metric_name(name).rpartition("/")[0] > "validation" for name in ours)
     assert metric_name("memory/peak_mb_rank_1") == "workers/memory/peak_mib_rank_1"
+    assert metric_name("time/rest_ms") == "workers/time/optimizer_and_other_ms"
+    assert metric_name("wall_clock/redone") == metric_name("badput/lost_progress")  # as in a journal of before
+    assert [metric_name(f"speedup_{name}") for name in ("low", "pairs")] == ["speedup_ci_low", "speedup_rounds"]
     for name in ("train/loss", "validation/time/loss", "speedup", "time_to_first_step_s"):
         assert metric_name(name) == name
 

@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
+from pipeline.protocol.trial import Rank
+from pipeline.training.data_digest import DataDigest, find_change
+from pipeline.training.data_source import open_source
 from pipeline.training.order import MicroBatch, StreamOrder, padded
-from pipeline.training.stream import Pass, RowStream, StreamLoader, joined_heads
+from pipeline.training.sampled_data import read_digest
+from pipeline.training.stream import Pass, RowStream, StreamLoader, joined_heads, received
 
 
 def order(rows: int, *, share: int, workers: int) -> StreamOrder:
@@ -167,6 +172,21 @@ def test_the_head_is_the_same_at_any_number_of_ranks() -> None:
         heads.append(joined_heads(parts)[0].tolist())
     assert heads == [list(range(16))] * 3
     assert joined_heads([(torch.ones(2, 3),), (torch.ones(2, 4),)])[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize(("by", "is_found"), [(0.0, False), (1.0, True)])
+def test_a_changed_row_is_found_by_the_digest(by: float, is_found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(added: float) -> DataDigest:
+        rows = torch.arange(12.0).view(12, 1)
+        rows[3] += added
+        stream = RowStream(rows=12, open=lambda size: (block for block in rows.split(size)))
+        monkeypatch.setitem(received, "train", stream)
+        return read_digest(open_source(toys.trial(), rank=Rank(), device=torch.device("cpu")))
+
+    change = find_change(digest(0.0), digest(by), since="step-4")
+    assert (change is not None) is is_found
+    if change is not None:
+        assert change.message == "sample 3 of the training set has changed since step-4 was saved"
 
 
 def failing(_: int) -> Pass:

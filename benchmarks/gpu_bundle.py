@@ -1,10 +1,10 @@
 """A folder that tests pipeline on a GPU machine without a network: wheels beside torch, the sources, and a script.
 
-    python benchmarks/gpu_kit.py build/gpu-kit                  # for Python 3.12 on Linux, x86-64
-    python benchmarks/gpu_kit.py build/gpu-kit --python 3.11
+    python benchmarks/gpu_bundle.py build/gpu-bundle                  # for Python 3.12 on Linux, x86-64
+    python benchmarks/gpu_bundle.py build/gpu-bundle --python 3.11
 
 Needs pip and, to download the wheels, its index. The versions are those of constraints.txt. Ray is left out: its wheel
-alone is larger than the kit may be. Its test runs where the machine has Ray, and is skipped elsewhere.
+alone is larger than the bundle may be. Its test runs where the machine has Ray, and is skipped elsewhere.
 """
 
 import argparse
@@ -47,11 +47,11 @@ SOURCES = (
     "tests/support",
     *(f"benchmarks/{name}.py" for name in ("gpu", "gpu_page", "gpu_work")),
 )
-"""Files that the kit has beside the wheels."""
+"""Files that the bundle has beside the wheels."""
 MOST_MB = 60
 SCRIPT = """\
 #!/bin/sh
-# Test pipeline on this machine: sh run-gpu-kit.sh tests|bench|all [FOLDER FOR RESULTS] [OPTIONS OF benchmarks/gpu.py]
+# Test pipeline on this machine: sh run-gpu-bundle.sh tests|bench|all [RESULTS] [OPTIONS OF benchmarks/gpu.py]
 # Needs Python @PYTHON@ with torch. No network: what else is needed is in wheels/. PYTHON=... names the interpreter.
 # GPU_REHEARSAL=1 runs the tests on the CPU, as far as possible, to see whether this folder has all that they need.
 set -eu
@@ -66,7 +66,7 @@ venv=$kit/venv
 if [ ! -e "$venv/.ready" ]; then
   "$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "@PYTHON@")' || {
     echo "$python is not Python @PYTHON@, which the wheels are for" >&2; exit 3; }
-  "$python" -c 'import torch' || { echo "$python has no torch, which the kit leaves to the machine" >&2; exit 3; }
+  "$python" -c 'import torch' || { echo "$python has no torch, which the bundle leaves to the machine" >&2; exit 3; }
   "$python" -m venv --system-site-packages "$venv"
   # A virtual environment that is the base itself is not seen by the new one's system site packages.
   "$python" -c 'import site; print("\\n".join(site.getsitepackages()))' > \\
@@ -101,7 +101,7 @@ def main() -> int:
     build(to=wheels)
     (given.folder / "requirements.txt").write_text("\n".join([*pinned, "ddp-pipeline", ""]))
     copy(SOURCES, to=given.folder / "source")
-    script = given.folder / "run-gpu-kit.sh"
+    script = given.folder / "run-gpu-bundle.sh"
     script.write_text(SCRIPT.replace("@PYTHON@", given.python))
     script.chmod(0o755)
     megabytes = sum(path.stat().st_size for path in given.folder.rglob("*") if path.is_file()) / 1e6
