@@ -35,7 +35,7 @@ test-unit test-contract test-replay test-journeys test-integration test-faults t
 test-mutation: $(STAMP)  ## Put faults into a copy of the tree, one at a time, and say which test of make test noticed; ten minutes
 	@$(BIN)/python tests/mutations/run.py $(FAULTS)
 
-test-versions: $(STAMP)  ## Run contract and journeys with other versions; gigabytes, hours; CELLS="lowest newest" chooses: docs/versions.md
+test-versions: $(STAMP)  ## Run contract and journeys with other versions; gigabytes, hours; CELLS="lowest newest" chooses: docs/status.md
 	@$(BIN)/python tests/versions.py $(CELLS)
 
 test-docker: $(STAMP)  ## Build the images, run an experiment on the compose cluster and kill a worker; needs Docker
@@ -70,7 +70,7 @@ bench-all: $(STAMP)  ## Reported speedups against a script, first steps taken ap
 	$(BIN)/python benchmarks/driver_scale.py
 	$(BIN)/python benchmarks/driver_scale.py --tracked --points 1000000
 
-gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside a script; half an hour; docs/gpu.md
+gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside a script; half an hour; docs/status.md
 	$(BIN)/python benchmarks/gpu.py --tests
 
 gpu-bundle: $(STAMP)  ## A folder that runs these tests and benchmarks on a machine with torch and a GPU, but no network

@@ -10,7 +10,7 @@ memory, and for pipeline how long a step waits for data, and the utilization. pi
 which reports between its windows, and as a training, whose reports are part of its time.
 
 Needs torch, and of this project's dependencies neither Ray nor MLflow: pipeline trains in this process through its
-launcher `inprocess` with a journal. Writes results/gpu.json and the table of docs/gpu.md, or with --out both into
+launcher `inprocess` with a journal. Writes results/gpu.json and the table of docs/status.md, or with --out both into
 another folder.
 """
 

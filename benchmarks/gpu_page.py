@@ -1,6 +1,6 @@
-"""The table of docs/gpu.md: what a GPU has to prove, and what benchmarks/results/gpu.json says of it.
+"""The tables of docs/status.md about GPUs: what a GPU has to prove, and what benchmarks/results/gpu.json says of it.
 
-    python benchmarks/gpu_page.py      # write it again, from results/gpu.json, or without that file "not run"
+    python benchmarks/gpu_page.py      # write them again, from results/gpu.json, or without that file "not run"
 
 `benchmarks/gpu.py` calls it when it has measured.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "status.md"
 RESULT = Path(__file__).parent / "results" / "gpu.json"
 BEGIN, END = "<!-- begin: benchmarks/gpu_page.py -->\n", "<!-- end -->\n"
-NOT_RUN = "not run"
+NOT_RUN, PASSED = "not run", "passed"
 CASES = {"ResNet-50": "ResNet-50, bf16, channels_last", "GPT-2 small": "GPT of 124 million parameters, bf16"}
 TRAINING = "training"
 """Name of a training by pipeline, whose reports are part of its time."""
@@ -58,9 +58,12 @@ TESTS = {
 """Claims by the names of the tests in tests/gpu."""
 
 
+SPEED_HEAD = ["| training | throughput | MFU | data loading | peak memory |", "|---|---|---|---|---|"]
+TEST_HEAD = ["| claim of a test | result |", "|---|---|"]
+
+
 def table(result: Mapping[str, Any] | None) -> str:
-    """Return the table in Markdown; without a result each claim is "not run"."""
-    head = ["| | needed | found |", "|---|---|---|"]
+    """Return the tables in Markdown; without a result each claim is "not run"."""
     where = []
     if result:
         tiny = "; tiny: the figures mean nothing" if result["tiny"] else ""
@@ -68,7 +71,7 @@ def table(result: Mapping[str, Any] | None) -> str:
             " ".join([f"{result['device']}, torch {result['torch']}, {result['date']}{tiny}.", *result["remarks"]]),
             "",
         ]
-    return "\n".join([*where, *head, *_speeds(result), *_tests(result["tests"] if result else {}), ""])
+    return "\n".join([*where, *SPEED_HEAD, *_speeds(result), "", *_tests(result["tests"] if result else {}), ""])
 
 
 def _speeds(result: Mapping[str, Any] | None) -> Iterator[str]:
@@ -79,12 +82,7 @@ def _speeds(result: Mapping[str, Any] | None) -> Iterator[str]:
             found = _compared(own, other) if own and other else [NOT_RUN] * 4
             if other and (training := figures.get((case, compiled, TRAINING))):
                 found[0] += f"; a training with its reports {_ratio(training, other)}"
-            name = f"{shown}{', compiled' if compiled else ''}"
-            needed = ("1.00x of a script", "named", "hidden behind the step", "that of the script")
-            for what, need, value in zip(
-                ("throughput", "MFU", "wait for data", "peak memory"), needed, found, strict=True
-            ):
-                yield f"| {name}: {what} | {need} | {value} |"
+            yield f"| {shown}{', compiled' if compiled else ''} | {' | '.join(found)} |"
 
 
 def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -92,9 +90,9 @@ def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     used = "" if own["utilization"] is None else f", utilization {own['utilization']:.0f}%"
     return [
         _ratio(own, other),
-        f"{own['mfu']:.1%} (script {other['mfu']:.1%}) of the measured bf16 peak{used}",
+        f"{own['mfu']:.1%} (script {other['mfu']:.1%}){used}",
         NOT_RUN if wait is None else f"{wait:.1%} of a step",
-        f"{own['peak_memory_mb']:,.0f} MB (script {other['peak_memory_mb']:,.0f} MB)",
+        f"{own['peak_memory_mb']:,.0f} MiB (script {other['peak_memory_mb']:,.0f} MiB)",
     ]
 
 
@@ -115,14 +113,21 @@ def _rounds(figures: Mapping[str, Any]) -> list[float]:
 
 
 def _tests(outcomes: Mapping[str, str]) -> Iterator[str]:
-    for name, claim in TESTS.items():
-        found = [outcome for each, outcome in outcomes.items() if each.partition("[")[0] == name]
-        told = ", ".join(dict.fromkeys(found)).replace("|", "/") if found else NOT_RUN
-        yield f"| {claim} | passes | {told} |"
+    """Yield how many claims passed in each case, and a table of the others."""
+    results = {claim: _outcome(name, outcomes) for name, claim in TESTS.items()}
+    others = {claim: outcome for claim, outcome in results.items() if outcome != PASSED}
+    yield f"{len(results) - len(others)} of {len(results)} claims of the GPU tests passed in every case. The others:"
+    yield from ("", *TEST_HEAD)
+    yield from (f"| {claim} | {outcome} |" for claim, outcome in others.items())
+
+
+def _outcome(name: str, outcomes: Mapping[str, str]) -> str:
+    found = [outcome for each, outcome in outcomes.items() if each.partition("[")[0] == name]
+    return ", ".join(dict.fromkeys(found)).replace("|", "/") if found else NOT_RUN
 
 
 def update(page: Path, result: Mapping[str, Any] | None) -> None:
-    """Replace the table in a page, between its marks."""
+    """Replace the tables in a page, between their marks."""
     before, _, rest = page.read_text().partition(BEGIN)
     page.write_text(f"{before}{BEGIN}{table(result)}{END}{rest.partition(END)[2]}")
 

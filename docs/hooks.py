@@ -1,4 +1,4 @@
-"""What mkdocs.yml can't say: the records of decisions as pages, and files outside of docs/ that pages link to.
+"""What mkdocs.yml can't say: pages that the search leaves out, and files outside of docs/ that pages link to.
 
 Links such as ../benchmarks/results/speedup.json work as they are on the disk and where repositories are browsed; in the
 site those files are in repository/.
@@ -6,20 +6,22 @@ site those files are in repository/.
 
 import posixpath
 import re
-from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
+_RELATIVE = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put every record of a decision into the menu: they only ever become more."""
-    records = sorted(path.name for path in Path(config.docs_dir, "decisions").glob("[0-9]*.md"))
-    (decisions,) = (entry["Decisions"] for entry in config.nav or () if "Decisions" in entry)
-    decisions += [f"decisions/{name}" for name in records]
-    return config
+def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
+    """Leave decisions and files outside of docs/ out of the users' search; make the links of the latter work."""
+    if page.file.src_uri.startswith(("decisions/", "../")):
+        page.meta["search"] = {"exclude": True}
+    if not page.file.src_uri.startswith("../"):
+        return markdown
+    return _RELATIVE.sub(lambda link: _link_from_outside(link, page=page.file, files=files), markdown)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -45,3 +47,11 @@ def _add(path: str, files: Files, config: MkDocsConfig) -> None:
     if file.abs_src_path and not posixpath.isfile(file.abs_src_path):
         return
     files.append(file)
+
+
+def _link_from_outside(link: re.Match[str], *, page: File, files: Files) -> str:
+    """Return a link of a file outside of docs/, as HTML that mkdocs doesn't resolve; without its target, its text."""
+    text, path, anchor = link.groups(default="")
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(page.src_uri), path))
+    file = files.src_uris.get(target.removeprefix("../docs/"))
+    return f'<a href="{file.url_relative_to(page)}{anchor}">{text}</a>' if file else text

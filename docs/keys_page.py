@@ -12,16 +12,56 @@ from pipeline import registry
 from pipeline.config.jsonschema import SUGGESTED, Shape, describes_component
 from pipeline.config.schema import Experiment
 
-BEGIN = """# Every key of an experiment
+BEGIN = """# Experiment file reference (YAML)
 
-`make schema` writes this page from the types that validate your file and complete keys in your editor. An unknown key
-is an error that names the nearest known key. Any value can be overridden on the command line by its dotted key, such as
-`train.lr_scaling.rule=linear`.
+This page lists every key of an experiment file. The shortest complete file:
 
-A **component** is `{_target_: package.name, argument: value, ...}`: a class or function by its dotted name, called with
-these arguments ([allowed packages](decisions/0004-targets.md)). Components may be nested. Strings may refer to other
-keys (`${train.epochs}`), to environment variables (`${oc.env:NAME,default}`) and, inside components, to the run-time
-values `${total_steps}`, `${steps_per_epoch}` and `${world_size}` ([why](decisions/0005-run-time-values.md)).
+```yaml
+name: mlp-digits
+model: {_target_: pipeline.models.MLP, in_features: 64, hidden: [64, 64], num_classes: 10}
+data: {_target_: pipeline.data.digits}
+loss: {_target_: torch.nn.CrossEntropyLoss}
+optimizer: {_target_: torch.optim.SGD, lr: 0.1}
+train: {epochs: 5, global_batch_size: 64}
+```
+
+- A **component** is `{_target_: package.name, argument: value, ...}`: the dotted name of a class or function, and its
+  arguments. Components may be nested. `pyproject.toml` lists your packages: `packages = ["mypackage"]` below
+  `[tool.pipeline]`. Of other libraries, only models, losses, optimizers and similar classes are allowed.
+- A **string** may refer to another key (`${train.epochs}`) or to an environment variable (`${oc.env:NAME,default}`).
+  In a component it may refer to `${total_steps}`, `${steps_per_epoch}` and `${world_size}`.
+- The **command line** sets any key by its dotted name: `pipeline run FILE train.lr_scaling.rule=linear`.
+- An **unknown key** is an error that names the most similar known key. `pipeline check FILE` checks a file.
+
+`make schema` writes this page from the types that validate a file.
+
+## `extends`
+
+A file that differs from another in a few keys names the other file, and has only these keys:
+
+```yaml title="experiments/wide.yaml"
+extends: mlp.yaml               # relative to this file
+name: mlp-wide
+model: {hidden: [256, 256]}     # the other arguments of the model stay
+scheduler:
+  _target_: torch.optim.lr_scheduler.CosineAnnealingLR
+  T_max: ${total_steps}
+train: {epochs: 2}
+```
+
+<!-- test: run -->
+```bash
+pipeline run experiments/wide.yaml --dry-run
+```
+
+- The keys of the file override the keys of the extended file. Sections are merged key by key.
+- Lists, plain values, the parameters of a `sweep`, `sampler`, `benchmark.baseline`, and components with a `_target_` are
+  replaced as a whole.
+  `optimizer: {lr: 0.2}` changes the learning rate only. `scheduler: null` removes a component.
+- The extended file may extend another file. It need not be a complete experiment.
+- References and values from the command line apply to the merged experiment.
+- The run stores the merged experiment as `experiment.yaml`. It doesn't depend on the extended file later.
+- In Python, a dict may have the key `extends`. Its path is relative to the working directory.
 """
 _ANY = "KEY"
 """Placeholder for the user's own names in a mapping."""
@@ -61,7 +101,7 @@ def _options() -> Iterator[str]:
         if shape.fields(()):
             yield f"\n## `parallel.options` of {name}\n"
             yield from _table(shape, (), list(shape.fields(())))
-    yield "\nThe other strategies take no options. Yours may: see [Extend](extend.md)."
+    yield "\nThe other strategies have no options. [Your own strategy](extend.md) may have options."
 
 
 def _table(shape: Shape, path: tuple[Any, ...], names: list[str]) -> Iterator[str]:

@@ -3,9 +3,9 @@
     python tests/versions.py                                   # all environments of CELLS
     python tests/versions.py lowest python-3.13                # some
     python tests/versions.py lowest --tests contract/test_equality.py journeys
-    python tests/versions.py --page                            # write docs/versions.md again, run nothing
+    python tests/versions.py --page                            # write docs/status.md again, run nothing
 
-Results are kept in docs/versions.md. An environment that isn't run keeps the result and the date that it has there. A
+Results are kept in docs/status.md. An environment that isn't run keeps the result and the date that it has there. A
 Python is one of PATH: python3.13.
 """
 
@@ -28,7 +28,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "status.md"
+BEGIN, END = "<!-- begin: tests/versions.py -->\n", "<!-- end -->\n"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RANGES = {(one := Requirement(line)).name: one for line in PROJECT["dependencies"]}
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
@@ -64,14 +65,12 @@ class Environment:
 
 
 class Lines(NamedTuple):
-    """Lines of docs/versions.md about one environment."""
+    """Lines of docs/status.md about one environment."""
 
     row: str
     """Row of the table of results."""
     failed: Sequence[str] = ()
     """Items of the list of failed tests."""
-    others: Sequence[str] = ()
-    """Item of the list of versions that are not as pinned."""
 
 
 class Cell(NamedTuple):
@@ -177,33 +176,23 @@ def installed(python: Path) -> dict[str, str]:
 
 
 def page(found: Mapping[str, Lines]) -> Iterator[str]:
-    """Yield the lines of docs/versions.md."""
-    yield HEAD
+    """Yield the lines of docs/status.md between the marks."""
     ranges = {"Python": PROJECT["requires-python"], **{name: RANGES[name].specifier for name in PACKAGES[1:]}}
     yield "| | " + " | ".join(PACKAGES) + " |"
     yield "|---" * (len(PACKAGES) + 1) + "|"
     yield "| allowed | " + " | ".join(f"`{ranges[name]}`" for name in PACKAGES) + " |"
-    yield f"\n{RESULT}\n"
+    yield ""
     yield f"| environment | {' | '.join(PACKAGES)} | date | tests |"
     yield "|---" * (len(PACKAGES) + 3) + "|"
     yield from (found[name].row for name in CELLS)
-    yield "\n| environment | versions |\n|---|---|"
-    yield from (f"| `{name}` | {CELLS[name].about} |" for name in CELLS)
     if failed := [line for name in CELLS for line in found[name].failed]:
-        yield "\n## What failed\n"
+        yield "\n### What failed\n"
         yield from failed
-    yield "\n## All versions\n\nOf the packages that this one requires, where they are not as pinned:\n"
-    yield from (line for name in CELLS for line in found[name].others)
 
 
 def lines_of(name: str, one: Environment) -> Lines:
     """Return the lines for the result of an environment."""
-    others = [f"{package} {version}" for package, version in one.versions.items() if differs(package, version)]
-    return Lines(
-        row=row(name, one),
-        failed=[f"- `{name}`: `{test}`" for test in one.failed],
-        others=[f"- `{name}`: {', '.join(others)}"] if others else [],
-    )
+    return Lines(row=row(name, one), failed=[f"- `{name}`: `{test}`" for test in one.failed])
 
 
 def read_lines(name: str, text: str) -> Lines:
@@ -211,8 +200,7 @@ def read_lines(name: str, text: str) -> Lines:
     lines = [line for line in text.splitlines() if line.startswith((f"| `{name}` |", f"- `{name}`:"))]
     rows = [line for line in lines if line.count("|") == len(PACKAGES) + 4]
     failed = [line for line in lines if line.startswith(f"- `{name}`: `")]
-    others = [line for line in lines if line.startswith("-") and line not in failed]
-    return Lines(row=rows[0] if rows else row(name, Environment(date="")), failed=failed, others=others)
+    return Lines(row=rows[0] if rows else row(name, Environment(date="")), failed=failed)
 
 
 def row(name: str, one: Environment) -> str:
@@ -225,21 +213,11 @@ def row(name: str, one: Environment) -> str:
     return f"| `{name}` | {versions} | {one.date} | {tests} |"
 
 
-def differs(package: str, version: str) -> bool:
-    """Return True if a package isn't at its pin."""
-    pins = {canonicalize_name(name): pin for name, pin in PINS.items()}
-    return package != "Python" and version.partition("+")[0] != pins[package]
-
-
-HEAD = """# Versions
-
-`pip install` accepts a range of releases. `constraints.txt` pins one release of each package, with which `make install`
-and `make test` work and figures in the docs were measured. A range has an upper end only where a release is known to
-break, with the reason beside it in `pyproject.toml`. Of Ray, private parts of certain releases start workers sooner;
-others are used by the public interface ([more](cluster.md)).
-"""
-RESULT = """`make test-versions` makes one environment after the other, runs the tests of launchers, strategies and
-journeys in it, deletes it, and writes this page; `make test-versions CELLS=lowest` runs one of them."""
+def update(path: Path, found: Mapping[str, Lines]) -> None:
+    """Replace the lines about versions in a page, between the marks."""
+    before, _, rest = path.read_text().partition(BEGIN)
+    lines = "\n".join([*page(found), ""])
+    path.write_text(f"{before}{BEGIN}{lines}{END}{rest.partition(END)[2]}")
 
 
 def main() -> int:
@@ -247,7 +225,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cells", nargs="*", help=f"environments: {', '.join(CELLS)}; default: all")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="folders or files below tests/; default: %(default)s")
-    parser.add_argument("--page", action="store_true", help="write docs/versions.md again and run nothing")
+    parser.add_argument("--page", action="store_true", help="write docs/status.md again and run nothing")
     asked = parser.parse_args()
     if unknown := set(asked.cells) - set(CELLS):
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(CELLS)}")
@@ -258,8 +236,8 @@ def main() -> int:
         print(row(name, one), flush=True)
         if one.tests or " passed" not in found[name].row:  # an earlier result is worth more than none
             found[name] = lines_of(name, one)
-        PAGE.write_text("\n".join(page(found)) + "\n")
-    PAGE.write_text("\n".join(page(found)) + "\n")
+        update(PAGE, found)
+    update(PAGE, found)
     return int(any(one.failed for one in found.values()))
 
 

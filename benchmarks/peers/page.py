@@ -24,7 +24,7 @@ written by hand with as many workers, taken within each round, with its 95% inte
 1, equal if it contains 1 and nothing beyond 5% of it, else not resolved. First step: from the start of the command to
 the end of the first optimizer step. Prompt: from the start of the command to its end. MB: of the largest worker, and of
 all processes of the run together, resident (RSS, where shared pages count once for each) and proportional (PSS, where
-they count once). How it is measured, and what is fair about it: `docs/benchmarks.md`.
+they count once). How it is measured, and what is fair about it: `benchmarks/README.md`.
 """
 
 

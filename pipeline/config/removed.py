@@ -29,7 +29,7 @@ TARGETS: Mapping[str, str] = {
     "pipeline.tasks.contrastive.Contrastive": _CONTRASTIVE,
     "pipeline.tasks.gan.GAN": _GAN,
     "pipeline.tasks.linear_probe.LinearProbe": _CONTRASTIVE,
-    "pipeline.tasks.loss_terms.LossTerms": f"{_OWN} The page on detection in the docs has an example.",
+    "pipeline.tasks.loss_terms.LossTerms": f"{_OWN} examples/detection has an example.",
 }
 """Remedy by dotted name of a component."""
 VALUES: Mapping[tuple[str, str], str] = {

@@ -31,7 +31,7 @@ _CALLBACK = "No key of the file replaces it. Write a custom task (docs/losses.md
 _CLIPPING = "Set train.clip_grad_norm"
 _DEVICE = "Move its code into the dataset or loader.collate, which make the batches"
 _BUILD = "Build the layers in __init__, which can take arguments from the file"
-_SEVERAL = "For several optimizers, use optimizers: and a task that yields a loss for each (docs/several-optimizers.md)"
+_SEVERAL = "For several optimizers, use optimizers: and a task that yields a loss for each (docs/losses.md)"
 _REFUSED: Mapping[str, str] = {
     "automatic_optimization": f"Manual optimization isn't supported. Return the loss from training_step. {_SEVERAL}",
     **dict.fromkeys(("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"), _DATA),

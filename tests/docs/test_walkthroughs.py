@@ -21,7 +21,8 @@ import pytest
 from blocks import Block, blocks
 
 ROOT = Path(__file__).parents[2]
-PAGES = {page.relative_to(ROOT).as_posix(): blocks(page, root=ROOT) for page in sorted(ROOT.glob("docs/*.md"))}
+FILES = [ROOT / "experiments" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = {page.relative_to(ROOT).as_posix(): blocks(page, root=ROOT) for page in FILES}
 WALKED = {page: found for page, found in PAGES.items() if any(block.is_run for block in found)}
 INSTEAD = {
     # The environment of the tests stays as it is; what is installed is the same, from the same pyproject.toml.
@@ -87,7 +88,8 @@ class Walk:
 @pytest.fixture
 def walk(tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
     folder = tmp_path / "pipeline"
-    shutil.copytree(ROOT / "experiments", folder / "experiments")
+    for name in ("experiments", "examples"):
+        shutil.copytree(ROOT / name, folder / name)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

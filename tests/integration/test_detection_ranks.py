@@ -1,4 +1,4 @@
-"""Detection and segmentation train the same at 1 and 2 workers: the detector of the docs, and masks with gaps."""
+"""Detection and segmentation train the same at 1 and 2 workers: the detector of examples/, and masks with gaps."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import samples
 import toys
-from blocks import blocks
 from ranks import on_ranks
 
 from pipeline.protocol.trial import Rank
@@ -17,16 +16,16 @@ from pipeline.training.loop import train
 PRECISION = "mean average precision"
 PACKAGES = ("torchvision", "pycocotools")
 """Packages that torchmetrics needs for the mean average precision."""
-ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parents[2] / "examples" / "detection"
 DETECTOR = {
-    "model": {"_target_": "mine.shapes.Detector", "width": 2},
-    "data": {"_target_": "mine.shapes.shapes", "samples": 22},
-    "loader": {"collate": {"_target_": "mine.shapes.Collate"}},
+    "model": {"_target_": "shapes.Detector", "width": 2},
+    "data": {"_target_": "shapes.shapes", "samples": 22},
+    "loader": {"collate": {"_target_": "shapes.Collate"}},
     "loss": None,
     "metrics": {"found": {"_target_": "toy_detection.Found"}},
 }
 CASES: dict[str, dict[str, Any]] = {
-    "means over images": DETECTOR | {"task": {"_target_": "mine.shapes.Terms", "weights": {"boxes": 5.0}}},
+    "means over images": DETECTOR | {"task": {"_target_": "shapes.Terms", "weights": {"boxes": 5.0}}},
     "divided by boxes": DETECTOR
     | {
         "model": {"_target_": "toy_detection.by_boxes"},
@@ -48,26 +47,17 @@ CASES: dict[str, dict[str, Any]] = {
     PRECISION: DETECTOR
     | {
         "model": {"_target_": "toy_detection.outlined"},
-        "data": {"_target_": "mine.shapes.shapes", "samples": 60},
-        "task": {"_target_": "mine.shapes.Terms"},
+        "data": {"_target_": "shapes.shapes", "samples": 60},
+        "task": {"_target_": "shapes.Terms"},
         "metrics": {"detection": {"_target_": "torchmetrics.detection.MeanAveragePrecision", "class_metrics": True}},
     },
 }
 
 
-def written(folder: Path) -> Path:
-    """Write the modules of the page into a folder."""
-    for block in blocks(ROOT / "docs" / "detection.md", root=ROOT):
-        if block.title.endswith(".py"):
-            (folder / block.title).parent.mkdir(exist_ok=True)
-            (folder / block.title).write_text(block.text + "\n")
-    return folder
-
-
 def _trained(rank: Rank, case: dict[str, Any]) -> dict[str, list[float]]:
     loop.probe = lambda context, **_: samples.parts(step_ms=5.0)
     trial = toys.trial(**case, train={"epochs": 2})
-    allowed = (*trial.allowed, "mine")
+    allowed = (*trial.allowed, "shapes")
     strategy = "ddp" if rank.world_size > 1 else "single"
     update = {"allowed": allowed, "strategy": strategy, "workers": rank.world_size}
     kept = toys.Kept()
@@ -88,11 +78,11 @@ def _as_one(rank: Rank, folder: str, expected: dict[str, dict[str, list[float]]]
 
 def _compared(cases: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[float]]]:
     """Return the series of one process by case, which are those of two workers."""
-    monkeypatch.syspath_prepend(str(written(folder)))
+    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(loop, "probe", loop.probe)
     expected = {name: _trained(Rank(), CASES[name]) for name in cases}
-    sys.modules.pop("mine.shapes")
-    on_ranks(_as_one, str(folder), expected, folder=folder)
+    sys.modules.pop("shapes")
+    on_ranks(_as_one, str(FOLDER), expected, folder=folder)
     return expected
 
 

@@ -1,4 +1,4 @@
-"""The commands from Python, in scripts and notebooks, as `docs/notebook.md` has them."""
+"""The commands from Python, in scripts and notebooks, as `docs/reference.md` has them."""
 
 import re
 import shutil

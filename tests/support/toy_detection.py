@@ -11,8 +11,8 @@ from pipeline.tasks import StepOutput
 
 
 def by_boxes() -> nn.Module:
-    """The detector of the docs, with terms that are divided by the number of boxes."""
-    from mine.shapes import Detector  # type: ignore[import-not-found] # written by the test
+    """The detector of examples/detection, with terms that are divided by the number of boxes."""
+    from shapes import Detector  # type: ignore[import-not-found] # of examples/detection
 
     class ByBoxes(Detector):  # type: ignore[misc]
         def terms(self, cells: Tensor, targets: Any) -> dict[str, Tensor]:
@@ -23,8 +23,8 @@ def by_boxes() -> nn.Module:
 
 
 def terms_by_boxes() -> Any:
-    """The task of the docs, weighted by the number of boxes."""
-    from mine.shapes import Terms
+    """The task of examples/detection, weighted by the number of boxes."""
+    from shapes import Terms
 
     class ByBoxes(Terms):  # type: ignore[misc]
         def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
@@ -35,15 +35,15 @@ def terms_by_boxes() -> Any:
 
 
 def with_boxes() -> tuple[Subset[Any], ...]:
-    """The images of the docs that have boxes: a worker's batch without any would count nowhere."""
-    from mine.shapes import shapes
+    """The images of examples/detection that have boxes: a worker's batch without any would count nowhere."""
+    from shapes import shapes
 
     return tuple(Subset(one, [i for i in range(len(one)) if len(one[i][1]["boxes"])]) for one in shapes(samples=28))
 
 
 def outlined() -> nn.Module:
-    """The detector of the docs, which finds one box in each image: that around all that is bright."""
-    from mine.shapes import Detector
+    """The detector of examples/detection, which finds one box in each image: that around all that is bright."""
+    from shapes import Detector
 
     class Outlined(Detector):  # type: ignore[misc]
         def forward(self, images: Tensor, targets: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The experiments that come along: nanogpt.yaml trains what its loop in plain torch does, table and quick runs."""
+"""The experiments of the repository: nanogpt.yaml trains what its loop in plain torch does, table and quick runs."""
 
 from pathlib import Path
 from types import ModuleType
@@ -8,7 +8,6 @@ import pytest
 import samples
 import torch
 import toys
-from blocks import blocks
 
 from pipeline.config.load import load
 from pipeline.config.targets import BUILT_IN
@@ -19,15 +18,14 @@ from pipeline.training import loop
 from pipeline.training.loop import train
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "experiments.md"
+PLAIN = ROOT / "examples" / "nanogpt" / "plain.py"
 
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    """The module plain.py of the documentation."""
-    (block,) = (block for block in blocks(PAGE, root=ROOT) if block.title == "plain.py")
+    """The module examples/nanogpt/plain.py."""
     module = ModuleType("plain")
-    exec(compile(block.text, PAGE, "exec"), module.__dict__)
+    exec(compile(PLAIN.read_text(), PLAIN, "exec"), module.__dict__)
     return module
 
 
@@ -48,12 +46,6 @@ def test_nanogpt_has_the_losses_of_its_loop_in_plain_torch(plain: Any, monkeypat
     assert (
         experiment.train.steps, experiment.train.global_batch_size, experiment.train.gradient_accumulation
     ) == (plain.STEPS, plain.BATCH, plain.PARTS)  # fmt: skip
-
-
-def test_the_page_shows_the_experiment_as_it_is() -> None:
-    (block,) = (block for block in blocks(PAGE, root=ROOT) if block.title == "experiments/nanogpt.yaml")
-    text = (ROOT / block.title).read_text()
-    assert block.text.strip() == text[text.index("extends:") :].strip()
 
 
 def test_tabular_tries_itself_with_a_test_set() -> None:

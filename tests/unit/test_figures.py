@@ -5,8 +5,6 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,17 +32,8 @@ def test_the_page_of_strategies_has_the_figures_of_the_results() -> None:
             assert f"{measured[name, link]}x" in page
 
 
-@pytest.mark.parametrize(
-    ("page", "figures"),
-    [
-        ("compare.md", ["348", "347", "1.80x (1.74x to 1.86x)", "1.77x (1.70x to 1.86x)"]),
-        ("advice.md", ["254, 238", "161, 157", "83, 97"]),
-        ("fsdp.md", ["6.93", "2.91"]),
-    ],
-)
-def test_figures_that_it_quotes_stand_where_they_were_measured(page: str, figures: list[str]) -> None:
-    text, quoting = (DOCS / page).read_text(), (DOCS / "strategies.md").read_text()
-    for figure in figures:
+def test_figures_that_it_quotes_stand_where_they_were_measured() -> None:
+    text, quoting = (DOCS / "compare.md").read_text(), (DOCS / "strategies.md").read_text()
+    for figure in ("348", "347", "1.80x (1.74x to 1.86x)", "1.77x (1.70x to 1.86x)"):
         assert figure in text
-        if page != "fsdp.md":  # of which it has the ratio
-            assert figure.replace(", ", " and ") in quoting
+        assert figure in quoting

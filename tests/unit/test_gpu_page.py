@@ -1,4 +1,4 @@
-"""Page on a GPU: the table of docs/gpu.md, from results or without them; what the bundle for such a machine holds."""
+"""Page on a GPU: the tables of docs/status.md, with and without results; what the bundle holds."""
 
 import importlib
 import json
@@ -44,20 +44,23 @@ def test_a_result_becomes_rows(gpu_page: Any) -> None:
             "test_ranks_over_nccl_train_as_one_process[1-ddp]": "passed",
             "test_ranks_over_nccl_train_as_one_process[2-ddp]": "skipped: one GPU",
             "test_peak_memory_is_that_of_torch": "failed: 1 | 2",
+            "test_an_error_ends_a_process_of_its_own": "passed",
         },
     }  # fmt: skip
     table = gpu_page.table(result)
-    assert table.startswith("A, torch 2, 2026-01-01. B.\n\n| |")
+    assert table.startswith("A, torch 2, 2026-01-01. B.\n\n| training |")
     for row in (
-        "bf16, compiled: throughput | 1.00x of a script | 1.005x (1.000 to 1.010 in 2 rounds); "
-        "a training with its reports 0.900x (0.900 to 0.900 in 2 rounds) |",
-        "bf16, compiled: MFU | named | 40.0% (script 40.0%) of the measured bf16 peak, utilization 98% |",
-        "bf16, compiled: wait for data | hidden behind the step | 0.2% of a step |",
-        "in fp64 | passes | passed, skipped: one GPU |",
-        "own figure | passes | failed: 1 / 2 |",
-        "| utilization and energy are read | passes | not run |",
+        "bf16, compiled | 1.005x (1.000 to 1.010 in 2 rounds); "
+        "a training with its reports 0.900x (0.900 to 0.900 in 2 rounds) | "
+        "40.0% (script 40.0%), utilization 98% | 0.2% of a step | 9,000 MiB (script 9,000 MiB) |",
+        "| GPT of 124 million parameters, bf16 | not run | not run | not run | not run |",
+        "in fp64 | passed, skipped: one GPU |",
+        "own figure | failed: 1 / 2 |",
+        "| utilization and energy are read | not run |",
+        f"1 of {len(gpu_page.TESTS)} claims of the GPU tests passed in every case. The others:\n\n| claim",
     ):
         assert row in table
+    assert gpu_page.TESTS["test_an_error_ends_a_process_of_its_own"] not in table
 
 
 def test_the_kit_leaves_out_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_no_text_proposes_a_name_that_a_stranger_could_register():
     """The package is on no index: `pip install` of its name or its extras runs the code of whoever takes the name."""
     name = PROJECT["name"]
     proposed = re.compile(rf"pip install [^\n#]*?(?<![\w/.-]){name}\b|{name}\[")
-    shown = ("*", ".github", "benchmarks", "docker", "docs", "experiments", "pipeline", "templates", "tests")
+    shown = "* .github benchmarks docker docs examples experiments pipeline templates tests".split()
     files = (path for folder in shown for path in (ROOT.glob("*.*") if folder == "*" else (ROOT / folder).rglob("*")))
     texts = (path for path in files if path.suffix in {".md", ".py", ".yaml", ".yml", ".toml", ".ipynb", ".sh", ".txt"})
     found = [path.relative_to(ROOT) for path in texts if proposed.search(path.read_text(errors="replace"))]
@@ -59,7 +59,10 @@ def test_no_text_proposes_a_name_that_a_stranger_could_register():
 
 
 def test_every_link_of_the_documents_leads_somewhere():
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(path for name in ("docs", "examples", "experiments") for path in (ROOT / name).rglob("*.md")),
+    ]
     for page in pages:
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"

@@ -1,0 +1,11 @@
+from torch import nn
+
+from pipeline.tasks import StepOutput
+
+
+class Elbo:
+    def __call__(self, model, batch):
+        decoded, mean, logvar = model(batch[0])
+        rebuilt = nn.functional.mse_loss(decoded, batch[0], reduction="none").sum(1).mean()
+        kl = -0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(1).mean()
+        return StepOutput(rebuilt + kl, decoded, batch[0], logs={"rebuilt": rebuilt, "kl": kl})
