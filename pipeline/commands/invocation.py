@@ -183,7 +183,7 @@ class Invocation:
     def save_report(self, report: AnyReport) -> None:
         """Write the files of a report into the run's folder, as artifacts."""
         stages.begin("drawing the report")
-        for name in page.save(report, self.folder, warn=self.warn, outcome=self.recorder.tracking):
+        for name in page.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
 
     def advised(self, report: Report) -> Report:

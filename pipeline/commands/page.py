@@ -6,7 +6,6 @@ A run that has ended, is measured again or was made by an earlier version gets t
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 from pipeline.recording import journal
@@ -23,19 +22,17 @@ from pipeline.report.swept import SweptReport
 _PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
 
 
-def save(
-    report: AnyReport, folder: Path, *, warn: Callable[[str], None], outcome: TrackingOutcome | None = None
-) -> tuple[str, ...]:
+def save(report: AnyReport, folder: Path, *, warn: Callable[[str], None]) -> tuple[str, ...]:
     """Write a report into its run's folder; return the names of the files.
 
     Args:
         report: the report.
         folder: the run's folder.
         warn: gets a message for each picture or page that can't be written.
-        outcome: MLflow's ids of the run; None takes those in the folder, if any.
     """
-    known = partial(about, folder, outcome=outcome)
-    return publish.save(report, folder, warn=warn, courses=lambda: list(_courses(report, folder)), about=known)
+    return publish.save(
+        report, folder, warn=warn, courses=lambda: list(_courses(report, folder)), about=lambda: about(folder)
+    )
 
 
 def _courses(report: AnyReport, folder: Path) -> Iterator[Course]:
@@ -53,12 +50,12 @@ def _courses(report: AnyReport, folder: Path) -> Iterator[Course]:
                         yield replace(course, title=report.swept.titled(trial), trial=trial.run)
 
 
-def about(folder: Path, *, outcome: TrackingOutcome | None = None) -> About:
-    """Return the facts that a run's folder holds; for ``outcome`` see `save`."""
+def about(folder: Path) -> About:
+    """Return the facts that a run's folder holds."""
     opened = journal.opened(folder / journal.FILE_NAME)
     if opened is None:
         return About()
-    known = outcome or TrackingOutcome.kept(folder)
+    known = TrackingOutcome.kept(folder)
     uri = (known.uri if known else "") or opened.tracking_uri
     has_run = known is not None and known.run_id
     return About(

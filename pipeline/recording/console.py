@@ -35,7 +35,7 @@ class Console:
         self._schedule = Schedule(trials)
         self._directions: Mapping[str, Direction] = {}
         self._progress = TrialProgress()
-        self._display: Lines | LiveDisplay | NotebookDisplay | None = None
+        self._display: Lines | LiveDisplay | None = None
         self._label = ""
         self.evaluations = Evaluations()
         """Evaluations that count for the best values so far; those of an earlier session can be noted before."""
@@ -81,7 +81,7 @@ class Console:
         number, total = self._schedule.place
         return f"[{number}/{total}] {event.title}" if number else event.title
 
-    def _new_display(self, event: TrialOpened) -> "Lines | LiveDisplay | NotebookDisplay | None":
+    def _new_display(self, event: TrialOpened) -> "Lines | LiveDisplay | None":
         if self._stdout.quiet:
             return None
         trial = self._trials.get(event.trial)
@@ -90,10 +90,9 @@ class Console:
             directions=self._directions, batch=batch, earlier=self.evaluations.of(event.trial)
         )
         waiting, outlook = _waiting(event, trial), self._schedule.outlook
-        if self._stdout.is_jupyter:
-            return NotebookDisplay(self._label, waiting=waiting, progress=state, outlook=outlook)
-        if self._stdout.is_interactive:
-            return LiveDisplay(self._stdout, self._label, waiting=waiting, progress=state, outlook=outlook)
+        if self._stdout.is_jupyter or self._stdout.is_interactive:
+            display = NotebookDisplay if self._stdout.is_jupyter else LiveDisplay
+            return display(self._stdout, self._label, waiting=waiting, progress=state, outlook=outlook)
         return Lines(self._stdout, self._label, waiting=waiting, progress=state)
 
     def close(self) -> None:

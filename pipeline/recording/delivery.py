@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from threading import Event as Flag
@@ -13,7 +13,7 @@ from threading import Event as Flag
 from rich.filesize import decimal
 
 from pipeline.config.uris import without_credentials
-from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, SystemMetrics
+from pipeline.protocol.events import AnyEvent, ArtifactSaved, ModelSaved
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.mlflow_run import MlflowRun
@@ -29,8 +29,6 @@ _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 _TRY_AGAIN = {401, 403, 408, 429}  # wrong credentials can be replaced during the run
-BATCH_POINTS = 1000
-"""Metric points in one call."""
 _PACKAGES = {
     "boto3": "boto3",
     "google": "google-cloud-storage",
@@ -186,25 +184,6 @@ def persist(attempt: Callable[[], bool], *, ending: Flag) -> bool:
             ending.wait(_PAUSES_S[min(attempts, len(_PAUSES_S) - 1)])
         attempts += 1
     return True
-
-
-def batches(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
-    """Yield the events in batches of about `BATCH_POINTS` points."""
-    batch: list[AnyEvent] = []
-    points = 0
-    for event in events:
-        batch.append(event)
-        points += size(event)
-        if points >= BATCH_POINTS:
-            yield batch
-            batch, points = [], 0
-    if batch:
-        yield batch
-
-
-def size(event: AnyEvent) -> int:
-    """Return the number of metric points of an event; 1 for other events."""
-    return len(event.points) if isinstance(event, Metrics | SystemMetrics) else 1
 
 
 @contextmanager

@@ -104,8 +104,7 @@ class LiveDisplay:
         self._is_over = False
         self._activities = Bars(self._bars)
         self._below = [Text(style="dim", no_wrap=True, overflow="ellipsis") for _ in range(2)]
-        self._live = Live(get_renderable=self._rendered, console=stdout, transient=True, refresh_per_second=8)
-        self._live.start(refresh=True)
+        self._start()
 
     def show(self, event: Shown) -> None:
         """Update the progress."""
@@ -130,6 +129,10 @@ class LiveDisplay:
         """Remove the display: the trial has ended."""
         self._live.stop()
 
+    def _start(self) -> None:
+        self._live = Live(get_renderable=self._rendered, console=self._stdout, transient=True, refresh_per_second=8)
+        self._live.start(refresh=True)
+
     def _rendered(self) -> Group:
         return Group(self._bars, *(line for line in self._below if line.plain))
 
@@ -143,17 +146,17 @@ class LiveDisplay:
 
     def _write_below(self, now: float) -> None:
         width = self._stdout.width - len(_INDENT)
-        for line, parts in zip(self._below, below(self._progress, now=now, outlook=self._outlook), strict=True):
+        for line, parts in zip(self._below, self._parts_below(now), strict=True):
             text = fitted(parts, width=width)
             line.plain = f"{_INDENT}{text}" if text else ""
 
-
-def below(progress: TrialProgress, *, now: float, outlook: Outlook) -> tuple[list[str], list[str]]:
-    """Return the parts of the two lines below a bar: training and the outlook, validation."""
-    if progress.started is None:
-        return [], []
-    if not progress.values and not progress.is_over and progress.stage:
-        return [progress.stage, *facts(progress.started)], []
-    doing = [] if progress.is_over else [*filter(None, [progress.stage]), progress.position()[1]]
-    training = [*doing, *progress.training(), *outlook(progress.left_s(now)), *progress.logs()]
-    return training, list(progress.validation())
+    def _parts_below(self, now: float) -> tuple[list[str], list[str]]:
+        """Return the parts of the two lines below a bar: training and the outlook, validation."""
+        progress = self._progress
+        if progress.started is None:
+            return [], []
+        if not progress.values and not progress.is_over and progress.stage:
+            return [progress.stage, *facts(progress.started)], []
+        doing = [] if progress.is_over else [*filter(None, [progress.stage]), progress.position()[1]]
+        training = [*doing, *progress.training(), *self._outlook(progress.left_s(now)), *progress.logs()]
+        return training, list(progress.validation())

@@ -83,8 +83,8 @@ def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
         OSError: a file can't be written; the file before it is kept.
     """
     text = to_yaml(experiment)
-    _replace(folder / EXPERIMENT_NAME, lambda path: path.write_text(text, encoding="utf-8"))
-    _replace(folder / ENVIRONMENT_NAME, provenance.write_environment)
+    write_atomically(folder / EXPERIMENT_NAME, lambda path: path.write_text(text, encoding="utf-8"))
+    write_atomically(folder / ENVIRONMENT_NAME, provenance.write_environment)
     return EXPERIMENT_NAME, ENVIRONMENT_NAME
 
 
@@ -167,7 +167,7 @@ def explained(folder: Path) -> Iterator[None]:
         raise
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     try:

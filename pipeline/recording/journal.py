@@ -85,26 +85,28 @@ class Journal:
 class Feed:
     """Queue of a run's events in order, backed by its journal: memory holds one event, however many are unread.
 
-    One thread calls `get`; any thread may call `end` and ``len``.
+    Ends of the run in the journal are skipped: it may have been resumed since, and a full disk has no room for the last
+    one. `end` gives the end. One thread calls `get`; any thread may call `end` and ``len``.
 
     Args:
         path: the journal; read to its end even if it is deleted meanwhile.
-        known: number of events before this session of a resumed run; a `RunClosed` among them is skipped.
 
     Raises:
         OSError: the journal can't be read.
     """
 
-    def __init__(self, path: Path, *, known: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
-        self._known = known
         self._lines = 0  # read
         self._seen, self._seen_bytes = 0, 0  # lines there are
         self._over = threading.Event()
+        self._end: RunClosed | None = None
 
-    def end(self) -> None:
-        """Declare the journal complete; unread events can still be read."""
-        self._over.set()
+    def end(self, event: RunClosed | None = None) -> None:
+        """Declare the journal complete: ``event`` comes after its unread events. A second call is ignored."""
+        if not self._over.is_set():
+            self._end = event
+            self._over.set()
 
     def close(self) -> None:
         """Close the journal."""
@@ -123,7 +125,8 @@ class Feed:
             if (event := self._next()) is not None:
                 return event
             if is_over:
-                return None
+                end, self._end = self._end, None
+                return end
             left = _FEED_S if deadline is None else min(_FEED_S, deadline - time.monotonic())
             if left <= 0:
                 raise TimeoutError
@@ -137,11 +140,16 @@ class Feed:
         return max(0, self._seen - self._lines)
 
     def _next(self) -> AnyEvent | None:
-        """Return the journal's next event; None if there is none yet."""
+        """Return the journal's next event that isn't an end; None if there is none yet."""
         while line := self._line():
             self._lines += 1
-            event = event_from_json(line)
-            if self._lines > self._known or not isinstance(event, RunClosed):
+            try:
+                event = event_from_json(line)
+            except ValidationError:
+                if self._over.is_set() and not os.pread(self._file.fileno(), 1, self._file.tell()):
+                    return None  # torn by a power failure, see `read`
+                raise
+            if not isinstance(event, RunClosed):
                 return event
         return None
 

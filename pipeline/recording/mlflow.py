@@ -1,8 +1,8 @@
-"""Driver's side of the process that writes to MLflow, which keeps failures of the tracking store away from training.
+"""Driver's side of the process that sends a live run to MLflow, which keeps failures of the store away from training.
 
-The process, see `pipeline.recording.mlflow_process`, reads the run's journal and writes it to the store. A thread would
-share the interpreter lock with training while it imports MLflow and writes. Results that aren't delivered by the end
-are in the journal; `pipeline.recording.sync` sends them later.
+The process, see `pipeline.recording.follow`, reads the run's journal and sends it. A thread would share the interpreter
+lock with training while it imports MLflow and writes. Results that aren't delivered by the end are in the journal;
+`pipeline.recording.sync` sends them later.
 """
 
 import json
@@ -23,17 +23,15 @@ import rich.console
 
 from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
 from pipeline.recording.folder import is_kept
-from pipeline.recording.mlflow_process import CLOSE, WriterReply, WriterTask
-from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.follow import INCOMPLETE, UNKNOWN_END, FollowTask
+from pipeline.recording.outcome import LINK_LABEL, TrackingOutcome
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import is_server
 from pipeline.recording.terminal import Terminal
 from pipeline.system import stages
 from pipeline.wording import join_names
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pipeline.recording.mlflow_process as p; p.main()"
-)
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pipeline.recording.follow as f; f.main()"
 """Program of the process. Python runs it with -P, which imports nothing from the working folder before."""
 _STOP = b""
 _DRAIN_SECONDS = 60.0
@@ -69,17 +67,17 @@ def head_start(uri: str) -> Iterator[None]:
 
 
 class MlflowSubscriber:
-    """Subscriber that has a process send the run's events to its tracking store.
+    """Subscriber that has a process send the run to its tracking store, and to the named loggers.
 
     Args:
         folder: the run's folder, with journal and artifacts.
         log: file for the output of the process.
         warn: called from a background thread, once when an outage begins and once when it ends.
         uri: URI of the store with credentials; empty for the URI in the run's first event.
-        known: number of events in the journal of a resumed run.
         adds: True if the run has ended, and keeps its status.
-        opened: called from a background thread once the store has the run, unless that is after the run's end.
-        also: trackers of ``tracking.loggers``, which the process feeds, too.
+        opened: called from a background thread with the address of the run once a server has it, unless that is after
+            the run's end.
+        loggers: names in ``tracking.loggers``.
 
     Raises:
         OSError: the process can't be started.
@@ -92,20 +90,20 @@ class MlflowSubscriber:
         log: Path,
         warn: Callable[[str], None],
         uri: str = "",
-        known: int = 0,
         adds: bool = False,
-        opened: Callable[[TrackingOutcome], None] = lambda _: None,
-        also: Sequence[str] = (),
+        opened: Callable[[str], None] = lambda _: None,
+        loggers: Sequence[str] = (),
     ) -> None:
         self._folder, self._log, self._warn, self._opened = folder, log, warn, opened
-        self._reply = WriterReply(also=tuple(also))
-        self._is_known = self._is_stopping = False
+        self._unknown = TrackingOutcome(delivered=False, late=("MLflow", *loggers))
+        if known := TrackingOutcome.kept(folder):  # of an earlier session
+            with suppress(OSError):
+                known.unfinished(folder).model_copy(update={"late": self._unknown.late}).keep(folder)
+        self._has_end = self._is_stopping = False
         self._done = Flag()
         self._lines: SimpleQueue[bytes] = SimpleQueue()
-        environment = WriterTask.encoded(os.environ)
-        task = WriterTask(
-            folder=folder, log=log, uri=uri, known=known, adds=adds, also=self._reply.also, environment=environment
-        )
+        environment = FollowTask.encoded(os.environ)
+        task = FollowTask(folder=folder, log=log, uri=uri, adds=adds, loggers=tuple(loggers), environment=environment)
         self._lines.put(task.model_dump_json().encode() + b"\n")
         self._process, self._printed = _begun.pop() if _begun else _process()
         assert self._process.stdin is not None
@@ -118,9 +116,9 @@ class MlflowSubscriber:
             thread.start()
 
     def receive(self, event: AnyEvent) -> None:
-        """Pass on the end of the run, which the journal lacks on a full disk; it has all other events."""
+        """Pass on the end of the run; the process reads all other events in the journal."""
         if isinstance(event, RunClosed):
-            self._lines.put(event_to_json(event) + b"\n")
+            self._end(event_to_json(event) + b"\n")
 
     def finish(self, timeout_s: float) -> TrackingOutcome | None:
         """Wait until MLflow has accepted or refused all events; no event may follow.
@@ -128,8 +126,7 @@ class MlflowSubscriber:
         Returns:
             Outcome of the delivery; None after ``timeout_s`` seconds without, then it may be called again.
         """
-        self._is_known = True  # the run's end names all places
-        self._lines.put(CLOSE)  # a second line is ignored
+        self._end(UNKNOWN_END)
         return self.outcome if self._done.wait(timeout_s) else None
 
     def close(self) -> None:
@@ -143,30 +140,41 @@ class MlflowSubscriber:
 
     @property
     def late(self) -> tuple[str, ...]:
-        """Trackers, MLflow among them, that don't have everything yet."""
-        reply = self._reply
-        return () if self._done.is_set() else (*(() if reply.is_done else ("MLflow",)), *reply.also)
+        """Loggers, MLflow among them, that don't have everything yet."""
+        return () if self._done.is_set() else self._latest.late
 
     @property
     def waiting(self) -> str:
         """Amount that MLflow lacks, e.g. "12 events and 3 files left" or "1 file left: model (2.8 MB)"."""
-        if self._reply.is_done:
+        if "MLflow" not in self._latest.late:
             return "closing"
-        amount, colon, name = (self._reply.waiting or "everything").partition(":")
+        amount, colon, name = (self._latest.waiting or "everything").partition(":")
         return f"{amount} left{colon}{name}"
 
     @property
     def outcome(self) -> TrackingOutcome:
         """Outcome of the delivery so far."""
-        if self._reply.outcome and (self._reply.is_done or not self._done.is_set()):
-            return self._reply.outcome
-        trouble = self._ended if self._done.is_set() else "the run stopped waiting"
-        known = self._reply.outcome or TrackingOutcome(delivered=False)
-        return known.lacking("some results", folder=self._folder, trouble=trouble)
+        latest, is_done = self._latest, self._done.is_set()
+        if is_done and self._process.returncode == 0 and not latest.delivered:  # a full disk has no room for it
+            return latest.model_copy(update={"delivered": True, "message": ""})
+        is_published = latest != self._unknown and not latest.is_unfinished
+        if is_published and not (is_done and "MLflow" in latest.late):
+            return latest
+        trouble = self._ended if is_done else "the run stopped waiting"
+        return latest.lacking(latest.waiting or "some results", folder=self._folder, trouble=trouble)
+
+    @property
+    def _latest(self) -> TrackingOutcome:
+        return TrackingOutcome.kept(self._folder) or self._unknown
 
     @property
     def _ended(self) -> str:
         return f"the process that sends them ended with exit code {self._process.returncode}"
+
+    def _end(self, line: bytes) -> None:
+        if not self._has_end:
+            self._has_end = True
+            self._lines.put(line)
 
     def _send(self, stdin: IO[bytes]) -> None:
         try:
@@ -180,28 +188,23 @@ class MlflowSubscriber:
     def _listen(self, stdout: IO[bytes]) -> None:
         with stdout:
             for line in stdout:
-                reply = WriterReply.model_validate_json(line)
-                if reply.warning:
-                    self._warn(reply.warning)
-                else:
-                    self._reply = reply
-                    self._tell_opened(reply.outcome)
-        self._process.wait()
+                message = line.decode().rstrip("\n")
+                if not message.startswith(LINK_LABEL):
+                    self._warn(message)
+                elif not self._has_end:  # the run's end names all places
+                    self._opened(message)
+        code = self._process.wait()
         with self._printed:
             self._printed.seek(0)
             if early := self._printed.read():
                 with suppress(OSError), self._log.open("ab") as file:  # a full disk: the journal has raised it
                     file.write(early)
-        if not self._reply.is_done and not self._is_stopping:
-            verb = "get" if self._reply.also else "gets"
+        late = self._latest.late
+        if late and code not in (0, INCOMPLETE) and not self._is_stopping:
+            verb = "get" if len(late) > 1 else "gets"
             waiting = f"{self._ended}; nothing is lost, they wait in {self._folder}"
-            self._warn(f"{join_names(['MLflow', *self._reply.also])} {verb} no more results, {waiting}")
+            self._warn(f"{join_names(late)} {verb} no more results, {waiting}")
         self._done.set()
-
-    def _tell_opened(self, outcome: TrackingOutcome | None) -> None:
-        if outcome and outcome.run_id and not self._is_known:
-            self._is_known = True
-            self._opened(outcome)
 
 
 def flush(

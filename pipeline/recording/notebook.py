@@ -1,72 +1,49 @@
-"""Display of a running trial in a notebook: plain HTML replaced in place, which needs no widget extension."""
+"""Display of a running trial in a notebook: a terminal's, as HTML replaced in place without a widget extension."""
 
+import io
 import time
-from html import escape
 from typing import TYPE_CHECKING
 
-from pipeline.protocol.events import Advanced
-from pipeline.recording.display import Outlook, Shown, below
-from pipeline.recording.progress_bars import amounts
-from pipeline.recording.trial_progress import TrialProgress, left
+import rich.console
+from typing_extensions import override
+
+from pipeline.recording.display import LiveDisplay, Shown
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
 
 _EVERY_S = 0.25  # between two updates
+_FORMAT = '<pre style="line-height: normal; font-family: monospace">{code}</pre>'
 
 
-class NotebookDisplay:
-    """Display with a progress bar and lines of figures; all disappear when the trial ends.
+class NotebookDisplay(LiveDisplay):
+    """Display with the same bars and figures as a terminal's."""
 
-    An evaluation or an upload has a second bar meanwhile.
+    _shown_at: float
+    _handle: "DisplayHandle | None"
 
-    Args:
-        label: text before the bar.
-        waiting: what the trial waits for at first.
-        progress: state of the trial, updated before each event is shown.
-        outlook: see `pipeline.recording.display`.
-    """
-
-    def __init__(self, label: str, *, waiting: str, progress: TrialProgress, outlook: Outlook = lambda _: []) -> None:
-        self._label, self._waiting, self._progress, self._outlook = label, waiting, progress, outlook
-        self._activities: dict[str, Advanced] = {}
-        self._now = 0.0  # of the workers
-        self._shown_at = time.monotonic()
-        self._handle = _displayed(self._html())
-
+    @override
     def show(self, event: Shown) -> None:
-        """Update the progress."""
-        self._now = event.time
-        if isinstance(event, Advanced):
-            self._activities.pop(event.what, None)
-            if event.done != event.total:
-                self._activities[event.what] = event
+        super().show(event)
         if (now := time.monotonic()) - self._shown_at >= _EVERY_S:
             self._shown_at = now
             _replace_html(self._handle, self._html())
 
+    @override
     def close(self) -> None:
-        """Remove the display: the trial has ended."""
         _replace_html(self._handle, "")
 
+    @override
+    def _start(self) -> None:
+        self._shown_at = time.monotonic()
+        self._handle = _displayed(self._html())
+
     def _html(self) -> str:
-        state = self._progress
-        if state.started is None:
-            bars = [_bar(f"{self._label}: {f'{state.stage} ...' if state.stage else self._waiting}", 0, None)]
-        elif state.is_over:
-            bars = [_bar(f"{self._label}: {state.step} steps done, {state.stage} ...", 0, None)]
-        else:
-            where = ", ".join([self._label, state.position()[0], *left(state.left_s(self._now))])
-            bars = [_bar(where, state.step, state.started.total_steps)]
-        bars += [_bar(f"{what}, {amounts(event)}", event.done, event.total) for what, event in self._activities.items()]
-        figures = map(", ".join, below(state, now=self._now, outlook=self._outlook))
-        lines = (f'<div style="opacity: 0.7; margin-left: 1em">{escape(line)}</div>' for line in figures if line)
-        return "".join([*bars, *lines])
-
-
-def _bar(label: str, done: int, total: int | None) -> str:
-    attributes = "" if total is None else f' value="{done}" max="{total}"'  # without a value: an animated bar
-    return f'<div>{escape(label)} <progress{attributes} style="width: 20em"></progress></div>'
+        page = rich.console.Console(
+            file=io.StringIO(), record=True, width=self._stdout.width, force_jupyter=False, force_terminal=True
+        )
+        page.print(self._rendered())
+        return page.export_html(inline_styles=True, code_format=_FORMAT)
 
 
 def _displayed(html: str) -> "DisplayHandle | None":

@@ -6,12 +6,13 @@ from pydantic import ValidationError
 
 from pipeline.config.values import Frozen
 from pipeline.recording import also, journal
-from pipeline.recording.delivery import Delivery
-from pipeline.recording.journal import FILE_NAME
+from pipeline.recording.folder import write_atomically
 from pipeline.recording.store import run_link, runs_link, ui_address
-from pipeline.wording import counted
 
 _FILE_NAME = "tracking.json"
+_KILLED = "the driver was killed"
+LINK_LABEL = "mlflow   "
+"""Start of the line with the address of a run, see `link_of`."""
 
 
 class TrackingOutcome(Frozen):
@@ -29,10 +30,15 @@ class TrackingOutcome(Frozen):
     """URI of the store, without credentials, if it isn't the run's own."""
     message: str = ""
     """Missing results and the command that sends them; after a sync, the link to the run; else empty."""
+    waiting: str = ""
+    """Missing results, e.g. "12 events and 3 files" or "1 file: model (2.8 MB)"; empty if there are none."""
+    late: tuple[str, ...] = ()
+    """Loggers that don't have everything yet while the end of a run waits for them, MLflow among them."""
 
     def keep(self, folder: Path) -> None:
-        """Write the outcome into the run's folder, for `kept`."""
-        (folder / _FILE_NAME).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        """Write the outcome into the run's folder, for `kept`; another process may read it at any time."""
+        text = self.model_dump_json(indent=1) + "\n"
+        write_atomically(folder / _FILE_NAME, lambda path: path.write_text(text, encoding="utf-8"))
 
     @classmethod
     def kept(cls, folder: Path) -> "TrackingOutcome | None":
@@ -41,26 +47,6 @@ class TrackingOutcome(Frozen):
             return cls.model_validate_json((folder / _FILE_NAME).read_bytes())
         except (OSError, ValidationError):
             return None
-
-    @classmethod
-    def of(cls, delivery: Delivery, *, trouble: str, waiting: int, uri: str = "") -> "TrackingOutcome":
-        """Return the outcome of a delivery.
-
-        Args:
-            delivery: the delivery of the run's events.
-            trouble: why events or files aren't in MLflow; empty if all are.
-            waiting: number of events that aren't in MLflow.
-            uri: URI of the store, without credentials, unless it is the run's own.
-        """
-        run, folder = delivery.run, delivery.run.folder
-        ids = {"experiment_id": run.experiment_id, "run_id": run.run_id, "trials_view": run.trials_view}
-        known = cls(**ids, delivered=True, uri=uri)
-        if trouble:
-            return known.lacking(delivery.waiting(waiting) or "some results", folder=folder, trouble=trouble)
-        if not delivery.refused:
-            return known
-        message = f"MLflow rejected {counted(delivery.refused, 'event')}, kept in {folder / FILE_NAME}"
-        return known.model_copy(update={"message": message})
 
     def lacking(self, what: str, *, folder: Path, trouble: str) -> "TrackingOutcome":
         """Return a copy for a delivery that is incomplete.
@@ -74,12 +60,21 @@ class TrackingOutcome(Frozen):
             f"not in MLflow yet: {what} ({trouble}). Nothing is lost. "
             f"Send the rest with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
         )
-        return self.model_copy(update={"delivered": False, "message": message})
+        return self.model_copy(update={"delivered": False, "message": message, "waiting": what})
+
+    def unfinished(self, folder: Path) -> "TrackingOutcome":
+        """Return a copy to keep during a run, in case its driver is killed."""
+        return self.lacking("some results", folder=folder, trouble=_KILLED)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if the outcome is from the time before the run ended."""
+        return f"({_KILLED})" in self.message
 
 
 def link_of(uri: str, outcome: TrackingOutcome) -> str:
     """Return the line with the address of a run in the UI of its tracking store."""
-    return f"mlflow   {run_link(uri, outcome.experiment_id, outcome.run_id)}"
+    return f"{LINK_LABEL}{run_link(uri, outcome.experiment_id, outcome.run_id)}"
 
 
 def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> str:

@@ -24,9 +24,8 @@ from pipeline.recording.console import Console
 from pipeline.recording.folder import create, describe, explained, id_of, is_kept, killed, sweep_of
 from pipeline.recording.journal import FILE_NAME, ending, read
 from pipeline.recording.mlflow import MlflowSubscriber, flush
-from pipeline.recording.outcome import TrackingOutcome, link_of
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.store import check_store, is_server, resolve_uri
+from pipeline.recording.store import check_store, resolve_uri
 from pipeline.recording.terminal import Terminal, linked
 from pipeline.recording.trackers import attach
 from pipeline.system import stages
@@ -120,18 +119,19 @@ def recorded(
         consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
         recorder = Recorder(folder, subscribers=consoles, admit=member.admit if member else None)
         stack.enter_context(closing(recorder))
-        for event in read(folder / FILE_NAME) if recorder.known else ():
+        for event in read(folder / FILE_NAME) if recorder.is_resumed else ():
             for console in consoles:
                 console.evaluations.note(event)
         end = _end_of(folder) if adds else None
         files = () if adds else describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
-        also = plan.experiment.tracking.named_loggers
+        loggers = plan.experiment.tracking.named_loggers
         tracker = (
-            _subscribe_mlflow(recorder, also, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
+            _subscribe_mlflow(recorder, loggers, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
         )
         stack.callback(flush, tracker, recorder, terminal=terminal, warn=warn)
         for each in own:
+            recorder.subscribe(each)
             stack.callback(each.close)
         stack.enter_context(_closed_by_status(recorder, end=end, member=member, warn=warn))
         for console in consoles:
@@ -146,21 +146,15 @@ def recorded(
 
 
 def _subscribe_mlflow(
-    recorder: Recorder, also: Sequence[str], *, uri: str, terminal: Terminal, warn: Callable[[str], None], adds: bool
+    recorder: Recorder, loggers: Sequence[str], *, uri: str, terminal: Terminal, warn: Callable[[str], None], adds: bool
 ) -> MlflowSubscriber:
-    """Send the run's events to MLflow and other trackers; print the run's address as soon as a server has it."""
+    """Send the run's events to MLflow and the named loggers; print the run's address as soon as a server has it."""
     folder, log = recorder.folder, recorder.folder / LOG_NAME
 
-    def opened(outcome: TrackingOutcome) -> None:
-        recorder.tracking = outcome
-        with suppress(OSError):  # for `pipeline show` meanwhile, and if this process is killed
-            outcome.lacking("some results", folder=folder, trouble="the driver was killed").keep(folder)
-        if is_server(uri):  # the UI of another store has to be started first
-            terminal.progress.print(linked(link_of(uri, outcome)), soft_wrap=True)
+    def opened(address: str) -> None:
+        terminal.progress.print(linked(address), soft_wrap=True)
 
-    tracker = MlflowSubscriber(
-        folder=folder, log=log, warn=warn, uri=uri, known=recorder.known, adds=adds, opened=opened, also=also
-    )
+    tracker = MlflowSubscriber(folder=folder, log=log, warn=warn, uri=uri, adds=adds, opened=opened, loggers=loggers)
     recorder.subscribe(tracker)
     return tracker
 

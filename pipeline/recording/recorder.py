@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from pipeline.protocol.events import (
     Advanced,
@@ -18,9 +18,6 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.recording.journal import FILE_NAME, Journal, read
-
-if TYPE_CHECKING:
-    from pipeline.recording.outcome import TrackingOutcome
 
 TRANSIENT = (Advanced, Heartbeat)
 """Events for displays only."""
@@ -63,10 +60,8 @@ class Recorder:
         """Results of a resumed run's finished trials, the last of each trial and repeat."""
         self.summary = ""
         """Summary of the results in Markdown; set by the report."""
-        self.tracking: TrackingOutcome | None = None
-        """MLflow's ids of the run once it has them; set from a background thread."""
-        self.known = 0
-        """Number of events in the journal of a resumed run."""
+        self.is_resumed = False
+        """True if the journal had events before."""
         self._journal = Journal(folder / FILE_NAME)
         self._progress = self._earlier()
         self._subscribers = list(subscribers)
@@ -124,7 +119,7 @@ class Recorder:
 
         def noticed() -> Iterator[AnyEvent]:  # one event in memory at a time
             for event in read(self.folder / FILE_NAME):
-                self.known += 1
+                self.is_resumed = True
                 if isinstance(event, TrialOpened):  # launched again, e.g. to train longer: it may not have ended since
                     ends.pop((event.trial, event.repeat), None)
                 elif isinstance(event, Finished):

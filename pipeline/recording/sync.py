@@ -1,21 +1,17 @@
 """``pipeline sync``: delivery of a run that has ended, from its journal."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
-from threading import Event as Flag
 
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, ModelSaved, RunClosed, RunOpened, Tagged
-from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording import journal
-from pipeline.recording.delivery import Delivery, batches, persist, quiet
 from pipeline.recording.folder import is_kept, killed, trials_of
 from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.sender import Sender
 from pipeline.recording.store import check_store, run_link, with_credentials
-from pipeline.recording.trackers import attach_also
 from pipeline.wording import join_names
 
 
@@ -62,11 +58,49 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
 def _send(
     folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callable[[AnyEvent], bool] | None = None
 ) -> TrackingOutcome:
-    """Send the ``wanted`` events, or all of them, and those to the other trackers, too."""
+    """Send the ``wanted`` events, or all events, which the named loggers receive, too."""
+    opened, end = _find_ends(folder)
+    own = with_credentials(opened.tracking_uri)
+    uri = to or own
+    try:
+        check_store(uri)  # a server that doesn't answer now is tried anyway
+    except ResourceError as error:
+        raise ResourceError(f"{error}\nOr send it to another store: pipeline sync {folder} --to URI") from error
+    sender = Sender(
+        folder,
+        uri=uri,
+        other_uri="" if uri == own else without_credentials(uri),
+        warn=warn,
+        loggers=() if to or wanted else opened.also,
+        wanted=wanted or (lambda _: True),
+    )
+    with closing(sender):
+        sender.end(end)
+        sender.send()
+        outcome = sender.outcome
+    known = TrackingOutcome.kept(folder)
+    if not (outcome.uri and known and known.delivered):  # links stay on the run's own store
+        with suppress(OSError):  # the folder may be read-only
+            outcome.keep(folder)
+    if not outcome.message:
+        link = run_link(uri, outcome.experiment_id, outcome.run_id)
+        what = f"all of {folder}{f' except {join_names(sender.missing)}' if sender.missing else ''}"
+        outcome = outcome.model_copy(update={"message": f"{what} is in MLflow: {link}"})
+    if sender.has_failed_logger:  # of which the user has been told
+        outcome = outcome.model_copy(update={"delivered": False})
+    return outcome
+
+
+def _find_ends(folder: Path) -> tuple[RunOpened, RunClosed]:
+    """Return the events that opened and ended a run; a killed run ended at its last event.
+
+    Raises:
+        UsageError: the journal is missing or damaged, or there is nothing to send yet.
+    """
     path = folder / journal.FILE_NAME
-    opened, last, count = None, None, 0
-    for event in journal.read(path):  # and again below: one event in memory at a time
-        opened, last, count = (event if isinstance(event, RunOpened) else opened), event, count + 1
+    opened, last = None, None
+    for event in journal.read(path):  # one event in memory at a time
+        opened, last = (event if isinstance(event, RunOpened) else opened), event
     if journal.is_open(path):
         raise UsageError(
             f"{folder}: this run is still running in {journal.describe_writer(path)} and sends its results itself. "
@@ -76,48 +110,4 @@ def _send(
         raise UsageError(f"{path}: nothing to send, because the run ended before it started")
     if not is_kept(folder):
         raise UsageError(f"{folder}: nothing to send, because the run ended before its first step")
-    uri = to or with_credentials(opened.tracking_uri)
-    try:
-        check_store(uri)  # a server that doesn't answer now is tried anyway
-    except ResourceError as error:
-        raise ResourceError(f"{error}\nOr send it to another store: pipeline sync {folder} --to URI") from error
-    also = (
-        () if to or wanted else attach_also(opened.also, folder, known=count - 1, warn=warn)
-    )  # an earlier end is skipped
-    delivery = Delivery(folder=folder, warn=warn, uri=uri)
-    end = journal.ending(path) or killed(at=last.time)
-    _deliver(delivery, filter(wanted, _ended_once(path, end=end)), count=count)
-    elsewhere = "" if uri == with_credentials(opened.tracking_uri) else without_credentials(uri)
-    outcome = TrackingOutcome.of(delivery, trouble=delivery.trouble, waiting=count, uri=elsewhere)
-    known = TrackingOutcome.kept(folder)
-    if not (elsewhere and known and known.delivered):  # links stay on the run's own store
-        with suppress(OSError):  # the folder may be read-only
-            outcome.keep(folder)
-    for tracker in also:
-        tracker.close(timeout_s=None)
-    if not outcome.message:
-        link = run_link(uri, outcome.experiment_id, outcome.run_id)
-        missing = delivery.run.missing
-        what = f"all of {folder} except {join_names(missing)}" if missing else f"all of {folder}"
-        outcome = outcome.model_copy(update={"message": f"{what} is in MLflow: {link}"})
-    if any(tracker.has_failed for tracker in also):  # of which the user has been told
-        outcome = outcome.model_copy(update={"delivered": False})
-    return outcome
-
-
-def _deliver(delivery: Delivery, events: Iterable[AnyEvent], *, count: int) -> None:
-    ending = Flag()
-    ending.set()
-    with quiet():
-        with ProgressReporter("sending results", total=count, unit="events") as progress:
-            for batch in batches(events):
-                if not persist(partial(delivery.attempt, batch), ending=ending):
-                    return
-                progress.by(len(batch))
-        persist(delivery.upload, ending=ending)
-
-
-def _ended_once(path: Path, *, end: RunClosed) -> Iterator[AnyEvent]:
-    """Yield the events of a run with a single end: a run may be resumed."""
-    yield from (event for event in journal.read(path) if not isinstance(event, RunClosed))
-    yield end
+    return opened, journal.ending(path) or killed(at=last.time)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
-from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.recording import also, journal
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import redacted
@@ -42,7 +42,6 @@ class Attached:
         build: builds the tracker, in the thread.
         name: name in warnings.
         folder: the run's folder.
-        known: number of events before this session of a resumed run.
         warn: called from the thread when the tracker raises, and from `close` when it takes too long.
         remedy: what to do about missing results, for warnings.
 
@@ -56,7 +55,6 @@ class Attached:
         *,
         name: str,
         folder: Path,
-        known: int,
         warn: Callable[[str], None],
         remedy: str = "",
     ) -> None:
@@ -68,16 +66,21 @@ class Attached:
         self._build, self._warn = build, warn
         self._journal = folder / journal.FILE_NAME
         self._remedy = remedy or f"All events are in {self._journal}"
-        self._feed = journal.Feed(self._journal, known=known)
+        self._feed = journal.Feed(self._journal)
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def end(self) -> None:
-        """Declare the journal complete."""
-        self._feed.end()
+    def receive(self, event: AnyEvent) -> None:
+        """Note the end of the run; the journal has all other events."""
+        if isinstance(event, RunClosed):
+            self.end(event)
 
-    def close(self, *, timeout_s: float | None = _PATIENCE_S) -> None:
+    def end(self, event: RunClosed | None) -> None:
+        """Declare the journal complete; the tracker receives ``event`` as the last one."""
+        self._feed.end(event)
+
+    def close(self, *, timeout_s: float = _PATIENCE_S) -> None:
         """Wait until the tracker has received all events, at most ``timeout_s`` seconds."""
-        self.end()
+        self._feed.end()
         if not self.done.wait(timeout_s):
             missing = f"Events that it lacks are in {self._journal}"
             self._warn(f"{self.name} did not end within {timeout_s:g} s of the run, which no longer waits. {missing}")
@@ -112,33 +115,20 @@ def attach(
     ]
 
     def start(tracker: Tracker, name: str) -> Attached:
-        return Attached(lambda: tracker, name=name, folder=recorder.folder, known=recorder.known, warn=warn)
+        return Attached(lambda: tracker, name=name, folder=recorder.folder, warn=warn)
 
     return [start(tracker, name) for tracker, name in built]
 
 
-def attach_also(
-    names: Sequence[str],
-    folder: Path,
-    *,
-    known: int,
-    warn: Callable[[str], None],
-    prepare: Callable[[], None] = lambda: None,
-) -> Sequence[Attached]:
-    """Start feeding the trackers of ``tracking.loggers``; ``prepare`` is called first in the thread of each.
+def attach_named(names: Sequence[str], folder: Path, *, warn: Callable[[str], None]) -> Sequence[Attached]:
+    """Start feeding the trackers that ``tracking.loggers`` names.
 
     Raises:
         OSError: the journal can't be read.
     """
-
-    def build(name: str) -> Tracker:
-        prepare()
-        tracker: Tracker = also.build(name, folder)
-        return tracker
-
     remedy = f"Send the rest with: pipeline sync {folder}"
     return [
-        Attached(partial(build, name), name=name, folder=folder, known=known, warn=warn, remedy=remedy)
+        Attached(partial(also.build, name, folder), name=name, folder=folder, warn=warn, remedy=remedy)
         for name in dict.fromkeys(names)
         if name in also.NAMES  # a run of an earlier version may have had others
     ]

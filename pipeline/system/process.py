@@ -8,8 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TASKS = Path("/proc/self/task")
-"""Folder with the threads of this process; without it, threads have no priority of their own, and nothing tells if a
-process may be forked."""
+"""Folder with the threads of this process; without it, it is unknown if a process may be forked."""
 _GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _OPEN_FILES = 2**16
 """Enough for thousands of workers; a program that closes all possible descriptors takes minutes for a billion."""

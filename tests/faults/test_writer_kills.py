@@ -16,7 +16,7 @@ from recordings import Recording, Store, copied, recording
 from pipeline.config.load import load
 from pipeline.protocol.events import ModelExported, ModelSaved
 from pipeline.recording import journal as journals
-from pipeline.recording.mlflow_process import Writer, WriterTask
+from pipeline.recording.sender import Sender
 from pipeline.recording.sync import sync
 from pipeline.training.exported_model import export, trained_model
 
@@ -59,13 +59,11 @@ def sending(folder: Path) -> psutil.Process:
     importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
     if (pid := os.fork()) == 0:
         try:
-            task = WriterTask(folder=folder, log=folder / "writer.txt", uri="", known=0, environment=())
-            writer = Writer(task, warn=lambda _: None)
-            writer.closing.set()
-            writer.feed.end()
-            writer.work()
+            sender = Sender(folder, uri="", warn=lambda _: None)
+            sender.end(journals.ending(folder / journals.FILE_NAME))
+            sender.send()
         finally:
-            os._exit(0 if writer.reply().is_done else 1)
+            os._exit(0 if sender.outcome.delivered else 1)
     return psutil.Process(pid)
 
 

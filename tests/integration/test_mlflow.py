@@ -186,13 +186,14 @@ def deliver(folder: Path, events: list[AnyEvent], *, warn: Callable[[str], None]
     """Have the process send a journal of these events."""
     journaled(folder, events)
     with closing(MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=warn)) as one:
+        one.receive(events[-1])
         outcome = one.finish(timeout_s=120)
     assert outcome is not None
     return outcome
 
 
 def mlflow_processes() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "mlflow_process" in " ".join(each.cmdline())]
+    return [each for each in psutil.Process().children() if "recording.follow" in " ".join(each.cmdline())]
 
 
 def client_of(uri: str) -> MlflowClient:
@@ -381,13 +382,15 @@ def test_the_process_of_a_head_start_writes_the_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes by the environment of the run, which the user's own code may have changed since."""
-    journaled(tmp_path, [opened(server.uri, "early"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")])
+    end = RunClosed(time=T0 + 9, status="FINISHED")
+    journaled(tmp_path, [opened(server.uri, "early"), metrics(0), end])
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
     with head_start(server.uri):
         (early,) = mlflow_processes()
         monkeypatch.delenv("HTTP_PROXY")
         with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=print)) as subscriber:
             assert mlflow_processes() == [early]
+            subscriber.receive(end)
             outcome = subscriber.finish(timeout_s=60)
     assert psutil.wait_procs([early], timeout=10)[1] == []
     assert outcome is not None

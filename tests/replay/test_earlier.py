@@ -68,7 +68,7 @@ def test_a_recorder_takes_each_event_and_goes_on_with_the_journal(tmp_path: Path
         if isinstance(event, Metrics):
             continued.receive(event)
     continued.close()
-    assert continued.known == len(events)
+    assert continued.is_resumed
     assert _points(list(read(tmp_path / "again" / FILE_NAME))) == _points(events)  # each once
 
 

@@ -19,7 +19,7 @@ from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpe
 from pipeline.recording import delivery, mlflow_run
 from pipeline.recording import journal as journals
 from pipeline.recording.mlflow import MlflowSubscriber
-from pipeline.recording.mlflow_process import Writer, WriterTask
+from pipeline.recording.sender import Sender
 from pipeline.recording.sync import sync
 
 Journal = Callable[[str], Recording]
@@ -89,16 +89,12 @@ def test_a_writer_that_dies_takes_no_results_with_it(store: Store, journal: Jour
 
 def test_a_run_that_ends_before_its_first_step_is_not_sent(store: Store, tmp_path: Path) -> None:
     journaled(tmp_path, [opened(store), RunClosed(time=1.7e9, status="FAILED", message="wrong")])
-    task = WriterTask(folder=tmp_path, log=tmp_path / "log.txt", uri=store.uri, known=0, environment=())
-    writer = Writer(task, warn=print)
-    writer.feed.end()
-    writer.closing.set()
 
-    with closing(writer.feed):
-        writer.work()
-        outcome = writer.reply().outcome
+    with closing(Sender(tmp_path, uri=store.uri, warn=print)) as sender:
+        sender.end(journals.ending(tmp_path / journals.FILE_NAME))
+        sender.send()
+        outcome = sender.outcome
 
-    assert outcome is not None
     assert (outcome.run_id, outcome.delivered) == ("", True)
     assert not store.client.get_experiment_by_name("made")
     with pytest.raises(UsageError, match="nothing to send, because the run ended before its first step"):
@@ -112,7 +108,7 @@ def test_an_end_that_the_journal_has_no_room_for_is_written_all_the_same(store: 
     path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
     log = recording.folder / "log.txt"
     with closing(
-        MlflowSubscriber(folder=recording.folder, log=log, warn=told.append, also=["tensorboard"])
+        MlflowSubscriber(folder=recording.folder, log=log, warn=told.append, loggers=["tensorboard"])
     ) as subscriber:
         subscriber.receive(end)
         assert subscriber.late == ("MLflow", "tensorboard")
@@ -131,11 +127,11 @@ def started_writer(timeout_s: float = 60) -> psutil.Process:
     """Wait for the one process that writes to MLflow; on a busy machine its command line is not there at once."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        there = [each for each in psutil.Process().children() if "mlflow_process" in " ".join(each.cmdline())]
+        there = [each for each in psutil.Process().children() if "recording.follow" in " ".join(each.cmdline())]
         if len(there) == 1:
             return there[0]
         time.sleep(0.01)
-    pytest.fail(f"no process of pipeline.recording.mlflow_process within {timeout_s:g} s")
+    pytest.fail(f"no process of pipeline.recording.follow within {timeout_s:g} s")
 
 
 def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_path: Path) -> None:
@@ -229,17 +225,14 @@ def test_whatever_ends_the_delivery_is_reported(
     monkeypatch.setattr(delivery, "_PAUSES_S", (0.0,))
     monkeypatch.setattr(mlflow_run, "create_store", fail)
     monkeypatch.setitem(sys.modules, "mlflow.exceptions", None)
-    writer = Writer(WriterTask(folder=folder, log=folder / "log.txt", uri="", known=0, environment=()), warn=print)
-    writer.feed.end()
-    writer.closing.set()
-    with closing(writer.feed):
-        writer.work()
-        reply = writer.reply()
-    assert reply.is_done
-    assert reply.outcome is not None
-    assert not reply.outcome.delivered
-    assert "pipeline sync" in reply.outcome.message
-    assert isinstance(error, Exception) or "SystemExit(0)" in reply.outcome.message
+    with closing(Sender(folder, uri="", warn=print)) as sender:
+        sender.end(None)
+        sender.send()
+        outcome = sender.outcome
+    assert outcome.late == ()
+    assert not outcome.delivered
+    assert "pipeline sync" in outcome.message
+    assert isinstance(error, Exception) or "SystemExit(0)" in outcome.message
 
 
 def test_a_file_that_the_artifact_store_does_not_take_is_not_delivered(

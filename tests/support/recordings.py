@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from filelock import FileLock
 
-from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.recording.journal import FILE_NAME, read
-from pipeline.recording.mlflow_process import Writer, WriterTask
 from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.sender import Sender
 
 if TYPE_CHECKING:  # importing MLflow takes seconds, which tests without a store needn't spend
     from mlflow import MlflowClient
@@ -167,29 +167,26 @@ def written_here() -> Iterator[None]:
 
 
 class _WriterHere:
-    """What the process of `pipeline.recording.mlflow_process` does, at once and in this one."""
+    """What the process of `pipeline.recording.follow` does, at once and in this one."""
 
     late: tuple[str, ...] = ()
 
-    def __init__(
-        self, *, folder: Path, log: Path, warn: Callable[[str], None], uri: str, known: int, adds: bool, **_: Any
-    ) -> None:
-        environment = WriterTask.encoded(os.environ)
-        order = WriterTask(folder=folder, log=log, uri=uri, known=known, adds=adds, environment=environment)
-        self._writer = Writer(order, warn=warn)
+    def __init__(self, *, folder: Path, warn: Callable[[str], None], uri: str, adds: bool, **_: Any) -> None:
+        self._sender = Sender(folder, uri=uri, warn=warn, adds=adds)
+        self._end: RunClosed | None = None
 
     @property
     def outcome(self) -> TrackingOutcome | None:
-        return self._writer.reply().outcome
+        return self._sender.outcome
 
     def receive(self, event: AnyEvent) -> None:
-        """It is in the journal."""
+        """Other events are in the journal."""
+        self._end = event if isinstance(event, RunClosed) else self._end
 
     def finish(self, timeout_s: float) -> TrackingOutcome | None:
-        self._writer.closing.set()
-        self._writer.feed.end()
-        self._writer.work()
+        self._sender.end(self._end)
+        self._sender.send()
         return self.outcome
 
     def close(self) -> None:
-        self._writer.feed.close()
+        self._sender.close()

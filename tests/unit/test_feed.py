@@ -94,15 +94,22 @@ def test_the_end_comes_after_everything(lab: Lab) -> None:
 
 
 def test_that_an_earlier_run_was_over_is_over(lab: Lab) -> None:
-    """Of a continued run only the new end counts."""
+    """Of a continued run only the new end counts, which the journal may have no room for."""
     end = RunClosed(time=1, status="KILLED")
-    lab.journal.append(metrics(1))
+    lab.record(1)
     lab.journal.append(end)
-    lab.feed.close()
-    lab.feed = Feed(lab.path, known=2)
-    lab.journal.append(metrics(2))
+    lab.record(1)
     lab.journal.append(end)
-    assert lab.take(3) == [metrics(1), metrics(2), end]
+    lab.feed.end(end.model_copy(update={"status": "FINISHED"}))
+    assert lab.take(4) == [metrics(1), metrics(2), end.model_copy(update={"status": "FINISHED"}), None]
+
+
+def test_a_last_line_that_a_power_failure_has_torn_is_left_out(lab: Lab) -> None:
+    lab.record(1)
+    with lab.path.open("ab", buffering=0) as file:
+        file.write(b'{"kind":"met\0\0\0\n')
+    lab.feed.end()
+    assert lab.take(2) == [metrics(1), None]
 
 
 def test_waiting_has_a_limit(lab: Lab) -> None:

@@ -9,7 +9,6 @@ import pytest
 import rich.console
 
 from pipeline.recording import mlflow
-from pipeline.recording.mlflow_process import WriterReply
 from pipeline.recording.outcome import TrackingOutcome, link_of
 from pipeline.recording.terminal import linked
 
@@ -24,28 +23,19 @@ def subscribed(
     process = SimpleNamespace(stdin=io.BytesIO(), stdout=stdout, wait=lambda: 0, kill=lambda: None, returncode=0)
     monkeypatch.setattr(mlflow, "_begun", [mlflow._Process(process, io.BytesIO())])
     told: list[str] = []
-    subscriber = mlflow.MlflowSubscriber(
-        folder=folder, log=folder / "log.txt", warn=pytest.fail, opened=lambda outcome: told.append(outcome.run_id)
-    )
+    subscriber = mlflow.MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=pytest.fail, opened=told.append)
     return subscriber, told
 
 
-def said(*replies: WriterReply) -> bytes:
-    return b"".join(reply.model_dump_json().encode() + b"\n" for reply in replies)
+LINE = f"mlflow   {ADDRESS}"
+REPLIES = f"{LINE}\n".encode()
 
 
-REPLIES = said(
-    WriterReply(outcome=TrackingOutcome(delivered=False)),
-    WriterReply(outcome=OPENED),
-    WriterReply(outcome=OPENED, is_done=True),
-)
-
-
-def test_a_run_is_told_once_as_soon_as_the_store_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_told_as_soon_as_the_store_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subscriber, told = subscribed(tmp_path, io.BytesIO(REPLIES), monkeypatch)
-    subscriber.finish(60)
+    subscriber._done.wait(60)
     subscriber.close()
-    assert told == ["0f3a"]
+    assert told == [LINE]
 
 
 def test_the_end_of_a_run_names_all_places_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +48,22 @@ def test_the_end_of_a_run_names_all_places_itself(tmp_path: Path, monkeypatch: p
         subscriber._listen(replies)
     subscriber.close()
     assert told == []
-    assert subscriber.outcome.run_id == "0f3a"
+
+
+def test_what_an_earlier_session_has_sent_says_nothing_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OPENED.keep(tmp_path)
+    monkeypatch.setattr(mlflow.MlflowSubscriber, "_listen", lambda *_: None)  # the process says nothing
+    subscriber, _ = subscribed(tmp_path, io.BytesIO(), monkeypatch)
+    killed = TrackingOutcome.kept(tmp_path)
+    assert killed is not None
+    assert (killed.run_id, killed.delivered) == ("0f3a", False)
+    assert "some results (the driver was killed)" in killed.message
+    assert subscriber.finish(0) is None
+    assert "some results (the run stopped waiting)" in subscriber.outcome.message
+    assert subscriber.late == ("MLflow",)
+    subscriber.close()
 
 
 def test_addresses_are_links_that_no_terminal_breaks() -> None:

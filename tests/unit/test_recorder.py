@@ -128,7 +128,7 @@ def test_steps_that_a_resumed_run_does_again_leave_no_second_points(tmp_path: Pa
         recorder.receive(event)
     recorder.close()
 
-    assert recorder.known == 4
+    assert recorder.is_resumed
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert steps_in(tmp_path, name="validation/loss") == [2]
     assert listener.events == [

@@ -38,8 +38,7 @@ class Notes:
 def followed(folder: Path, tracker: Notes, told: list[str], *messages: str) -> Attached:
     """A tracker of a run in which these messages came."""
     with closing(Recorder(folder, subscribers=[])) as recorder:
-        known = recorder.known
-        subscriber = Attached(lambda: tracker, name="lab.Notes", folder=folder, known=known, warn=told.append)
+        subscriber = Attached(lambda: tracker, name="lab.Notes", folder=folder, warn=told.append)
         for message in messages:
             recorder.receive(Warned(time=0, message=message))
             recorder.receive(Advanced(time=0, what="reading", done=1))  # for terminals only
