@@ -90,13 +90,13 @@ def sweep(tmp_path: Path) -> Sweep:
     return Sweep(tmp_path)
 
 
-def test_the_row_of_a_stopped_trial_is_what_it_was_stopped_for(sweep: Sweep) -> None:
-    """It trains on until it hears of it; a trial that has finished counts by its last evaluation."""
+def test_the_row_of_a_trial_is_its_last_evaluation(sweep: Sweep) -> None:
+    """Also of a trial that was stopped early, which trains on until it is stopped: MLflow's curves have all of it."""
     rows = [
         outcome.trial(sweep.folder, Record(number=number, values={"optimizer.lr": 0.1}), metric=METRIC)
         for number in (1, 2)
     ]
-    assert [(row.state, row.epochs, row.value) for row in rows] == [("finished", 3, 1 / 3), ("stopped early", 2, 1 / 2)]
+    assert [(row.state, row.epochs, row.value) for row in rows] == [("finished", 3, 1 / 3), ("stopped early", 3, 1 / 3)]
 
 
 def test_a_stopped_trial_that_was_killed_while_it_ended_stays_stopped(sweep: Sweep) -> None:

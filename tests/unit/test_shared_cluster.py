@@ -86,7 +86,7 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def run(*ends: tuple[int, str, str], address: str = "head:6379") -> supervisor.Supervisor:
         job = TrialJob(
             file="", overrides=(), common={"parallel.address": address} if address else {}, cwd="",
-            folder=str(tmp_path), metric="validation/loss", logs_models=False, grace_s=1, stops_early=False,
+            folder=str(tmp_path), metric="validation/loss", logs_models=False, grace_s=1,
             verbose=False, variables=(),
         )  # fmt: skip
         left = [*ends]

@@ -14,9 +14,6 @@ ADDRESS = "parallel.address"
 RECORD_NAME = "trial.json"
 """Name of a `Record` in a trial's folder."""
 
-PROCEED = "proceed"
-"""Line that a trial's process reads when the scheduler lets the trial continue after an evaluation."""
-
 AFTER_GRACE_S = 15.0
 """Seconds beyond ``parallel.grace_s`` that a trial has to close its journal and send the rest to the tracking store."""
 
@@ -33,7 +30,7 @@ class Record(Frozen):
     lacked: str = ""
     """Resources that the cluster lacked when the trial was last tried. Empty if it lacked none."""
     stopped_after: int | None = None
-    """Epochs that count for a trial that was stopped early; it may have trained more before it ended."""
+    """Epochs after which Ray Tune stopped the trial early; it may have trained more before it ended."""
 
     @property
     def title(self) -> str:
@@ -72,8 +69,6 @@ class TrialJob(Frozen):
     """True if each trial sends its model to the tracking store; otherwise the sweep sends the best model."""
     grace_s: float
     """Seconds that a trial has to write its checkpoint when it is stopped."""
-    stops_early: bool
-    """True if a scheduler decides after each evaluation whether the trial continues."""
     verbose: bool
     variables: tuple[str, ...]
     """Names of the user's environment variables, to which Ray adds some."""
@@ -100,8 +95,6 @@ class Assignment(Frozen):
     record: Record
     config_hash: str = ""
     """Hash of the experiment as the sweep read it; the file may have changed since."""
-    evaluated_step: int = 0
-    """Step of the last evaluation of an earlier session, 0 without one."""
 
 
 def folder_name(number: int) -> str:

@@ -129,7 +129,6 @@ def _job(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -
         metric=plan.sweep.metric,
         logs_models=plan.logs_models,
         grace_s=invocation.file.experiment.parallel.grace_s,
-        stops_early=plan.sweep.asha is not None,
         verbose=invocation.verbose,
         variables=tuple(os.environ),
     )

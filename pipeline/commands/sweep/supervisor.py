@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from ray import tune
 
-from pipeline.commands.sweep.assignment import AFTER_GRACE_S, PROCEED, Assignment, Record, TrialJob
+from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Assignment, Record, TrialJob
 from pipeline.commands.sweep.journals import Evaluation, Follower, Unmeasurable, has_used_resources, state_of
 from pipeline.errors import ResourceError
 from pipeline.protocol.events import STOPPED_EARLY
@@ -51,8 +51,6 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         Raises:
             TrialFailed: the trial failed.
         """
-        if self._process is not None:
-            _write(self._process.stdin, PROCEED)  # Ray Tune takes another step of a trial that it doesn't stop
         evaluation = next(self._told, None)
         if evaluation is not None:
             self._last = evaluation
@@ -121,12 +119,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
 
     def _start(self) -> "subprocess.Popen[bytes]":
         self._record()
-        assignment = Assignment(
-            job=self._job,
-            record=self._suggestion,
-            config_hash=self._hash,
-            evaluated_step=self._last.step if self._last else 0,
-        )
+        assignment = Assignment(job=self._job, record=self._suggestion, config_hash=self._hash)
         with (self._folder / OUTPUT_NAME).open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.commands.sweep.trial_process"],

@@ -33,10 +33,7 @@ def trial(sweep: Path, suggestion: Record, *, metric: str) -> SweptTrial:
     if state == "not begun" and record is not None and record.failure:
         state, message = "failed", record.failure
     try:
-        limit = record.stopped_after if record is not None and state == "stopped early" else None
-        evaluations = Follower(folder, metric=metric).evaluations()
-        counting = [one for one in evaluations if limit is None or one.epoch <= limit]
-        last = counting[-1] if counting else None
+        last = next(reversed([*Follower(folder, metric=metric).evaluations()]), None)
     except Unmeasurable as error:
         state, message, last = "failed", str(error), None
     return SweptTrial(

@@ -1,8 +1,7 @@
 """Process of a trial: ``pipeline run`` with the trial's values; it ends with the process that started it.
 
-The first line of standard input is its assignment. Further lines are the decisions on its evaluations: `PROCEED`, or
-the reason to stop early. The end of the input means that the parent process is gone. The trial saves a checkpoint
-before it ends.
+The first line of standard input is its assignment. A second line is the reason to stop early. The end of the input
+means that the parent process is gone. The trial saves a checkpoint before it ends.
 """
 
 import os
@@ -12,8 +11,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.commands.sweep.assignment import PROCEED, Assignment
-from pipeline.commands.sweep.decisions import Decisions
+from pipeline.commands.sweep.assignment import Assignment
 from pipeline.errors import PipelineError, Terminated, UsageError, terminate
 from pipeline.system import allocator
 from pipeline.system.imports import importable, undisturbed
@@ -33,18 +31,12 @@ class _Lifeline:
         """Read the assignment."""
         return Assignment.model_validate_json(self._stdin.readline())
 
-    def watch(self, decisions: Decisions) -> None:
-        """Start a thread that reads the decisions; it stops this process at the last one or the end of the input."""
-        threading.Thread(target=self._wait, args=(decisions,), name="lifeline", daemon=True).start()
+    def watch(self) -> None:
+        """Start a thread that stops this process at a stop request or at the end of the input."""
+        threading.Thread(target=self._wait, name="lifeline", daemon=True).start()
 
-    def _wait(self, decisions: Decisions) -> None:
-        while (line := self._stdin.readline().decode().strip()) == PROCEED:
-            decisions.proceed()
-        self.reason = line
-        if self.reason:
-            decisions.stop()
-        else:  # a later session decides on what is recorded
-            decisions.proceed()
+    def _wait(self) -> None:
+        self.reason = self._stdin.readline().decode().strip()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -66,11 +58,10 @@ def _run() -> int:
     signal.signal(signal.SIGTERM, terminate)
     lifeline = _Lifeline()
     assignment = lifeline.assignment()
-    decisions = Decisions(assignment.job.metric, step=assignment.evaluated_step)
-    lifeline.watch(decisions)
+    lifeline.watch()
     try:
         with importable(Path.cwd()), allocator.huge_pages():
-            train(assignment, lifeline, decisions)
+            train(assignment, lifeline)
     except PipelineError as error:
         sys.stderr.write(f"{error.told}\n")
         return error.exit_code
@@ -79,7 +70,7 @@ def _run() -> int:
     return 0
 
 
-def train(assignment: Assignment, lifeline: _Lifeline, decisions: Decisions) -> None:
+def train(assignment: Assignment, lifeline: _Lifeline) -> None:
     """Run the trial, resumed if it was started before."""
     with undisturbed():
         from pipeline.commands import run
@@ -103,7 +94,6 @@ def train(assignment: Assignment, lifeline: _Lifeline, decisions: Decisions) -> 
         interruption=lambda: lifeline.reason,
         logs_model=job.logs_models,
         shares_cluster=job.shares_cluster,
-        admit=decisions.admit if job.stops_early else None,
     )
     run.run(
         file,
