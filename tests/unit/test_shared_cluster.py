@@ -12,8 +12,7 @@ import toys
 from pipeline.cluster import placement
 from pipeline.commands.sweep import planning, supervisor
 from pipeline.commands.sweep.assignment import Record, TrialJob
-from pipeline.commands.sweep.journals import state_of
-from pipeline.commands.sweep.sweep_report import trial as find_trial
+from pipeline.commands.sweep.journals import find_trial, state_of
 from pipeline.config.load import load
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import Resources
@@ -85,14 +84,13 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def run(*ends: tuple[int, str, str], address: str = "head:6379") -> supervisor.Supervisor:
         job = TrialJob(
-            file="", overrides=(), common={"parallel.address": address} if address else {}, cwd="",
-            folder=str(tmp_path), metric="validation/loss", logs_models=False, grace_s=1,
-            verbose=False, variables=(),
+            file=load(MLP), cwd="", folder=tmp_path, metric="validation/loss", direction="min", logs_models=False,
+            shares_cluster=bool(address), verbose=False, variables=(),
         )  # fmt: skip
         left = [*ends]
 
         def start(self: supervisor.Supervisor) -> Process:
-            self._record()
+            self._keep()
             code, status, message = left.pop(0)
             write(1, OPENED, RunClosed(status=status, message=message))
             (tmp_path / "trial-001" / supervisor.OUTPUT_NAME).write_text(f"error: {message}\n")
@@ -100,8 +98,7 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
         monkeypatch.setattr(supervisor.Supervisor, "_start", start)
         trial = supervisor.Supervisor.__new__(supervisor.Supervisor)
-        record = Record(number=1, values={})
-        trial.setup({supervisor.SUGGESTION: record.model_dump_json(), "hash": ""}, job.model_dump_json(), "min")
+        trial.setup({supervisor.TRIAL: {"number": 1, "values": {}}}, job)
         with pytest.raises(supervisor.TrialFailed):
             trial.step()
         assert not left

@@ -9,7 +9,7 @@ from time import time
 
 from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Record, folder_name
-from pipeline.commands.sweep.journals import Follower, Unmeasurable, model_of, state_of
+from pipeline.commands.sweep.journals import find_trial, model_of
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
@@ -23,29 +23,6 @@ from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptR
 
 _WIDE_RANGE = 30
 """Ratio of the largest to the smallest listed value from which a picture's axis is logarithmic."""
-
-
-def trial(sweep: Path, suggestion: Record, *, metric: str) -> SweptTrial:
-    """Return the state and the last evaluation of a trial."""
-    folder = sweep / folder_name(suggestion.number)
-    state, message = state_of(folder)
-    record = Record.read(folder)
-    if state == "not begun" and record is not None and record.failure:
-        state, message = "failed", record.failure
-    try:
-        last = next(reversed([*Follower(folder, metric=metric).evaluations()]), None)
-    except Unmeasurable as error:
-        state, message, last = "failed", str(error), None
-    return SweptTrial(
-        number=suggestion.number,
-        values=suggestion.values,
-        state=state,
-        message="" if state == "finished" else message.partition("\n")[0],
-        value=last.value if last else None,
-        epochs=last.epoch if last else 0,
-        steps=last.step if last else 0,
-        run=f"{sweep.name}/{folder.name}",
-    )
 
 
 def records(sweep: Path) -> Iterator[Record]:
@@ -81,7 +58,7 @@ def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | 
 
 def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str]) -> Swept:
     sweep = plan.sweep
-    trials = tuple(trial(folder, each, metric=sweep.metric) for each in plan.suggestions or records(folder))
+    trials = tuple(find_trial(folder, each, metric=sweep.metric) for each in plan.suggestions or records(folder))
     best = best_of(trials, plan.direction)
     return Swept(
         experiment=file.experiment.name,
