@@ -83,7 +83,7 @@ def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Fol
     artifacts = {
         one.path for one in MlflowClient(f"sqlite:///{folder.path}/mlflow.db").list_artifacts(parent.info.run_id)
     }
-    assert {"sweep.json", "sweep_table.json", "sweep.csv", "experiment.yaml", "log.txt"} <= artifacts
+    assert {"sweep.json", "sweep.csv", "experiment.yaml", "log.txt"} <= artifacts
     assert parent.data.metrics["validation/accuracy"] == runs[best].data.metrics["validation/accuracy"]
     assert parent.data.tags["launcher"] == "inprocess"
     assert "optimizer.lr" not in parent.data.params

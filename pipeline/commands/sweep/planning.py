@@ -6,7 +6,8 @@ The values of a trial are a pure function of the sweep's seed, the number of the
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipeline.commands.invocation import planning
 from pipeline.commands.sweep.assignment import Record
 from pipeline.config.load import ExperimentFile
 from pipeline.config.sweep import Parameter, Sweep
-from pipeline.config.values import Direction, Frozen
+from pipeline.config.values import Direction
 from pipeline.driver import preflight
 from pipeline.errors import Problem, ResourceError, refusals
 from pipeline.planning.plan import Plan, make_plan
@@ -26,16 +27,15 @@ _CPUS, _ADDRESS, _LOG_MODEL = "parallel.cpus_per_worker", "parallel.address", "t
 _DIGITS = 4
 
 
-class SweepPlan(Frozen):
+@dataclass(frozen=True)
+class SweepPlan:
     """Plan of a sweep."""
 
     sweep: Sweep
     direction: Direction
     """Direction in which the sweep's metric improves."""
-    trial: Trial
-    """Trial without its values."""
-    common: Mapping[str, Any]
-    """Values by dotted key that all trials have in addition to the file's."""
+    file: ExperimentFile
+    """Experiment of all trials, without the values of each."""
     concurrent: int
     """Number of concurrent trials."""
     seed: int
@@ -52,14 +52,15 @@ class SweepPlan(Frozen):
     @property
     def shares_cluster(self) -> bool:
         """True if the trials' workers run on a cluster, where other jobs may have taken their resources."""
-        return _ADDRESS in self.common
+        parallel = self.file.experiment.parallel
+        return parallel.launcher == "ray" and parallel.address is not None
 
     @property
     def resources(self) -> dict[str, float]:
         """Resources of this machine that a trial needs; none if its workers run on a cluster."""
         if self.shares_cluster:
             return {"node:__internal_head__": 1e-4}  # Ray wants something to be asked for
-        trial = self.trial
+        trial = self.plan.main
         amounts = {"CPU": trial.workers * trial.cpus_per_worker, "GPU": trial.workers * trial.devices_per_worker}
         return {name: amount for name, amount in amounts.items() if amount}
 
@@ -76,21 +77,21 @@ def make(file: ExperimentFile) -> SweepPlan:
         parallel = file.experiment.parallel
         if parallel.launcher == "ray" and parallel.cluster is not None:
             common[_ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
-        one = make_plan(file.varied(common).experiment, resources, allowed=allowed, with_baseline=False)
+        varied = file.varied(common)
+        plan = make_plan(varied.experiment, resources, allowed=allowed, with_baseline=False)
     seed = file.experiment.seed if sweep.seed is None else sweep.seed
     suggestions = tuple(_suggestions(file, sweep, seed=seed))
-    varied = sweep.parameters.get("train.epochs")
+    epochs = sweep.parameters.get("train.epochs")
     return SweepPlan(
         sweep=sweep,
         direction=direction,
-        trial=one.main,
-        common=common,
+        file=varied,
         concurrent=concurrent,
         seed=seed,
         suggestions=suggestions,
-        epochs=max(varied.candidates) if varied else file.experiment.train.epochs or 0,
+        epochs=max(epochs.candidates) if epochs else file.experiment.train.epochs or 0,
         logs_models=_LOG_MODEL in file.places.entries and file.experiment.tracking.log_model,
-        plan=one.model_copy(update={"command": "sweep", "experiment": file.experiment, "notes": (*one.notes, *busy)}),
+        plan=plan.model_copy(update={"command": "sweep", "experiment": file.experiment, "notes": (*plan.notes, *busy)}),
     )
 
 
@@ -111,7 +112,7 @@ def sweep_of(file: ExperimentFile) -> Sweep:
 
 def describe(plan: SweepPlan) -> str:
     """Describe a plan in lines."""
-    trial, sweep = plan.trial, plan.sweep
+    trial, sweep = plan.plan.main, plan.sweep
     lines = [
         f"sweep        {_count(sweep)}, ranked by {sweep.metric} ({_good(plan.direction)})",
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),

@@ -102,7 +102,7 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> str:
 
 def _job(plan: SweepPlan, invocation: Invocation) -> TrialJob:
     return TrialJob(
-        file=invocation.file.varied(plan.common),
+        file=plan.file,
         cwd=str(Path.cwd()),
         folder=invocation.folder.absolute(),
         metric=plan.sweep.metric,

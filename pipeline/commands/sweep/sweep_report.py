@@ -18,8 +18,7 @@ from pipeline.config.uris import without_credentials_in
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording.folder import id_of
-from pipeline.report.records import table_json
-from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial, figure
+from pipeline.report.swept import CSV_NAME, FILE_NAME, Swept, SweptReport, SweptTrial, figure
 
 _WIDE_RANGE = 30
 """Ratio of the largest to the smallest listed value from which a picture's axis is logarithmic."""
@@ -41,7 +40,7 @@ def report(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str])
     invocation.show(result, summary=result.markdown())
     for event in (*_tags(swept), *([model] if model else ())):
         invocation.recorder.receive(event)
-    invocation.save(_files(result))
+    invocation.save({FILE_NAME: result.model_dump_json(indent=1) + "\n", CSV_NAME: result.to_csv()})
     return result
 
 
@@ -113,11 +112,3 @@ def _tags(swept: Swept) -> Iterator[Tagged]:
     if (best := swept.trial(swept.best)) is not None:
         tags = {"best_run": best.run} | {f"best.{key}": str(value) for key, value in best.values.items()}
         yield Tagged(run=swept.run, tags={**tags, f"best.{swept.metric}": figure(best.value)})
-
-
-def _files(result: SweptReport) -> dict[str, str]:
-    return {
-        FILE_NAME: result.model_dump_json(indent=1) + "\n",
-        TABLE_NAME: table_json(result.columns()),
-        CSV_NAME: result.to_csv(),
-    }
