@@ -92,7 +92,8 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def start(self: supervisor.Supervisor) -> Process:
             self._keep()
             code, status, message = left.pop(0)
-            write(1, OPENED, RunClosed(status=status, message=message))
+            if status:
+                write(1, OPENED, RunClosed(status=status, message=message))
             (tmp_path / "trial-001" / supervisor.OUTPUT_NAME).write_text(f"error: {message}\n")
             return Process(code)
 
@@ -143,6 +144,23 @@ def test_on_this_machine_a_lack_is_a_failure(tmp_path: Path, attempts: Any) -> N
     attempts.run((3, "FAILED", "no port is free"), address="")
 
     assert state_of(tmp_path / "trial-001") == ("failed", "no port is free")
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "expected"),
+    [
+        (143, "KILLED", "interrupted"),  # Ctrl-C
+        (-15, "", "not begun"),  # ... while it imports torch
+        (-9, "KILLED", "interrupted"),
+        (-9, "", "failed"),
+        (2, "KILLED", "failed"),  # the end in the journal is that of an earlier session
+        (1, "FAILED", "failed"),
+    ],
+)
+def test_the_end_of_a_trials_process(tmp_path: Path, attempts: Any, code: int, end: str, expected: str) -> None:
+    attempts.run((code, end, "its end"), address="")
+
+    assert state_of(tmp_path / "trial-001")[0] == expected
 
 
 def test_a_lack_of_room_interrupts_a_trial_on_a_cluster() -> None:

@@ -1,6 +1,7 @@
 """Ray Tune trainable of a trial: starts the trial's process and reports the evaluations in its journal."""
 
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ EPOCH, TRIAL, VALUE = "epoch", "trial", "value"
 OUTPUT_NAME = "output.txt"
 """Name of the file with the output of a trial's process, which is short unless it fails."""
 _LOOK_S = 0.1
+_INTERRUPTED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _AGAIN_S = 10.0
 """Seconds until a trial that lacked resources is tried again: what it lacks may be something else than room."""
 
@@ -148,10 +150,13 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         state, message = state_of(self._folder)
         if state in ("finished", "stopped early"):
             return
-        if state == "interrupted":
-            killed = f"its process was killed{' (out of memory?)' if code == -9 else f' by signal {-code}'}"
-            raise TrialFailed(killed if code < 0 else message)
-        raise self._failed(message or _tail(self._folder / OUTPUT_NAME) or f"its process ended with exit code {code}")
+        if code < 0:
+            message = f"its process was killed{' (out of memory?)' if code == -9 else f' by signal {-code}'}"
+        if code in _INTERRUPTED or (state == "interrupted" and code < 0):
+            raise TrialFailed(message)  # a resumed sweep continues it
+        if state != "failed" and code > 0:  # the journal has the end of an earlier session, if any
+            message = _tail(self._folder / OUTPUT_NAME) or f"its process ended with exit code {code}"
+        raise self._failed(message)
 
     def _failed(self, message: str) -> TrialFailed:
         """Return the failure, and record it for later sessions and the report."""
