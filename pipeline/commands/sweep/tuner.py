@@ -101,7 +101,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Print the end of a trial."""
         found = self._find(trial)
-        if found.state == "running":  # it writes its checkpoint yet
+        if found.state in ("running", "interrupted"):  # it writes its checkpoint yet, or ended in an earlier session
             found = found.model_copy(update={"state": "stopped early"})
         self._end(found)
 
