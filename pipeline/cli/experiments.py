@@ -303,7 +303,6 @@ def sweep(
 
         run_sweep(
             experiment,
-            overrides=given,
             resume=resume,
             verbose=verbose,
             terminal=terminal,

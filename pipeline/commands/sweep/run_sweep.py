@@ -1,7 +1,7 @@
 """``pipeline sweep``: plan or find the sweep to resume, search, and report the best trial."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,6 @@ _MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "meas
 def sweep(
     file: ExperimentFile,
     *,
-    overrides: Sequence[str],
     resume: str | None,
     verbose: bool,
     terminal: Terminal,
@@ -34,7 +33,6 @@ def sweep(
 
     Args:
         file: the experiment.
-        overrides: those of the file as they were written, for the command that trains the best trial again.
         resume: the sweep to resume: "latest", an id or a folder; None starts a new one.
         verbose: True to show Ray's output.
         terminal: shows progress, warnings and the report.
@@ -60,7 +58,7 @@ def sweep(
                 warn=invocation.warn,
             )
         finally:
-            report = outcome.report(plan, invocation, overrides=overrides)
+            report = outcome.report(plan, invocation)
             show(report)
             if lacking := finish_trials.missing(invocation.folder):
                 invocation.warn(lacking)

@@ -32,9 +32,9 @@ def records(sweep: Path) -> Iterator[Record]:
         number += 1
 
 
-def report(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -> SweptReport:
+def report(plan: SweepPlan, invocation: Invocation) -> SweptReport:
     """Compare the trials in a report: printed, recorded, saved."""
-    swept = _swept(invocation.file, plan, invocation.folder, overrides=overrides)
+    swept = _swept(invocation.file, plan, invocation.folder)
     model = _model_of_best(swept, invocation.folder, plan=plan)
     result = SweptReport(swept=swept, hardware=invocation.hardware, logs_model=model is not None)
     invocation.show(result, summary=result.markdown())
@@ -55,7 +55,7 @@ def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | 
     return pick(whole, key=lambda one: values[one.number]) if whole else None
 
 
-def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str]) -> Swept:
+def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path) -> Swept:
     sweep = plan.sweep
     trials = tuple(find_trial(folder, each, metric=sweep.metric) for each in plan.suggestions or records(folder))
     best = best_of(trials, plan.direction)
@@ -67,7 +67,7 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Se
         seed=plan.seed,
         trials=trials,
         best=best.number if best else None,
-        command=_command(file, best, overrides=overrides) if best else (),
+        command=_command(file, best) if best else (),
         run=id_of(folder),
         log_scaled=tuple(key for key, one in sweep.parameters.items() if _is_logarithmic(one)),
     )
@@ -83,9 +83,9 @@ def _is_logarithmic(parameter: Parameter) -> bool:
     return is_wide or bool(parameter.log_uniform or parameter.int_log_uniform)
 
 
-def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]) -> tuple[str, ...]:
+def _command(file: ExperimentFile, best: SweptTrial) -> tuple[str, ...]:
     """Return the command that trains the best trial again, quoted for a shell."""
-    given = [word for word in overrides if not word.startswith(("sweep.", "sweep="))]
+    given = [word for word in file.overrides if not word.startswith(("sweep.", "sweep="))]
     given = [word for word in given if word.partition("=")[0] not in best.values]
     words = [*map(without_credentials_in, given), *(override(key, value) for key, value in best.values.items())]
     return ("pipeline", "run", *map(shlex.quote, (str(file.path), *words)))
