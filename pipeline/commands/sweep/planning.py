@@ -118,8 +118,7 @@ def describe(plan: SweepPlan) -> str:
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{_asha(sweep, epochs=plan.epochs)}",
         f"machine      {plan.plan.resources.summary}",
-        f"concurrent   {counted(plan.concurrent, 'trial')}, each {trial.title} with {trial.launcher}: "
-        f"{counted(trial.workers, 'worker')}, {_device(trial)}",
+        f"concurrent   {counted(plan.concurrent, 'trial')}, each {trial.title} with {trial.launcher}, {_device(trial)}",
         f"tracking     {plan.plan.experiment.tracking.uri}",
     ]
     lines += [f"  {each.title}" for each in plan.suggestions]
