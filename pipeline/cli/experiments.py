@@ -117,7 +117,6 @@ def sweep(
 
         run_sweep(
             experiment,
-            overrides=given,
             resume=resume,
             verbose=verbose,
             terminal=terminal,

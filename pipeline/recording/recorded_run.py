@@ -17,7 +17,7 @@ from pipeline.config.uris import without_credentials
 from pipeline.config.values import Direction
 from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interrupt
 from pipeline.planning.plan import Plan
-from pipeline.protocol.events import AnyEvent, ArtifactSaved, RunClosed, RunOpened, TrialOpened
+from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording import provenance
 from pipeline.recording.console import Console
@@ -47,8 +47,6 @@ class Membership:
     """True if the trial logs its model to the tracking store itself."""
     shares_cluster: bool
     """True if the trial's workers run on a cluster. What it lacks, other jobs may have: this is no failure."""
-    admit: Callable[[AnyEvent], AnyEvent | None] | None = None
-    """Filter of the trial's events, see `Recorder`; None admits all."""
 
 
 class Log(io.TextIOBase):
@@ -117,7 +115,7 @@ def recorded(
         if warning:
             warn(warning)
         consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
-        recorder = Recorder(folder, subscribers=consoles, admit=member.admit if member else None)
+        recorder = Recorder(folder, subscribers=consoles)
         stack.enter_context(closing(recorder))
         for event in read(folder / FILE_NAME) if recorder.is_resumed else ():
             for console in consoles:

@@ -1,7 +1,7 @@
 """Recorder of a run's events: every event passes here, without repeated points, to the journal and the subscribers."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -41,20 +41,13 @@ class Recorder:
     Args:
         folder: the run's folder.
         subscribers: receivers of each event after it is journaled.
-        admit: returns the part of an event that is recorded, or None; it may wait. None records all.
 
     Raises:
         UsageError: another process writes to the journal, or it is damaged.
         OSError: the journal can't be opened.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        subscribers: Sequence[Subscriber],
-        admit: Callable[[AnyEvent], AnyEvent | None] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, *, subscribers: Sequence[Subscriber]) -> None:
         self.folder = folder
         self.earlier: tuple[Finished, ...] = ()
         """Results of a resumed run's finished trials, the last of each trial and repeat."""
@@ -65,7 +58,6 @@ class Recorder:
         self._journal = Journal(folder / FILE_NAME)
         self._progress = self._earlier()
         self._subscribers = list(subscribers)
-        self._admit = admit
         self._subjects: set[str] = set()
         self._lock = threading.Lock()
 
@@ -90,11 +82,8 @@ class Recorder:
         Raises:
             OSError: the journal can't be written; the subscribers receive the event in any case.
         """
-        admitted = self._admit(event) if self._admit else event  # without the lock: other threads don't wait
-        if admitted is None:
-            return
         with self._lock:
-            new = self._progress.new(admitted)
+            new = self._progress.new(event)
             if new is None or self._is_told(new):
                 return
             failure: OSError | None = None

@@ -15,7 +15,7 @@ from pipeline.wording import figure as rounded
 
 FILE_NAME = "sweep.json"
 """File name of a `SweptReport` in a sweep's folder."""
-TABLE_NAME, CSV_NAME = "sweep_table.json", "sweep.csv"
+CSV_NAME = "sweep.csv"
 
 State = Literal["finished", "stopped early", "failed", "interrupted", "running", "not begun"]
 LEFT: tuple[State, ...] = ("interrupted", "not begun")
@@ -129,11 +129,6 @@ class SweptReport(Frozen):
         """Table with a row for each trial, in the order of their numbers."""
         return (self._table(self.swept.trials),)
 
-    @property
-    def by_merit(self) -> ReportTable:
-        """Table of all trials, the best first."""
-        return self._table(self.swept.by_merit)
-
     def _table(self, trials: Sequence[SweptTrial]) -> ReportTable:
         keys, best = self.swept.keys, self.swept.best
         notes = (f"trial {trial.number} failed: {trial.message}" for trial in trials if trial.state == "failed")
@@ -191,29 +186,18 @@ class SweptReport(Frozen):
             first = link(number, "run", run=trial.run) if trial.state != "not begun" else number
             lines.append(f"| {' | '.join([first, *(cell.replace('|', '/') for cell in cells)])} |")
         if others := len(swept.trials) - len(listed):
-            lines += ["", f"These are the best; {TABLE_NAME} has the other {others}, too."]
+            lines += ["", f"These are the best. {CSV_NAME} has all trials: {others} more."]
         return "\n".join(lines)
 
-    def columns(self) -> dict[str, list[Any]]:
-        """Return the trials as columns; values have their full keys."""
-        swept = self.swept
-        return {
-            "trial": [trial.number for trial in swept.trials],
-            **{key: [_plain(trial.values.get(key)) for trial in swept.trials] for key in swept.keys},
-            swept.metric: [trial.value for trial in swept.trials],
-            "epochs": [trial.epochs for trial in swept.trials],
-            "steps": [trial.steps for trial in swept.trials],
-            "state": [trial.state for trial in swept.trials],
-            "best": [trial.number == swept.best for trial in swept.trials],
-            "run": [trial.run for trial in swept.trials],
-        }
-
     def to_csv(self) -> str:
-        """Return the columns as CSV."""
-        columns, text = self.columns(), io.StringIO()
+        """Return the trials as CSV, with the full keys of their values."""
+        swept, text = self.swept, io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
+        writer.writerow(["trial", *swept.keys, swept.metric, "epochs", "steps", "state", "best", "run"])
+        for trial in swept.trials:
+            values = [trial.values.get(key) for key in swept.keys]
+            end = (trial.value, trial.epochs, trial.steps, trial.state, trial.number == swept.best, trial.run)
+            writer.writerow([trial.number, *values, *end])
         return text.getvalue()
 
 
@@ -254,7 +238,3 @@ def assigned(values: Mapping[str, Any]) -> str:
 def figure(value: float | None) -> str:
     """Format a value of the sweep's metric, in the same way in terminal, report, description and tags."""
     return "-" if value is None else rounded(value)
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, str | int | float | None) else str(value)

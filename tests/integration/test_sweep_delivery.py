@@ -10,9 +10,8 @@ import yaml
 from mlflow import MlflowClient
 
 from pipeline.commands.sweep import finish_trials
-from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import Record
-from pipeline.commands.sweep.journals import state_of
+from pipeline.commands.sweep.journals import find_trial, state_of
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, Point, RunClosed, RunOpened, Tagged
 from pipeline.recording.folder import trials_of
@@ -90,13 +89,13 @@ def sweep(tmp_path: Path) -> Sweep:
     return Sweep(tmp_path)
 
 
-def test_the_row_of_a_stopped_trial_is_what_it_was_stopped_for(sweep: Sweep) -> None:
-    """It trains on until it hears of it; a trial that has finished counts by its last evaluation."""
+def test_the_row_of_a_trial_is_its_last_evaluation(sweep: Sweep) -> None:
+    """Also of a trial that was stopped early, which trains on until it is stopped: MLflow's curves have all of it."""
     rows = [
-        outcome.trial(sweep.folder, Record(number=number, values={"optimizer.lr": 0.1}), metric=METRIC)
+        find_trial(sweep.folder, Record(number=number, values={"optimizer.lr": 0.1}), metric=METRIC)
         for number in (1, 2)
     ]
-    assert [(row.state, row.epochs, row.value) for row in rows] == [("finished", 3, 1 / 3), ("stopped early", 2, 1 / 2)]
+    assert [(row.state, row.epochs, row.value) for row in rows] == [("finished", 3, 1 / 3), ("stopped early", 3, 1 / 3)]
 
 
 def test_a_stopped_trial_that_was_killed_while_it_ended_stays_stopped(sweep: Sweep) -> None:
@@ -110,8 +109,8 @@ def test_a_stopped_trial_that_was_killed_while_it_ended_stays_stopped(sweep: Swe
 
 def test_what_trials_could_not_send_is_named_and_sent(sweep: Sweep) -> None:
     told: list[str] = []
-    expected = f"results of 2 trials (1, 2) are missing in MLflow. Send them with: pipeline sync {sweep.folder}"
-    assert finish_trials.missing(sweep.folder) == expected
+    expected = "results of 2 trials (trial-001, trial-002) are missing in MLflow. Send them with: pipeline sync"
+    assert finish_trials.missing(sweep.folder) == f"{expected} {sweep.folder}"
 
     last = list(sync_with_trials(sweep.folder, warn=told.append))[-1]
 
@@ -133,7 +132,7 @@ def test_the_end_of_a_sweep_sends_what_is_left_and_stops_at_a_store_that_is_gone
     for folder in trials_of(sweep.folder):
         (folder / "tracking.json").unlink(missing_ok=True)
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
-    assert told == ["sending the results of 2 trials (1, 2) to MLflow, because the processes of the trials couldn't"]
+    assert told == ["sending the results of 2 trials (trial-001, trial-002) to MLflow, because the trials couldn't"]
     assert finish_trials.missing(sweep.folder) == ""
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert len(told) == 1
@@ -144,5 +143,5 @@ def test_the_end_of_a_sweep_sends_what_is_left_and_stops_at_a_store_that_is_gone
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert any("file is not a database" in line for line in told[2:])
     assert finish_trials.missing(sweep.folder).startswith(
-        "results of trial 2 are missing in MLflow. Send them with: pipeline sync "
+        "results of 1 trial (trial-002) are missing in MLflow. Send them with: pipeline sync "
     )

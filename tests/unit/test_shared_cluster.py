@@ -12,8 +12,7 @@ import toys
 from pipeline.cluster import placement
 from pipeline.commands.sweep import planning, supervisor
 from pipeline.commands.sweep.assignment import Record, TrialJob
-from pipeline.commands.sweep.journals import state_of
-from pipeline.commands.sweep.sweep_report import trial as find_trial
+from pipeline.commands.sweep.journals import find_trial, state_of
 from pipeline.config.load import load
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import Resources
@@ -85,23 +84,22 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def run(*ends: tuple[int, str, str], address: str = "head:6379") -> supervisor.Supervisor:
         job = TrialJob(
-            file="", overrides=(), common={"parallel.address": address} if address else {}, cwd="",
-            folder=str(tmp_path), metric="validation/loss", logs_models=False, grace_s=1, stops_early=False,
-            verbose=False, variables=(),
+            file=load(MLP), cwd="", folder=tmp_path, metric="validation/loss", direction="min", logs_models=False,
+            shares_cluster=bool(address), verbose=False, variables=(),
         )  # fmt: skip
         left = [*ends]
 
         def start(self: supervisor.Supervisor) -> Process:
-            self._record()
+            self._keep()
             code, status, message = left.pop(0)
-            write(1, OPENED, RunClosed(status=status, message=message))
+            if status:
+                write(1, OPENED, RunClosed(status=status, message=message))
             (tmp_path / "trial-001" / supervisor.OUTPUT_NAME).write_text(f"error: {message}\n")
             return Process(code)
 
         monkeypatch.setattr(supervisor.Supervisor, "_start", start)
         trial = supervisor.Supervisor.__new__(supervisor.Supervisor)
-        record = Record(number=1, values={})
-        trial.setup({supervisor.SUGGESTION: record.model_dump_json(), "hash": ""}, job.model_dump_json(), "min")
+        trial.setup({supervisor.TRIAL: {"number": 1, "values": {}}}, job)
         with pytest.raises(supervisor.TrialFailed):
             trial.step()
         assert not left
@@ -146,6 +144,23 @@ def test_on_this_machine_a_lack_is_a_failure(tmp_path: Path, attempts: Any) -> N
     attempts.run((3, "FAILED", "no port is free"), address="")
 
     assert state_of(tmp_path / "trial-001") == ("failed", "no port is free")
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "expected"),
+    [
+        (143, "KILLED", "interrupted"),  # Ctrl-C
+        (-15, "", "not begun"),  # ... while it imports torch
+        (-9, "KILLED", "interrupted"),
+        (-9, "", "failed"),
+        (2, "KILLED", "failed"),  # the end in the journal is that of an earlier session
+        (1, "FAILED", "failed"),
+    ],
+)
+def test_the_end_of_a_trials_process(tmp_path: Path, attempts: Any, code: int, end: str, expected: str) -> None:
+    attempts.run((code, end, "its end"), address="")
+
+    assert state_of(tmp_path / "trial-001")[0] == expected
 
 
 def test_a_lack_of_room_interrupts_a_trial_on_a_cluster() -> None:

@@ -1,11 +1,13 @@
 """Progress of a sweep as a whole: what its bar and its lines say, at any width, and what is left by the clock."""
 
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
+from pipeline.report.swept import State, SweptTrial
 
 LR = "optimizer.lr"
 
@@ -26,18 +28,27 @@ def progress(*, total: int = 4, clock: Clock | None = None, direction: str = "mi
     )  # fmt: skip
 
 
+def note(
+    found: SweepProgress, number: int, state: State, *, epochs: int = 0, value: float | None = None, **values: Any
+) -> None:
+    found.update(
+        SweptTrial(number=number, values=values or {LR: number / 10}, state=state, epochs=epochs, value=value, run="")
+    )
+
+
 def under_way() -> SweepProgress:
     """Of four trials one has finished, one was stopped, one is running."""
     clock = Clock()
     found = progress(clock=clock)
     for number in (1, 2):
-        found.begin(number, {LR: number / 10})
+        note(found, number, "running")
     clock.now = 30
     found.evaluated(1, epoch=10, value=0.5)
     found.evaluated(2, epoch=2, value=2.25)
-    found.end(1, "finished", value=0.5)
-    found.end(2, "stopped early", value=2.25)
-    found.begin(3, {LR: 0.3, "model.hidden": [32, 32]})
+    note(found, 1, "finished", epochs=10, value=0.5)
+    note(found, 2, "stopped early", epochs=2, value=2.25)
+    values: dict[str, Any] = {LR: 0.3, "model.hidden": [32, 32]}
+    note(found, 3, "running", **values)
     clock.now = 60
     found.evaluated(3, epoch=4, value=0.25)
     return found
@@ -55,7 +66,7 @@ def test_between_trials_it_says_what_is_starting() -> None:
     found.slots = 2
     assert found.counts == "2 of 4 done, 1 running, 1 starting, 1 stopped early"
     assert drawn(found, width=80)[-1].strip() == "starting 1 trial"
-    found.begin(4, {LR: 0.4})
+    note(found, 4, "running")
     assert found.counts == "2 of 4 done, 1 running, 1 starting, 1 stopped early"
     assert drawn(found, width=80)[-1].strip() == "trial 4: starting (lr=0.4)"
 
@@ -64,17 +75,17 @@ def test_the_best_follows_the_direction_and_leaves_out_failures_and_nan() -> Non
     found = progress(direction="max")
     assert found.best == ""
     for number, value in ((1, 0.5), (2, float("nan")), (3, 0.75)):
-        found.begin(number, {LR: number})
+        note(found, number, "running")
         found.evaluated(number, epoch=1, value=value)
     assert "0.75 in trial 3" in found.best
-    found.end(3, "failed", value=0.75)
+    note(found, 3, "failed", value=0.75)
     assert "0.5 in trial 1" in found.best
     assert "1 failed" in found.counts
 
 
 def test_an_interrupted_trial_is_not_done() -> None:
     found = under_way()
-    found.end(3, "interrupted", value=0.25)
+    note(found, 3, "interrupted", epochs=4, value=0.25)
     assert found.counts == "2 of 4 done, 1 starting, 1 stopped early"
     assert found.fraction == 0.5
 
@@ -82,17 +93,17 @@ def test_an_interrupted_trial_is_not_done() -> None:
 def test_what_is_left_counts_this_session_only() -> None:
     clock = Clock()
     found = progress(clock=clock)
-    found.end(1, "finished", value=0.5, is_earlier=True)
-    found.begin(2, {}, epochs=5)  # half of it is done
+    note(found, 1, "finished", epochs=10, value=0.5)
+    note(found, 2, "running", epochs=5, value=0.75)  # half of it is done
     assert found.left_s is None
     clock.now = 50
     found.evaluated(2, epoch=10, value=0.5)
     # half a trial in 50 s; two are left
     assert found.left_s == pytest.approx(200)
-    found.end(2, "finished", value=0.5)
+    note(found, 2, "finished", epochs=10, value=0.5)
     for number in (3, 4):
-        found.begin(number, {})
-        found.end(number, "finished", value=0.5)
+        note(found, number, "running")
+        note(found, number, "finished", epochs=10, value=0.5)
     assert (found.left_s, found.left) == (0, "")
 
 
@@ -117,8 +128,9 @@ def test_the_bar_fits_its_terminal(width: int) -> None:
 
 def test_many_running_trials_are_counted() -> None:
     found = progress(total=100)
+    values: dict[str, Any] = {LR: 0.1, "model.hidden": ["x" * 200]}
     for number in range(1, 13):
-        found.begin(number, {LR: 0.1, "model.hidden": ["x" * 200]})
+        note(found, number, "running", **values)
     lines = drawn(found, width=80)
     assert lines[-1].strip() == "and 4 other trials"
     assert len(lines) == 10

@@ -2,38 +2,36 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
-from pipeline.config.values import Frozen
+from pipeline.config.values import Direction, Frozen
 
-ADDRESS = "parallel.address"
 RECORD_NAME = "trial.json"
 """Name of a `Record` in a trial's folder."""
-
-PROCEED = "proceed"
-"""Line that a trial's process reads when the scheduler lets the trial continue after an evaluation."""
 
 AFTER_GRACE_S = 15.0
 """Seconds beyond ``parallel.grace_s`` that a trial has to close its journal and send the rest to the tracking store."""
 
 
 class Record(Frozen):
-    """Number and values of a trial, kept in its folder once it is started; Ray Tune writes them into its own files."""
+    """Number, values and end of a trial, kept in its folder once it is started."""
 
     number: int
     """Number of the trial, from 1."""
     values: Mapping[str, Any]
     """Values by dotted key."""
     failure: str = ""
-    """Reason why these values can't be trained together, or why the process ended without a journal; else empty."""
+    """Reason why the trial failed; else empty."""
     lacked: str = ""
     """Resources that the cluster lacked when the trial was last tried. Empty if it lacked none."""
     stopped_after: int | None = None
-    """Epochs that count for a trial that was stopped early; it may have trained more before it ended."""
+    """Epochs after which Ray Tune stopped the trial early; it may have trained more before it ended."""
 
     @property
     def title(self) -> str:
@@ -56,52 +54,39 @@ class Record(Frozen):
         partial.replace(folder / RECORD_NAME)
 
 
-class TrialJob(Frozen):
+@dataclass(frozen=True)
+class TrialJob:
     """Settings shared by all trials of a sweep. They may contain secrets: passed in memory and pipes only."""
 
-    file: str
-    overrides: tuple[str, ...]
-    """Overrides of the command line."""
-    common: Mapping[str, Any]
-    """Values that all trials have, by dotted key."""
+    file: ExperimentFile
+    """Experiment as the sweep has read it, without the values of a trial."""
     cwd: str
-    folder: str
+    folder: Path
     """Absolute path of the sweep's folder."""
     metric: str
+    direction: Direction
+    """Direction in which the metric improves."""
     logs_models: bool
     """True if each trial sends its model to the tracking store; otherwise the sweep sends the best model."""
-    grace_s: float
-    """Seconds that a trial has to write its checkpoint when it is stopped."""
-    stops_early: bool
-    """True if a scheduler decides after each evaluation whether the trial continues."""
+    shares_cluster: bool
+    """True if the trials' workers run on a cluster, where other jobs may have taken their resources."""
     verbose: bool
     variables: tuple[str, ...]
     """Names of the user's environment variables, to which Ray adds some."""
 
     @property
-    def shares_cluster(self) -> bool:
-        """True if the trials' workers run on a cluster, where other jobs may have taken their resources."""
-        return ADDRESS in self.common
+    def grace_s(self) -> float:
+        """Seconds that a trial has to write its checkpoint and to end when it is stopped."""
+        return self.file.experiment.parallel.grace_s + AFTER_GRACE_S
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of a trial."""
-        return Path(self.folder) / folder_name(number)
+        return self.folder / folder_name(number)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of a trial's process, with the GPUs that Ray assigned to this one."""
         kept = {*self.variables, "CUDA_VISIBLE_DEVICES"} - {"RAY_ADDRESS"}  # parallel.address says it
         return {name: value for name, value in os.environ.items() if name in kept}
-
-
-class Assignment(Frozen):
-    """Complete description of a trial, which its process reads from standard input."""
-
-    job: TrialJob
-    record: Record
-    config_hash: str = ""
-    """Hash of the experiment as the sweep read it; the file may have changed since."""
-    evaluated_step: int = 0
-    """Step of the last evaluation of an earlier session, 0 without one."""
 
 
 def folder_name(number: int) -> str:

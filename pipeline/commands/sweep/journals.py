@@ -1,15 +1,15 @@
-"""State and evaluations of a sweep's trials, read from their journals only."""
+"""State and evaluations of a sweep's trials, read from their folders."""
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.commands.sweep.assignment import Record
+from pipeline.commands.sweep.assignment import Record, folder_name
 from pipeline.config.reported import PREFIX
 from pipeline.protocol.events import STOPPED_EARLY, Finished, Metrics, ModelSaved, RunOpened, Started
 from pipeline.recording import journal
-from pipeline.report.swept import State
+from pipeline.report.swept import State, SweptTrial
 
 
 class Evaluation(NamedTuple):
@@ -25,12 +25,8 @@ class Evaluation(NamedTuple):
         return self.value if not math.isnan(self.value) else math.inf if minimizes else -math.inf
 
 
-class Unmeasurable(Exception):
-    """The training has no validation set, so a sweep has no metric to compare."""
-
-
 class Follower:
-    """Reader of a trial's evaluations while its journal is written.
+    """Reader of a trial's evaluations, also while its journal is written.
 
     Args:
         folder: the trial's.
@@ -38,26 +34,37 @@ class Follower:
     """
 
     def __init__(self, folder: Path, *, metric: str) -> None:
-        self.epochs = 0
-        """Epochs of the whole training; 0 until known."""
+        self.has_validation = True
+        """False once the journal says that the data has no validation set, so that there will be no evaluation."""
         self._tail = journal.Tail(folder / journal.FILE_NAME, "metrics", "started")
         self._metric = metric
 
     def evaluations(self) -> Iterator[Evaluation]:
-        """Yield the evaluations written since the last call.
-
-        Raises:
-            Unmeasurable: there will never be one.
-        """
+        """Yield the evaluations written since the last call."""
         for event in self._tail.new():
             if isinstance(event, Started) and event.trial == "main":
-                self.epochs = event.epochs
-                if not event.validation_samples:
-                    raise Unmeasurable(f"the data has no validation set, so {self._metric} can't be measured")
+                self.has_validation = event.validation_samples > 0
             elif isinstance(event, Metrics) and event.trial == "main":
                 for point in event.points:
                     if point.name == self._metric:
                         yield Evaluation(event.epoch, point.step, point.value)
+
+
+def find_trial(sweep: Path, record: Record, *, metric: str) -> SweptTrial:
+    """Return the state and the last evaluation of a trial."""
+    folder = sweep / folder_name(record.number)
+    state, message = state_of(folder)
+    last = next(reversed([*Follower(folder, metric=metric).evaluations()]), None)
+    return SweptTrial(
+        number=record.number,
+        values=record.values,
+        state=state,
+        message="" if state == "finished" else message.partition("\n")[0],
+        value=last.value if last else None,
+        epochs=last.epoch if last else 0,
+        steps=last.step if last else 0,
+        run=f"{sweep.name}/{folder.name}",
+    )
 
 
 def has_begun(folder: Path) -> bool:
@@ -99,6 +106,8 @@ def reached(folder: Path) -> dict[str, float]:
 def state_of(folder: Path) -> tuple[State, str]:
     """Return the state of a trial, and the reason for it."""
     record = Record.read(folder)
+    if record is not None and record.failure:
+        return "failed", record.failure
     lacked = record.lacked if record is not None else ""
     if not has_begun(folder):
         return "not begun", lacked
@@ -111,6 +120,13 @@ def state_of(folder: Path) -> tuple[State, str]:
         return "finished" if end.status == "FINISHED" else "failed", end.message
     if end is not None and end.is_stopped_early:
         return "stopped early", end.message
-    if record is not None and record.stopped_after is not None:  # it took too long to end, and was killed
-        return "stopped early", f"{STOPPED_EARLY} after epoch {record.stopped_after}"
+    if stopped := describe_early_stop(folder):  # it took too long to end, and was killed
+        return "stopped early", stopped
     return "interrupted", end.message if end is not None else "its process was killed"
+
+
+def describe_early_stop(folder: Path) -> str:
+    """Return that Ray Tune has stopped a trial early; empty if it has not."""
+    record = Record.read(folder)
+    stopped_after = record.stopped_after if record is not None else None
+    return f"{STOPPED_EARLY} after epoch {stopped_after}" if stopped_after is not None else ""

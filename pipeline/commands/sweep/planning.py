@@ -6,36 +6,36 @@ The values of a trial are a pure function of the sweep's seed, the number of the
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pipeline.commands.invocation import planning
-from pipeline.commands.sweep.assignment import ADDRESS, Record
+from pipeline.commands.sweep.assignment import Record
 from pipeline.config.load import ExperimentFile
-from pipeline.config.summary import config_hash
 from pipeline.config.sweep import Parameter, Sweep
-from pipeline.config.values import Direction, Frozen
+from pipeline.config.values import Direction
 from pipeline.driver import preflight
-from pipeline.errors import ExperimentError, Problem, ResourceError
+from pipeline.errors import Problem, ResourceError, refusals
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Trial
 from pipeline.wording import counted
 
-_CPUS, _LOG_MODEL = "parallel.cpus_per_worker", "tracking.log_model"
+_CPUS, _ADDRESS, _LOG_MODEL = "parallel.cpus_per_worker", "parallel.address", "tracking.log_model"
 _DIGITS = 4
 
 
-class SweepPlan(Frozen):
+@dataclass(frozen=True)
+class SweepPlan:
     """Plan of a sweep."""
 
     sweep: Sweep
     direction: Direction
     """Direction in which the sweep's metric improves."""
-    trial: Trial
-    """Trial without its values."""
-    common: Mapping[str, Any]
-    """Values by dotted key that all trials have in addition to the file's."""
+    file: ExperimentFile
+    """Experiment of all trials, without the values of each."""
     concurrent: int
     """Number of concurrent trials."""
     seed: int
@@ -50,11 +50,17 @@ class SweepPlan(Frozen):
     """Plan for the run's folder and the tracking store."""
 
     @property
+    def shares_cluster(self) -> bool:
+        """True if the trials' workers run on a cluster, where other jobs may have taken their resources."""
+        parallel = self.file.experiment.parallel
+        return parallel.launcher == "ray" and parallel.address is not None
+
+    @property
     def resources(self) -> dict[str, float]:
         """Resources of this machine that a trial needs; none if its workers run on a cluster."""
-        if ADDRESS in self.common:
+        if self.shares_cluster:
             return {"node:__internal_head__": 1e-4}  # Ray wants something to be asked for
-        trial = self.trial
+        trial = self.plan.main
         amounts = {"CPU": trial.workers * trial.cpus_per_worker, "GPU": trial.workers * trial.devices_per_worker}
         return {name: amount for name, amount in amounts.items() if amount}
 
@@ -70,22 +76,22 @@ def make(file: ExperimentFile) -> SweepPlan:
         busy = _describe_busy(resources, concurrent=concurrent)
         parallel = file.experiment.parallel
         if parallel.launcher == "ray" and parallel.cluster is not None:
-            common[ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
-        one = make_plan(file.varied(common).experiment, resources, allowed=allowed, with_baseline=False)
+            common[_ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
+        varied = file.varied(common)
+        plan = make_plan(varied.experiment, resources, allowed=allowed, with_baseline=False)
     seed = file.experiment.seed if sweep.seed is None else sweep.seed
-    suggestions = tuple(_suggestions(file, sweep, seed=seed, common=common))
-    varied = sweep.parameters.get("train.epochs")
+    suggestions = tuple(_suggestions(file, sweep, seed=seed))
+    epochs = sweep.parameters.get("train.epochs")
     return SweepPlan(
         sweep=sweep,
         direction=direction,
-        trial=one.main,
-        common=common,
+        file=varied,
         concurrent=concurrent,
         seed=seed,
         suggestions=suggestions,
-        epochs=max(varied.candidates) if varied else file.experiment.train.epochs or 0,
+        epochs=max(epochs.candidates) if epochs else file.experiment.train.epochs or 0,
         logs_models=_LOG_MODEL in file.places.entries and file.experiment.tracking.log_model,
-        plan=one.model_copy(update={"command": "sweep", "experiment": file.experiment, "notes": (*one.notes, *busy)}),
+        plan=plan.model_copy(update={"command": "sweep", "experiment": file.experiment, "notes": (*plan.notes, *busy)}),
     )
 
 
@@ -104,25 +110,15 @@ def sweep_of(file: ExperimentFile) -> Sweep:
     return file.experiment.sweep
 
 
-def identified(file: ExperimentFile, suggestion: Record, *, common: Mapping[str, Any]) -> tuple[Record, str]:
-    """Return a suggestion, with the problem of its values if there is one, and the hash of its experiment."""
-    try:
-        return suggestion, config_hash(file.varied({**common, **suggestion.values}).experiment)
-    except ExperimentError as error:
-        problem = "; ".join(f"{one.key}: {one.message}" for one in error.problems)
-        return suggestion.model_copy(update={"failure": problem}), ""
-
-
 def describe(plan: SweepPlan) -> str:
     """Describe a plan in lines."""
-    trial, sweep = plan.trial, plan.sweep
+    trial, sweep = plan.plan.main, plan.sweep
     lines = [
         f"sweep        {_count(sweep)}, ranked by {sweep.metric} ({_good(plan.direction)})",
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{_asha(sweep, epochs=plan.epochs)}",
         f"machine      {plan.plan.resources.summary}",
-        f"concurrent   {counted(plan.concurrent, 'trial')}, each {trial.title} with {trial.launcher}: "
-        f"{counted(trial.workers, 'worker')}, {_device(trial)}",
+        f"concurrent   {counted(plan.concurrent, 'trial')}, each {trial.title} with {trial.launcher}, {_device(trial)}",
         f"tracking     {plan.plan.experiment.tracking.uri}",
     ]
     lines += [f"  {each.title}" for each in plan.suggestions]
@@ -190,13 +186,22 @@ def _describe_busy(resources: Resources, *, concurrent: int) -> Iterator[str]:
         )
 
 
-def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int, common: Mapping[str, Any]) -> "list[Record]":
+def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int) -> list[Record]:
+    """Draw the values of all trials, as far as they are known before the first result.
+
+    Raises:
+        ExperimentError: the experiment refuses values in this combination.
+    """
     if sweep.search != "random":
         return []
     drawn = [Record(number=number, values=values) for number, values in enumerate(draws(sweep, seed=seed), 1)]
-    wrong = [one for each in drawn if (one := identified(file, each, common=common)[0]).failure]
+    wrong = [
+        Problem("sweep.parameters", f"{each.title}: {problem.key}: {problem.message}")
+        for each in drawn
+        for problem in refusals(partial(file.varied, each.values))
+    ]
     if wrong:
-        raise file.explain([Problem("sweep.parameters", f"{one.title}: {one.failure}") for one in wrong])
+        raise file.explain(wrong)
     return drawn
 
 

@@ -1,17 +1,16 @@
 """``pipeline sweep``: plan or find the sweep to resume, search, and report the best trial."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.commands.invocation import Invocation, invoked, refuse_outer_launcher
 from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import sweep_report as outcome
-from pipeline.commands.sweep.assignment import AFTER_GRACE_S, Record, TrialJob, folder_name
+from pipeline.commands.sweep.assignment import TrialJob, folder_name
 from pipeline.commands.sweep.journals import state_of
-from pipeline.commands.sweep.planning import SweepPlan, identified, make
-from pipeline.commands.sweep.sweep_progress import shown_on
+from pipeline.commands.sweep.planning import SweepPlan, make
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.resume import check_same, earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
@@ -19,16 +18,12 @@ from pipeline.recording.terminal import Terminal, write
 from pipeline.report.swept import LEFT, SweptReport
 from pipeline.system import stages
 
-if TYPE_CHECKING:
-    from pipeline.commands.sweep.searchers import Learning, Listed
-
 _MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "benchmark.", "parallel.")
 
 
 def sweep(
     file: ExperimentFile,
     *,
-    overrides: Sequence[str],
     resume: str | None,
     verbose: bool,
     terminal: Terminal,
@@ -38,7 +33,6 @@ def sweep(
 
     Args:
         file: the experiment.
-        overrides: those of the file as they were written: each trial's process reads the file again.
         resume: the sweep to resume: "latest", an id or a folder; None starts a new one.
         verbose: True to show Ray's output.
         terminal: shows progress, warnings and the report.
@@ -54,28 +48,33 @@ def sweep(
     with invoked(
         plan.plan, file=file, terminal=terminal, verbose=verbose, folder=before, again=("sweep",)
     ) as invocation:
-        job = _job(plan, invocation, overrides=overrides)
+        job = _job(plan, invocation)
         try:
             lacked = _search(plan, job, invocation)
             finish_trials.send(
                 invocation.folder,
-                patience_s=job.grace_s + AFTER_GRACE_S,
-                tell=lambda message: write(terminal.progress, message),
-                warn=lambda message: write(terminal.warnings, message, style="yellow"),
+                patience_s=job.grace_s,
+                tell=partial(write, terminal.progress),
+                warn=invocation.warn,
             )
         finally:
-            report = outcome.report(plan, invocation, overrides=overrides)
+            report = outcome.report(plan, invocation)
             show(report)
             if lacking := finish_trials.missing(invocation.folder):
-                write(terminal.warnings, lacking, style="yellow")
+                invocation.warn(lacking)
         invocation.save_report(report)
-        failed = [trial for trial in report.swept.trials if trial.state == "failed"]
-        if failed and len(failed) == len(report.swept.trials):
-            raise TrainingError(f"all {len(failed)} trials failed. The first error: {failed[0].message}")
-        if left := [trial.number for trial in report.swept.trials if trial.state in LEFT]:
-            named = ", ".join(map(str, left))
-            message = f"trials that did not end: {named}. To continue them, use --resume."
-            raise ResourceError(f"{message} Cause: {lacked}") if lacked else TrainingError(message)
+        _check_ends(report, lacked=lacked)
+
+
+def _check_ends(report: SweptReport, *, lacked: str) -> None:
+    """Raise if all trials failed or some are left; ``lacked`` is what the cluster lacked, if it did."""
+    trials = report.swept.trials
+    failed = [trial for trial in trials if trial.state == "failed"]
+    if failed and len(failed) == len(trials):
+        raise TrainingError(f"all {len(failed)} trials failed. The first error: {failed[0].message}")
+    if left := [trial.number for trial in trials if trial.state in LEFT]:
+        message = f"trials that did not end: {', '.join(map(str, left))}. To continue them, use --resume."
+        raise ResourceError(f"{message} Cause: {lacked}") if lacked else TrainingError(message)
 
 
 def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> str:
@@ -84,52 +83,30 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> str:
     Raises:
         KeyboardInterrupt: after running trials have saved and ended.
     """
-    from pipeline.commands.sweep.tuner import Halt, SweepDisplay, search
+    from pipeline.commands.sweep.tuner import SweepDisplay, make_searcher, search
     from pipeline.launchers._ray.local import LocalRayRequest, started
 
-    searcher = _searcher(plan, invocation)  # before Ray is started: Optuna may be missing
-    halt = Halt()
-    display = SweepDisplay(plan, invocation, halt, end_search=searcher.end)
+    searcher = make_searcher(plan, invocation.folder)  # before Ray is started: Optuna may be missing
+    display = SweepDisplay(plan, invocation)
     stages.begin("starting Ray")
-    try:
-        with (
-            started(LocalRayRequest(), verbose=job.verbose),
-            shown_on(invocation.terminal.progress, display.progress),
-        ):
-            try:
-                search(plan, searcher, job=job, display=display, halt=halt)
-            except BaseException:
-                halt.ask()
-                finish_trials.stop(grace_s=job.grace_s, tell=display.tell)
-                raise
-    finally:
-        halt.end()
+    with started(LocalRayRequest(), verbose=job.verbose), display.shown():
+        try:
+            search(plan, searcher, job=job, display=display)
+        except BaseException:
+            finish_trials.stop(grace_s=job.grace_s, tell=display.tell)
+            raise
     return display.lacked
 
 
-def _searcher(plan: SweepPlan, invocation: Invocation) -> "Listed | Learning":
-    from pipeline.commands.sweep.searchers import Learning, Listed
-
-    def complete(suggestion: Record) -> tuple[Record, str]:
-        return identified(invocation.file, suggestion, common=plan.common)
-
-    if plan.sweep.search == "random":
-        return Listed(plan.suggestions, complete, metric=plan.sweep.metric, mode=plan.direction)
-    begun = [record.values for record in outcome.records(invocation.folder)]
-    return Learning(plan.sweep, begun, complete, direction=plan.direction, seed=plan.seed)
-
-
-def _job(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -> TrialJob:
+def _job(plan: SweepPlan, invocation: Invocation) -> TrialJob:
     return TrialJob(
-        file=str(invocation.file.path),
-        overrides=tuple(overrides),
-        common=plan.common,
+        file=plan.file,
         cwd=str(Path.cwd()),
-        folder=str(invocation.folder.absolute()),
+        folder=invocation.folder.absolute(),
         metric=plan.sweep.metric,
+        direction=plan.direction,
         logs_models=plan.logs_models,
-        grace_s=invocation.file.experiment.parallel.grace_s,
-        stops_early=plan.sweep.asha is not None,
+        shares_cluster=plan.shares_cluster,
         verbose=invocation.verbose,
         variables=tuple(os.environ),
     )

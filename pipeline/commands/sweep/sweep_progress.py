@@ -5,10 +5,10 @@ On a terminal it is a bar with a line for each running trial; in a pipe, the end
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import rich.console
 from rich.console import Group, RenderableType
@@ -19,22 +19,13 @@ from rich.text import Text
 
 from pipeline.config.values import Direction
 from pipeline.recording.trial_progress import clock
-from pipeline.report.swept import State, assigned, figure
+from pipeline.report.swept import SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.wording import counted
 
 _MOST_ROWS = 8
 """Running trials that have a line; the others are counted."""
 _PER_SECOND = 2
-
-
-@dataclass
-class Running:
-    """A trial that is being trained."""
-
-    values: Mapping[str, Any]
-    epoch: int = 0
-    value: float | None = None
 
 
 @dataclass
@@ -56,60 +47,69 @@ class SweepProgress:
     direction: Direction
     slots: int = 1
     clock: Callable[[], float] = time.monotonic
-    running: dict[int, Running] = field(default_factory=dict)
-    """Trials that are being trained, by number."""
-    ended: dict[int, State] = field(default_factory=dict)
-    """States of the trials that have ended."""
-    _values: dict[int, float] = field(default_factory=dict)
-    _earlier: float = 0.0
-    _began: float | None = None
+    _trials: dict[int, SweptTrial] = field(default_factory=dict)
+    _earlier: dict[int, float] = field(default_factory=dict)
+    """Part of each trial that was done in an earlier session."""
+    _started_at: float | None = None
 
-    def begin(self, number: int, values: Mapping[str, Any], *, epochs: int = 0) -> None:
-        """Note that a trial begins, after the epochs of an earlier session."""
-        self._began = self.clock() if self._began is None else self._began
-        self._earlier += min(1.0, epochs / self.epochs) / self.total
-        self.running[number] = Running(values, epochs)
+    def update(self, trial: SweptTrial) -> None:
+        """Note the state of a trial. What it has done at the first call, an earlier session did."""
+        if trial.state == "running" and self._started_at is None:
+            self._started_at = self.clock()
+        self._earlier.setdefault(trial.number, self._part_of(trial))
+        self._trials = {**self._trials, trial.number: trial}  # never changed while another thread reads it
 
     def evaluated(self, number: int, *, epoch: int, value: float) -> None:
         """Note an evaluation of a running trial."""
-        if (trial := self.running.get(number)) is not None:
-            trial.epoch, trial.value = epoch, value
-            self._values[number] = value
+        self.update(self._trials[number].model_copy(update={"epochs": epoch, "value": value}))
 
-    def end(self, number: int, state: State, *, value: float | None, is_earlier: bool = False) -> None:
-        """Note that a trial has ended, in this session or in an earlier one."""
-        if is_earlier:
-            self._earlier += 1 / self.total
-        self.running.pop(number, None)
-        if state != "interrupted":  # a resumed sweep continues it
-            self.ended[number] = state
-        if value is not None:
-            self._values[number] = value
-        if state == "failed":
-            self._values.pop(number, None)
+    def is_running(self, number: int) -> bool:
+        """Return True for a trial that has started in this session and has not ended."""
+        return number in self._trials and self._trials[number].state == "running"
+
+    @property
+    def ended(self) -> list[SweptTrial]:
+        """Trials that have ended; a resumed sweep continues those that were interrupted."""
+        return [trial for trial in self._trials.values() if trial.state not in ("running", "interrupted")]
+
+    @property
+    def _running(self) -> list[SweptTrial]:
+        return [trial for trial in self._trials.values() if trial.state == "running"]
+
+    def _part_of(self, trial: SweptTrial) -> float:
+        """Return the part of a trial that is done; one that has ended counts as a whole."""
+        if trial.state == "interrupted":
+            return 0.0
+        return min(1.0, trial.epochs / self.epochs) if trial.state == "running" else 1.0
 
     @property
     def counts(self) -> str:
         """Number of trials in each state, e.g. "3 of 8 done, 1 running, 1 starting, 1 stopped early"."""
-        parts = [f"{len(self.ended)} of {self.total} done"]
-        training = sum(trial.value is not None for trial in tuple(self.running.values()))
-        parts += [f"{training} running"] * bool(training)
-        starting = len(self.running) - training + self._waiting
-        parts += [f"{starting} starting"] * bool(starting)
-        for state in ("stopped early", "failed"):
-            if number := sum(each == state for each in tuple(self.ended.values())):
-                parts.append(f"{number} {state}")
-        return ", ".join(parts)
+        ended, running = self.ended, self._running
+        training = sum(trial.value is not None for trial in running)
+        states = Counter(trial.state for trial in ended)
+        counts = {
+            "running": training,
+            "starting": len(running) - training + self._waiting,
+            "stopped early": states["stopped early"],
+            "failed": states["failed"],
+        }
+        parts = [f"{count} {state}" for state, count in counts.items() if count]
+        return ", ".join([f"{len(ended)} of {self.total} done", *parts])
 
     @property
     def _waiting(self) -> int:
         """Number of trials that have a slot, but that Ray has not started yet."""
-        return max(0, min(self.slots, self.total - len(self.ended)) - len(self.running))
+        return max(0, min(self.slots, self.total - len(self.ended)) - len(self._running))
 
     @property
     def best(self) -> str:
         """The best value so far with its trial; empty before the first evaluation."""
-        known = {number: value for number, value in tuple(self._values.items()) if not math.isnan(value)}
+        known = {
+            trial.number: trial.value
+            for trial in self._trials.values()
+            if trial.state != "failed" and trial.value is not None and not math.isnan(trial.value)
+        }
         if not known:
             return ""
         pick = min if self.direction == "min" else max
@@ -118,17 +118,16 @@ class SweepProgress:
 
     @property
     def fraction(self) -> float:
-        """Part of the work that is done; a trial that has ended counts as a whole."""
-        trained = sum(min(1.0, trial.epoch / self.epochs) for trial in tuple(self.running.values()))
-        return (len(self.ended) + trained) / self.total
+        """Part of the work that is done."""
+        return sum(map(self._part_of, self._trials.values())) / self.total
 
     @property
     def left_s(self) -> float | None:
         """Seconds left at the pace of this session; None while that is unknown."""
-        gained = self.fraction - self._earlier
-        if self._began is None or gained <= 0:
+        gained = self.fraction - sum(self._earlier.values()) / self.total
+        if self._started_at is None or gained <= 0:
             return None
-        return (self.clock() - self._began) * (1 - self.fraction) / gained
+        return (self.clock() - self._started_at) * (1 - self.fraction) / gained
 
     @property
     def left(self) -> str:
@@ -156,12 +155,12 @@ class SweepProgress:
         yield Group(head, *below, *rows)
 
     def _rows(self) -> Iterator[str]:
-        running = tuple(self.running.items())
-        for number, trial in running[:_MOST_ROWS]:
+        running = self._running
+        for trial in running[:_MOST_ROWS]:
             state = "starting"
             if trial.value is not None:
-                state = f"epoch {trial.epoch}/{self.epochs}, {self.metric} {figure(trial.value)}"
-            yield f"trial {number}: {state} ({assigned(trial.values)})"
+                state = f"epoch {trial.epochs}/{self.epochs}, {self.metric} {figure(trial.value)}"
+            yield f"trial {trial.number}: {state} ({assigned(trial.values)})"
         if (more := len(running) - _MOST_ROWS) > 0:
             yield f"and {counted(more, 'other trial')}"
         if self._waiting:

@@ -9,7 +9,7 @@ from time import time
 
 from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import Record, folder_name
-from pipeline.commands.sweep.journals import Follower, Unmeasurable, model_of, state_of
+from pipeline.commands.sweep.journals import find_trial, model_of
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
@@ -18,37 +18,10 @@ from pipeline.config.uris import without_credentials_in
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording.folder import id_of
-from pipeline.report.records import table_json
-from pipeline.report.swept import CSV_NAME, FILE_NAME, TABLE_NAME, Swept, SweptReport, SweptTrial, figure
+from pipeline.report.swept import CSV_NAME, FILE_NAME, Swept, SweptReport, SweptTrial, figure
 
 _WIDE_RANGE = 30
 """Ratio of the largest to the smallest listed value from which a picture's axis is logarithmic."""
-
-
-def trial(sweep: Path, suggestion: Record, *, metric: str) -> SweptTrial:
-    """Return the state and the last evaluation of a trial."""
-    folder = sweep / folder_name(suggestion.number)
-    state, message = state_of(folder)
-    record = Record.read(folder)
-    if state == "not begun" and record is not None and record.failure:
-        state, message = "failed", record.failure
-    try:
-        limit = record.stopped_after if record is not None and state == "stopped early" else None
-        evaluations = Follower(folder, metric=metric).evaluations()
-        counting = [one for one in evaluations if limit is None or one.epoch <= limit]
-        last = counting[-1] if counting else None
-    except Unmeasurable as error:
-        state, message, last = "failed", str(error), None
-    return SweptTrial(
-        number=suggestion.number,
-        values=suggestion.values,
-        state=state,
-        message="" if state == "finished" else message.partition("\n")[0],
-        value=last.value if last else None,
-        epochs=last.epoch if last else 0,
-        steps=last.step if last else 0,
-        run=f"{sweep.name}/{folder.name}",
-    )
 
 
 def records(sweep: Path) -> Iterator[Record]:
@@ -59,15 +32,15 @@ def records(sweep: Path) -> Iterator[Record]:
         number += 1
 
 
-def report(plan: SweepPlan, invocation: Invocation, *, overrides: Sequence[str]) -> SweptReport:
+def report(plan: SweepPlan, invocation: Invocation) -> SweptReport:
     """Compare the trials in a report: printed, recorded, saved."""
-    swept = _swept(invocation.file, plan, invocation.folder, overrides=overrides)
+    swept = _swept(invocation.file, plan, invocation.folder)
     model = _model_of_best(swept, invocation.folder, plan=plan)
     result = SweptReport(swept=swept, hardware=invocation.hardware, logs_model=model is not None)
     invocation.show(result, summary=result.markdown())
     for event in (*_tags(swept), *([model] if model else ())):
         invocation.recorder.receive(event)
-    invocation.save(_files(result))
+    invocation.save({FILE_NAME: result.model_dump_json(indent=1) + "\n", CSV_NAME: result.to_csv()})
     return result
 
 
@@ -82,9 +55,9 @@ def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | 
     return pick(whole, key=lambda one: values[one.number]) if whole else None
 
 
-def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Sequence[str]) -> Swept:
+def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path) -> Swept:
     sweep = plan.sweep
-    trials = tuple(trial(folder, each, metric=sweep.metric) for each in plan.suggestions or records(folder))
+    trials = tuple(find_trial(folder, each, metric=sweep.metric) for each in plan.suggestions or records(folder))
     best = best_of(trials, plan.direction)
     return Swept(
         experiment=file.experiment.name,
@@ -94,7 +67,7 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path, *, overrides: Se
         seed=plan.seed,
         trials=trials,
         best=best.number if best else None,
-        command=_command(file, best, overrides=overrides) if best else (),
+        command=_command(file, best) if best else (),
         run=id_of(folder),
         log_scaled=tuple(key for key, one in sweep.parameters.items() if _is_logarithmic(one)),
     )
@@ -110,9 +83,9 @@ def _is_logarithmic(parameter: Parameter) -> bool:
     return is_wide or bool(parameter.log_uniform or parameter.int_log_uniform)
 
 
-def _command(file: ExperimentFile, best: SweptTrial, *, overrides: Sequence[str]) -> tuple[str, ...]:
+def _command(file: ExperimentFile, best: SweptTrial) -> tuple[str, ...]:
     """Return the command that trains the best trial again, quoted for a shell."""
-    given = [word for word in overrides if not word.startswith(("sweep.", "sweep="))]
+    given = [word for word in file.overrides if not word.startswith(("sweep.", "sweep="))]
     given = [word for word in given if word.partition("=")[0] not in best.values]
     words = [*map(without_credentials_in, given), *(override(key, value) for key, value in best.values.items())]
     return ("pipeline", "run", *map(shlex.quote, (str(file.path), *words)))
@@ -139,11 +112,3 @@ def _tags(swept: Swept) -> Iterator[Tagged]:
     if (best := swept.trial(swept.best)) is not None:
         tags = {"best_run": best.run} | {f"best.{key}": str(value) for key, value in best.values.items()}
         yield Tagged(run=swept.run, tags={**tags, f"best.{swept.metric}": figure(best.value)})
-
-
-def _files(result: SweptReport) -> dict[str, str]:
-    return {
-        FILE_NAME: result.model_dump_json(indent=1) + "\n",
-        TABLE_NAME: table_json(result.columns()),
-        CSV_NAME: result.to_csv(),
-    }

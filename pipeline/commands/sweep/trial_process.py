@@ -1,51 +1,23 @@
 """Process of a trial: ``pipeline run`` with the trial's values; it ends with the process that started it.
 
-The first line of standard input is its assignment. Further lines are the decisions on its evaluations: `PROCEED`, or
-the reason to stop early. The end of the input means that the parent process is gone. The trial saves a checkpoint
-before it ends.
+Standard input has the pickled `TrialJob` and `Record`. Its end means that the parent process is gone. The trial saves a
+checkpoint before it ends.
 """
 
 import os
+import pickle
 import signal
 import sys
 import threading
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.commands.sweep.assignment import PROCEED, Assignment
-from pipeline.commands.sweep.decisions import Decisions
-from pipeline.errors import PipelineError, Terminated, UsageError, terminate
+from pipeline.commands.sweep.assignment import Record, TrialJob
+from pipeline.commands.sweep.journals import describe_early_stop, has_begun
+from pipeline.errors import PipelineError, Terminated, terminate
 from pipeline.system import allocator
 from pipeline.system.imports import importable, undisturbed
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
-
-
-class _Lifeline:
-    """Standard input, which carries the assignment and stop requests."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-        """Reason to stop early; empty without a request."""
-        # Unbuffered: a thread that waits in sys.stdin would hold a lock that Python needs to end.
-        self._stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - open as long as the process
-
-    def assignment(self) -> Assignment:
-        """Read the assignment."""
-        return Assignment.model_validate_json(self._stdin.readline())
-
-    def watch(self, decisions: Decisions) -> None:
-        """Start a thread that reads the decisions; it stops this process at the last one or the end of the input."""
-        threading.Thread(target=self._wait, args=(decisions,), name="lifeline", daemon=True).start()
-
-    def _wait(self, decisions: Decisions) -> None:
-        while (line := self._stdin.readline().decode().strip()) == PROCEED:
-            decisions.proceed()
-        self.reason = line
-        if self.reason:
-            decisions.stop()
-        else:  # a later session decides on what is recorded
-            decisions.proceed()
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> NoReturn:
@@ -64,13 +36,11 @@ def _warn(message: str) -> None:
 def _run() -> int:
     """Run the trial; return the exit code."""
     signal.signal(signal.SIGTERM, terminate)
-    lifeline = _Lifeline()
-    assignment = lifeline.assignment()
-    decisions = Decisions(assignment.job.metric, step=assignment.evaluated_step)
-    lifeline.watch(decisions)
+    job, record = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
+    threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
     try:
         with importable(Path.cwd()), allocator.huge_pages():
-            train(assignment, lifeline, decisions)
+            train(job, record)
     except PipelineError as error:
         sys.stderr.write(f"{error.told}\n")
         return error.exit_code
@@ -79,34 +49,28 @@ def _run() -> int:
     return 0
 
 
-def train(assignment: Assignment, lifeline: _Lifeline, decisions: Decisions) -> None:
+def _end_with_parent() -> None:
+    os.read(0, 1)  # not sys.stdin, whose lock Python needs to end
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(job: TrialJob, record: Record) -> None:
     """Run the trial, resumed if it was started before."""
     with undisturbed():
         from pipeline.commands import run
-    from pipeline.commands.sweep.journals import has_begun
-    from pipeline.config.load import load
-    from pipeline.config.summary import config_hash
     from pipeline.recording.recorded_run import Membership
     from pipeline.recording.terminal import Terminal
 
-    job, record = assignment.job, assignment.record
-    file = load(job.file, job.overrides).varied({**job.common, **record.values})
-    if config_hash(file.experiment) != assignment.config_hash:
-        raise UsageError(
-            f"{job.file}, or a default of pipeline, has changed since the sweep started. Restore the file, or the "
-            "version of pipeline that started the sweep, or start a new sweep."
-        )
     folder = job.folder_of(record.number)
     member = Membership(
         folder=folder,
         title=record.title,
-        interruption=lambda: lifeline.reason,
+        interruption=lambda: describe_early_stop(folder),
         logs_model=job.logs_models,
         shares_cluster=job.shares_cluster,
-        admit=decisions.admit if job.stops_early else None,
     )
     run.run(
-        file,
+        job.file.varied(record.values),
         with_baseline=False,
         verbose=job.verbose,
         terminal=Terminal.of(quiet=True),

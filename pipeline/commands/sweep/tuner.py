@@ -1,26 +1,26 @@
 """Ray Tune run of a sweep: which trial is next, how many run concurrently, which are stopped early."""
 
-import math
 import threading
-from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.commands.invocation import Invocation
+from pipeline.commands.sweep import sweep_report
 from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
-from pipeline.commands.sweep.journals import reached
+from pipeline.commands.sweep.journals import find_trial, reached
 from pipeline.commands.sweep.planning import SweepPlan
-from pipeline.commands.sweep.supervisor import EPOCH, SUGGESTION, VALUE, Supervisor
-from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live
-from pipeline.commands.sweep.sweep_report import trial as swept_trial
+from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
+from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
 from pipeline.config.sweep import Sweep
 from pipeline.recording.terminal import write
-from pipeline.report.swept import LEFT, State, SweptTrial, assigned, figure
+from pipeline.report.swept import LEFT, SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.system.process import environment
 
@@ -31,28 +31,8 @@ _SETTINGS = {
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # sweeps resume from journals
     "TUNE_WARN_THRESHOLD_S": "60",
 }
-
-
-class Halt:
-    """Block on Ray Tune's thread when a sweep is interrupted, so that it starts no trial and stops none early."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._over = threading.Event()
-
-    def ask(self) -> None:
-        """Ask the thread to block."""
-        self._asked.set()
-
-    def end(self) -> None:
-        """End the thread, after Ray has ended."""
-        self._over.set()
-
-    def obey(self) -> None:
-        """Block if asked to; called by Tune's thread repeatedly."""
-        if self._asked.is_set():
-            self._over.wait()
-            raise SystemExit  # ends a thread without a word
+_PATIENCE_S = 5.0
+"""Seconds that Ray Tune's thread has to end when a sweep is interrupted."""
 
 
 class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
@@ -61,31 +41,30 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
     Ray Tune calls it in the thread that it runs in.
     """
 
-    def __init__(self, plan: SweepPlan, invocation: Invocation, halt: Halt, *, end_search: Callable[[], None]) -> None:
-        """Call ``end_search`` when the cluster has no room for any trial."""
+    def __init__(self, plan: SweepPlan, invocation: Invocation) -> None:
         self.lacked = ""
         """Resources that the cluster lacked for a trial while no trial trained. Empty if it lacked none."""
-        self._end_search = end_search
+        self.stops = threading.Event()
+        """Set to end Ray Tune's thread at its next step, so that it starts no trial and stops none early."""
         self._plan = plan
         self._invocation = invocation
         self._terminal = invocation.terminal
-        self._halt = halt
-        self._best: dict[str, float] = {}
-        self._over: set[int] = set()
-        """Trials that had ended in an earlier session."""
-        self.progress = SweepProgress(
+        self._progress = SweepProgress(
             total=plan.sweep.total,
             epochs=plan.epochs,
             metric=plan.sweep.metric,
             direction=plan.direction,
             slots=plan.concurrent,
         )
-        """Progress of the sweep as a whole."""
         self._is_live = is_live(self._terminal.progress)
 
     def __getstate__(self) -> dict[str, Any]:
         """Save nothing: sweeps resume from journals, not from Tune's files."""
         return {}
+
+    def shown(self) -> AbstractContextManager[object]:
+        """Show the progress while the block runs, on a terminal."""
+        return shown_on(self._terminal.progress, self._progress)
 
     def tell(self, message: str) -> None:
         """Print a message on its own line."""
@@ -93,104 +72,109 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         write(self._terminal.progress, message)
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Block if asked to."""
-        self._halt.obey()
+        """End the thread if asked to."""
+        if self.stops.is_set():
+            raise SystemExit  # ends a thread without a word
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Tell that a trial begins, unless it ended in an earlier session."""
-        suggestion, found = self._found(trial)
+        """Print that a trial starts, unless it ended in an earlier session."""
+        found = self._find(trial)
         if found.state in ("finished", "stopped early"):
-            self._over.add(suggestion.number)
+            self._progress.update(found)
             return
-        self.progress.begin(suggestion.number, suggestion.values, epochs=found.epochs)
+        self._progress.update(found.model_copy(update={"state": "running"}))
         again = f", resumed after epoch {found.epochs}" if found.epochs else ""
         if not self._is_live:  # the bar has a line for it
-            self.tell(f"starting {suggestion.title}{again}")
+            self.tell(f"starting {_record(trial).title}{again}")
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Tell an evaluation; Tune reports the last one twice."""
-        self._halt.obey()
-        number, metric = _suggestion(trial).number, self._plan.sweep.metric
-        if trial.last_result.get(EPOCH) == result[EPOCH] or number in self._over:
+        """Print an evaluation; Tune reports the last one twice."""
+        number = _record(trial).number
+        if trial.last_result.get(EPOCH) == result[EPOCH] or not self._progress.is_running(number):
             return
-        self.progress.evaluated(number, epoch=result[EPOCH], value=result[VALUE])
+        self._progress.evaluated(number, epoch=result[EPOCH], value=result[VALUE])
         if not self._is_live:
-            self.tell(f"trial {number}: epoch {result[EPOCH]}, {metric} {figure(result[VALUE])}")
+            self.tell(f"trial {number}: epoch {result[EPOCH]}, {self._plan.sweep.metric} {figure(result[VALUE])}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Tell the end of a trial."""
-        suggestion, found = self._found(trial)
-        state: State = "stopped early" if found.state == "running" else found.state  # it writes its checkpoint yet
-        self._tell_end(suggestion, found, state=state)
+        """Print the end of a trial."""
+        found = self._find(trial)
+        if found.state in ("running", "interrupted"):  # it writes its checkpoint yet, or ended in an earlier session
+            found = found.model_copy(update={"state": "stopped early"})
+        self._end(found)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Tell the end of a trial that failed, or whose actor Ray has lost."""
-        suggestion, found = self._found(trial)
+        """Print the end of a trial that failed, or whose actor Ray has lost."""
+        found = self._find(trial)
         record = Record.read(self._invocation.folder / folder_name(found.number))
         if record is not None and record.lacked:
             self.lacked = record.lacked
-            self._end_search()
+            self.stops.set()
             found = found.model_copy(update={"state": "interrupted"})
         elif found.state in (*LEFT, "running"):  # the trial ends as its supervisor is gone
             found = found.model_copy(update={"state": "interrupted", "message": "Ray lost the process that ran it"})
-        self._tell_end(suggestion, found, state=found.state)
+        self._end(found)
 
-    def _tell_end(self, suggestion: Record, found: SweptTrial, *, state: State) -> None:
-        is_earlier, is_bad = suggestion.number in self._over, state in ("failed", "interrupted")
-        self.progress.end(suggestion.number, state, value=found.value, is_earlier=is_earlier)
+    def _find(self, trial: Any) -> SweptTrial:
+        return find_trial(self._invocation.folder, _record(trial), metric=self._plan.sweep.metric)
+
+    def _end(self, found: SweptTrial) -> None:
+        is_earlier, is_bad = not self._progress.is_running(found.number), found.state in ("failed", "interrupted")
+        self._progress.update(found)
         why = f": {found.message}" if is_bad else ""
         write(
             self._terminal.warnings if is_bad else self._terminal.progress,
-            f"trial {suggestion.number}: {state}{' before' if is_earlier else ''}{why}; {self._so_far(found)}",
+            f"trial {found.number}: {found.state}{' before' if is_earlier else ''}{why}; {self._describe(found)}",
         )
-        if found.state == "finished" and found.value is not None:
-            self._note(found, value=found.value)
+        ended = self._progress.ended
+        if found.state == "finished" and (best := sweep_report.best_of(ended, self._plan.direction)) is not None:
+            values = reached(self._invocation.folder / folder_name(best.number))
+            self._invocation.log(values, step=len(ended), epoch=len(ended))
 
-    def _so_far(self, found: SweptTrial) -> str:
-        """Return what the bar doesn't tell: on a terminal the trial's own result, else the progress of the sweep."""
+    def _describe(self, found: SweptTrial) -> str:
+        """Return what the bar doesn't show: on a terminal the trial's own result, else the progress of the sweep."""
         if not self._is_live:
-            return self.progress.line
+            return self._progress.line
         value = f"{self._plan.sweep.metric} {figure(found.value)} after epoch {found.epochs}, " if found.epochs else ""
         return f"{value}{assigned(found.values)}"
 
-    def _found(self, trial: Any) -> tuple[Record, SweptTrial]:
-        suggestion = _suggestion(trial)
-        return suggestion, swept_trial(self._invocation.folder, suggestion, metric=self._plan.sweep.metric)
 
-    def _note(self, found: SweptTrial, *, value: float) -> None:
-        """Record what the best trial so far reached, by the number of trials that have ended."""
-        metric, better = self._plan.sweep.metric, min if self._plan.direction == "min" else max
-        if math.isnan(value):
-            return
-        if metric not in self._best or better(value, self._best[metric]) != self._best[metric]:
-            self._best = {**reached(self._invocation.folder / folder_name(found.number)), metric: value}
-        ended = len(self.progress.ended)
-        self._invocation.log(self._best, step=ended, epoch=ended)
+def make_searcher(plan: SweepPlan, folder: Path) -> Searcher | None:
+    """Return Ray Tune's search with Optuna, after the trials of an earlier session; None for values already drawn.
+
+    Raises:
+        ResourceError: Optuna is not installed.
+    """
+    if plan.sweep.search == "random":
+        return None
+    from pipeline.commands.sweep.searchers import SweepSearch
+
+    begun = [record.values for record in sweep_report.records(folder)]
+    return SweepSearch(plan.sweep, begun, direction=plan.direction, seed=plan.seed)
 
 
-def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, display: SweepDisplay, halt: Halt) -> None:
+def search(plan: SweepPlan, searcher: Searcher | None, *, job: TrialJob, display: SweepDisplay) -> None:
     """Run all trials of a sweep, with a local Ray connected.
 
     Args:
         plan: the sweep's plan.
-        searcher: suggests the trials' values.
+        searcher: see `make_searcher`.
         job: settings shared by the trials.
         display: gets the trials' events.
-        halt: asked to block if this ends with an exception.
     """
-    sweep = plan.sweep
-    supervisor = tune.with_parameters(Supervisor, job=job.model_dump_json(), direction=plan.direction)
+    sweep, drawn = plan.sweep, [record.model_dump(include={"number", "values"}) for record in plan.suggestions]
     with environment(**_SETTINGS), TemporaryDirectory(prefix="pipeline-sweep-") as folder:
         tuner = tune.Tuner(
-            tune.with_resources(supervisor, plan.resources),
+            tune.with_resources(tune.with_parameters(Supervisor, job=job), plan.resources),
+            param_space={TRIAL: tune.grid_search(drawn)} if searcher is None else None,
             tune_config=tune.TuneConfig(
                 metric=job.metric,
                 mode=plan.direction,
                 search_alg=searcher,
                 scheduler=_scheduler(sweep, epochs=plan.epochs),
-                num_samples=sweep.total,
+                num_samples=1 if searcher is None else sweep.total,
                 max_concurrent_trials=plan.concurrent,
                 trial_dirname_creator=lambda trial: str(trial.trial_id),
             ),
@@ -202,14 +186,14 @@ def search(plan: SweepPlan, searcher: Searcher, *, job: TrialJob, display: Sweep
                 callbacks=[display],
             ),
         )
-        error = outside_main_thread(tuner.fit, name="ray-tune", interrupt=halt.ask, patience_s=0)
+        error = outside_main_thread(tuner.fit, name="ray-tune", interrupt=display.stops.set, patience_s=_PATIENCE_S)
     if error is not None and not isinstance(error, SystemExit):
         raise error
 
 
-def _scheduler(sweep: Sweep, *, epochs: int) -> TrialScheduler:
+def _scheduler(sweep: Sweep, *, epochs: int) -> ASHAScheduler | None:
     if sweep.asha is None:
-        return FIFOScheduler()
+        return None
     return ASHAScheduler(
         time_attr=EPOCH,
         max_t=epochs,
@@ -219,5 +203,5 @@ def _scheduler(sweep: Sweep, *, epochs: int) -> TrialScheduler:
     )
 
 
-def _suggestion(trial: Any) -> Record:
-    return Record.model_validate_json(trial.config[SUGGESTION])
+def _record(trial: Any) -> Record:
+    return Record.model_validate(trial.config[TRIAL])
