@@ -26,7 +26,7 @@ import psutil
 import published
 from pydantic import BaseModel
 
-from pipeline.commands.benchmark.prediction import workload_of
+from pipeline.commands.benchmark.predicted_rows import workload_of
 from pipeline.config.load import load
 from pipeline.config.schema import Configuration, Experiment
 from pipeline.config.targets import allowed_packages

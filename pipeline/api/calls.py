@@ -17,7 +17,7 @@ from pipeline.api.result import BenchmarkResult, RunResult
 from pipeline.commands import run as runner
 from pipeline.commands.benchmark import measure
 from pipeline.commands.benchmark.matrix import MatrixRequest
-from pipeline.commands.benchmark.prediction import parse_request
+from pipeline.commands.benchmark.predicted_rows import parse_request
 from pipeline.config.hidden_libraries import check_libraries
 from pipeline.config.load import ExperimentFile
 from pipeline.config.user_modules import check_not_importing

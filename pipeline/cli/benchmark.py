@@ -114,7 +114,7 @@ def benchmark(
     _check_ungiven(ctx, _OF_A_RUN, reason=f"{target} is an experiment file, not a run")
     with opened(target, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
         from pipeline.commands.benchmark.matrix import MatrixRequest
-        from pipeline.commands.benchmark.prediction import parse_request
+        from pipeline.commands.benchmark.predicted_rows import parse_request
 
         counts, link = parse_request(counts_of("--predict", predict) if predict is not None else (), network)
         wanted = MatrixRequest(

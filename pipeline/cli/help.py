@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from pipeline.cli.removed import check_verb
+from pipeline.cli.earlier_verbs import check_verb
 from pipeline.errors import UsageError
 
 GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {

@@ -8,7 +8,7 @@ import toys
 from samples import HARDWARE, MEASURED, comparison
 
 from pipeline.commands.benchmark.matrix import Matrix, MatrixRequest, make_matrix
-from pipeline.commands.benchmark.prediction import Predictor, unpredicted
+from pipeline.commands.benchmark.predicted_rows import Predictor, unpredicted
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link

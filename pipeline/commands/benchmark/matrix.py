@@ -5,7 +5,7 @@ from functools import partial
 from typing import Literal
 
 from pipeline import registry
-from pipeline.commands.benchmark.prediction import check_predictable, find_pair, is_pair
+from pipeline.commands.benchmark.predicted_rows import check_predictable, find_pair, is_pair
 from pipeline.config.schema import Configuration, Experiment
 from pipeline.config.values import Frozen
 from pipeline.errors import ExperimentError, ResourceError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.commands.benchmark.batch_sizes import double_batch
 from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make_matrix
-from pipeline.commands.benchmark.prediction import Predictor, unpredicted
+from pipeline.commands.benchmark.predicted_rows import Predictor, unpredicted
 from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError
