@@ -10,6 +10,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 
 from pipeline.config.extras import needs
 from pipeline.data.make_once import make_once
@@ -48,7 +49,14 @@ def _write(folder: Path, *, steps: int) -> None:
     tokenizer = _train_tokenizer(texts)
     tokenizer.save_pretrained(folder)
     with _one_thread(), quiet_transformers():
-        _train_model(texts, tokenizer, steps=steps).save_pretrained(folder)
+        _save(_train_model(texts, tokenizer, steps=steps), folder)
+
+
+def _save(model: Any, folder: Path) -> None:
+    """Save a model as its ``save_pretrained`` does, which writes nothing on any rank but 0 (transformers 5.23)."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def _find_sentences(text: str) -> list[str]:

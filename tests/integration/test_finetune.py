@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from outside import code
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.data import example_sentences
 
@@ -23,6 +25,18 @@ SHORT = ["--quick", "parallel.workers=1", "parallel.launcher=inprocess", "parall
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     return Path(example_sentences(str(tmp_path_factory.mktemp("encoder") / "tiny-encoder"), steps=1)).parent
+
+
+def test_any_rank_makes_the_whole_encoder(tmp_path: Path) -> None:
+    """As transformers' ``save_pretrained`` writes nothing on the ranks after the first one."""
+    pytest.importorskip("transformers")
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        example_sentences(str(tmp_path / "tiny-encoder"), steps=1)
+    finally:
+        dist.destroy_process_group()
+    made = {path.name for path in (tmp_path / "tiny-encoder").iterdir()}
+    assert {"config.json", "model.safetensors", "sentences.csv", "tokenizer.json"} <= made
 
 
 def from_file(encoder: Path) -> list[str]:
