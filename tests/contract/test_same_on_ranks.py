@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from rank_rows import ROWS
 from ranks import Ranks
-from rows import ROWS
 from same_on_ranks import COMPARISONS, Compared, Row, train_row
 
 from pipeline.protocol.trial import Rank

@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from rank_rows import FOR_FOUR, ROWS
 from ranks import Ranks
-from rows import FOR_FOUR, ROWS
 from same_on_ranks import Compared
 
 

@@ -112,11 +112,15 @@ class Ranks:
         """
         if not self._ready:
             self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            work = pickle.dumps((Path(folder), self.timeout_s, function, arguments))
-            for connection in self._ready:
-                connection.send_bytes(work)
-            return self._answers()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                work = pickle.dumps((Path(folder), self.timeout_s, function, arguments))
+                for connection in self._ready:
+                    connection.send_bytes(work)
+                return self._collect_answers()
+        except BaseException:  # a timeout of pytest, too: the next call would get what is still to come of this one
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the processes; without effect after the first time."""
@@ -136,7 +140,7 @@ class Ranks:
             theirs.close()
             self._ready[ours] = process
 
-    def _answers(self) -> list[Any]:
+    def _collect_answers(self) -> list[Any]:
         found: dict[Any, Any] = {}
         while len(found) < self.world_size:
             for connection in wait([one for one in self._ready if one not in found]):
@@ -145,7 +149,6 @@ class Ranks:
                 except EOFError:
                     succeeded, found[connection] = False, "a rank died"
                 if not succeeded:
-                    self.close()
                     raise RankFailed(found[connection])
         return [found[connection] for connection in self._ready]
 
