@@ -78,6 +78,7 @@ def _call_in_group(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    dist.barrier()  # a rank whose function needs no other would close connections that another is still making
     where = Rank(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
     found = function(where, *arguments)
     dist.destroy_process_group()
