@@ -2,6 +2,7 @@
 
 import gc
 import random
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import active_children
@@ -205,3 +206,14 @@ def test_a_failing_collate_is_shown_with_its_traceback(workers: int) -> None:
     assert isinstance(error, TrainingError)
     assert str(error) == "loader.collate failed on samples 0, 1: ValueError: the user's own collate"
     assert "in collate" in error.details.splitlines()[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_a_training_names_the_sample_that_cannot_be_read(where: str, workers: int) -> None:
+    with pytest.raises(TrainingError) as caught:
+        toys.trained(data={"_target_": "toys.unreadable_in", "where": where}, loader={"num_workers": workers})
+    assert str(caught.value) == "sample 5 of the data can't be read: OSError: no such image"
+    assert "toys.py" in caught.value.details
+    # Python's collector would end the queues of the loader's processes before the loader, which waits 5 s for each.
+    traceback.clear_frames(caught.tb)

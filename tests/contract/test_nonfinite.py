@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
+from ranks import on_ranks
 
 from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
@@ -59,8 +58,8 @@ def outcomes(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tu
         patch.chdir(project)
         patch.syspath_prepend(project)
         folders = {1: tmp_path_factory.mktemp("one"), 2: tmp_path_factory.mktemp("two")}
-        _train(0, 1, [_trial(case, 1) for case in CASES], folders[1])
-        torch.multiprocessing.spawn(_train, args=(2, [_trial(case, 2) for case in CASES], folders[2]), nprocs=2)
+        _train(Rank(), [_trial(case, 1) for case in CASES], folders[1])
+        on_ranks(_train, [_trial(case, 2) for case in CASES], folders[2], folder=folders[2])
     torch.set_num_threads(threads)
     return {(case, world): _read(folder / case) for world, folder in folders.items() for case in CASES}
 
@@ -75,22 +74,18 @@ def _trial(case: str, workers: int) -> Trial:
     )  # fmt: skip
 
 
-def _train(rank: int, world_size: int, trials: list[Trial], folder: Path) -> None:
-    if world_size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def _train(rank: Rank, trials: list[Trial], folder: Path) -> None:
+    where = Rank(rank=rank.rank, world_size=rank.world_size, node=f"node{rank.rank}")  # one rank on each node
     for trial in trials:
         events: list[AnyEvent] = []
         session = Session(
-            folder=folder / trial.name / f"{rank}", receive=events.append, parallel=trial.experiment.parallel
+            folder=folder / trial.name / f"{rank.rank}", receive=events.append, parallel=trial.experiment.parallel
         )
         session.folder.mkdir(parents=True)
-        where = Rank(rank=rank, world_size=world_size, node=f"node{rank}")  # one rank on each node
         with suppress(main.WorkerFailed):
             trial = trial.model_copy(update={"checkpoints": str(folder / trial.name / "checkpoints")})
             main.run(trial, rank=where, outbox=DirectOutbox(session))
         (session.folder / "events.jsonl").write_bytes(b"\n".join(map(event_to_json, events)))
-    if world_size > 1:
-        dist.destroy_process_group()
 
 
 def _read(folder: Path) -> Outcome:

@@ -44,7 +44,7 @@ def test_the_notebook_of_the_docs_runs_from_top_to_bottom(tmp_path: Path, monkey
 
     shown, alone, two, difference, table, history = executed(notebook, tmp_path, monkeypatch)
 
-    assert of_kind("text/plain", shown) == "Experiment(first-notebook: single x 1 with inprocess)"
+    assert of_kind("text/plain", shown) == "Experiment(first-notebook: 1 worker, inprocess)"
     assert float(of_kind("text/plain", alone[-1:])) > 0.8
     page = of_kind("text/html", two[-1:])
     assert "2 workers (ddp)</td>" in page

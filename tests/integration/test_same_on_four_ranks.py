@@ -1,23 +1,30 @@
-"""Orders, streams and gathered losses: the same training at 1 and 4 workers, also resumed."""
+"""The rows of the contract's table at 4 workers, and those that `make test` has no time for at 2 and 4."""
 
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import toy_contrastive
-import toy_gans
-import toy_orders
-from same_on_ranks import Alone
+from rank_rows import FOR_FOUR, ROWS
+from ranks import Ranks
+from same_on_ranks import Compared
 
 
-@pytest.mark.parametrize("kind", [toy_orders, toy_contrastive], ids=["orders", "gathered"])
-def test_four_workers_reach_the_losses_of_one_and_resume_it(tmp_path: Path, kind: Any) -> None:
-    alone = Alone(kind.CASES, tmp_path, stopped=kind.STOPPED)
-    alone.on(4)
-    for case in getattr(kind, "SAVED_FOR_ALL", ()):
-        alone.goes_on_from(4, case)
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks by their number, which serve all rows."""
+    started = cache(Ranks)
+    ready = [started(workers) for workers in (2, 4)]
+    yield started
+    for each in ready:
+        each.close()
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_several_optimizers_train_as_in_one_process_and_resume(tmp_path: Path, workers: int) -> None:
-    Alone(toy_gans.CASES, tmp_path, stopped=toy_gans.STOPPED).on(workers)
+@pytest.mark.parametrize("name", [*ROWS, *FOR_FOUR])
+def test_four_workers_train_as_one_and_resume_it(ranks: Callable[[int], Ranks], tmp_path: Path, name: str) -> None:
+    Compared((ROWS | FOR_FOUR)[name], tmp_path, ranks(4)).check_all()
+
+
+@pytest.mark.parametrize("name", FOR_FOUR)
+def test_two_workers_train_as_one_and_resume_it(ranks: Callable[[int], Ranks], tmp_path: Path, name: str) -> None:
+    Compared(FOR_FOUR[name], tmp_path, ranks(2)).check_all()

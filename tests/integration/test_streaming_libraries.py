@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from same_on_ranks import Alone
+from ranks import Ranks
+from same_on_ranks import Compared, Row
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 FUNCTIONS = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', DOCS, re.DOTALL))
@@ -79,8 +80,9 @@ def test_the_docs_stream_trains_alike_at_two_workers_and_resumed(
         "train": {"epochs": None, "steps": 9, "global_batch_size": 8},
         **sections,
     }
-    alone = Alone({module: case}, tmp_path / "runs", stopped=4)
-    losses = [value for (name, _), value in alone.series[module].items() if name == "train/loss"]
+    with Ranks(2) as ranks:
+        compared = Compared(Row(case, stopped=4), tmp_path / "runs", ranks)
+    losses = [value for (name, _), value in compared.alone.series.items() if name == "train/loss"]
     assert len(set(losses)) == 9
-    alone.on(2)
+    compared.check_all()
     gc.collect()  # a stream that is left early closes its files and threads when it is freed

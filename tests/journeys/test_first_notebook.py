@@ -38,7 +38,7 @@ def test_the_beginning_of_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: 
 
     shown, trained, result, kernel, refused = executed(notebook, tmp_path, monkeypatch)
 
-    assert of_kind("text/plain", shown) == "Experiment(first-notebook: single x 1 with inprocess)"
+    assert of_kind("text/plain", shown) == "Experiment(first-notebook: 1 worker, inprocess)"
     assert float(of_kind("text/plain", trained[-1:])) > 0.8
     told = of_kind("text/html", trained)
     assert "single: done, 46 steps" in told

@@ -159,9 +159,6 @@ def test_recorded_runs_of_before_say_what_they_have(
     finished, sweep = journal("finished"), journal("sweep")
     assert "no complete checkpoint" in there("evaluate", finished.folder.name).stderr
     assert "is a sweep. Name one of its trials" in there("evaluate", sweep.folder.name).stderr
-    predicted = there("predict", finished.folder.name)  # elsewhere, the word means a model's outputs
-    assert predicted.code == 2
-    assert f"pipeline evaluate {finished.folder.name}, or pipeline export" in predicted.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("--json",), ("--quiet",)])

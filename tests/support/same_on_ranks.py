@@ -1,90 +1,239 @@
-"""Trainings of one process, and of several from the beginning and from a checkpoint of the one, to be compared."""
+"""Rows of an experiment each, trained in one process and divided in other ways, to be compared."""
 
-import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import samples
+import torch
+import torch.distributed as dist
 import toys
-from ranks import on_ranks
+from ranks import Ranks
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank
-from pipeline.training import loop
+from pipeline.protocol.events import Resumed, Warned
+from pipeline.protocol.trial import Evaluation, Rank, Trial, Weights
+from pipeline.training import stream
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train
+from pipeline.training.restored import evaluate_checkpoint
 
-Series = dict[tuple[str, int], float]
-"""Values by the name of a metric and the step."""
-Cases = Mapping[str, Mapping[str, Any]]
-"""Sections of an experiment by the name of a case."""
+WHOLE, DIVIDED, RESUMED, CONTINUED = "whole", "in micro-batches", "resumed", "continued"
+BY_ONE, EVALUATED = "resumed by one", "evaluated"
+COMPARISONS = (WHOLE, DIVIDED, RESUMED, CONTINUED, BY_ONE, EVALUATED)
+"""Ways to train a row again, each compared with the training of one process.
 
-
-def trained(rank: Rank, folder: Path, sections: Mapping[str, Any], *, stopped: int, **update: Any) -> Series:
-    """Train with checkpoints in a folder; with ``resume`` from step ``stopped`` on."""
-    probe, loop.probe = loop.probe, lambda context, **_: samples.parts(step_ms=5.0)
-    trial = toys.trial(**sections, checkpoint={"every_steps": stopped, "keep": 100})
-    own = {"strategy": "single" if rank.world_size == 1 else "ddp", "workers": rank.world_size}
-    kept = toys.Kept()
-    try:
-        train(trial.model_copy(update={**own, "checkpoints": str(folder), **update}), rank=rank, outbox=kept)
-    finally:
-        loop.probe = probe
-    warnings = [event.message for event in kept.events if isinstance(event, Warned) and event.subject != "reading"]
-    assert not [each for each in warnings if not each.startswith("model: buffer count changes")]
-    resumes = update.get("resume", False)
-    assert ("resumed" in kept.kinds()) == (resumes and rank.is_first)
-    names = {point.name for event in kept.events if event.kind == "metrics" for point in event.points}
-    points = [one for name in names if name.startswith(("train/", "validation/")) for one in kept.points(name)]
-    return {(one.name, one.step): one.value for one in points if one.step > stopped * resumes}
+Several workers train it as a whole, in two micro-batches, and from a checkpoint of the one process. Of some rows they
+also continue from a checkpoint of their own, which is the same to the bit, and one process resumes it. They evaluate
+the best weights that one has saved, and their own.
+"""
 
 
-def rest(series: Series, *, stopped: int) -> Series:
-    """Return the values after a step."""
-    return {(name, step): value for (name, step), value in series.items() if step > stopped}
+class Row(NamedTuple):
+    """An experiment whose training doesn't depend on how it is divided."""
 
+    sections: Mapping[str, Any]
+    """Sections of the experiment that differ from those of `toys.experiment`."""
+    stopped: int = 2
+    """Step of the checkpoint that is resumed."""
+    strategy: str = "ddp"
+    options: Mapping[str, Any] = {}
+    """Options of the strategy."""
+    whole_batches: bool = False
+    """True if it has no micro-batches, as the samples of a global batch are compared."""
+    initial: Callable[[], nn.Module] | None = None
+    """Model whose weights, drawn with another seed, the training starts from."""
+    received: Callable[[Rank], Mapping[str, Any]] | None = None
+    """Streams of samples that a launcher sends to a rank."""
+    is_saved_by_all: bool = False
+    """True if checkpoints of several workers are continued, too."""
+    evaluated: tuple[str, ...] = ()
+    """Sets on which the best checkpoint is evaluated again."""
+    tolerance: float = 1e-12
+    counted: str = ""
+    """Buffer in which each process counts its own samples, which is not compared."""
+    warned: str = ""
+    """Start of the warnings that it may have."""
 
-class Alone:
-    """Series of one process by case, and its checkpoints."""
-
-    def __init__(self, cases: Cases, folder: Path, *, stopped: int) -> None:
-        self.cases, self.folder, self.stopped = cases, folder, stopped
-        self.series = {
-            name: trained(Rank(), folder / "1" / name, case, stopped=stopped) for name, case in cases.items()
+    def has(self, comparison: str) -> bool:
+        """Return True if the row is trained in this way."""
+        left_out = {
+            DIVIDED: self.whole_batches,
+            CONTINUED: not self.is_saved_by_all,
+            BY_ONE: not self.is_saved_by_all,
+            EVALUATED: not self.evaluated,
         }
-
-    def on(self, workers: int, more: Callable[[Rank, Path], Any] | None = None) -> Any:
-        """Compare all cases on so many ranks, from the beginning and resumed; return what ``more`` does on rank 0."""
-        folder, checkpoint = self.folder / str(workers), folder_name(self.stopped)
-        for name in self.cases:
-            shutil.copytree(self.folder / "1" / name / checkpoint, folder / "resumed" / name / checkpoint)
-        on_ranks(_compared, folder, self.cases, self.series, self.stopped, more, folder=folder, world_size=workers)
-        return pickle.loads((folder / "more").read_bytes())
-
-    def goes_on_from(self, workers: int, case: str) -> None:
-        """Continue with one process what so many ranks have saved, and compare."""
-        place, checkpoint = self.folder / "continued" / str(workers) / case, folder_name(self.stopped)
-        shutil.copytree(self.folder / str(workers) / "whole" / case / checkpoint, place / checkpoint)
-        found = trained(Rank(), place, self.cases[case], stopped=self.stopped, resume=True)
-        assert_same(found, rest(self.series[case], stopped=self.stopped), case)
+        return not left_out.get(comparison, False)
 
 
-def _compared(rank: Rank, folder: Path, cases: Cases, expected: Mapping[str, Series], stopped: int, more: Any) -> None:
-    for name, case in cases.items():
-        whole = trained(rank, folder / "whole" / name, case, stopped=stopped)
-        resumed = trained(rank, folder / "resumed" / name, case, stopped=stopped, resume=True)
+class Found(NamedTuple):
+    """Results of a training."""
+
+    series: dict[tuple[str, int], float]
+    """Values by the name of a metric and the step; of rank 0, as the weights."""
+    weights: dict[str, Tensor]
+    metrics: dict[str, float]
+    """Last metrics; of each rank, as its end."""
+    end: tuple[int, str, int]
+    """Last step, why it was the last, and the step of the best weights or 0."""
+
+
+def train_row(rank: Rank, row: Row, folder: Path, *, resume: bool = False, micro_batches: int = 1) -> Found:
+    """Train a row with checkpoints in a folder."""
+    kept = toys.Kept()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)  # torchmetrics, of a class
+        for name, rows in (row.received(rank) if row.received else {}).items():
+            patch.setitem(stream.received, name, rows)
+        result = train(_trial(row, rank, folder, resume=resume, micro_batches=micro_batches), rank=rank, outbox=kept)
+    _check_events(kept, row, resumed=[row.stopped] * (resume and rank.is_first))
+    points = [point for event in kept.events if event.kind == "metrics" for point in event.points]
+    series = {
+        (point.name, point.step): point.value
+        for point in points
+        if point.name.startswith(("train/", "validation/", "test/")) and point.step > row.stopped * resume
+    }
+    best = result.best.step if result.best else 0
+    weights = kept.files.get("model/weights.pt", {})
+    return Found(series, weights, dict(result.metrics), (result.steps, result.stopped_early, best))
+
+
+def _trial(row: Row, rank: Rank, folder: Path, *, resume: bool, micro_batches: int) -> Trial:
+    """A training that measures nothing; in one process without a strategy."""
+    sections = dict(row.sections)
+    divided = {"gradient_accumulation": micro_batches} if micro_batches > 1 else {}
+    start = {"start_from": {"file": "initial.safetensors"}} if row.initial else {}
+    sections["train"] = {**sections.get("train", {}), **divided, **start}
+    sections["checkpoint"] = {"every_steps": row.stopped, "keep": 100, **sections.get("checkpoint", {})}
+    return toys.trial(**sections).model_copy(
+        update={
+            **_way(row, rank),
+            "checkpoints": str(folder),
+            "resume": resume,
+            "train_only": True,
+            "initial": Weights(path=_initial(row, folder), source="drawn") if row.initial and rank.is_first else None,
+        }
+    )
+
+
+def _way(row: Row, rank: Rank) -> dict[str, Any]:
+    alone = rank.world_size == 1
+    strategy = {"strategy": "single", "options": {}} if alone else {"strategy": row.strategy, "options": row.options}
+    return {**strategy, "workers": rank.world_size}
+
+
+def _initial(row: Row, folder: Path) -> str:
+    assert row.initial is not None
+    path = folder.with_suffix(".safetensors")
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        save_file(row.initial().state_dict(), path)
+    return str(path)
+
+
+def _check_events(kept: toys.Kept, row: Row, *, resumed: list[int]) -> None:
+    assert [event.step for event in kept.events if isinstance(event, Resumed)] == resumed
+    said = [event.message for event in kept.events if isinstance(event, Warned) and event.subject != "reading"]
+    unexpected = [message for message in said if not row.warned or not message.startswith(row.warned)]
+    assert not unexpected, unexpected
+
+
+class Compared:
+    """A row that one process and several have trained, in all ways that it has."""
+
+    def __init__(self, row: Row, folder: Path, ranks: Ranks) -> None:
+        self.row, self.folder = row, folder
+        self.alone = train_row(Rank(), row, folder / "alone")
+        assert row.stopped < self.alone.end[0]
+        _copy_checkpoints(folder / "alone", folder / RESUMED, until=row.stopped)
+        self.divided = ranks.call(_train_divided, row, folder, self.alone.end[2])
+
+    def check_all(self) -> None:
+        """Compare all ways that the row has."""
+        for comparison in COMPARISONS:
+            if self.row.has(comparison):
+                self.check(comparison)
+
+    def check(self, comparison: str) -> None:
+        """Compare one way with the training of one process."""
+        if comparison == BY_ONE:
+            self._check_by_one()
+            return
+        expected = self._evaluated() if comparison == EVALUATED else self.alone
+        is_resumed = comparison in (RESUMED, CONTINUED)
+        found = [one[comparison] for one in self.divided]
+        self._compare(found, expected, after=self.row.stopped * is_resumed, tolerance=self.row.tolerance)
+        if comparison == CONTINUED:
+            whole = [one[WHOLE] for one in self.divided]
+            self._compare(found[:1], whole[0], after=self.row.stopped, tolerance=0.0)
+
+    def _check_by_one(self) -> None:
+        _copy_checkpoints(self.folder / WHOLE, self.folder / BY_ONE, until=self.row.stopped)
+        found = train_row(Rank(), self.row, self.folder / BY_ONE, resume=True)
+        self._compare([found], self.alone, after=self.row.stopped, tolerance=self.row.tolerance)
+
+    def _evaluated(self) -> Found:
+        """Results of the training as an evaluation has them."""
+        step = self.alone.end[2]
+        metrics = {f"{split}/loss": self.alone.metrics[f"{split}/loss"] for split in self.row.evaluated}
+        assert evaluate_row(Rank(), self.row, self.folder / "alone", step=step).metrics == metrics
+        by_others = evaluate_row(Rank(), self.row, self.folder / WHOLE, step=step).metrics
+        assert by_others == pytest.approx(metrics, abs=self.row.tolerance)
+        return Found({}, {}, metrics, (step, "", step))
+
+    def _compare(self, found: list[Found], expected: Found, *, after: int, tolerance: float) -> None:
+        def same(value: Any) -> Any:
+            return pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True)
+
+        series = {place: value for place, value in expected.series.items() if place[1] > after}
+        reached = {place: found[0].series.get(place) for place in series}  # several workers report more
+        different = {place: (reached[place], value) for place, value in series.items() if reached[place] != same(value)}
+        assert not different, different
+        assert found[0].weights.keys() == expected.weights.keys()
+        for name in expected.weights.keys() - {self.row.counted}:
+            weight = expected.weights[name]
+            torch.testing.assert_close(found[0].weights[name], weight, rtol=0, atol=tolerance, msg=name)
+        for one in found:
+            assert one.end == expected.end
+            assert one.metrics == same(expected.metrics)
+
+
+def _train_divided(rank: Rank, row: Row, folder: Path, best: int) -> dict[str, Found]:
+    """Train a row on a rank, in all ways that need several; ``best`` is the step of its best weights."""
+    found = {WHOLE: train_row(rank, row, folder / WHOLE)}
+    if row.has(DIVIDED):
+        found[DIVIDED] = train_row(rank, row, folder / DIVIDED, micro_batches=2)
+    found[RESUMED] = train_row(rank, row, folder / RESUMED, resume=True)
+    if row.has(CONTINUED):
         if rank.is_first:
-            assert_same(whole, expected[name], name)
-            assert_same(resumed, rest(expected[name], stopped=stopped), name)
-    found = more(rank, folder) if more is not None else None
-    if rank.is_first:
-        (folder / "more").write_bytes(pickle.dumps(found))
+            _copy_checkpoints(folder / WHOLE, folder / CONTINUED, until=row.stopped)
+        dist.barrier()
+        found[CONTINUED] = train_row(rank, row, folder / CONTINUED, resume=True)
+    if row.has(EVALUATED):
+        own, other = (evaluate_row(rank, row, folder / saved, step=best) for saved in (WHOLE, "alone"))
+        assert own.metrics == pytest.approx(other.metrics, abs=row.tolerance)
+        found[EVALUATED] = own
+    return found
 
 
-def assert_same(found: Series, expected: Series, case: str) -> None:
-    """Compare all values that one process has; several also report how long gradients are exchanged."""
-    assert expected
-    assert {place: found.get(place) for place in expected} == pytest.approx(expected, rel=1e-12, abs=1e-12), case
+def evaluate_row(rank: Rank, row: Row, folder: Path, *, step: int) -> Found:
+    """Evaluate a checkpoint on the sets of a row."""
+    made = toys.trial(**row.sections)
+    shared = {name: getattr(made, name) for name in Trial.model_fields if name != "role"}
+    shared |= {**_way(row, rank), "checkpoints": str(folder), "step": step}
+    metrics = {}
+    for split in row.evaluated:
+        values = evaluate_checkpoint(Evaluation(**shared, split=split), rank=rank, outbox=toys.Kept()).values
+        metrics[f"{split}/loss"] = values[f"{split}/loss"]
+    return Found({}, {}, metrics, (step, "", step))
+
+
+def _copy_checkpoints(source: Path, target: Path, *, until: int) -> None:
+    """Copy the checkpoints up to a step, which must be one of them."""
+    for step in range(1, until + 1):
+        if (source / folder_name(step)).exists():
+            shutil.copytree(source / folder_name(step), target / folder_name(step))
+    assert (target / folder_name(until)).exists()

@@ -404,6 +404,11 @@ def batch_norm_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
+def likely_net() -> nn.Module:
+    """Its outputs are probabilities: of other numbers torchmetrics asks each batch if it is to apply softmax."""
+    return nn.Sequential(nn.Linear(3, 3), nn.Softmax(1))
+
+
 def flat_net() -> nn.Module:
     """Its outputs have no dimension of size 1, as the targets have."""
     return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
@@ -762,6 +767,19 @@ class SparseBag(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.bag(inputs.abs().long().clamp(max=7))
+        return outputs
+
+
+class SparseWords(nn.Module):
+    """An embedding whose gradient is sparse, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(6, 3, sparse=True)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.words(inputs.abs().mul(2).long().clamp(max=5)).sum(1))
         return outputs
 
 

@@ -1,0 +1,113 @@
+"""One table: experiments that two ranks refuse alike, whichever of them notices."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import toys
+from ranks import Ranks
+
+from pipeline.errors import PipelineError
+from pipeline.protocol.trial import Rank, Weights
+from pipeline.training.loop import train
+
+BATCH_NORM = {"_target_": "toys.batch_norm_net"}
+SPARSE = {"_target_": "toys.SparseWords"}
+
+
+class Refusal(NamedTuple):
+    """Sections of an experiment, and the start of its error."""
+
+    sections: dict[str, Any]
+    said: str
+    strategy: str = "ddp"
+    options: dict[str, Any] = {}
+    initial: str = ""
+    """File of weights that rank 0 can't read."""
+    steps: tuple[str, ...] = ()
+    """Checkpoints that are left."""
+
+
+def data(samples: int) -> dict[str, Any]:
+    return {"data": {"_target_": "toys.regression", "samples": samples, "validation": 4}}
+
+
+REFUSED = {
+    "one sample for BatchNorm": Refusal(
+        {**data(50), "model": BATCH_NORM, "train": {"global_batch_size": 12}},
+        "train.global_batch_size: rank {rank} gets one sample of a global batch of 2 (2 workers), "
+        "but BatchNorm needs at least 2. Set 11, so that each rank gets at least 2, "
+        "or use a layer without batch statistics, e.g. GroupNorm.",
+    ),
+    "too few samples for BatchNorm": Refusal(
+        {**data(2), "model": BATCH_NORM, "train": {"global_batch_size": 2}},
+        "With only 2 samples, use fewer workers",
+    ),
+    "order of the process": Refusal(
+        {"sampler": {"_target_": "toy_orders.of_the_process"}},
+        "sampler: differs between rank 0 and rank 1. Draw from a seeded generator",
+    ),
+    "stream without a seed": Refusal(
+        {"data": {"_target_": "toy_streams.stream", "kind": "Unseeded"}},
+        " of the training set differs between rank 0 and rank 1",
+    ),
+    "lost weights": Refusal(
+        {"train": {"start_from": {"file": "lost.safetensors"}}},
+        "lost.safetensors can't be read on the node of rank 0",
+        initial="lost.safetensors",
+    ),
+    "sparse gradients, fsdp": Refusal({"model": SPARSE}, "sparse gradients, which fsdp does not support", "fsdp"),
+    **{
+        f"sparse gradients, {hook}": Refusal(
+            {"model": SPARSE}, f"communication_hook: {hook}", options={"communication_hook": hook}
+        )
+        for hook in ("powersgd", "fp16")
+    },
+    "nan in the validation set": Refusal(
+        {"data": {"_target_": "toys.poisoned_validation"}, "checkpoint": {"every_steps": 2}},
+        "the validation loss is nan after epoch 1 (step 3), although",
+        steps=("step-00000002",),
+    ),
+    "metric that returns a text": Refusal(
+        {"metrics": {"roc": {"_target_": "toy_metrics.Texts"}}},
+        "metrics.roc: Texts returned a str. Use a metric that returns a number",
+    ),
+    "metric with a state outside": Refusal(
+        {"metrics": {"count": {"_target_": "toy_metrics.Outside"}}},
+        "metrics.count: Outside updates rows, which is not merged over workers. Declare it with",
+    ),
+    "metrics in a list": Refusal(
+        {"metrics": {"count": {"_target_": "toy_metrics.Listed"}}},
+        "metrics.count: Listed has metrics in the list or dict inner. Put them into torch.nn.ModuleList",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def _error(rank: Rank, refusal: Refusal, folder: Path) -> str:
+    given = toys.trial(**refusal.sections)
+    update: dict[str, Any] = {
+        "strategy": refusal.strategy, "options": refusal.options, "workers": 2, "checkpoints": str(folder)
+    }  # fmt: skip
+    if refusal.initial and rank.is_first:
+        update["initial"] = Weights(path=str(folder / refusal.initial), source="lost")
+    with pytest.raises(PipelineError) as caught:
+        train(given.model_copy(update=update), rank=rank, outbox=toys.Kept())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_ranks_raise_the_same_error(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    refusal = REFUSED[name]
+    errors = ranks.call(_error, refusal, tmp_path)
+
+    assert refusal.said.format(rank=0) in errors[0]
+    assert [error.replace(f"rank {rank} gets", "rank 0 gets") for rank, error in enumerate(errors)] == 2 * errors[:1]
+    if refusal.steps:
+        assert tuple(path.name for path in tmp_path.iterdir()) == refusal.steps

@@ -1,0 +1,151 @@
+"""What two ranks report: at the same steps, operations, ranges of the exchange, and the trace of one of them."""
+
+import gzip
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from ranges import ranges_of
+from ranks import Ranks
+from torch import Tensor, nn
+
+from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.protocol.events import Warned
+from pipeline.protocol.trial import Rank
+from pipeline.protocol.trial_result import Flops
+from pipeline.training.build import build
+from pipeline.training.clock import Clock
+from pipeline.training.collectives import barrier
+from pipeline.training.dry_run import held_step
+from pipeline.training.flops import count
+from pipeline.training.loop import train
+from pipeline.training.meter import Meter
+from pipeline.training.probe import TRACED_STEPS
+from pipeline.training.step import StepResult
+
+COUNTED = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("fsdp", {})]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+# Steps after which ranks report
+
+
+def test_ranks_agree_however_long_each_of_them_takes(ranks: Ranks) -> None:
+    quick, slow = ranks.call(_reports)
+
+    assert quick == slow
+    assert 2 < len(quick) < 50
+
+
+def _reports(rank: Rank) -> list[int]:
+    """Return the steps after which a rank reported, of which one is slower than the other."""
+    long = {"data": {"_target_": "toys.regression", "samples": 400}}  # 100 steps in an epoch
+    trial = toys.trial(**long, train={"global_batch_size": 4, "log_every_steps": 1})
+    context = build(trial.model_copy(update={"workers": 2}), rank=rank)
+    clock = Clock(device=context.device, warmup_steps=0)
+    meter = Meter(context=context, clock=clock, outbox=toys.Kept())
+    reports = []
+    clock.resume()
+    for step in range(1, 100):
+        time.sleep(0.004 * rank.rank)  # nothing else makes ranks wait for each other
+        meter.add(StepResult(torch.zeros(()), None, 0.1, False), samples=4)
+        if meter.cadence.is_due(step):
+            meter.flush(step=step, epoch=1)
+            reports.append(step)
+    return reports
+
+
+# Operations of a step
+
+
+class FailsOnOneRank(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
+        if torch.distributed.get_rank() == 1:
+            raise MemoryError("no room on this rank")
+        return super().forward(input)
+
+
+def test_ranks_count_what_one_process_counts(ranks: Ranks) -> None:
+    for found in ranks.call(_counts):
+        assert found == [(Flops(of_sample={"fp64": 12.0}), [])] * len(COUNTED)
+
+
+def _counts(rank: Rank) -> list[tuple[Flops | None, list[str]]]:
+    return [
+        _count(toys.trial().model_copy(update={"strategy": strategy, "workers": 2, "options": options}), rank)
+        for strategy, options in COUNTED
+    ]
+
+
+def test_a_rank_that_cannot_count_is_named(ranks: Ranks) -> None:
+    message = "could not count the FLOPs of a step on rank 1, so none are reported: no room on this rank"
+    assert ranks.call(_count_with_failure) == [(None, [message]), (None, [])]
+
+
+def _count_with_failure(rank: Rank) -> tuple[Flops | None, list[str]]:
+    trial = toys.trial(model={"_target_": "test_reported_on_ranks.FailsOnOneRank"})
+    allowed = (*trial.allowed, "test_reported_on_ranks")
+    return _count(trial.model_copy(update={"strategy": "ddp", "workers": 2, "allowed": allowed}), rank)
+
+
+def _count(trial: toys.Trial, rank: Rank) -> tuple[Flops | None, list[str]]:
+    """Return the operations of a step, and what was said."""
+    outbox = toys.Kept()
+    context = build(trial, rank=rank)
+    counted = count(context, held_step(context), outbox=outbox)
+    barrier(rank)
+    return counted, [event.message if isinstance(event, Warned) else event.kind for event in outbox.events]
+
+
+# NVTX ranges
+
+
+def test_the_exchange_is_marked_in_the_backward_pass_of_the_last_micro_batch(ranks: Ranks) -> None:
+    for told in ranks.call(_ranges):
+        phases = [name.removeprefix("step 2 > ") for name in told if name.startswith("step 2 > ")]
+        micro_batch = ["input", "forward", "backward"]
+        assert phases == [*micro_batch, *micro_batch, "backward > (exchange)", "optimizer"]
+
+
+def _ranges(rank: Rank) -> list[str]:
+    trial = toys.trial(benchmark={"nvtx": True}, train={"gradient_accumulation": 2})
+    trial = trial.model_copy(update={"strategy": "ddp", "workers": 2, "train_only": True})
+    with pytest.MonkeyPatch.context() as patch:
+        ranges, _ = ranges_of(trial, patch, rank=rank)
+    return list(ranges.told)
+
+
+# The trace of a rank
+
+
+def test_two_ranks_take_the_steps_together_and_one_records_them(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.call(_trace, tmp_path)
+    with gzip.open(tmp_path / "0" / "traces" / "main.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    names = Counter(event["name"] for event in events if "name" in event)
+
+    assert not (tmp_path / "1" / "traces").exists()
+    assert names["DistributedDataParallel.forward"] == TRACED_STEPS
+    assert sum(count for name, count in names.items() if re.search("all_?reduce", name)) >= TRACED_STEPS
+
+
+def _trace(rank: Rank, folder: Path) -> None:
+    trial = toys.trial(max_steps=4).model_copy(update={"profile": True, "workers": 2, "strategy": "ddp"})
+    own = folder / str(rank.rank)
+    own.mkdir()
+    session = Session(folder=own, receive=lambda _: None, parallel=trial.experiment.parallel)
+    train(trial, rank=rank, outbox=DirectOutbox(session))

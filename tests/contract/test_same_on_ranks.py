@@ -1,0 +1,61 @@
+"""One table: the same training at 1 and 2 workers, in two micro-batches, and resumed by more, fewer or as many."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from rank_rows import ROWS
+from ranks import Ranks
+from same_on_ranks import COMPARISONS, Compared, Row, train_row
+
+from pipeline.protocol.trial import Rank
+
+PAIRS = [(name, comparison) for name, row in ROWS.items() for comparison in COMPARISONS if row.has(comparison)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks that serve all rows."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def compared(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compared]:
+    """Trainings of a row."""
+    return cache(lambda name: Compared(ROWS[name], tmp_path_factory.mktemp("row"), ranks))
+
+
+@pytest.mark.parametrize(("name", "comparison"), PAIRS, ids=[" - ".join(pair) for pair in PAIRS])
+def test_it_trains_the_same(compared: Callable[[str], Compared], name: str, comparison: str) -> None:
+    compared(name).check(comparison)
+
+
+def test_rows_are_what_they_are_named_for(compared: Callable[[str], Compared]) -> None:
+    """Equal results would mean little if a feature did nothing."""
+    early, best = (compared(name).alone for name in ("early stopping", "best weights, ddp"))
+    assert early.end[0] < 60
+    assert early.end[1].startswith("validation/loss has not improved from")
+    assert 0 < best.end[2] < best.end[0]
+    assert best.metrics.keys() >= {"test/loss", "validation/loss"}
+    assert "validation/parts" in compared("metrics of 11 samples").alone.metrics
+    assert {"train/loss", "train/gradient_norm"} <= {name for name, _ in compared("gathered: both").alone.series}
+
+
+def test_rows_that_are_sent_train_as_rows_that_are_read(compared: Callable[[str], Compared], tmp_path: Path) -> None:
+    in_order = {"data": {"_target_": "toy_streams.stream", "kind": "Sized", "validation": True}}
+    read, sent = train_row(Rank(), Row(in_order), tmp_path / "read"), compared("rows that are sent, ddp").alone
+    assert sent.series == pytest.approx(read.series, rel=1e-12, abs=1e-12)
+
+
+def test_a_process_that_trains_alone_beside_others_gathers_from_none(
+    ranks: Ranks, compared: Callable[[str], Compared], tmp_path: Path
+) -> None:
+    """As a baseline does on rank 0."""
+    beside, _ = ranks.call(_train_beside, ROWS["gathered: both"], tmp_path / "beside")
+    assert beside == compared("gathered: both").alone.series
+
+
+def _train_beside(rank: Rank, row: Row, folder: Path) -> object:
+    return train_row(Rank(), row, folder).series if rank.is_first else None
