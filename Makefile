@@ -76,9 +76,10 @@ gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside 
 gpu-bundle: $(STAMP)  ## A folder that runs these tests and benchmarks on a machine with torch and a GPU, but no network
 	$(BIN)/python benchmarks/gpu_bundle.py build/gpu-bundle
 
-schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it, and docs/keys.md
+schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it, docs/keys.md and tests/PROMISES.md
 	for folder in experiments templates/*/*/experiments; do $(BIN)/pipeline schema > "$$folder/experiment.schema.json"; done
 	$(BIN)/python docs/keys_page.py > docs/keys.md
+	$(BIN)/python tests/promises.py > tests/PROMISES.md
 
 docs: $(STAMP)  ## Build the documentation as a site, site/index.html; a broken link or a forgotten page is an error
 	$(BIN)/mkdocs build --strict

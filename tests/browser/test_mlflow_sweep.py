@@ -1,5 +1,7 @@
 """The MLflow UI on a recorded sweep beside other runs: its trials in a table and in charts, and the order of charts."""
 
+# promise: columns and charts of MLflow's pages
+
 import json
 import re
 from collections.abc import Iterator

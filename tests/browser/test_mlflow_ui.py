@@ -1,5 +1,7 @@
 """The MLflow UI on a real run, as its users see it in Chromium."""
 
+# promise: columns and charts of MLflow's pages
+
 import json
 import re
 import signal

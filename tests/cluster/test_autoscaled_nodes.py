@@ -3,6 +3,8 @@
 The added nodes are processes on the head's machine. Both versions of the autoscaler run here.
 """
 
+# promise: an autoscaler is asked for nodes, at the start and to grow; Ray's own
+
 import json
 from collections.abc import Iterator
 

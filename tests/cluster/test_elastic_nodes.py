@@ -1,5 +1,8 @@
 """An elastic training continues without a node that is cut off, and without a new node that can't have workers."""
 
+# promise: a node that can't have workers is left out while others have room; new nodes are checked during training
+# promise: `workers: [1, 4]` on Ray nodes that die and join
+
 import re
 import subprocess
 import time

@@ -1,5 +1,8 @@
 """Nodes that are lost or drained in the middle of a training, and what it does about it."""
 
+# promise: an existing Ray cluster; several nodes
+# promise: a node that is about to go away is left in time, at a common step, not counted as a failure
+
 import re
 import subprocess
 import time

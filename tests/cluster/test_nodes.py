@@ -4,6 +4,9 @@ Nodes 0 and 1 have the custom resource ``even``. Node 2 is another machine: it h
 Machine 3 is connected to them, but no node.
 """
 
+# promise: an existing Ray cluster; several nodes
+# promise: a node that can't have workers is left out while others have room; new nodes are checked during training
+
 import re
 import shutil
 import subprocess

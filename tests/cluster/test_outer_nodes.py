@@ -3,6 +3,8 @@
 For srun, a process on each node gets the variables that Slurm sets.
 """
 
+# promise: an outer launcher on two nodes: losses to 1e-12, SIGTERM, kill, cut link, resume on another number of nodes
+
 import signal
 import subprocess
 import sys

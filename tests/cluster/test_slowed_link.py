@@ -1,5 +1,7 @@
 """A link between two nodes that is slowed in the middle of a training: the spike is told, with its steps and a rank."""
 
+# promise: how long gradients are exchanged while training runs, and its spikes; on a link that is slowed in the middle
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,8 @@
 """What Python asks for is checked as a file is, and a plain import stays quick."""
 
+# promise: Python and notebooks
+# promise: a script without a guard, and files that hide a library, are named
+
 import multiprocessing
 import os
 import runpy

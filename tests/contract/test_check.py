@@ -1,5 +1,8 @@
 """``pipeline check`` as a command: each file in a process of its own, of which nothing is left."""
 
+# promise: a script without a guard, and files that hide a library, are named
+# promise: `check` finds what `run` finds, accepts what runs; a crash is an error
+
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

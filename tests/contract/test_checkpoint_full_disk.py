@@ -1,5 +1,7 @@
 """A disk that is full for a while costs checkpoints, no training."""
 
+# promise: an older checkpoint is never the last in silence
+
 import errno
 import shutil
 import subprocess

@@ -1,5 +1,7 @@
 """The commands, as users call them."""
 
+# promise: the commands, their help, exit codes, plan and schema
+
 import json
 import re
 import socket

@@ -1,5 +1,7 @@
 """Coupling of two ranks that the first step shows, and parameters without a gradient, from the start or later."""
 
+# promise: state outside of checkpoints is saved or named; parameters that start or stop learning
+
 from pathlib import Path
 from typing import Any
 

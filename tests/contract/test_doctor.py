@@ -1,5 +1,7 @@
 """The doctor on this machine, on a real Ray, and at stores that are not what they should be."""
 
+# promise: `doctor`
+
 import re
 import subprocess
 import sys

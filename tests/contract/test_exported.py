@@ -1,5 +1,7 @@
 """An exported model answers in a Python in which ``pipeline`` can't be imported, as the trained model does."""
 
+# promise: `export`: the weights of the result, loaded where `pipeline` can't be imported
+
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,7 @@
 """The first sign of a command on a terminal, and what is left of it."""
 
+# promise: a terminal shows at once what is waited for, then a bar that moves, and what is done after the last step
+
 import os
 import pty
 import signal

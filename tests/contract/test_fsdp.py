@@ -1,5 +1,7 @@
 """fsdp in two processes over gloo: its options, mixed precision, uneven shares, checkpoints, and what a rank holds."""
 
+# promise: every strategy reaches the weights of `single`, options included
+
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,5 +1,8 @@
 """Slots in turn on two ranks: equally many on both, nothing of the training changes, and who waits is blocked."""
 
+# promise: the interval of a speedup contains the truth as often as it says
+# promise: baseline and training take slots in turn, the training's results stay the same to the bit
+
 import json
 import sys
 import time

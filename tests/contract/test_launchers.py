@@ -1,5 +1,7 @@
 """What every launcher holds to, old or new: results arrive, a rank's own error is kept, nothing is left behind."""
 
+# promise: the traceback of the first failing rank; a killed worker is reported; no process remains
+
 import re
 from collections.abc import Callable
 from typing import Any

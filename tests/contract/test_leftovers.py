@@ -1,5 +1,7 @@
 """Threads and processes that user code has left when a command ends."""
 
+# promise: user code leaves threads or processes: the command ends and names them
+
 import subprocess
 import sys
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """Loader processes: the same samples, their errors by name, none left behind."""
 
+# promise: what a sample draws is the same at any world size, with any loader, after a resume
+
 import gc
 import random
 import traceback

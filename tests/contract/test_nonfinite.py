@@ -1,5 +1,7 @@
 """NaN and infinity: the rank and its samples are named, a step that is skipped leaves no trace in the weights."""
 
+# promise: a NaN stops all ranks and is reported with step, rank and samples; `skip`
+
 import importlib
 from contextlib import suppress
 from pathlib import Path

@@ -1,5 +1,9 @@
 """What can't work is refused before anything starts: the right exit code, file and line, and what to write instead."""
 
+# promise: the commands, their help, exit codes, plan and schema
+# promise: a run without a step is neither listed nor sent
+# promise: no silent fallback; errors name place, value and fix, before anything starts
+
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,8 @@
 """What two ranks report: at the same steps, operations, ranges of the exchange, and the trace of one of them."""
 
+# promise: NVTX ranges of a step, and of the exchange
+# promise: operations of a step, counted by hand too; MFU, utilization and its cause, energy (fake NVML), price
+
 import gzip
 import json
 import re

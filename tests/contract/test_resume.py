@@ -1,5 +1,7 @@
 """What two ranks save and resume: powersgd, sharded parameters, one copy for each node."""
 
+# promise: resumed after any step, with each strategy, optimizer, scheduler; with a different number of workers
+
 import shutil
 import time
 from collections.abc import Callable, Iterator

@@ -1,5 +1,16 @@
 """One table: the same training at 1 and 2 workers, in two micro-batches, and resumed by more, fewer or as many."""
 
+# promise: iterable datasets: indexed samples in this order, 1 and 2 workers, resumed by state or by reading again
+# promise: logs and losses of an evaluation are means; each metric is that of all samples
+# promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
+# promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
+# promise: resumed after any step, with each strategy, optimizer, scheduler; with a different number of workers
+# promise: which samples form a batch depends on seed and step; each validation sample counts once
+# promise: orders of one's own, and a batch by worker: the same at 1 and 2 workers and resumed within an epoch
+# promise: losses over the whole global batch, at 1 and 2 workers and resumed; refused where there is none
+# promise: `evaluate`: a checkpoint's values are the training's, at any world size; the run keeps status and duration
+# promise: the best weights are the result; a test set is evaluated once with them
+
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path

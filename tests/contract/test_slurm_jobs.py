@@ -1,5 +1,8 @@
 """Scripts of submitted jobs, read by shellcheck and executed by bash."""
 
+# promise: a Slurm job near its time limit saves its last step; a cancelled one stays cancelled
+# promise: `submit`, the script for Slurm
+
 import json
 import os
 import shutil

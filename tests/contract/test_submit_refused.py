@@ -1,5 +1,7 @@
 """What can't be submitted is told before anything is sent; scripts are printed."""
 
+# promise: `submit`, the script for Slurm
+
 import http.server
 import shutil
 import socket

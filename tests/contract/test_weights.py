@@ -3,6 +3,9 @@
 Held to plain torch on whole global batches, in fp64, for every number of workers and micro-batches and every strategy.
 """
 
+# promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
+# promise: losses weighted by tokens or class weights; other losses are refused
+
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -7,6 +7,8 @@ executed: commands one after the other, Python as a script. ``, with KEY=VALUE``
 ``<!-- test: shown -->`` is what the command before it printed.
 """
 
+# promise: every example of the docs runs
+
 import os
 import re
 import shutil

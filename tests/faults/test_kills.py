@@ -3,6 +3,8 @@
 The moments are drawn anew each time; the seed is printed, and FAULT_SEED repeats it.
 """
 
+# promise: random kills, SIGTERM, damaged checkpoints, three ranks, S3
+
 import os
 import random
 import signal

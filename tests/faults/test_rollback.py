@@ -1,5 +1,7 @@
 """A rollback is remembered: what it has left out stays left out in a run that is resumed."""
 
+# promise: `rollback`
+
 import random
 import time
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """A run whose checkpoints lie in S3 goes on from there."""
 
+# promise: random kills, SIGTERM, damaged checkpoints, three ranks, S3
+
 import random
 from collections.abc import Callable
 

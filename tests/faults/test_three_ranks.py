@@ -1,5 +1,7 @@
 """Three ranks, the least whose sums depend on the order of adding: with all that draws random numbers switched on."""
 
+# promise: random kills, SIGTERM, damaged checkpoints, three ranks, S3
+
 import random
 from collections.abc import Callable, Sequence
 from contextlib import closing

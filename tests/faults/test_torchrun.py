@@ -1,5 +1,7 @@
 """A run under a ``torchrun`` of the user's own, which passes signals on to all ranks and kills them 30 s later."""
 
+# promise: random kills, SIGTERM, damaged checkpoints, three ranks, S3
+
 import os
 import random
 import signal

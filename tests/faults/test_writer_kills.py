@@ -1,5 +1,7 @@
 """The process that writes to MLflow, killed at random moments: the next one sends the rest, and doubles nothing."""
 
+# promise: the process that writes to MLflow is killed: nothing is lost or doubled
+
 import importlib
 import os
 import random

@@ -3,6 +3,8 @@
 Needs neither Ray, MLflow nor scikit-learn, so that the folder of `make gpu-bundle` runs it, with `--noconftest`.
 """
 
+# promise: what a GPU proves, and a table that says what has not run
+
 import gc
 from collections.abc import Callable
 from pathlib import Path

@@ -4,6 +4,8 @@ What needs two GPUs is skipped with one, and pytest's summary says so. Needs nei
 the folder of `make gpu-bundle` runs it, with `--noconftest`; without Ray, which it leaves out, its test is skipped.
 """
 
+# promise: what a GPU proves, and a table that says what has not run
+
 import gc
 import importlib.util
 import time

@@ -1,5 +1,7 @@
 """Advice from real measurements, each of a training made so that it is true, and of one made so that it isn't."""
 
+# promise: advice on a run that needs it, measured
+
 import os
 import subprocess
 import sys

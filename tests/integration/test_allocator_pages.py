@@ -1,5 +1,7 @@
 """Memory that a step frees stays with the process: counted in processes of their own, as it can't be undone."""
 
+# promise: data larger than memory: memory stays flat over an epoch; what the allocator keeps
+
 import os
 import platform
 import subprocess

@@ -1,5 +1,7 @@
 """A run with trackers beside MLflow: TensorBoard, W&B offline, and one that fails, written by the process beside it."""
 
+# promise: `tracking.loggers` through the command, W&B offline, and one that fails
+
 import json
 import math
 import struct

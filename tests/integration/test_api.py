@@ -1,5 +1,7 @@
 """`from pipeline import Experiment, run, benchmark` in a script; notebooks are in test_notebook.py."""
 
+# promise: Python and notebooks with workers, interrupted
+
 import random
 import signal
 import sys

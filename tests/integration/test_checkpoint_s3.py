@@ -1,5 +1,7 @@
 """Checkpoints in S3: what is kept, and what happens when the server is gone."""
 
+# promise: random kills, SIGTERM, damaged checkpoints, three ranks, S3
+
 import os
 import random
 

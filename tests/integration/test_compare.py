@@ -1,5 +1,7 @@
 """``pipeline benchmark FILE`` as a whole: the matrix under torchrun, its JSON, its runs in MLflow, its failures."""
 
+# promise: `benchmark`: its failures, Ctrl-C, weak scaling
+
 import json
 import signal
 import time

@@ -1,5 +1,7 @@
 """Trainings that torch.compile takes part in, to the end."""
 
+# promise: torch.compile, EMA
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Detection and segmentation train the same at 1 and 2 workers: the detector of examples/, and masks with gaps."""
 
+# promise: detection and segmentation: terms of a loss, any number of boxes, at 1 and 2 workers
+
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """The number of workers follows what a cluster has room for, and training stays the same."""
 
+# promise: `workers: [1, 4]` on Ray nodes that die and join
+
 import os
 import random
 import shutil

@@ -4,6 +4,8 @@ The programs run unchanged. What no two libraries have in common is given to the
 `theirs`: initial weights, the order of the samples, and what augmentation and noise draw.
 """
 
+# promise: the programs of `examples/` and their experiments have the same losses
+
 import json
 import shutil
 import subprocess

@@ -1,5 +1,7 @@
 """A model in ONNX answers as the exported program does."""
 
+# promise: `export` writes ONNX, where its packages are installed
+
 from pathlib import Path
 
 import pytest

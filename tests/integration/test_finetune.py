@@ -1,5 +1,7 @@
 """experiments/finetune.yaml: its encoder is made once, it starts from a file and from the result of a run."""
 
+# promise: fine-tuning through the command, its model in MLflow; LoRA by peft
+
 import json
 import re
 import subprocess

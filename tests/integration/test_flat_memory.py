@@ -1,5 +1,7 @@
 """Memory over an epoch of data ten times larger than what the process may still use."""
 
+# promise: data larger than memory: memory stays flat over an epoch; what the allocator keeps
+
 import importlib.util
 import json
 import subprocess

@@ -1,5 +1,7 @@
 """A rank that stops or stands still: the run ends about ``parallel.timeout_s`` later and says which, where and how."""
 
+# promise: a run is interrupted at any moment, with each signal and launcher
+
 import os
 import re
 import time

@@ -1,5 +1,7 @@
 """A LightningModule trains as it does with Lightning's Trainer, and the same with any number of workers and resumed."""
 
+# promise: a LightningModule: its logs, what is refused by name; as with Lightning's Trainer, 1 to 4 workers, resumed
+
 import json
 import shutil
 from pathlib import Path

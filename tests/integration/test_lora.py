@@ -1,5 +1,7 @@
 """LoRA by peft, a ``_target_`` like any other: what is trained, at 1 and 2 workers, resumed, saved as an adapter."""
 
+# promise: fine-tuning through the command, its model in MLflow; LoRA by peft
+
 import json
 import shutil
 import subprocess

@@ -1,5 +1,7 @@
 """The commands from Python, in scripts and notebooks, as `docs/reference.md` has them."""
 
+# promise: Python and notebooks with workers, interrupted
+
 import re
 import shutil
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The tracking store and the disk fail for real while a run records itself: nothing is lost, nothing is there twice."""
 
+# promise: stores that fail, hang, lock, fill up, lose answers
+
 import io
 import os
 import shutil

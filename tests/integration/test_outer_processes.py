@@ -3,6 +3,8 @@
 For srun, two processes of this machine get the variables that Slurm sets.
 """
 
+# promise: the command within an outer torchrun or srun trains the same; its signals, deaths, errors, rollback
+
 import os
 import shutil
 import signal

@@ -1,5 +1,8 @@
 """Each file of experiments/ passes ``check`` and trains with ``--quick`` as it is, as a user starts it."""
 
+# promise: the experiments that come along; nanoGPT's losses are those of a loop in plain torch
+# promise: each file of `experiments/` and each answer of the templates runs as it is
+
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,8 @@
 """A run joins a Ray cluster that is there already, and leaves it as it was."""
 
+# promise: an existing Ray cluster; several nodes
+# promise: a sweep on a shared cluster is sized by what is free, a lack of room is no result
+
 import os
 import shutil
 import socket

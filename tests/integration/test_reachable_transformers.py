@@ -1,5 +1,7 @@
 """Every name of transformers that an experiment file can reach: constructors load nothing, no argument names code."""
 
+# promise: an experiment file names only kinds of classes and listed functions of libraries
+
 import inspect
 
 import pytest

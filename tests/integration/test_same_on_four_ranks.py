@@ -1,5 +1,7 @@
 """The rows of the contract's table at 4 workers, and those that `make test` has no time for at 2 and 4."""
 
+# promise: several optimizers, orders, streams, gathered losses: the same at 1 and 4 workers, resumed within an epoch
+
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path

@@ -3,6 +3,8 @@
 Nor can anybody reach its processes from another machine.
 """
 
+# promise: values of the environment are written nowhere
+
 import hashlib
 import os
 import secrets

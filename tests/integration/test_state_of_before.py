@@ -1,5 +1,7 @@
 """Checkpoints of earlier versions with state beside weights and one optimizer are resumed exactly."""
 
+# promise: averages, a gradient scaler and two optimizers of earlier checkpoints are resumed exactly
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

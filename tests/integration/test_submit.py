@@ -1,5 +1,7 @@
 """Runs sent to a Ray cluster as jobs: a real head with its dashboard and token authentication, on loopback."""
 
+# promise: `submit` to a cluster: the job outlives the command
+
 import os
 import shutil
 import socket

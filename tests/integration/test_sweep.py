@@ -1,5 +1,7 @@
 """``pipeline sweep`` as a whole: real trials side by side, ASHA, MLflow, and what is looked at afterwards."""
 
+# promise: `sweep` under Ray Tune, stopped early, resumed
+
 import csv
 import json
 from collections.abc import Callable

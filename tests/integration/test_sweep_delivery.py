@@ -1,5 +1,7 @@
 """What a sweep's trials couldn't send to MLflow: sent at its end, or named with the command that sends it."""
 
+# promise: `sweep` under Ray Tune, stopped early, resumed
+
 from contextlib import closing
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Sweeps that are interrupted and gone on with, under each launcher, and searched by Optuna."""
 
+# promise: `sweep` under Ray Tune, stopped early, resumed
+
 import json
 import os
 import signal

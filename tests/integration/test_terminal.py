@@ -1,5 +1,7 @@
 """The commands as scripts and shells use them: one document on standard output, looking back, verbs for Tab."""
 
+# promise: completion of verbs and options, `--json` and `--quiet` in separate processes
+
 import json
 import os
 import subprocess

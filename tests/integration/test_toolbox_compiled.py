@@ -1,5 +1,7 @@
 """torch.compile with several processes: each strategy trains what it trains without. Compiling takes its time."""
 
+# promise: torch.compile, EMA
+
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

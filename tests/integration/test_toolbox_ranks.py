@@ -1,5 +1,7 @@
 """EMA and activation checkpointing in two processes, all of them started once."""
 
+# promise: torch.compile, EMA
+
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,8 @@
 """What goes wrong ends soon, with the right exit code, and says what to do instead of showing our own stack."""
 
+# promise: a run is interrupted at any moment, with each signal and launcher
+# promise: `rollback`
+
 import math
 import os
 import signal

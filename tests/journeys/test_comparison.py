@@ -1,5 +1,7 @@
 """Does a second worker pay? One table of cells, each measured next to the baseline, in the terminal and in MLflow."""
 
+# promise: `benchmark`
+
 import json
 from collections.abc import Callable
 from pathlib import Path

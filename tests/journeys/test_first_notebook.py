@@ -1,5 +1,7 @@
 """The notebook of the docs, up to where it starts workers; then what a user may well try next."""
 
+# promise: Python and notebooks
+
 from pathlib import Path
 
 import nbformat

@@ -1,5 +1,7 @@
 """A run that hangs is ended and the rank named; Ctrl-C leaves a complete journal and no process."""
 
+# promise: a hanging rank is reported with its stack; Ctrl-C leaves a complete journal and no process
+
 import os
 import signal
 from collections.abc import Callable, Iterable

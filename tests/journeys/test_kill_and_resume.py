@@ -1,5 +1,7 @@
 """Killed is not lost: a worker that is killed is replaced, a run whose driver is killed goes on, bit for bit."""
 
+# promise: exact resume after worker and driver were killed, bit for bit
+
 import random
 from collections.abc import Callable
 

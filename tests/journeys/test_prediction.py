@@ -1,5 +1,7 @@
 """A prediction from what a benchmark measures here, checked by its own rows."""
 
+# promise: `benchmark --predict`, the network measured and checked
+
 import json
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
 """One whole run under Ray, looked at from all sides: MLflow and its UI, the run's folder, the terminal."""
 
+# promise: a run under Ray with MLflow: runs, children, metrics, model with a signature, report, chart, `pipeline ui`
+
 import json
 import os
 import signal

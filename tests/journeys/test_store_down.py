@@ -1,5 +1,7 @@
 """Tracking can't hurt training: a store that is down costs a line, and `pipeline sync` delivers the rest, once."""
 
+# promise: tracking can't stop training; `sync` sends what is missing, without duplicates
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

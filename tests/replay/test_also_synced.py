@@ -1,5 +1,7 @@
 """Trackers of ``tracking.loggers`` and ``pipeline sync``, which sends what a run could not."""
 
+# promise: `tracking.loggers`: TensorBoard has each point once, also of a resumed run; `sync` sends what is missing
+
 import sys
 from collections.abc import Callable
 from pathlib import Path

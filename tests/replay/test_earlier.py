@@ -1,5 +1,8 @@
 """Journals and checkpoints of earlier versions stay readable, and are gone on with."""
 
+# promise: journals and checkpoints of earlier versions can be read
+# promise: where a training's wall clock goes, every second with one name
+
 import io
 from collections.abc import Callable
 from itertools import pairwise

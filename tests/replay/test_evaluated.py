@@ -1,5 +1,9 @@
 """``pipeline evaluate`` and ``pipeline export`` as users call them: terminal, journal, MLflow, `list` and `show`."""
 
+# promise: `export`: the weights of the result, loaded where `pipeline` can't be imported
+# promise: `evaluate`: a checkpoint's values are the training's, at any world size; the run keeps status and duration
+# promise: `benchmark RUN` adds to a finished run, which keeps its status and duration whatever happens
+
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

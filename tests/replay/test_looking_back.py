@@ -1,5 +1,7 @@
 """`list`, `show` and `diff` on recorded runs, for people and for scripts."""
 
+# promise: `list`, `show`, `diff` of every kind of run; `--json`, `--quiet`; `show` while it runs, with MLflow's link
+
 import json
 import math
 import re

@@ -1,5 +1,7 @@
 """The trained model on its way to MLflow: exported by rank 0, sent without torch, the same as MLflow's own."""
 
+# promise: each rank of srun has a GPU that it sees; an export fits into a container
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """``pipeline run`` and ``benchmark`` as a whole, from the plan to the exit code, with recorded workers."""
 
+# promise: `list`, `show`, `diff` of every kind of run; `--json`, `--quiet`; `show` while it runs, with MLflow's link
+
 import json
 import re
 import signal

@@ -1,5 +1,7 @@
 """``tracking.register_model``: one version in MLflow's registry for each finished run, with its alias."""
 
+# promise: `tracking.register_model`: one version for each finished run, and its alias
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The page of a report, made again from a recorded run's folder: by each earlier version's journal, and small."""
 
+# promise: the report's page: each earlier run gets it, curves, no overlap, contrast, colors for color-blind readers
+
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """What `sync` makes of recorded runs in MLflow, looked at from all sides."""
 
+# promise: contents of MLflow for every kind of run; no duplicates; the writer never blocks
+
 import json
 from collections.abc import Callable
 from pathlib import Path

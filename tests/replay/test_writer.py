@@ -1,5 +1,8 @@
 """MLflow beside a run: refused events, long journals, runs that can't be sent, and the process that writes."""
 
+# promise: contents of MLflow for every kind of run; no duplicates; the writer never blocks
+# promise: a run without a step is neither listed nor sent
+
 import json
 import signal
 import sys

@@ -1,5 +1,8 @@
 """Whatever is answered, what comes out is a project: its files, their form, its experiments."""
 
+# promise: all answers; `--update`; the wheel
+# promise: each file of `experiments/` and each answer of the templates runs as it is
+
 import ast
 import json
 import os

@@ -1,5 +1,7 @@
 """As users have it: a project installed in an environment of its own, and the templates in an installed wheel."""
 
+# promise: all answers; `--update`; the wheel
+
 import json
 import re
 import shutil

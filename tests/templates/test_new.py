@@ -1,5 +1,7 @@
 """``pipeline new``: what it refuses, and what it leaves."""
 
+# promise: all answers; `--update`; the wheel
+
 import json
 import re
 import shutil

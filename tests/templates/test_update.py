@@ -1,5 +1,7 @@
 """Template updates: generate, change the template, update; what the user wrote survives."""
 
+# promise: all answers; `--update`; the wheel
+
 import json
 import shutil
 from collections.abc import Callable

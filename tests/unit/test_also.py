@@ -1,5 +1,7 @@
 """Trackers of ``tracking.loggers``: what they write, that a resumed run doubles nothing, and what is refused."""
 
+# promise: `tracking.loggers`: TensorBoard has each point once, also of a resumed run; `sync` sends what is missing
+
 import math
 import sys
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Which ranks have come and gone, and the connections of those that outlive their failure."""
 
+# promise: variables of torchrun, srun, mpirun; those that contradict are named; resources and versions of all ranks
+
 import os
 import signal
 import socket

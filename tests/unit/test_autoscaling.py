@@ -1,5 +1,7 @@
 """A cluster's autoscaler is asked for nodes that are lacking, where there is one."""
 
+# promise: an autoscaler is asked for nodes, at the start and to grow; Ray's own
+
 import json
 
 import pytest

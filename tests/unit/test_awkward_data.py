@@ -1,5 +1,7 @@
 """Data that doesn't divide: fewer samples than workers, a last batch of one, a sample that can't be read, streams."""
 
+# promise: a collate that draws does not reach an evaluation unless declared
+
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """``train.batch_size_per_worker``: a global batch by the most workers of a run, which the run keeps."""
 
+# promise: orders of one's own, and a batch by worker: the same at 1 and 2 workers and resumed within an epoch
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What ``pipeline check`` tries on a few samples: it accepts what runs, and finds what fails."""
 
+# promise: `check` finds what `run` finds, accepts what runs; a crash is an error
+
 from collections.abc import Iterator
 from typing import Any
 

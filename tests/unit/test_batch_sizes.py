@@ -1,5 +1,7 @@
 """Batch sizes of a benchmark: which are measured, what is too large, and what to write in the file."""
 
+# promise: `benchmark --batch-sizes`: which sizes are tried, and what is recommended
+
 import shlex
 from collections.abc import Callable
 from typing import Any

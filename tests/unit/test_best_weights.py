@@ -1,5 +1,7 @@
 """The result of a training: the weights of its best checkpoint, told as such, and their value on the test set."""
 
+# promise: the best weights are the result; a test set is evaluated once with them
+
 import hashlib
 import json
 import math

@@ -1,5 +1,8 @@
 """Built-in packages: every name that an experiment file can reach, and the arguments that it can't give."""
 
+# promise: an experiment file names only kinds of classes and listed functions of libraries
+# promise: a script without a guard, and files that hide a library, are named
+
 import importlib
 import inspect
 import shutil

@@ -1,5 +1,7 @@
 """Events and files between processes: all of them, in order, from nobody else, and no worker without its driver."""
 
+# promise: times of a run are the driver's, whatever the nodes' clocks; logs arrive at any size
+
 import errno
 import os
 import resource

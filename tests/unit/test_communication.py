@@ -1,5 +1,7 @@
 """Spikes of gradient exchange: found in made intervals, of the link or of a rank that comes late."""
 
+# promise: how long gradients are exchanged while training runs, and its spikes; on a link that is slowed in the middle
+
 import math
 from collections.abc import Sequence
 

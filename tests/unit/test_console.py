@@ -1,5 +1,7 @@
 """What a user sees: plain lines in a pipe, a live display on a terminal, and the final table at 80 columns."""
 
+# promise: a terminal shows at once what is waited for, then a bar that moves, and what is done after the last step
+
 import io
 import os
 import re

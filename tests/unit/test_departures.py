@@ -1,5 +1,7 @@
 """A node that is about to go away: who reacts, how, and what is told of it."""
 
+# promise: a node that is about to go away is left in time, at a common step, not counted as a failure
+
 import itertools
 import time
 from contextlib import closing

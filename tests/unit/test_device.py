@@ -1,5 +1,7 @@
 """Use of the devices: operations counted by hand, shares of a peak, energy of a fake NVML, prices."""
 
+# promise: operations of a step, counted by hand too; MFU, utilization and its cause, energy (fake NVML), price
+
 from types import SimpleNamespace
 from typing import Any
 

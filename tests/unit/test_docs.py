@@ -1,5 +1,7 @@
 """The README and the experiment files say what is true."""
 
+# promise: every command and YAML in the docs is valid
+
 import re
 import tomllib
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A training ends once its metric has stopped improving, at the same step whether or not it was resumed."""
 
+# promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
+
 import math
 import shutil
 from pathlib import Path

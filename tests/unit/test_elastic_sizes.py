@@ -1,5 +1,7 @@
 """How many workers a training gets, and what is told of it."""
 
+# promise: `workers: [1, 4]` continues with fewer and with more workers
+
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,5 +1,9 @@
 """One estimator for each figure: tables, sentences, the chart, JSON and MLflow say the same; and their doubts."""
 
+# promise: the interval of a speedup contains the truth as often as it says
+# promise: baseline and training take slots in turn, the training's results stay the same to the bit
+# promise: a speedup that could be noise says what would resolve it, and has no color
+
 import json
 import math
 import random

@@ -1,5 +1,8 @@
 """``pipeline evaluate``: which checkpoint and set, its values, what it tells, and a run that stays what it was."""
 
+# promise: an older checkpoint is never the last in silence
+# promise: `evaluate`: a checkpoint's values are the training's, at any world size; the run keeps status and duration
+
 import shutil
 from collections.abc import Iterator
 from contextlib import closing

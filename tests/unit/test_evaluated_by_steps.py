@@ -1,5 +1,7 @@
 """Evaluations between the ends of epochs: at the steps that are asked for, and again exactly after a resume."""
 
+# promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
+
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,8 @@
 """Validation counts each sample once, and neither it nor the probe changes what was trained."""
 
+# promise: logs and losses of an evaluation are means; each metric is that of all samples
+# promise: which samples form a batch depends on seed and step; each validation sample counts once
+
 import math
 
 import pytest

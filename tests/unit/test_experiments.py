@@ -1,5 +1,7 @@
 """The experiments of the repository: nanogpt.yaml trains what its loop in plain torch does, table and quick runs."""
 
+# promise: the experiments that come along; nanoGPT's losses are those of a loop in plain torch
+
 from pathlib import Path
 from types import ModuleType
 from typing import Any

@@ -1,5 +1,9 @@
 """``pipeline export``: files of a trained model, and a README that says how to load them."""
 
+# promise: what leaves the tool computes what was evaluated; changed data is named on resume
+# promise: an older checkpoint is never the last in silence
+# promise: `export`: the weights of the result, loaded where `pipeline` can't be imported
+
 import importlib
 import json
 import random

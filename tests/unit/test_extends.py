@@ -1,5 +1,7 @@
 """Experiment files that extend others: what is merged, where its problems are, and what else must cope with it."""
 
+# promise: an experiment that extends another is what one file would be
+
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,7 @@
 """Nodes of a cluster that can't have workers are left out, while the others have room."""
 
+# promise: a node that can't have workers is left out while others have room; new nodes are checked during training
+
 import re
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A loss that the model computes itself, from batches that are mappings."""
 
+# promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
+
 from typing import Any
 
 import pytest

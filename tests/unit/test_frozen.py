@@ -1,5 +1,8 @@
 """Frozen parameters: bit-equal afterwards, without gradient and decay, their batch statistics fixed."""
 
+# promise: state outside of checkpoints is saved or named; parameters that start or stop learning
+# promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Broken command lines, by the hundred, through the real command: exit code 2 or 3, a sentence, nothing written."""
 
+# promise: no file, command line or journal ends in a traceback
+
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Broken experiment files and overrides by the thousand: a message with a place, never a traceback, never a hang."""
 
+# promise: no file, command line or journal ends in a traceback
+
 import copy
 import re
 import resource

@@ -1,5 +1,7 @@
 """Damaged journals, stores and answers: every command says so in a sentence; none shows a traceback or writes there."""
 
+# promise: no file, command line or journal ends in a traceback
+
 import json
 import shutil
 import sqlite3

@@ -1,5 +1,7 @@
 """Losses over the whole global batch, and where they are refused."""
 
+# promise: losses over the whole global batch, at 1 and 2 workers and resumed; refused where there is none
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Where a training's wall clock went, on journals whose seconds can be counted by hand."""
 
+# promise: where a training's wall clock goes, every second with one name
+
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Page on a GPU: the tables of docs/status.md, with and without results; what the bundle holds."""
 
+# promise: what a GPU proves, and a table that says what has not run
+
 import importlib
 import json
 import re

@@ -1,5 +1,7 @@
 """Iterable datasets: the batches of their order, validation whole, resumed by state or by reading again."""
 
+# promise: iterable datasets: indexed samples in this order, 1 and 2 workers, resumed by state or by reading again
+
 import shutil
 from pathlib import Path
 from typing import Any

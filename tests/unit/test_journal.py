@@ -1,5 +1,7 @@
 """The journal keeps every appended event, whatever happens to the process that appended it."""
 
+# promise: one driver writes a run, on any file system
+
 import errno
 import fcntl
 import json

@@ -1,5 +1,7 @@
 """A LightningModule as it is: what it logs and returns, what is refused by the name of the hook, and where."""
 
+# promise: a LightningModule: its logs, what is refused by name; as with Lightning's Trainer, 1 to 4 workers, resumed
+
 import math
 import re
 from collections.abc import Callable

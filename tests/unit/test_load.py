@@ -1,5 +1,8 @@
 """The experiment file: reading, overrides, interpolation, and the sentences for everything that can be wrong."""
 
+# promise: values of the environment are written nowhere
+# promise: no silent fallback; errors name place, value and fix, before anything starts
+
 import json
 import string
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Batches from draws: the same whatever serves them, and errors that name what is wrong with the data."""
 
+# promise: what a sample draws is the same at any world size, with any loader, after a resume
+
 import pickle
 import random
 import re

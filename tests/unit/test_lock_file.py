@@ -1,5 +1,7 @@
 """A lock file has one holder at a time, on all machines, and is free again when its holder has ended."""
 
+# promise: one driver writes a run, on any file system
+
 import itertools
 import json
 import os

@@ -1,5 +1,8 @@
 """Logs of a task are reported for each step and for the validation set, or refused with their name."""
 
+# promise: logs and losses of an evaluation are means; each metric is that of all samples
+# promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Arrays and token files that stay in their files, whoever reads them."""
 
+# promise: data larger than memory: mapped files
+
 import pickle
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Memory of GPUs, with a stand-in of torch's allocator: what trials leave to each other."""
 
+# promise: dp on several GPUs, a rank's own GPU, memory for the baseline (stand-ins of GPUs)
+
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The saved views of MLflow's pages: columns, charts, and the trials of a sweep."""
 
+# promise: columns and charts of MLflow's pages
+
 import json
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Which sample when: the same global batches at any world size, every sample exactly once."""
 
+# promise: which samples form a batch depends on seed and step; each validation sample counts once
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

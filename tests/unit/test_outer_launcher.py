@@ -1,5 +1,7 @@
 """The launchers that start this command as several processes: their variables, and what contradicts them."""
 
+# promise: variables of torchrun, srun, mpirun; those that contradict are named; resources and versions of all ranks
+
 from pathlib import Path
 
 import pytest

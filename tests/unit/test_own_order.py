@@ -1,5 +1,7 @@
 """Orders of one's own: by weight, by length, by a function; of seed and epoch only, the same at any world size."""
 
+# promise: orders of one's own, and a batch by worker: the same at 1 and 2 workers and resumed within an epoch
+
 from pathlib import Path
 from typing import Any
 

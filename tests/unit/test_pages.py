@@ -4,6 +4,8 @@ A block with the comment ``<!-- test: run -->`` above it is executed, in test_wa
 nor run here is named below with the reason; a block that is none of these fails.
 """
 
+# promise: every command and YAML in the docs is valid
+
 import ast
 import re
 import tomllib

@@ -1,5 +1,7 @@
 """Colors that are told apart by color alone stay apart for color-blind readers, and from the paper."""
 
+# promise: the report's page: each earlier run gets it, curves, no overlap, contrast, colors for color-blind readers
+
 from collections.abc import Sequence
 from itertools import combinations
 from math import dist

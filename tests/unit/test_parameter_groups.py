@@ -1,5 +1,7 @@
 """Parameter groups: each trainable parameter in the first that matches, with settings that are in force."""
 
+# promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
+
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """The pictures of a report: texts that touch no other, nothing cut off, no empty axes, SVG that the page can color."""
 
+# promise: the report's page: each earlier run gets it, curves, no overlap, contrast, colors for color-blind readers
+
 import math
 import re
 import struct

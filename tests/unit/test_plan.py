@@ -1,5 +1,7 @@
 """Who runs where: pure decisions from an experiment and a machine."""
 
+# promise: no silent fallback; errors name place, value and fix, before anything starts
+
 import json
 import re
 from contextlib import nullcontext

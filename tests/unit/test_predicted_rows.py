@@ -1,5 +1,7 @@
 """Predicted rows of a benchmark: what is measured for them, and where they are shown."""
 
+# promise: `benchmark --predict`, the network measured and checked
+
 import json
 from typing import Any
 

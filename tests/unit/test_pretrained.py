@@ -1,5 +1,7 @@
 """Models and tokenizers of transformers, from folders that are written here."""
 
+# promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
+
 import csv
 import runpy
 from collections.abc import Callable

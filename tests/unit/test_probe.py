@@ -1,5 +1,7 @@
 """The parts of a step by a clock that only model and optimizer move; the probe leaves the training as it was."""
 
+# promise: where a step's time goes
+
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 

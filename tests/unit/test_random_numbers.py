@@ -1,5 +1,7 @@
 """Random numbers of all three generators in a step, and buffers that a state_dict leaves out: exact when resumed."""
 
+# promise: what a sample draws is the same at any world size, with any loader, after a resume
+
 import json
 import random
 import shutil

@@ -1,5 +1,7 @@
 """The replicas of dp: their GPUs, precision and random numbers. Only a machine with several GPUs can train them."""
 
+# promise: dp on several GPUs, a rank's own GPU, memory for the baseline (stand-ins of GPUs)
+
 from threading import Thread
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Files with the same ``name:`` are told apart where one of them goes on with its newest run."""
 
+# promise: `latest` and `--resume` never take an older run in silence
+
 from contextlib import closing
 from pathlib import Path
 

@@ -1,5 +1,9 @@
 """A training that stopped after any step goes on as if it hadn't: the same losses, bit for bit."""
 
+# promise: what leaves the tool computes what was evaluated; changed data is named on resume
+# promise: logs of a task, early stopping, evaluation within epochs, a finished run continued
+# promise: resumed after any step, with each strategy, optimizer, scheduler; with a different number of workers
+
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,5 +1,8 @@
 """Runs by what their journals say: which there are, which one is meant, what sets two of them apart."""
 
+# promise: `latest` and `--resume` never take an older run in silence
+# promise: a run without a step is neither listed nor sent
+
 import io
 from collections.abc import Mapping
 from contextlib import closing

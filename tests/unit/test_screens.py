@@ -3,6 +3,8 @@
 ``UPDATE_SCREENS=1`` writes these files again, so that a change of a screen is seen in review.
 """
 
+# promise: the screens at the end of commands, and whole reports: 24 lines, 80 columns
+
 import io
 import os
 from collections.abc import Callable

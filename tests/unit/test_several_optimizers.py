@@ -1,5 +1,7 @@
 """Several optimizers: each loss trains the parameters of its optimizer, in the order in which a task yields them."""
 
+# promise: several optimizers: each loss trains its own parameters, as a loop in plain torch does, and resumed
+
 from typing import Any
 
 import pytest

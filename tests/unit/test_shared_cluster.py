@@ -1,5 +1,7 @@
 """A cluster that other jobs use, too: how large a sweep is, and what becomes of trials that find no room."""
 
+# promise: a sweep on a shared cluster is sized by what is free, a lack of room is no result
+
 import time
 from collections.abc import Iterator
 from pathlib import Path

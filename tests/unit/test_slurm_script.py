@@ -1,5 +1,7 @@
 """The script for Slurm requests what the workers need."""
 
+# promise: `submit`, the script for Slurm
+
 from pathlib import Path
 from typing import Any
 

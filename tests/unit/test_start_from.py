@@ -1,5 +1,7 @@
 """Weights that a training starts from: found, renamed, compared with the model, loaded once."""
 
+# promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
+
 import shutil
 from pathlib import Path
 from typing import Any

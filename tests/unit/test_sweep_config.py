@@ -1,5 +1,7 @@
 """The section ``sweep``: what it means, what is refused, and that the same seed draws the same values."""
 
+# promise: `sweep`; its progress
+
 import math
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Progress of a sweep as a whole: what its bar and its lines say, at any width, and what is left by the clock."""
 
+# promise: `sweep`; its progress
+
 from io import StringIO
 from typing import Any
 

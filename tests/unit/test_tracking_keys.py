@@ -1,5 +1,7 @@
 """``tracking.register_model``, ``run_name`` and ``tags``: their forms, their mistakes, and what a plan says of them."""
 
+# promise: `tracking.register_model`: one version for each finished run, and its alias
+
 from typing import Any
 
 import pytest

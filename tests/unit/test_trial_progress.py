@@ -1,5 +1,7 @@
 """What is told of a running trial: steps, stage, pace, values, and how long all trials take."""
 
+# promise: a terminal shows at once what is waited for, then a bar that moves, and what is done after the last step
+
 import math
 
 import pytest

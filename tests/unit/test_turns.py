@@ -1,5 +1,9 @@
 """Slots taken in turn: how many and how long, in which order, and what one process measures with them."""
 
+# promise: dp on several GPUs, a rank's own GPU, memory for the baseline (stand-ins of GPUs)
+# promise: the interval of a speedup contains the truth as often as it says
+# promise: baseline and training take slots in turn, the training's results stay the same to the bit
+
 import gc
 import itertools
 import re

@@ -1,5 +1,7 @@
 """State outside of checkpoints: named once where training changes it, saved where the user's object offers it."""
 
+# promise: state outside of checkpoints is saved or named; parameters that start or stop learning
+
 import itertools
 from collections import deque
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The line with what a command waits for: at once on a terminal, only for what takes long in a pipe."""
 
+# promise: a terminal shows at once what is waited for, then a bar that moves, and what is done after the last step
+
 import io
 import threading
 from collections.abc import Callable, Sequence

@@ -1,5 +1,8 @@
 """One process, one rank: what it reports, replaying it by hand, and the load of its node."""
 
+# promise: values of the environment are written nowhere
+# promise: dp on several GPUs, a rank's own GPU, memory for the baseline (stand-ins of GPUs)
+
 import os
 import threading
 from contextlib import nullcontext
