@@ -43,7 +43,7 @@ def test_the_beginning_of_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: 
     assert of_kind("text/plain", shown) == "Experiment(first-notebook: 1 worker, inprocess)"
     assert float(of_kind("text/plain", trained[-1:])) > 0.8
     told = of_kind("text/html", trained)
-    assert "single: done, 46 steps" in told
+    assert "1 worker: done, 46 steps" in told
     assert "Notes" not in told  # it is shown where it is asked for
     assert "TqdmWarning" not in "".join(output.get("text", "") for output in trained)
     assert 'src="data:image/png;base64,iVBOR' in of_kind("text/html", result)
