@@ -273,7 +273,7 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     assert run.data.metrics["time_to_first_step_s"] == 2.5
     assert "workers/time/exposed_communication_ms" not in run.data.metrics
     assert [tag.value for given in run.inputs.dataset_inputs for tag in given.tags] == ["train", "validation"]
-    assert (child.info.run_name, child.info.status, child.data.params["a"]) == ("single", "FINISHED", "2")
+    assert (child.info.run_name, child.info.status, child.data.params["a"]) == ("baseline: 1 worker", "FINISHED", "2")
     assert len(client.get_metric_history(child.info.run_id, "train/loss_0")) == 5
     assert_is_a_table(client, outcome.run_id, tmp_path)
     view = json.loads(client.get_experiment(outcome.experiment_id).tags["mlflow.sharedViewState.speedups"])

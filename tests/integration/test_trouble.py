@@ -119,8 +119,8 @@ STOPS = [
     Stop("torchrun", "ddp, 2 workers: done"),
     Stop("ray", "ddp, 2 workers: starting", signal.SIGTERM),
     Stop("ray", "ddp, 2 workers: step", to_group=True),
-    Stop("inprocess", "main: ddp: step"),
-    Stop("inprocess", "main: ddp: step", signal.SIGTERM),
+    Stop("inprocess", "ddp, 1 worker: step"),
+    Stop("inprocess", "ddp, 1 worker: step", signal.SIGTERM),
 ]
 
 
