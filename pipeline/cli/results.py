@@ -90,7 +90,7 @@ def show(
         if as_json:
             typer.echo(progress.state(time.time()).model_dump_json(indent=2))
             return
-        console.print(running.told(progress, console=console), style="cyan", soft_wrap=True)
+        console.print(running.format_progress(progress, console=console), style="cyan", soft_wrap=True)
     result = result_of(summary)
     if as_json and result is None:
         raise UsageError(f"{summary.folder}: {_state(summary)}, so it has no result")

@@ -46,10 +46,10 @@ def translate(tree: dict[str, Any]) -> None:
         if configurations:
             benchmark["configurations"] = configurations
     if isinstance(measure, Mapping):
-        tree.setdefault("benchmark", {}).update(_renamed(measure, "measure"))
+        tree.setdefault("benchmark", {}).update(_rename_keys(measure, "measure"))
     for section in ("parallel", "tracking"):
         if isinstance(tree.get(section), Mapping):
-            tree[section] = _renamed(tree[section], section)
+            tree[section] = _rename_keys(tree[section], section)
     if "order" in tree:
         tree["sampler"] = tree.pop("order")
     sweep = tree.get("sweep")
@@ -63,7 +63,7 @@ def translate_params(params: Mapping[str, str]) -> dict[str, str]:
     return {translate_key(key): value for key, value in params.items()}
 
 
-def _renamed(section: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _rename_keys(section: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a section with the new names of its keys; lists that share a name are joined."""
     result: dict[str, Any] = {}
     for key, value in section.items():

@@ -67,17 +67,17 @@ class _Rewriter:
     def iter_edits(self) -> Iterator[_Edit]:
         """Yield edits that do not overlap."""
         compare, measure = self._sections.get("compare"), self._sections.get("measure")
-        block = list(self._compared(compare)) if compare else []
+        block = list(self._iter_compare_lines(compare)) if compare else []
         if compare and measure and (comment := self._comment(measure).strip()):
             block.append(f"{_INDENT}{comment}\n")
-        block += self._measured(measure) if measure else ()
+        block += self._iter_measure_lines(measure) if measure else ()
         if first := compare or measure:
-            yield self._replaced(first, f"benchmark:{self._comment(first)}\n" + "".join(block))
+            yield self._replace_lines(first, f"benchmark:{self._comment(first)}\n" + "".join(block))
         if compare and measure:
-            yield self._replaced(measure, "")
+            yield self._replace_lines(measure, "")
         if order := self._sections.get("order"):
             yield _rename(order.key, "sampler")
-        yield from self._renamed("parallel", "interface")
+        yield from self._rename_in("parallel", "interface")
         yield from self._loggers()
         sweep = _entries(self._sections["sweep"].value) if "sweep" in self._sections else {}
         if "parameters" in sweep:
@@ -85,7 +85,7 @@ class _Rewriter:
                 if (new := translate_key(key)) != key:
                     yield _rename(entry.key, new)
 
-    def _renamed(self, section: str, *names: str) -> Iterator[_Edit]:
+    def _rename_in(self, section: str, *names: str) -> Iterator[_Edit]:
         inside = _entries(self._sections[section].value) if section in self._sections else {}
         for name in names:
             if name in inside:
@@ -95,13 +95,13 @@ class _Rewriter:
         inside = _entries(self._sections["tracking"].value) if "tracking" in self._sections else {}
         also, trackers = inside.get("also"), inside.get("trackers")
         if also and trackers and also.value.start_mark.line != trackers.value.start_mark.line:
-            values = [*_parse(self._source(also.value)), *_parse(self._dedented(trackers.value))]
+            values = [*_parse(self._source(also.value)), *_parse(self._dedent(trackers.value))]
             yield _Edit(also.key.start_mark.index, _end(also.value).index, f"loggers: {written(values)}")
-            yield self._replaced(trackers, "")
+            yield self._replace_lines(trackers, "")
         else:
-            yield from self._renamed("tracking", "also", "trackers")
+            yield from self._rename_in("tracking", "also", "trackers")
 
-    def _compared(self, entry: _Entry) -> Iterator[str]:
+    def _iter_compare_lines(self, entry: _Entry) -> Iterator[str]:
         """Yield the lines of the baseline and of the other configurations."""
         if not isinstance(entry.value, yaml.SequenceNode) or not entry.value.value:
             return
@@ -122,9 +122,9 @@ class _Rewriter:
         if others:
             yield f"{_INDENT}configurations:\n"
             dash = self._lines[others[0].start_mark.line].index("-")
-            yield from self._indented(end, _end(entry.value).line + 1, column=dash, indent=_INDENT * 2)
+            yield from self._indent_lines(end, _end(entry.value).line + 1, column=dash, indent=_INDENT * 2)
 
-    def _measured(self, entry: _Entry) -> Iterator[str]:
+    def _iter_measure_lines(self, entry: _Entry) -> Iterator[str]:
         """Yield the lines of the settings of the measurement."""
         inside = _entries(entry.value)
         if isinstance(entry.value, yaml.MappingNode) and entry.value.flow_style:
@@ -137,16 +137,16 @@ class _Rewriter:
             line = text[mark.line]
             text[mark.line] = line[: mark.column] + new + line[each.key.end_mark.column :]
         start, end = entry.key.start_mark.line + 1, _end(entry.value).line + 1
-        yield from self._indented(start, end, column=entry.value.start_mark.column, indent=_INDENT, lines=text)
+        yield from self._indent_lines(start, end, column=entry.value.start_mark.column, indent=_INDENT, lines=text)
 
-    def _indented(
+    def _indent_lines(
         self, start: int, end: int, *, column: int, indent: str, lines: list[str] | None = None
     ) -> Iterator[str]:
         for line in (lines or self._lines)[start:end]:
             is_inside = line[:column].isspace() or not column
             yield indent + line[column:] if line.strip() and is_inside else line
 
-    def _replaced(self, entry: _Entry, text: str) -> _Edit:
+    def _replace_lines(self, entry: _Entry, text: str) -> _Edit:
         """Replace the lines of a section."""
         start, end = entry.key.start_mark.line, _end(entry.value).line + 1
         return _Edit(self._starts[start], self._starts[end], text)
@@ -162,7 +162,7 @@ class _Rewriter:
     def _source(self, node: yaml.Node) -> str:
         return self._text[node.start_mark.index : _end(node).index]
 
-    def _dedented(self, node: yaml.Node) -> str:
+    def _dedent(self, node: yaml.Node) -> str:
         return " " * node.start_mark.column + self._source(node)
 
 

@@ -72,7 +72,7 @@ class RunOpened(Event):
     command: str = ""
     """Shell command that opened the run, without credentials; empty if it was another program."""
     also: tuple[str, ...] = ()
-    """Trackers beside MLflow, see ``tracking.loggers``."""
+    """Loggers in addition to MLflow, see ``tracking.loggers``."""
 
 
 class TrialOpened(Event):

@@ -86,7 +86,7 @@ def _send(
         link = run_link(uri, outcome.experiment_id, outcome.run_id)
         what = f"all of {folder}{f' except {join_names(sender.missing)}' if sender.missing else ''}"
         outcome = outcome.model_copy(update={"message": f"{what} is in MLflow: {link}"})
-    if sender.has_failed_logger:  # of which the user has been told
+    if sender.has_failed_logger:  # a warning has named it
         outcome = outcome.model_copy(update={"delivered": False})
     return outcome
 

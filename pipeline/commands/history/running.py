@@ -202,7 +202,7 @@ class RunProgress:
         return [each for folder, each in self._trials.items() if journal.is_open(folder / journal.FILE_NAME)]
 
 
-def told(progress: RunProgress, *, console: rich.console.Console) -> Text:
+def format_progress(progress: RunProgress, *, console: rich.console.Console) -> Text:
     """Return the progress of a run in a few lines; those of a terminal don't wrap."""
     now, width = time.time(), console.width if console.is_terminal else 10_000
     (first, *more) = progress.lines(now)
