@@ -49,7 +49,7 @@ def test_the_beginning_of_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: 
     assert 'src="data:image/png;base64,iVBOR' in of_kind("text/html", result)
     assert "".join(output.text for output in kernel) == "True 46\n"  # which arrives in one piece or several
     (folder,) = (tmp_path / "runs").iterdir()
-    assert "main: single: step 46/46" in (folder / "log.txt").read_text()
+    assert "1 worker: step 46/46" in (folder / "log.txt").read_text()
     assert refused[-1].ename == "ExperimentError"
     (line,) = refused[-1].traceback
     assert "model._target_: __main__.Net is defined in a notebook or a script" in line
