@@ -21,6 +21,7 @@ from pipeline.training.early_stopping import EarlyStopping
 from pipeline.training.loop import train
 
 UNTIL_FLAT = {"epochs": 20, "early_stopping": {"patience": 2, "min_delta": 0.02}}
+SOON_FLAT = {"epochs": 20, "early_stopping": {"patience": 2, "min_delta": 0.2}}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialResult, toys.Kept]:
-    trial = toys.trial(checkpoint={"every_steps": 1, "keep": 100}, **sections)
+    trial = toys.trial(**{"checkpoint": {"keep": 100}, **sections})
     outbox = toys.Kept()
     return train(trial.model_copy(update={"checkpoints": str(folder), "resume": resume}), rank=Rank(),
                  outbox=outbox), outbox  # fmt: skip
@@ -73,12 +74,14 @@ def test_training_ends_and_says_why(tmp_path: Path) -> None:
 
 
 def test_a_resumed_training_ends_at_the_same_step(tmp_path: Path) -> None:
-    whole, expected = run(tmp_path / "whole", train=UNTIL_FLAT)
+    sections = {"train": SOON_FLAT, "checkpoint": {"every_steps": 1, "keep": 100}}
+    whole, expected = run(tmp_path / "whole", **sections)
+    assert whole.stopped_early
     for step in (1, whole.steps - 4, whole.steps - 1, whole.steps):
         folder = tmp_path / str(step)
         for name in map(folder_name, range(1, step + 1)):
             shutil.copytree(tmp_path / "whole" / name, folder / name)
-        result, kept = run(folder, resume=True, train=UNTIL_FLAT)
+        result, kept = run(folder, resume=True, **sections)
 
         assert result.stopped_early == whole.stopped_early
         assert result.steps == whole.steps
