@@ -4,15 +4,13 @@ Every class is frozen, typed and survives a round trip through JSON, since it cr
 """
 
 import json
-import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from typing_extensions import override
 
-from pipeline.config.renamed import translate
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.wording import counted, format_parallel
@@ -25,19 +23,6 @@ Scaling = Literal["strong", "weak"]
 QUICK_STEPS = 2
 """Optimizer steps of ``pipeline run --quick``."""
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-_EARLIER_TITLE = re.compile(r"(?P<strategy>\w+)(?: x (?P<replicas>\d+))?(?P<remarks> \(.*\))?")
-
-
-def translate_title(title: str) -> str:
-    """Return the title of a trial as it is today, e.g. for "ddp x 2 (weak)" of a run of an earlier version."""
-    if (parts := _EARLIER_TITLE.fullmatch(title)) is None:
-        return re.sub(r"^single, (?=\d+ cores?$)", "1 process, ", title)
-    strategy, number = parts["strategy"], int(parts["replicas"] or 1)
-    size = {"devices": number, "workers": 1} if strategy == "dp" else {"workers": number}
-    return f"{format_parallel(strategy, **size)}{parts['remarks'] or ''}"
-
-
-Title = Annotated[str, BeforeValidator(translate_title)]
 
 
 class Weights(Frozen):
@@ -268,24 +253,14 @@ ROLES: Mapping[str, type[Trial]] = {
 }  # fmt: skip
 """Classes of trials by role."""
 
-_EARLIER_ROLES = {"probe": "cell", "tuning": "cell"}
-"""Roles of earlier versions, and the ones that they are read as."""
-_ONCE_SHARED = frozenset({"max_batch_size", *(name for kind in ROLES.values() for name in kind.model_fields)})
-
 
 def trial_from_json(text: str | bytes) -> Trial:
-    """Read a trial from JSON, that of earlier versions included.
+    """Read a trial that this version has written: workers get theirs as JSON.
 
     Raises:
         ValidationError: a field is missing or wrong.
     """
-    values = json.loads(text)
-    values["role"] = _EARLIER_ROLES.get(values["role"], values["role"])
-    for each in (values, *values.get("compared_with", ())):
-        translate(each["experiment"])
-    kind = ROLES[values["role"]]
-    others = _ONCE_SHARED - kind.model_fields.keys()  # earlier versions wrote the fields of all roles
-    return kind.model_validate_json(json.dumps({name: value for name, value in values.items() if name not in others}))
+    return ROLES[json.loads(text)["role"]].model_validate_json(text)
 
 
 class Rank(Frozen):

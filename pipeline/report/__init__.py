@@ -17,7 +17,8 @@ from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
-from pipeline.protocol.trial import Role, Scaling, Title, Trial
+from pipeline.protocol.titles import Title
+from pipeline.protocol.trial import Role, Scaling, Trial
 from pipeline.protocol.trial_result import (
     Best,
     Communication,

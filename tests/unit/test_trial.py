@@ -1,6 +1,5 @@
 """What driver and workers share survives JSON, and errors survive a process boundary."""
 
-import json
 import pickle
 from typing import Any, get_args
 
@@ -135,12 +134,6 @@ def test_a_trial_of_each_role_survives_json(role: Role) -> None:
     again = trial_from_json(trial.model_dump_json())
     assert again == trial
     assert (type(again), again.role) == (ROLES[role], role)
-
-
-def test_a_trial_with_the_fields_of_all_roles_is_read_as_earlier_versions_wrote_it() -> None:
-    others = {"max_steps": None, "scaling": "strong", "variant": "", "profile": False, "max_batch_size": None}
-    trial = toys.trial()
-    assert trial_from_json(json.dumps(json.loads(trial.model_dump_json()) | others)) == trial
 
 
 def test_a_role_has_its_own_fields_only() -> None:
