@@ -27,8 +27,9 @@ import published
 from pydantic import BaseModel
 
 from pipeline.commands.benchmark.predicted_rows import workload_of
+from pipeline.config.benchmark_section import Configuration
 from pipeline.config.load import load
-from pipeline.config.schema import Configuration, Experiment
+from pipeline.config.schema import Experiment
 from pipeline.config.targets import allowed_packages
 from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.planning import resources

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
+from pipeline.config.benchmark_section import Configuration
 from pipeline.config.load import ExperimentFile
-from pipeline.config.schema import Configuration
 from pipeline.driver import resume
 from pipeline.driver.checkpoint_choice import choose, ended_training
 from pipeline.planning.layout import Planner

@@ -1,35 +1,30 @@
 """The experiment file as frozen, strict types; their docstrings are the descriptions in JSON Schema and docs/keys.md.
 
-The larger sections have files of their own: `sampler`, `train`, `parallel` and `sweep`.
+The larger sections have files of their own: `benchmark_section`, `parallel`, `sampler`,
+`sweep`, `tracking_section` and `train`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_serializer,
-    field_validator,
     model_serializer,
     model_validator,
 )
 
 from pipeline.config import lightning_module
+from pipeline.config.benchmark_section import Benchmark
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.named_optimizers import NamedOptimizer
 from pipeline.config.parallel import Parallel
 from pipeline.config.sampler import SamplerOptions
 from pipeline.config.sweep import Sweep
+from pipeline.config.tracking_section import Tracking
 from pipeline.config.train import Train
-from pipeline.config.uris import expand_home, problem_of, without_credentials
 from pipeline.config.values import (
-    NAMED,
-    OR_NAME,
     Component,
     FilePath,
     Mode,
@@ -37,8 +32,6 @@ from pipeline.config.values import (
     Positive,
     PositiveFloat,
     Section,
-    StrategyName,
-    Writable,
 )
 
 
@@ -82,137 +75,6 @@ class Checkpoint(Section):
     and min for validation/loss. auto is an error for metrics without higher_is_better."""
     directory: FilePath | None = None
     """Folder or address (s3://bucket/folder) for checkpoints, with a subfolder per run. Default: the run's folder."""
-
-
-class Configuration(Section):
-    """Strategy, workers and options to use instead of the values in ``parallel``."""
-
-    strategy: StrategyName
-    """Parallel strategy of this configuration."""
-    workers: Positive | None = None
-    """Workers of this configuration; default: parallel.workers if the strategy runs several processes, else 1."""
-    options: Mapping[str, Any] = {}
-    """Options of the strategy."""
-
-
-class Benchmark(Section):
-    """Measurement of the speedup over a baseline, and of the throughput of other configurations."""
-
-    baseline: Configuration = Configuration(strategy="single")
-    """Configuration that the speedup is measured against. Default: one worker without a strategy."""
-    configurations: tuple[Configuration, ...] = ()
-    """Further configurations for ``pipeline benchmark``."""
-    rounds: Annotated[int, Field(ge=5)] = 16
-    """Maximum number of rounds of a speedup measurement. A round times the baseline and the training run once each."""
-    time_budget_s: PositiveFloat = 30.0
-    """Time budget for these rounds, in seconds. At least 5 rounds run, or at least 2 if 5 rounds would take more than
-    1.5 times the budget. All measurements after the training take about twice the budget at most."""
-    confidence_level: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Confidence level of the confidence interval of a speedup."""
-    warmup_steps: NotNegative = 3
-    """Steps before the first timed window."""
-    steps: Positive = 5
-    """Steps in one timed window."""
-    windows: Positive = 3
-    """Number of timed windows; the throughput is the median over the windows."""
-    nvtx: bool = False
-    """Mark step, input, forward, backward, gradient synchronization and optimizer as NVTX ranges, for NVIDIA Nsight
-    Systems."""
-    price_per_device_hour: PositiveFloat | None = None
-    """Price of one GPU hour, or of one core hour on the CPU, in any currency. The report then includes the cost of the
-    training with each strategy."""
-
-    @property
-    def limit_s(self) -> float:
-        """Time limit in seconds for all measurements after a training."""
-        return 2 * self.time_budget_s
-
-    @property
-    def entries(self) -> dict[str, Configuration]:
-        """Configurations by key, the baseline first."""
-        others = {f"benchmark.configurations[{i}]": entry for i, entry in enumerate(self.configurations)}
-        return {"benchmark.baseline": self.baseline, **others}
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of one measurement, warm-up included."""
-        return self.warmup_steps + self.steps * self.windows
-
-
-class RegisteredModel(Section):
-    """Model in MLflow's registry that gets the trained model as a new version."""
-
-    name: Annotated[str, Field(pattern=r"^[^\s/:'\"]([^/:'\"]*[^\s/:'\"])?$", max_length=250)]
-    """Name of the registered model, without slash, colon and quotes. The model is created if it does not exist."""
-    alias: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=250)] | None = None
-    """Alias that the version gets, e.g. champion: letters, digits, dash and underscore."""
-
-    @field_validator("alias")
-    @classmethod
-    def _is_free(cls, alias: str | None) -> str | None:
-        if alias is not None and (alias.lower() == "latest" or (alias[0] in "vV" and alias[1:].isdecimal())):
-            raise ValueError("MLflow reserves this word for versions. Use another alias.")
-        return alias
-
-
-def _logger(value: object, handler: ValidatorFunctionWrapHandler) -> object:
-    try:
-        return handler(value)
-    except ValidationError:
-        raise ValueError(f"write {', '.join(get_args(LoggerName))}, or _target_: package.name") from None
-
-
-LoggerName = Literal["tensorboard", "wandb"]
-Logger = Annotated[LoggerName | Component, WrapValidator(_logger)]
-
-
-class Tracking(Section):
-    """Destinations of the results: MLflow, a folder for each run, and other trackers."""
-
-    uri: Writable = "sqlite:///mlflow.db"
-    """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server. Without it, the environment variable
-    MLFLOW_TRACKING_URI is used, then the default."""
-    experiment: Writable | None = None
-    """Name of the MLflow experiment; default: the name of this experiment."""
-    directory: FilePath = "runs"
-    """Folder for the run folders. Each run folder contains the run's event log, worker logs and report."""
-    log_model: bool = True
-    """Log the trained model to MLflow. The run's folder always contains the weights."""
-    register_model: Annotated[RegisteredModel | None, NAMED, OR_NAME] = None
-    """Registered model that gets the trained model of a completed run as a new version: its name, or a section with an
-    alias. A run is registered once. Of a sweep, only the best trial is registered."""
-    run_name: Annotated[str, Field(min_length=1, max_length=250)] | None = None
-    """Name of the run in MLflow. Default: strategy and workers, e.g. "ddp, 2 workers". Trials of a sweep have other
-    names."""
-    tags: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./ -]*$", max_length=250)], str] = {}
-    """Additional tags of the run in MLflow, e.g. {team: vision}. The names of pipeline's tags cannot be used."""
-    loggers: tuple[Logger, ...] = ()
-    """Destinations in addition to MLflow: tensorboard, wandb, or components. tensorboard and wandb write into the run's
-    folder; wandb also sends the results to Weights & Biases. Their packages must be installed. A component is built
-    with the run's folder and receives every event."""
-
-    @property
-    def named_loggers(self) -> tuple[str, ...]:
-        """Loggers that are given by name."""
-        return tuple(logger for logger in self.loggers if isinstance(logger, str))
-
-    @property
-    def custom_loggers(self) -> dict[str, Component]:
-        """Components among the loggers, by key."""
-        loggers = enumerate(self.loggers)
-        return {f"tracking.loggers[{i}]": logger for i, logger in loggers if isinstance(logger, Component)}
-
-    @field_serializer("uri")
-    def _written_without_credentials(self, uri: str) -> str:
-        """Remove credentials: only the driver needs them, not files, MLflow parameters or worker processes."""
-        return without_credentials(uri)
-
-    @field_validator("uri")
-    @classmethod
-    def _is_usable(cls, uri: str) -> str:
-        if problem := problem_of(uri):
-            raise ValueError(problem)
-        return expand_home(uri)
 
 
 class Experiment(Section):

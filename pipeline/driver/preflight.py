@@ -14,9 +14,10 @@ from pydantic import ValidationError
 
 from pipeline import registry
 from pipeline.config import components, deferred, messages, sweep
+from pipeline.config.benchmark_section import Configuration
 from pipeline.config.load import ExperimentFile
 from pipeline.config.reported import PREFIX, source_of
-from pipeline.config.schema import Configuration, Experiment
+from pipeline.config.schema import Experiment
 from pipeline.config.sweep import Sweep
 from pipeline.config.targets import allowed_packages, list_once
 from pipeline.config.values import Direction, Mode

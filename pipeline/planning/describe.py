@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeline.config import lightning_module
-from pipeline.config.schema import Experiment, RegisteredModel, Tracking
+from pipeline.config.schema import Experiment
 from pipeline.config.tracking_address import describe_origin
+from pipeline.config.tracking_section import RegisteredModel, Tracking
 from pipeline.config.uris import without_credentials
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import Training, Trial

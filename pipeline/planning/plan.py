@@ -6,8 +6,9 @@ from itertools import chain
 from typing import Literal
 
 from pipeline import registry
+from pipeline.config.benchmark_section import Configuration
 from pipeline.config.parallel import Parallel
-from pipeline.config.schema import Configuration, Experiment
+from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.planning.layout import Planner
 from pipeline.planning.resources import Resources

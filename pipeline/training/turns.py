@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipeline.config.schema import Benchmark, Loader
+from pipeline.config.benchmark_section import Benchmark
+from pipeline.config.schema import Loader
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import LEAST_PAIRS
 from pipeline.protocol.events import Outbox, Warned

@@ -7,7 +7,7 @@ import math
 import pytest
 from samples import MAIN, finished, spread, trial
 
-from pipeline.config.schema import Benchmark
+from pipeline.config.benchmark_section import Benchmark
 from pipeline.config.targets import allowed_packages
 from pipeline.config.values import Component
 from pipeline.driver import preflight

@@ -22,7 +22,7 @@ from damage import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.schema import Benchmark
+from pipeline.config.benchmark_section import Benchmark
 from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Phase, Warned
 from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial

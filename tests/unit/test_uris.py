@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.config.finetuning import StartFrom
-from pipeline.config.schema import Checkpoint, Tracking
+from pipeline.config.schema import Checkpoint
+from pipeline.config.tracking_section import Tracking
 from pipeline.config.uris import problem_of
 from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.outcome import TrackingOutcome

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pipeline import registry
 from pipeline.commands.benchmark.predicted_rows import check_predictable, find_pair, is_pair
-from pipeline.config.schema import Configuration, Experiment
+from pipeline.config.benchmark_section import Configuration
+from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.layout import Planner

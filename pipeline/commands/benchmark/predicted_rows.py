@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline import registry
-from pipeline.config.schema import Configuration, Experiment
+from pipeline.config.benchmark_section import Configuration
+from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Scaling, Trial
