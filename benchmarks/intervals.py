@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.signal import lfilter
 
-from pipeline.config.schema import Measure
+from pipeline.config.benchmark_section import Benchmark
 from pipeline.protocol.estimates import Estimate, ratio
 from pipeline.training.turns import Schedule, turns
 
@@ -72,10 +72,10 @@ class Machine:
         return np.asarray(lfilter([1.0], [1.0, -decay], shocks))
 
 
-def measured(level: Level, step_s: dict[str, float], *, measure: Measure, random: np.random.Generator) -> Estimate:
+def measured(level: Level, step_s: dict[str, float], *, measure: Benchmark, random: np.random.Generator) -> Estimate:
     """Measure the speedup of the last trial over the first as a run does."""
     machine, names = Machine(level, tuple(step_s), random=random), list(step_s)
-    schedule = Schedule.within(step_s, measure=measure, queue=0)
+    schedule = Schedule.within(step_s, budget_s=measure.time_budget_s, most=measure.rounds, queue=0)
     pairs = []
     for order in turns(names, rounds=schedule.rounds, seed=int(random.integers(100))):
         rates = {}
@@ -88,7 +88,7 @@ def measured(level: Level, step_s: dict[str, float], *, measure: Measure, random
 
 def rows(*, seed: int, repeats: int) -> Iterator[tuple[str, ...]]:
     """Yield a row of the table for each machine, step and speedup."""
-    random, measure = np.random.default_rng(seed), Measure()
+    random, measure = np.random.default_rng(seed), Benchmark()
     for name, level in LEVELS.items():
         for base_s in STEP_S:
             for truth in SPEEDUPS:
@@ -97,7 +97,7 @@ def rows(*, seed: int, repeats: int) -> Iterator[tuple[str, ...]]:
                 covered = np.mean([one.low <= truth <= one.high for one in found])
                 claims = np.mean([not one.low <= 1 <= one.high for one in found])
                 half = [(one.high - one.low) / 2 / one.value for one in found]
-                rounds = Schedule.within(step_s, measure=measure, queue=0).rounds
+                rounds = Schedule.within(step_s, budget_s=measure.time_budget_s, most=measure.rounds, queue=0).rounds
                 yield (
                     name, f"{1000 * base_s:.0f}", f"{truth}", f"{rounds}", f"{covered:.1%}",
                     f"{claims:.1%}", f"{np.median(half):.1%}", f"{np.quantile(half, 0.9):.1%}",
