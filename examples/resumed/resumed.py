@@ -1,4 +1,4 @@
-"""A training that goes on where an earlier one ended: python resumed.py 2, then python resumed.py 4."""
+"""A training that continues where an earlier one ended: python resumed.py 2, then python resumed.py 4."""
 
 import sys
 from pathlib import Path

@@ -116,7 +116,7 @@ def _send(request: "Request", *, address: str | None) -> None:
         from pipeline.driver import preflight
 
     preflight.check(request.file, with_weights=False)
-    package = ray_job.packed(request.file.path, *request.file.bases)
+    package = ray_job.pack_experiment(request.file.path, *request.file.bases)
     for path in package.untracked_code:
         typer.echo(f"note: {path} is not sent, because git does not track it", err=True)
     client = ray_job.connect(address)

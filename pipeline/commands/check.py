@@ -61,7 +61,7 @@ def iter_checks(names: Sequence[str], *, with_data: bool) -> Iterator[tuple[str,
 
 
 def fix_file(path: Path) -> Iterator[str]:
-    """Rewrite keys of earlier versions in an experiment file and in those that it extends; yield each difference.
+    """Rewrite keys of earlier versions in an experiment file and in the files that it extends; yield each difference.
 
     Raises:
         UsageError: a file can't be read or written.

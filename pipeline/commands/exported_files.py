@@ -70,7 +70,7 @@ class Exported(Frozen):
     """Reason why there is no program; empty if there is one."""
 
 
-def _described(experiment: Experiment, model: "PortableModel", *, run: str, weights: Weights) -> Exported:
+def _describe_export(experiment: Experiment, model: "PortableModel", *, run: str, weights: Weights) -> Exported:
     import torch
 
     example = model.example
@@ -115,7 +115,7 @@ def write_files(
     from pipeline.training.portable import FILES, write_model
 
     stages.begin("exporting the model")
-    exported = _described(experiment, model, run=run, weights=weights)
+    exported = _describe_export(experiment, model, run=run, weights=weights)
     is_new = not to.exists()
     try:
         to.mkdir(parents=True, exist_ok=True)

@@ -135,7 +135,7 @@ def _missing(parts: tuple[Part, ...], section: object, schema: Schema) -> str:
 
 def _find_remedy(value: object, parts: tuple[Part, ...]) -> str:
     """Return what to use instead of a value of an earlier version; empty for other values."""
-    remedy = removed.VALUES.get((_without_indices(parts), value)) if isinstance(value, str) else None
+    remedy = removed.VALUES.get((_remove_indices(parts), value)) if isinstance(value, str) else None
     return f"{value} was removed. {remedy}" if remedy else ""
 
 
@@ -151,7 +151,7 @@ def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
     return f"is {shown(value)}; write {_expected(schema)}{hint or _unquoted(value, schema)}"
 
 
-def _without_indices(parts: tuple[Part, ...]) -> str:
+def _remove_indices(parts: tuple[Part, ...]) -> str:
     return keys.join([part for part in parts if isinstance(part, str)])
 
 

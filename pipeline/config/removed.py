@@ -1,4 +1,4 @@
-"""What an experiment file could name in earlier versions and can't any more, with what to use instead."""
+"""Keys, components and values of earlier versions that were removed, with what to use instead."""
 
 from collections.abc import Mapping
 from typing import Any

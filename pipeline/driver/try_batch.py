@@ -1,5 +1,6 @@
 """Try of an experiment on a few samples, in this process, before anything else is started: ``pipeline check``."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.protocol.trial import BatchCheck, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.imports import undisturbed
 
+_log = logging.getLogger(__name__)
 _SAMPLES = 2
 _STATES = 2
 """Values that an optimizer keeps for each parameter, as Adam does; others keep fewer."""
@@ -112,7 +114,8 @@ def _needed_bytes(experiment: Experiment, *, allowed: tuple[str, ...]) -> int:
 
     try:
         model, _ = parts.outline(partial(components.build, allowed=allowed), experiment, with_task=False)
-    except Exception:  # noqa: BLE001 - user code; the try raises what remains
+    except Exception as error:  # noqa: BLE001 - user code; the try raises what remains
+        _log.info("the model can't be built without memory, so a batch is tried whatever its size", exc_info=error)
         return 0
     copies = {parameter: 2 + _STATES if parameter.requires_grad else 1 for parameter in model.parameters()}
     return sum(parameter.numel() * parameter.element_size() * count for parameter, count in copies.items())

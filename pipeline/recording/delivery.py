@@ -79,7 +79,7 @@ class Delivery:
 
     Args:
         folder: the run's folder.
-        warn: called when an outage begins and when it ends, and once for each reason of a refusal.
+        warn: called when an outage starts and when it ends, and once for each reason of a refusal.
         uri: URI of the store with credentials; empty for the URI in the run's first event.
         adds: True if the run has ended, and keeps its status.
     """

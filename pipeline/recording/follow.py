@@ -63,7 +63,7 @@ def main() -> None:
 
     def opened() -> None:
         outcome = sender.outcome  # for `pipeline show` meanwhile, and if the driver is killed
-        _keep(outcome.unfinished(task.folder), task.folder)
+        _keep(outcome.mark_unfinished(task.folder), task.folder)
         if is_server(task.uri):  # the UI of another store has to be started first
             say(link_of(task.uri, outcome))
 

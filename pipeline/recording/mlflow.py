@@ -72,7 +72,7 @@ class MlflowSubscriber:
     Args:
         folder: the run's folder, with journal and artifacts.
         log: file for the output of the process.
-        warn: called from a background thread, once when an outage begins and once when it ends.
+        warn: called from a background thread, once when an outage starts and once when it ends.
         uri: URI of the store with credentials; empty for the URI in the run's first event.
         adds: True if the run has ended, and keeps its status.
         opened: called from a background thread with the address of the run once a server has it, unless that is after
@@ -98,7 +98,7 @@ class MlflowSubscriber:
         self._unknown = TrackingOutcome(delivered=False, late=("MLflow", *loggers))
         if known := TrackingOutcome.kept(folder):  # of an earlier session
             with suppress(OSError):
-                known.unfinished(folder).model_copy(update={"late": self._unknown.late}).keep(folder)
+                known.mark_unfinished(folder).model_copy(update={"late": self._unknown.late}).keep(folder)
         self._has_end = self._is_stopping = False
         self._done = Flag()
         self._lines: SimpleQueue[bytes] = SimpleQueue()

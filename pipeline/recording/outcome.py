@@ -62,7 +62,7 @@ class TrackingOutcome(Frozen):
         )
         return self.model_copy(update={"delivered": False, "message": message, "waiting": what})
 
-    def unfinished(self, folder: Path) -> "TrackingOutcome":
+    def mark_unfinished(self, folder: Path) -> "TrackingOutcome":
         """Return a copy to keep during a run, in case its driver is killed."""
         return self.lacking("some results", folder=folder, trouble=_KILLED)
 

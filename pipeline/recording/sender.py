@@ -29,7 +29,7 @@ class Sender:
         folder: the run's folder.
         uri: URI of the store with credentials; empty for the URI in the run's first event.
         other_uri: URI of the store, without credentials, if it isn't the run's own.
-        warn: called when an outage begins and when it ends, also from other threads.
+        warn: called when an outage starts and when it ends, also from other threads.
         adds: True if the run has ended before, and keeps its status meanwhile.
         loggers: loggers in addition to MLflow, see ``tracking.loggers``; each has a thread.
         wanted: filter of the events for MLflow.

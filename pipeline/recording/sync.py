@@ -22,7 +22,7 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "") -> Tracking
 
     Args:
         folder: the run's folder.
-        warn: called when an outage begins and when it ends.
+        warn: called when an outage starts and when it ends.
         to: URI of another store as `resolve_uri` returns it, with credentials; empty for the run's own, and its other
             trackers.
 
@@ -58,7 +58,7 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
 def _send(
     folder: Path, *, warn: Callable[[str], None], to: str, wanted: Callable[[AnyEvent], bool] | None = None
 ) -> TrackingOutcome:
-    """Send the ``wanted`` events, or all events, which the named loggers receive, too."""
+    """Send the ``wanted`` events; or all events, also to the named loggers."""
     opened, end = _find_ends(folder)
     own = with_credentials(opened.tracking_uri)
     uri = to or own

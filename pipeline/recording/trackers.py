@@ -1,8 +1,8 @@
-"""Trackers beside MLflow, which receive the run's events as it does.
+"""Loggers in addition to MLflow (``tracking.loggers``), which receive the same events.
 
-A user's, from ``tracking.loggers``, are in the driver, those of ``tracking.loggers`` in the process that writes to
-MLflow. Their failures don't reach training: each tracker has a thread, so it may be slow; after an exception it is left
-out, with a warning. The journal has all events in any case.
+Components run in the driver; loggers that are given by name run in the process that writes to MLflow. Their failures
+don't reach training: each has a thread, so it may be slow, and after an exception it is left out, with a warning. The
+journal has all events in any case.
 """
 
 import threading

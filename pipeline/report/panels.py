@@ -72,7 +72,7 @@ def of_several(courses: Sequence[Course], *, best: int | None, metric: str | Non
         series = [course.validation.get(name, Series()) for course in courses]
         if any(each.is_drawable for each in series):
             for x in ("step", unit):
-                yield Panel(name, x, partial(_compared, courses=courses, series=series, best=best, unit=x))
+                yield Panel(name, x, partial(_draw_courses, courses=courses, series=series, best=best, unit=x))
 
 
 def _loss(axes: Axes, *, course: Course) -> None:
@@ -138,10 +138,12 @@ def _longest(pauses: Sequence[Pause], kind: str) -> list[Pause]:
 
 def _losses(axes: Axes, *, courses: Sequence[Course], best: int | None, unit: str) -> None:
     series = [_smooth(course.loss) for course in courses]
-    _compared(axes, courses=courses, series=series, best=best, unit=unit)
+    _draw_courses(axes, courses=courses, series=series, best=best, unit=unit)
 
 
-def _compared(axes: Axes, *, courses: Sequence[Course], series: Sequence[Series], best: int | None, unit: str) -> None:
+def _draw_courses(
+    axes: Axes, *, courses: Sequence[Course], series: Sequence[Series], best: int | None, unit: str
+) -> None:
     """Draw one line for each training, the emphasized one above the others."""
     factor = next((factor for _, factor, name in _UNITS if name == unit), None)
     labels = _labels(courses, best=best)

@@ -72,7 +72,7 @@ def format_ticks(axes: Axes) -> None:
 
 
 class Heading(NamedTuple):
-    """What is written above axes."""
+    """Texts above axes."""
 
     axes: Axes
     """Filled axes."""

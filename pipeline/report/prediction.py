@@ -139,7 +139,7 @@ def at_pace(workload: Workload, *, step_ms: float) -> Workload:
 
 def compute_ms(costs: Costs, *, samples: float) -> float:
     """Return the milliseconds of forward and backward for a micro-batch of that size."""
-    return _at(costs, samples, "forward_ms") + _at(costs, samples, "backward_ms")
+    return _interpolate(costs, samples, "forward_ms") + _interpolate(costs, samples, "backward_ms")
 
 
 def fill_buckets(workload: Workload) -> list[tuple[int, float]]:
@@ -164,17 +164,17 @@ def _simulate(workload: Workload, link: Link, *, workers: int, batch: int) -> _S
     optimizer = pace * workload.optimizer_ms
     exposed = bandwidth = 0.0
     if workers > 1:
-        backward = slowdown * pace * _at(costs, size, "backward_ms")
+        backward = slowdown * pace * _interpolate(costs, size, "backward_ms")
         fast = link.model_copy(update={"latency_us": 0.0})
-        exposed = _exposed(workload, link, workers=workers, backward_ms=backward)
-        bandwidth = min(exposed, _exposed(workload, fast, workers=workers, backward_ms=backward))
-    loading = micro_batches * pace * _at(costs, size, "data_ms")
+        exposed = _predict_exposed_ms(workload, link, workers=workers, backward_ms=backward)
+        bandwidth = min(exposed, _predict_exposed_ms(workload, fast, workers=workers, backward_ms=backward))
+    loading = micro_batches * pace * _interpolate(costs, size, "data_ms")
     if workload.loader_workers:
         loading = max(0.0, loading / workload.loader_workers - (compute * slowdown + optimizer + exposed))
     return _Step(compute, compute * (slowdown - 1), optimizer, loading, exposed - bandwidth, bandwidth)
 
 
-def _at(costs: Costs, size: float, name: Literal["forward_ms", "backward_ms", "data_ms"]) -> float:
+def _interpolate(costs: Costs, size: float, name: Literal["forward_ms", "backward_ms", "data_ms"]) -> float:
     """Interpolate a cost between the measured batch sizes."""
     sizes = [point.samples for point in costs.curve]
     values = [float(getattr(point, name)) for point in costs.curve]
@@ -186,7 +186,7 @@ def _at(costs: Costs, size: float, name: Literal["forward_ms", "backward_ms", "d
     return max(0.0, values[left] + slope * (size - sizes[left]))
 
 
-def _exposed(workload: Workload, link: Link, *, workers: int, backward_ms: float) -> float:
+def _predict_exposed_ms(workload: Workload, link: Link, *, workers: int, backward_ms: float) -> float:
     """Return the milliseconds by which communication extends a step."""
     buffers = workload.costs.buffer_bytes
     before = broadcast_ms(link, buffers, workers=workers, backend=workload.backend) if buffers else 0.0

@@ -148,7 +148,7 @@ class ComparisonRecord(Frozen):
     reference: CellRecord | None
     """One process with all cores, if it was measured."""
     forecast: Forecast | None
-    """What the predicted cells are based on; its rows are among the cells. None without predictions."""
+    """Measurements behind the predicted cells, whose rows are among the cells; None without predictions."""
     advice: tuple[Advice, ...]
     name: str
     hardware: str

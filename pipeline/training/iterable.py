@@ -108,7 +108,7 @@ class IterableLoader:
                 self._head.append(reader.peek())
             return self._batch(indices, [self._head[index % len(self._head)] for index in indices])
 
-    def peeked(self, index: int) -> Iterator[Any]:
+    def iter_head_sample(self, index: int) -> Iterator[Any]:
         """Yield one of the first samples, before any is read; it remains to be read."""
         with generators_kept():
             while len(self._reader.ahead) <= index:

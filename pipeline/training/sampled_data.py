@@ -74,7 +74,7 @@ def _readings(source: Source, sizes: Mapping[str, int]) -> Iterator[tuple[str, I
     """Yield the readings of each sample by its name."""
     if not isinstance(source.train, BatchLoader):
         for index in range(min(source.train.readable, source.order.set_size)):
-            yield f"sample {index} of the training set", source.train.peeked(index)
+            yield f"sample {index} of the training set", source.train.iter_head_sample(index)
         return
     loaders = {"training": source.train, "validation": source.validation}
     held_out = SAMPLES // 4 if isinstance(source.validation, BatchLoader) else 0

@@ -92,7 +92,7 @@ class StreamLoader:
         index = torch.tensor(indices) % self.readable
         return tree_map(lambda leaf: leaf[index], self.head)
 
-    def peeked(self, index: int) -> Iterator[Any]:
+    def iter_head_sample(self, index: int) -> Iterator[Any]:
         """Yield one of the first rows, as a batch."""
         yield self.read([index])
 

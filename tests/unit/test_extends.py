@@ -8,7 +8,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from pipeline.commands.submit.ray_job import packed
+from pipeline.commands.submit.ray_job import pack_experiment
 from pipeline.commands.submit.request import Request
 from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.config.load import ExperimentFile, from_mapping, load
@@ -177,9 +177,9 @@ def test_a_base_outside_of_the_project_is_not_sent(monkeypatch: pytest.MonkeyPat
     package = SimpleNamespace(root=tmp_path / "lab", files=(Path("e.yaml"),))
     monkeypatch.setattr("pipeline.commands.submit.ray_job.tracked", lambda _: package)
     with pytest.raises(UsageError, match=r"^lab/base\.yaml: git doesn't track this file"):
-        packed(Path("lab/e.yaml"), Path("lab/base.yaml"))
+        pack_experiment(Path("lab/e.yaml"), Path("lab/base.yaml"))
     with pytest.raises(UsageError, match=r"^base\.yaml: not in .*, the folder that is sent"):
-        packed(Path("lab/e.yaml"), Path("base.yaml"))
+        pack_experiment(Path("lab/e.yaml"), Path("base.yaml"))
 
 
 @pytest.mark.parametrize("text", ["extends: base.yaml\ntrain: {epochs: 3}\noptimizer: {lr: 1.0}", "extends: base.yaml"])

@@ -10,7 +10,7 @@ import toys
 from samples import HARDWARE, MEASURED, comparison
 
 from pipeline.commands.benchmark.matrix import Matrix, MatrixRequest, make_matrix
-from pipeline.commands.benchmark.predicted_rows import Predictor, unpredicted
+from pipeline.commands.benchmark.predicted_rows import Predictor, iter_unpredicted
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link
@@ -81,7 +81,7 @@ def predicted(*, network: Link | None = None, counts: tuple[int, ...] = (8, 64, 
     costs = {"baseline": ALONE} | ({} if network else {"ddp-2": TOGETHER})
     predictor = Predictor(report, experiment, alone=report.rows[0], costs=costs, network=network)
     forecast = predictor.predict(counts, ("strong", "weak"))
-    return report.with_forecast(forecast, missing=tuple(unpredicted(counts, batch=64)))
+    return report.with_forecast(forecast, missing=tuple(iter_unpredicted(counts, batch=64)))
 
 
 def test_they_follow_the_measured_rows_in_each_table() -> None:

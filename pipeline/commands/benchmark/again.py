@@ -53,7 +53,7 @@ def measure_again(
     started = _time_to_first_step(folder, trial=main.name)
     if not isinstance(main, Training) or not main.compared_with:
         raise UsageError(
-            f"{folder.name}: {main.title} has no baseline that rank 0 can measure in turn with it. "
+            f"{folder.name}: {main.title} has no baseline that rank 0 can time alternately with it. "
             "Use pipeline benchmark FILE, which measures the configurations one after the other."
         )
     address = address_of(file.experiment.checkpoint.directory, run=folder)

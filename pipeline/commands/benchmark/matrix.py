@@ -101,10 +101,10 @@ def make_matrix(
             table.add(cell_of(entry, scaling=scaling))
     for entry in extras:
         table.add(cell_of(entry, scaling="strong"))
-    declared = table.named_as_added(cell_of(_declared(experiment), scaling="strong"))
+    declared = table.name_as_added(cell_of(_find_declared(experiment), scaling="strong"))
     for size in wanted.batch_sizes if wanted.batch_sizes != "auto" else ():
         table.add(batch_cell(declared, size))
-    alone = table.named_as_added(cell_of(_ALONE, scaling="strong")).name if wanted.predict else ""
+    alone = table.name_as_added(cell_of(_ALONE, scaling="strong")).name if wanted.predict else ""
     trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in table.cells if cell.trial]
     if baseline.device == "cpu" and resources.is_one_node and any(trial.workers > 1 for trial in trials):
         trials.append(planner.reference())
@@ -129,7 +129,7 @@ class _Table:
         if self._find(cell) is None:
             self.cells.append(cell.model_copy(update={"name": _unique(cell.name, self.cells)}))
 
-    def named_as_added(self, cell: Cell) -> Cell:
+    def name_as_added(self, cell: Cell) -> Cell:
         """Return a cell with the name of the one in the table that measures the same, if there is one."""
         same = self._find(cell)
         return cell.model_copy(update={"name": same.name}) if same else cell
@@ -155,7 +155,7 @@ def _extras(
         ResourceError: no two workers fit, between which the network could be measured.
     """
     if wanted.batch_sizes:
-        yield _declared(experiment)
+        yield _find_declared(experiment)
     if wanted.predict:
         check_predictable(experiment)
         yield _ALONE
@@ -178,23 +178,23 @@ def batch_cell(declared: Cell, size: int) -> Cell:
     cell = {"name": f"{declared.strategy}-{declared.workers}-batch-{size}", "batch_size": size}
     if trial is not None:
         batch = size * trial.replicas * trial.experiment.train.gradient_accumulation
-        own = {"experiment": _with_batch(trial.experiment, batch), "variant": f"batch {size}"}
+        own = {"experiment": _set_batch_size(trial.experiment, batch), "variant": f"batch {size}"}
         cell["trial"] = trial.model_copy(update=own)
     return declared.model_copy(update=cell)
 
 
-def _declared(experiment: Experiment) -> Configuration:
+def _find_declared(experiment: Experiment) -> Configuration:
     parallel = experiment.parallel
     own = Configuration(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
-    return _counted(own, parallel.workers)
+    return _fill_in_workers(own, parallel.workers)
 
 
 def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Configuration]:
     """Yield the entries to compare, each with its number of workers."""
     parallel = experiment.parallel
     written = [
-        *(_counted(entry, parallel.workers) for entry in experiment.benchmark.entries.values()),
-        _declared(experiment),
+        *(_fill_in_workers(entry, parallel.workers) for entry in experiment.benchmark.entries.values()),
+        _find_declared(experiment),
     ]
     if not (wanted.strategies or wanted.workers):
         yield from written
@@ -207,7 +207,7 @@ def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Configur
             yield Configuration(strategy=strategy, workers=workers, options=options)
 
 
-def _counted(entry: Configuration, workers: int) -> Configuration:
+def _fill_in_workers(entry: Configuration, workers: int) -> Configuration:
     default = workers if _runs_many(entry.strategy) else 1
     return entry.model_copy(update={"workers": entry.workers or default})
 
@@ -251,10 +251,10 @@ def _weak(trial: CellMeasurement, baseline: Trial) -> CellMeasurement:
     """Return the trial with the baseline's samples for each replica."""
     train = trial.experiment.train
     batch = train.global_batch_size * trial.replicas // baseline.replicas
-    return trial.model_copy(update={"experiment": _with_batch(trial.experiment, batch), "scaling": "weak"})
+    return trial.model_copy(update={"experiment": _set_batch_size(trial.experiment, batch), "scaling": "weak"})
 
 
-def _with_batch(experiment: Experiment, batch: int) -> Experiment:
+def _set_batch_size(experiment: Experiment, batch: int) -> Experiment:
     size = {"global_batch_size": batch, "batch_size_per_worker": None}
     return experiment.model_copy(update={"train": experiment.train.model_copy(update=size)})
 

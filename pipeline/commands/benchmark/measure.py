@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.commands.benchmark.batch_sizes import double_batch
 from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make_matrix
-from pipeline.commands.benchmark.predicted_rows import Predictor, unpredicted
+from pipeline.commands.benchmark.predicted_rows import Predictor, iter_unpredicted
 from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError
@@ -58,7 +58,7 @@ def benchmark(
 
 
 class _Benchmark:
-    """The state of a benchmark: its cells, and those that failed or turned out to be too large."""
+    """The state of a benchmark: its cells, and which of them failed or were too large."""
 
     def __init__(self, matrix: Matrix, invocation: Invocation) -> None:
         self.failures: dict[str, PipelineError] = {}
@@ -137,10 +137,10 @@ class _Benchmark:
             [*invocation.plan.trials, *self._doubled],
             invocation.finished,
             hardware=invocation.hardware,
-            unmeasured=[self._unmeasured(cell) for cell in cells if cell.name not in invocation.results],
+            unmeasured=[self._describe_unmeasured(cell) for cell in cells if cell.name not in invocation.results],
             order=[cell.name for cell in cells],
         )
-        report = self._predicted(invocation.advised(measured))
+        report = self._add_predicted_rows(invocation.advised(measured))
         invocation.show(report, summary=report.markdown())
         for row in report.rows:
             invocation.log(_figures(row), trial=row.trial, step=row.steps, epoch=1)
@@ -150,7 +150,7 @@ class _Benchmark:
         invocation.save_report(report)
         return report
 
-    def _predicted(self, report: Report) -> Report:
+    def _add_predicted_rows(self, report: Report) -> Report:
         """Return the report with the predicted rows, as far as what they need could be measured."""
         wanted, experiment = self._matrix.wanted, self._invocation.plan.experiment
         if not wanted.predict:
@@ -163,7 +163,7 @@ class _Benchmark:
             return report
         predictor = Predictor(report, experiment, alone=alone, costs=costs, network=wanted.network)
         forecast = predictor.predict(wanted.predict, wanted.scalings)
-        missing = unpredicted(wanted.predict, batch=experiment.train.global_batch_size)
+        missing = iter_unpredicted(wanted.predict, batch=experiment.train.global_batch_size)
         return report.with_forecast(forecast, missing=tuple(missing) if "strong" in wanted.scalings else ())
 
     def _check_sizes(self, outcome: Outcome) -> None:
@@ -185,7 +185,7 @@ class _Benchmark:
         if self._samples is not None and (reason := too_small(trial, samples=self._samples)):
             self._too_large[trial.name] = reason
 
-    def _unmeasured(self, cell: Cell) -> Unmeasured:
+    def _describe_unmeasured(self, cell: Cell) -> Unmeasured:
         failure = self.failures.get(cell.name)
         failed = f"it failed: {str(failure).partition(chr(10))[0]}" if failure else ""
         return Unmeasured(

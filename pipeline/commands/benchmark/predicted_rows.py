@@ -221,7 +221,7 @@ class Predictor:
                 yield Check(workers=row.workers, scaling=row.scaling, measured=measured, predicted=found.speedup)
 
 
-def unpredicted(counts: Sequence[int], *, batch: int) -> Iterator[Unmeasured]:
+def iter_unpredicted(counts: Sequence[int], *, batch: int) -> Iterator[Unmeasured]:
     """Yield the numbers of workers that a global batch has too few samples for."""
     for workers in counts:
         if workers > batch:

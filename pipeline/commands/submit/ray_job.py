@@ -45,7 +45,7 @@ def connect(address: str | None) -> JobSubmissionClient:
     """
     url = _url(address or os.environ.get("RAY_ADDRESS") or "")
     _check_reachable(url)
-    with _explained(url), environment(**dict.fromkeys(_ADDRESSES)):
+    with _explain_errors(url), environment(**dict.fromkeys(_ADDRESSES)):
         return JobSubmissionClient(url)
 
 
@@ -62,7 +62,7 @@ def submit(client: JobSubmissionClient, request: Request, package: Package) -> s
     settings = {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s), "PYTHONUNBUFFERED": "1"}
     here = Path(os.path.relpath(Path.cwd().resolve(), package.root.resolve()))
     values = variables(request.environment)
-    with staged(package) as folder, _explained(client.get_address()):
+    with staged(package) as folder, _explain_errors(client.get_address()):
         client.submit_job(
             entrypoint=entrypoint(request, folder=here),
             submission_id=identity,
@@ -80,7 +80,7 @@ def commands_for(job: str, *, url: str) -> Iterator[str]:
     yield f"{ray} job stop {job} --address {url}"
 
 
-def packed(*experiment: Path) -> Package:
+def pack_experiment(*experiment: Path) -> Package:
     """Collect the files of the project that git tracks.
 
     Args:
@@ -117,7 +117,7 @@ def run_directory(request: Request) -> str | None:
 
 
 @contextmanager
-def _explained(url: str) -> Iterator[None]:
+def _explain_errors(url: str) -> Iterator[None]:
     """Turn errors of Ray's job client into messages for the user.
 
     Raises:

@@ -23,7 +23,7 @@ def format_script(request: Request, *, nodes: int | None = None, launcher: Slurm
         launcher: program that starts the workers: ray, torchrun on each node, or srun itself.
 
     Raises:
-        UsageError: the workers can't be dealt to the nodes, or there are variables to send, which Slurm does by itself.
+        UsageError: the workers can't be divided over the nodes, or variables are given, which Slurm sends by itself.
         ExperimentError: the experiment lacks a setting that an allocation needs.
     """
     workers = request.file.experiment.parallel.workers

@@ -76,7 +76,7 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
     while any(map(_is_open, trials_of(sweep))) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     stages.end()
-    waiting = [folder for folder in undelivered(sweep) if not _is_open(folder)]
+    waiting = [folder for folder in find_undelivered(sweep) if not _is_open(folder)]
     if waiting:
         tell(f"sending the results of {_format_names(waiting)} to MLflow, because the trials couldn't")
     for folder in waiting:
@@ -87,7 +87,7 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
             warn(str(error))
 
 
-def undelivered(sweep: Path) -> list[Path]:
+def find_undelivered(sweep: Path) -> list[Path]:
     """Return the folders of the trials whose results the tracking store lacks."""
     outcomes = {folder: TrackingOutcome.kept(folder) for folder in trials_of(sweep) if has_begun(folder)}
     return [folder for folder, outcome in outcomes.items() if outcome is None or not outcome.delivered]
@@ -95,7 +95,7 @@ def undelivered(sweep: Path) -> list[Path]:
 
 def missing(sweep: Path) -> str:
     """Return a sentence on trials whose results the tracking store lacks; empty if it has all."""
-    folders = undelivered(sweep)
+    folders = find_undelivered(sweep)
     if not folders:
         return ""
     return f"results of {_format_names(folders)} are missing in MLflow. Send them with: pipeline sync {sweep}"

@@ -68,7 +68,7 @@ class SweepProgress:
         return number in self._trials and self._trials[number].state == "running"
 
     @property
-    def ended(self) -> list[SweptTrial]:
+    def ended_trials(self) -> list[SweptTrial]:
         """Trials that have ended; a resumed sweep continues those that were interrupted."""
         return [trial for trial in self._trials.values() if trial.state not in ("running", "interrupted")]
 
@@ -85,7 +85,7 @@ class SweepProgress:
     @property
     def counts(self) -> str:
         """Number of trials in each state, e.g. "3 of 8 done, 1 running, 1 starting, 1 stopped early"."""
-        ended, running = self.ended, self._running
+        ended, running = self.ended_trials, self._running
         training = sum(trial.value is not None for trial in running)
         states = Counter(trial.state for trial in ended)
         counts = {
@@ -100,7 +100,7 @@ class SweepProgress:
     @property
     def _waiting(self) -> int:
         """Number of trials that have a slot, but that Ray has not started yet."""
-        return max(0, min(self.slots, self.total - len(self.ended)) - len(self._running))
+        return max(0, min(self.slots, self.total - len(self.ended_trials)) - len(self._running))
 
     @property
     def best(self) -> str:

@@ -128,7 +128,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
             self._terminal.warnings if is_bad else self._terminal.progress,
             f"trial {found.number}: {found.state}{' before' if is_earlier else ''}{why}; {self._describe(found)}",
         )
-        ended = self._progress.ended
+        ended = self._progress.ended_trials
         if found.state == "finished" and (best := sweep_report.best_of(ended, self._plan.direction)) is not None:
             values = reached(self._invocation.folder / folder_name(best.number))
             self._invocation.log(values, step=len(ended), epoch=len(ended))
