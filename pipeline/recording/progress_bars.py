@@ -36,10 +36,13 @@ class ThinnedLines:
         self._shown_at: dict[str, float] = {}
 
     def show(self, event: Advanced) -> None:
-        """Update the progress of an activity."""
-        if event.time - self._shown_at.setdefault(event.what, event.time) >= LINE_EVERY_S:
-            self._shown_at[event.what] = event.time
+        """Update the progress of an activity; after its end an activity of the same name is another one."""
+        shown_at = self._shown_at.pop(event.what, event.time)
+        is_due = event.time - shown_at >= LINE_EVERY_S
+        if is_due:
             self._line(f"{event.what}, {amounts(event)}")
+        if event.done != event.total:
+            self._shown_at[event.what] = event.time if is_due else shown_at
 
 
 class Bars:

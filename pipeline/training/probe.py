@@ -23,7 +23,7 @@ from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import ArtifactSaved, Outbox, Trained, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import Lap, synchronize
@@ -147,8 +147,9 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
     rounds, steps, _ = plan_rounds(
         context.trial, variants=len(variants), step_s=step_ms / 1000, total_steps=context.steps
     )
+    whose = f" of the {context.trial.role}" if isinstance(context.trial, Baseline | Reference) else ""
     with ProgressReporter(
-        "measuring the step time", total=rounds, unit="rounds", silent=not context.rank.is_first
+        f"measuring the step time{whose}", total=rounds, unit="rounds", silent=not context.rank.is_first
     ) as told:
         for done in range(rounds):
             for name, step in variants.items():
