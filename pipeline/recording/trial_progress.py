@@ -78,7 +78,7 @@ class TrialProgress:
         self._evaluations: Counter[str] = Counter()
         self._current = 0  # step under way, counted from 1
         self._phase: Phase | None = None
-        self._has_stepped = self._has_trained = False
+        self._has_stepped = self._has_trained = self._is_measured = False
         self._marks: tuple[_Mark, ...] = ()  # the first, the last but one and the last
         for event in earlier:
             for point in event.points:
@@ -103,7 +103,7 @@ class TrialProgress:
                 self._phase, self._current = event.phase, event.step
                 self._advance(event.step if event.phase in _DONE else event.step - 1, time=event.time)
             case Trained():
-                self._has_trained = True
+                self._has_trained, self._is_measured = True, event.is_measured
 
     @property
     def is_over(self) -> bool:
@@ -115,7 +115,7 @@ class TrialProgress:
         """Activity other than training steps, e.g. "evaluating"; empty in a step, and before the first event."""
         if self.started is None:
             return "" if self._phase is None else "building model and data"
-        if self._has_trained:
+        if self._has_trained and self._is_measured:
             return "measuring"
         if self.is_over:
             return _BESIDE_TRAINING.get(self._phase, "finishing")

@@ -67,7 +67,9 @@ class Afterwards:
         self._context, self._outbox = context, outbox
         self._failed = False
         if context.rank.is_first:
-            trained = Trained(time=time.time(), trial=context.trial.name, result=result, measuring_s=estimate_s)
+            trial = context.trial
+            is_measured = not (isinstance(trial, Training) and trial.train_only)
+            trained = Trained(trial=trial.name, result=result, is_measured=is_measured, measuring_s=estimate_s)
             outbox.event(trained)
 
     def measure(self, what: str, measurement: Callable[[], T]) -> T | None:

@@ -54,8 +54,8 @@ def after(*events: AnyEvent, batch: int | None = None) -> TrialProgress:
     return progress
 
 
-def trained() -> Trained:
-    return Trained(time=60, result=finished("main", spread(1312)).result)
+def trained(*, is_measured: bool = True) -> Trained:
+    return Trained(time=60, result=finished("main", spread(1312)).result, is_measured=is_measured)
 
 
 def test_a_heartbeat_tells_the_steps_that_are_done() -> None:
@@ -80,6 +80,7 @@ def test_a_resumed_training_begins_where_it_was() -> None:
         ((metrics(40), beat(40, Phase.EVALUATING)), "evaluating"),
         ((metrics(40), beat(40, Phase.WAITING)), "finishing"),
         ((metrics(40), trained(), beat(2, Phase.FORWARD)), "measuring"),
+        ((metrics(40), trained(is_measured=False), beat(40, Phase.REPORTING)), "finishing"),
     ],
 )
 def test_it_says_what_is_done_besides_steps(events: tuple[AnyEvent, ...], stage: str) -> None:
