@@ -1,8 +1,8 @@
 """Progress of one trial from its events, in the words that displays, plain lines and ``pipeline show`` share."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from pipeline.config.reported import OF_TRAINING, TRAIN, named, shown_names
@@ -33,22 +33,6 @@ class _Mark(NamedTuple):
 
     time: float
     step: int
-
-
-class Evaluations:
-    """Evaluations of a run's trials, through all attempts and sessions."""
-
-    def __init__(self) -> None:
-        self._by_trial: defaultdict[str, list[Metrics]] = defaultdict(list)
-
-    def note(self, event: AnyEvent) -> None:
-        """Keep an event if it has validation metrics."""
-        if isinstance(event, Metrics) and any(point.name.startswith(VALIDATION) for point in event.points):
-            self._by_trial[event.trial].append(event)
-
-    def of(self, trial: str) -> Sequence[Metrics]:
-        """Return those of a trial so far."""
-        return self._by_trial[trial]
 
 
 class TrialProgress:

@@ -228,7 +228,7 @@ def test_the_best_value_is_that_of_all_attempts(resumes: bool) -> None:
     stdout = pipe()
     console = Console(Terminal.on(stdout), trials=[MAIN])
     if resumes:
-        console.evaluations.note(before)
+        console.run.note_evaluation(before)
     for event in (run_opened(), *([] if resumes else [opened(), started(), before])):
         console.receive(event)
     for event in (opened(), started(), metrics(40, time=9, validation__accuracy=0.93)):
