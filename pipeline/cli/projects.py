@@ -34,7 +34,7 @@ def check(
 
     from pipeline.commands.check import iter_checks
     from pipeline.recording import waiting
-    from pipeline.recording.progress_bars import progress_on
+    from pipeline.recording.console import progress_on
 
     errors: dict[str, PipelineError] = {}
     for word in files:

@@ -86,7 +86,7 @@ def show(
     console = rich.console.Console(highlight=False)
     summary = _found(run, directory)
     if summary.status == "RUNNING":
-        progress = running.RunProgress(summary.folder)
+        progress = running.RecordedProgress(summary.folder)
         if as_json:
             typer.echo(progress.state(time.time()).model_dump_json(indent=2))
             return
@@ -157,7 +157,7 @@ def sync(
     import rich.console
 
     from pipeline.recording import runs
-    from pipeline.recording.progress_bars import progress_on
+    from pipeline.recording.console import progress_on
     from pipeline.recording.sync import sync_with_trials
 
     folder, store = runs.find(run, directory), _store(to) if to is not None else ""

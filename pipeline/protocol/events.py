@@ -298,6 +298,8 @@ class Trained(Event):
 
     kind: Literal["trained"] = "trained"
     result: TrialResult
+    is_measured: bool = True
+    """True if measurements follow; false with ``--quick`` and ``--train-only``."""
     measuring_s: float | None = None
     """Estimated seconds of the measurements that follow; None if the speedup is not measured."""
 

@@ -4,23 +4,25 @@ A failure is not shown here: the command line prints it once everything has ende
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import rich.console
 from rich.text import Text
 
-from pipeline.config.values import Direction
 from pipeline.protocol import events
-from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
-from pipeline.protocol.trial import Evaluation, Training, Trial
-from pipeline.recording.display import LONGEST, Lines, LiveDisplay, Shown
+from pipeline.protocol.events import Advanced, AnyEvent, Finished, TrialOpened, Warned
+from pipeline.protocol.progress import report_progress_to
+from pipeline.protocol.trial import Trial
+from pipeline.recording.bars import Bars, LiveDisplay, bars
 from pipeline.recording.notebook import NotebookDisplay
-from pipeline.recording.outlook import Schedule
+from pipeline.recording.plain_lines import LONGEST, Lines, Shown, ThinnedLines
+from pipeline.recording.run_progress import RunProgress
 from pipeline.recording.terminal import PrintableTable, Terminal, headed, print_report_table, write
-from pipeline.recording.trial_progress import Evaluations, TrialProgress, figures, fitted
+from pipeline.recording.trial_progress import figures, fitted
 from pipeline.system import stages
-from pipeline.wording import approximate, counted
+from pipeline.wording import approximate
 
 _LABEL = re.compile(r"[A-Z]{3,}(?=  )")
 """Label at the beginning of a screen's line, e.g. RESULT."""
@@ -31,69 +33,44 @@ class Console:
 
     def __init__(self, terminal: Terminal, *, trials: Sequence[Trial]) -> None:
         self._stdout, self._warnings = terminal.progress, terminal.warnings
-        self._trials = {trial.name: trial for trial in trials}
-        self._schedule = Schedule(trials)
-        self._directions: Mapping[str, Direction] = {}
-        self._progress = TrialProgress()
         self._display: Lines | LiveDisplay | None = None
-        self._label = ""
-        self.evaluations = Evaluations()
-        """Evaluations that count for the best values so far; those of an earlier session can be noted before."""
+        self.run = RunProgress(trials)
+        """State of the command; evaluations of an earlier session can be noted before."""
 
     def receive(self, event: AnyEvent) -> None:
         """Show one event; called by one thread at a time."""
-        self.evaluations.note(event)
+        self.run.update(event)
         match event:
-            case RunOpened():
-                self._directions = event.directions
             case TrialOpened():
                 self.close()
                 stages.end()
-                self._schedule.update(event)
-                self._label = self._title(event)
-                self._display = None if event.trial in self._schedule.beside else self._new_display(event)
-            case events.Warned():
+                self._display = self._new_display() if self.run.is_launched else None
+            case Warned():
                 write(self._warnings, f"{event.trial}: warning: {event.message}", style="yellow")
             case Finished():
                 self.close()
-                self._schedule.update(event)
-                write(
-                    self._stdout,
-                    f"{self._label}: {fitted(_format_finished(event), width=LONGEST - len(self._label) - 2)}",
-                )
+                self._write(fitted(_format_finished(event), width=LONGEST - len(self.run.label) - 2))
             case events.Evaluated():
                 self.close()
-                write(self._stdout, f"{self._label}: {', '.join(figures(event.values))}")
+                self._write(", ".join(figures(event.values)))
             case events.Failed() | events.RunClosed():
                 self.close()
             case _ if self._display and isinstance(event, Shown):
                 if isinstance(event, events.Trained) and event.measuring_s is not None:
-                    write(self._stdout, f"{self._label}: {_format_trained(event)}")
-                self._progress.update(event)
+                    self._write(_format_trained(event))
                 self._display.show(event)
                 if isinstance(event, events.Started) and event.loaded is not None:
-                    write(self._stdout, f"{self._label}: {event.loaded}")
+                    self._write(str(event.loaded))
 
-    def _title(self, event: TrialOpened) -> str:
-        """Label a trial by its role in a run, by its number in a benchmark, unless it was not planned."""
-        if any(isinstance(trial, Training | Evaluation) for trial in self._trials.values()):
-            return event.title if event.role == "main" else f"{event.trial}: {event.title}"
-        number, total = self._schedule.place
-        return f"[{number}/{total}] {event.title}" if number else event.title
+    def _write(self, text: str) -> None:
+        write(self._stdout, f"{self.run.label}: {text}")
 
-    def _new_display(self, event: TrialOpened) -> "Lines | LiveDisplay | None":
+    def _new_display(self) -> "Lines | LiveDisplay | None":
         if self._stdout.quiet:
             return None
-        trial = self._trials.get(event.trial)
-        batch = trial.experiment.train.global_batch_size if trial else None
-        self._progress = state = TrialProgress(
-            directions=self._directions, batch=batch, earlier=self.evaluations.of(event.trial)
-        )
-        waiting, outlook = _waiting(event, trial), self._schedule.outlook
-        if self._stdout.is_jupyter or self._stdout.is_interactive:
-            display = NotebookDisplay if self._stdout.is_jupyter else LiveDisplay
-            return display(self._stdout, self._label, waiting=waiting, progress=state, outlook=outlook)
-        return Lines(self._stdout, self._label, waiting=waiting, progress=state)
+        if self._stdout.is_jupyter:
+            return NotebookDisplay(self._stdout, self.run)
+        return (LiveDisplay if self._stdout.is_interactive else Lines)(self._stdout, self.run)
 
     def close(self) -> None:
         """Remove the live display; may be called again."""
@@ -102,11 +79,27 @@ class Console:
         self._display = None
 
 
-def _waiting(event: TrialOpened, trial: Trial | None) -> str:
-    if trial is None or trial.launcher == "inprocess":
-        return "starting ..."
-    count = int(event.tags.get("world_size", trial.workers))  # an elastic trial may have fewer than planned
-    return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
+@contextmanager
+def progress_on(console: rich.console.Console) -> Iterator[None]:
+    """Show the progress of activities in this process, such as a download before a dry run, or `sync`."""
+    progress = bars(console, transient=True)
+    activities = Bars(progress) if console.is_interactive else ThinnedLines(lambda text: write(console, text))
+
+    def show(event: Advanced | Warned) -> None:
+        if console.is_interactive and not progress.live.is_started:
+            stages.end()  # one live display at a time
+            progress.start()
+        if isinstance(event, Warned):
+            write(console, event.message)
+        else:
+            activities.show(event)
+
+    try:
+        with report_progress_to(show):
+            yield
+    finally:
+        if progress.live.is_started:  # else it would print an empty line
+            progress.stop()
 
 
 def _format_trained(event: events.Trained) -> str:

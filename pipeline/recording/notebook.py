@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import rich.console
 from typing_extensions import override
 
-from pipeline.recording.display import LiveDisplay, Shown
+from pipeline.recording.bars import LiveDisplay
+from pipeline.recording.plain_lines import Shown
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle

@@ -119,7 +119,7 @@ def recorded(
         stack.enter_context(closing(recorder))
         for event in read(folder / FILE_NAME) if recorder.is_resumed else ():
             for console in consoles:
-                console.evaluations.note(event)
+                console.run.note_evaluation(event)
         end = _end_of(folder) if adds else None
         files = () if adds else describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()

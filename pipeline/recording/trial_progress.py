@@ -1,8 +1,8 @@
 """Progress of one trial from its events, in the words that displays, plain lines and ``pipeline show`` share."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from pipeline.config.reported import OF_TRAINING, TRAIN, named, shown_names
@@ -35,22 +35,6 @@ class _Mark(NamedTuple):
     step: int
 
 
-class Evaluations:
-    """Evaluations of a run's trials, through all attempts and sessions."""
-
-    def __init__(self) -> None:
-        self._by_trial: defaultdict[str, list[Metrics]] = defaultdict(list)
-
-    def note(self, event: AnyEvent) -> None:
-        """Keep an event if it has validation metrics."""
-        if isinstance(event, Metrics) and any(point.name.startswith(VALIDATION) for point in event.points):
-            self._by_trial[event.trial].append(event)
-
-    def of(self, trial: str) -> Sequence[Metrics]:
-        """Return those of a trial so far."""
-        return self._by_trial[trial]
-
-
 class TrialProgress:
     """State of a running trial: steps, stage, pace and values, as far as its events tell.
 
@@ -78,7 +62,7 @@ class TrialProgress:
         self._evaluations: Counter[str] = Counter()
         self._current = 0  # step under way, counted from 1
         self._phase: Phase | None = None
-        self._has_stepped = self._has_trained = False
+        self._has_stepped = self._has_trained = self._is_measured = False
         self._marks: tuple[_Mark, ...] = ()  # the first, the last but one and the last
         for event in earlier:
             for point in event.points:
@@ -103,7 +87,7 @@ class TrialProgress:
                 self._phase, self._current = event.phase, event.step
                 self._advance(event.step if event.phase in _DONE else event.step - 1, time=event.time)
             case Trained():
-                self._has_trained = True
+                self._has_trained, self._is_measured = True, event.is_measured
 
     @property
     def is_over(self) -> bool:
@@ -115,7 +99,7 @@ class TrialProgress:
         """Activity other than training steps, e.g. "evaluating"; empty in a step, and before the first event."""
         if self.started is None:
             return "" if self._phase is None else "building model and data"
-        if self._has_trained:
+        if self._has_trained and self._is_measured:
             return "measuring"
         if self.is_over:
             return _BESIDE_TRAINING.get(self._phase, "finishing")

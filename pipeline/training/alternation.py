@@ -16,7 +16,8 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
 from pipeline.training.context import TrainContext
-from pipeline.training.forward import accepted, has_lone_sample, lone_sample_error
+from pipeline.training.explained_errors import explained
+from pipeline.training.forward import accepted
 from pipeline.training.global_batch import training_pass
 from pipeline.training.learned import exchange_gradients
 from pipeline.training.learning_rate import rates_by_metric
@@ -96,13 +97,8 @@ class _Run:
     def next(self) -> StepOutput | None:
         """Let the task run to its next loss; return None at its end."""
         mark(Phase.FORWARD)
-        try:
-            with self._pass:
-                output = next(self._outputs, None)
-        except ValueError as error:
-            if has_lone_sample(self.micro_batch, error=error):
-                raise lone_sample_error(self._context, self.micro_batch) from error
-            raise
+        with explained(self._context, self.micro_batch), self._pass:
+            output = next(self._outputs, None)
         if output is not None:
             output = output._replace(loss=self._pass.reaching_rows(output.loss))
             logs = {name: one.detach() if isinstance(one, Tensor) else one for name, one in output.logs.items()}

@@ -23,7 +23,7 @@ from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import ArtifactSaved, Outbox, Trained, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.training.batches import MicroBatches
 from pipeline.training.clock import Lap, synchronize
@@ -67,7 +67,9 @@ class Afterwards:
         self._context, self._outbox = context, outbox
         self._failed = False
         if context.rank.is_first:
-            trained = Trained(time=time.time(), trial=context.trial.name, result=result, measuring_s=estimate_s)
+            trial = context.trial
+            is_measured = not (isinstance(trial, Training) and trial.train_only)
+            trained = Trained(trial=trial.name, result=result, is_measured=is_measured, measuring_s=estimate_s)
             outbox.event(trained)
 
     def measure(self, what: str, measurement: Callable[[], T]) -> T | None:
@@ -147,8 +149,9 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
     rounds, steps, _ = plan_rounds(
         context.trial, variants=len(variants), step_s=step_ms / 1000, total_steps=context.steps
     )
+    whose = f" of the {context.trial.role}" if isinstance(context.trial, Baseline | Reference) else ""
     with ProgressReporter(
-        "measuring the step time", total=rounds, unit="rounds", silent=not context.rank.is_first
+        f"measuring the step time{whose}", total=rounds, unit="rounds", silent=not context.rank.is_first
     ) as told:
         for done in range(rounds):
             for name, step in variants.items():

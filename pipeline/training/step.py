@@ -15,11 +15,11 @@ from torch.nn.utils import clip_grads_with_norm_
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
 from pipeline.tasks.gathering import Pass
-from pipeline.training import torch_errors
 from pipeline.training.alternation import alternate
 from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
-from pipeline.training.forward import forward, has_lone_sample, lone_sample_error
+from pipeline.training.explained_errors import explained
+from pipeline.training.forward import forward
 from pipeline.training.global_batch import training_pass
 from pipeline.training.learned import exchange_gradients, trainable
 from pipeline.training.learning_rate import advance_scheduler, rates_by_metric, warmup
@@ -103,7 +103,7 @@ def forward_backward(context: TrainContext, stream: MicroBatches, *, exchange: b
             loss = gathering.reaching_rows(losses.add(output, micro_batch))
             del output  # logits of a large vocabulary would stay in memory during the backward pass
             mark(Phase.BACKWARD)
-            with torch_errors.explain_double_gradients(context.trainable):
+            with explained(context):
                 context.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if context.learned is not None and exchange and context.rank.world_size > 1:
         scale = context.strategy.gradient_scale
@@ -170,13 +170,8 @@ def _one_step(context: TrainContext, stream: MicroBatches, *, step: int) -> Micr
 def _forward(context: TrainContext, micro_batch: MicroBatch, batch: Any, *, gathering: Pass) -> StepOutput:
     if context.boundary is not None:
         context.boundary.clear()
-    try:
-        with gathering:
-            return forward(context, context.wrapped, batch)
-    except ValueError as error:
-        if has_lone_sample(micro_batch, error=error):
-            raise lone_sample_error(context, micro_batch) from error
-        raise
+    with explained(context, micro_batch), gathering:
+        return forward(context, context.wrapped, batch)
 
 
 def _times(loss: Tensor, weight: float | Tensor) -> Tensor:

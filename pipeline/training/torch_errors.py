@@ -7,15 +7,13 @@ code that waits for a collective. An error from a ``raise`` statement of user co
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from opcode import opmap
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Origin
 from pipeline.system.imports import PACKAGE
 
@@ -26,31 +24,6 @@ _TIMEOUT = ("Timed out waiting", "Application timeout", "Watchdog caught collect
 """Timeouts of gloo, of gloo's next operation, and of NCCL, which raise the same type for a lost peer and a late one."""
 _NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 """Texts of the CPU's allocator, CUDA outside torch's allocator, cuBLAS, cuDNN; others are torch.OutOfMemoryError."""
-_UNUSED = "Expected to have finished reduction in the prior iteration"
-_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
-"""Error of DDP about parameters without a gradient, and where it counts them, among those that require one."""
-_TWICE = "Expected to mark a variable ready only once"
-_TWICE_INDEX = re.compile(r"Parameter at index (\d+)")
-"""Error of DDP about a parameter that gets two gradients in one backward pass, and where it counts it."""
-
-_OTHER_TYPE = "the inputs and weights of a layer have different types; return inputs.float() from the dataset"
-_HINTS = (
-    (
-        "device-side assert",
-        "an index is out of range on the GPU, usually a target that is not a class; use parallel.device=cpu to see it",
-    ),
-    ("index out of range in self", "an embedding got an index out of range; compare the index with num_embeddings"),
-    (
-        "but expected Float",
-        "the targets and the model's outputs have different types; return targets.float() from the dataset",
-    ),
-    ("must have the same dtype, but got", _OTHER_TYPE),  # linear layers
-    ("mixed dtype", _OTHER_TYPE),  # normalization
-    ("and bias type", _OTHER_TYPE),  # convolutions
-    ("and weight type", _OTHER_TYPE),
-)
-"""Texts of torch that name no tensor of the user, and what they mean. Errors of losses: `training.loss_errors`."""
-
 TORCH, OURS = (f"{folder}{os.sep}" for folder in (Path(torch.__file__ or "").parent, PACKAGE))
 """Beginnings of the paths of torch's files and of this package's."""
 
@@ -63,52 +36,17 @@ def origin(error: BaseException) -> Origin:
     return "peer_timeout" if _says(lost, _TIMEOUT) else "lost_peer"
 
 
-def hint(error: BaseException) -> str:
-    """Return what a usual error of torch means, after "; "; empty for others, and for those of user code."""
-    if not isinstance(error, RuntimeError | IndexError) or not _is_from_torch(error):
-        return ""
-    return next((f"; {meaning}" for text, meaning in _HINTS if text in str(error)), "")
-
-
-def without_gradient(error: BaseException, names: Sequence[str]) -> list[str] | None:
-    """Name the parameters that DDP waited for in the step before, as far as it says; None for other errors.
-
-    ``names`` are those of the model's parameters that required a gradient when DDP wrapped it, in the model's order.
-    """
-    if not (isinstance(error, RuntimeError) and _UNUSED in str(error) and _is_from_torch(error)):
-        return None
-    found = _INDICES.search(str(error))
-    return [names[int(index)] for index in found[1].split()] if found else []
-
-
-@contextmanager
-def explain_double_gradients(names: Iterable[str]) -> Iterator[None]:
-    """Name the layer if DDP finds that a backward pass computes its gradients twice.
-
-    ``names`` are as in `without_gradient`.
-
-    Raises:
-        ExperimentError: DDP raised this error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if _TWICE not in str(error) or not _is_from_torch(error):
-            raise
-        found = _TWICE_INDEX.search(str(error))
-        layer = list(names)[int(found[1])].rpartition(".")[0] if found else "a layer"
-        raise ExperimentError.of(
-            "parallel.options.static_graph",
-            f"is false, but one backward pass computes the gradients of {layer or 'the model'} twice, as "
-            "torch.utils.checkpoint with use_reentrant=True does. Set static_graph: true, or use_reentrant=False.",
-        ) from error
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if there was too little memory, on a GPU or on CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _is_from_torch(error) and _says(error, _NO_MEMORY)
+    return isinstance(error, RuntimeError) and is_from_torch(error) and _says(error, _NO_MEMORY)
+
+
+def is_from_torch(error: BaseException) -> bool:
+    """Return True if torch or its C++ code, which leaves no frame, raised an error, rather than user code."""
+    file, has_raised = _place(error)
+    return file.startswith(TORCH) or not has_raised
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
@@ -116,14 +54,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError):  # a dataset may use its own store
         return _place(error)[0].startswith((TORCH, OURS))
     if isinstance(error, dist.DistBackendError):
-        return _is_from_torch(error)
-    return type(error) is RuntimeError and _is_from_torch(error) and _GLOO.search(str(error)) is not None
-
-
-def _is_from_torch(error: BaseException) -> bool:
-    """Return True if torch or its C++ code, which leaves no frame, raised an error, rather than user code."""
-    file, has_raised = _place(error)
-    return file.startswith(TORCH) or not has_raised
+        return is_from_torch(error)
+    return type(error) is RuntimeError and is_from_torch(error) and _GLOO.search(str(error)) is not None
 
 
 def _place(error: BaseException) -> tuple[str, bool]:

@@ -43,6 +43,7 @@ from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.training import compilation, torch_errors
 from pipeline.training.batch_check import check_batch
+from pipeline.training.explained_errors import hint
 from pipeline.training.loader import new_loaders_closed
 from pipeline.training.loop import train
 from pipeline.training.matmul_precision import set_cudnn_benchmark, set_matmul_precision
@@ -176,7 +177,7 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     if isinstance(error, PipelineError):
         message, details = str(error), getattr(error, "details", "")
     else:
-        message, details = f"{type(error).__name__}: {error}{torch_errors.hint(error)}", _own_traceback(error)
+        message, details = f"{type(error).__name__}: {error}{hint(error)}", _own_traceback(error)
     return Failed(
         trial=trial.name,
         rank=rank,

@@ -116,6 +116,13 @@ def test_a_pipe_hears_of_what_takes_long_now_and_then() -> None:
     ]
 
 
+def test_a_pipe_gets_no_line_for_the_start_of_a_second_activity_of_the_same_name() -> None:
+    """Step times are measured of the training, then of each configuration that it is compared with."""
+    rounds = [advanced(n, time=20.0 * start + n, total=3, unit="rounds") for start in range(3) for n in (1, 2, 3)]
+    text = show(opened(), started(), *rounds, stdout=pipe())
+    assert len(text.splitlines()) == 2
+
+
 def test_a_terminal_shows_a_bar_for_what_takes_long_until_it_is_done() -> None:
     stdout = terminal()
     console = Console(Terminal.on(stdout), trials=[RAY])
@@ -221,7 +228,7 @@ def test_the_best_value_is_that_of_all_attempts(resumes: bool) -> None:
     stdout = pipe()
     console = Console(Terminal.on(stdout), trials=[MAIN])
     if resumes:
-        console.evaluations.note(before)
+        console.run.note_evaluation(before)
     for event in (run_opened(), *([] if resumes else [opened(), started(), before])):
         console.receive(event)
     for event in (opened(), started(), metrics(40, time=9, validation__accuracy=0.93)):

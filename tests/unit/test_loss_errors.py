@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import ExperimentError
-from pipeline.training.loss_errors import explained
-from pipeline.training.torch_errors import hint
+from pipeline.training.explained_errors import hint
+from pipeline.training.explained_errors.losses import explain
 
 ENTROPY = {"data": {"_target_": "toys.classification"}, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
 BILINEAR = {"_target_": "torch.nn.Bilinear", "in1_features": 3, "in2_features": 3, "out_features": 1}
@@ -47,7 +47,7 @@ def raised(call: Callable[[], object]) -> BaseException:
 )  # fmt: skip
 def test_cross_entropy_tells_what_it_got(outputs: Any, targets: Any, said: str) -> None:
     error = raised(lambda: nn.CrossEntropyLoss()(outputs, targets))
-    assert said in explained(error)
+    assert said in explain(error)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +57,17 @@ def test_shapes_that_don_t_fit_are_told(loss: Callable[[Tensor, Tensor], Tensor]
     with warnings.catch_warnings(action="ignore"):
         error = raised(lambda: loss(torch.ones(4, 3), torch.ones(4, 2)))
     said = "gets outputs of shape (4, 3) (float32) and targets of shape (4, 2) (float32); give both the same shape"
-    assert explained(error) == said
+    assert explain(error) == said
 
 
 @pytest.mark.parametrize("loss", [functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy])
 def test_types_that_don_t_fit_are_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     error = raised(lambda: loss(torch.ones(4), torch.ones(4, dtype=torch.int64)))
-    assert explained(error).endswith(
-        "(int64), but needs the same type for both; return targets.float() from the dataset"
-    )
+    assert explain(error).endswith("(int64), but needs the same type for both; return targets.float() from the dataset")
 
 
 def test_other_errors_keep_torch_s_words() -> None:
-    assert explained(raised(lambda: CLASSES @ CLASSES)) == ""
+    assert explain(raised(lambda: CLASSES @ CLASSES)) == ""
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_other_errors_keep_torch_s_words() -> None:
     ],
 )
 def test_weights_of_another_number_of_classes(name: str, loss: Callable[[Tensor], Tensor]) -> None:
-    assert explained(raised(lambda: loss(torch.ones(2)))) == (
+    assert explain(raised(lambda: loss(torch.ones(2)))) == (
         f"gets {name} of shape (2,) (float32) for outputs of shape (4, 3) (float32); "
         f"set {name} to a list with one number for each class"
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from pipeline.errors import ExperimentError, NoMemoryError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.training.torch_errors import explain_double_gradients, is_out_of_memory, origin
+from pipeline.training.explained_errors import explained
+from pipeline.training.torch_errors import is_out_of_memory, origin
 from pipeline.worker import main
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"
@@ -204,7 +206,8 @@ def test_a_layer_that_ddp_gets_two_gradients_of_is_named() -> None:
     try:
         model = DistributedDataParallel(Reentrant())
         loss = model(torch.ones(2, 3)).sum()
-        with pytest.raises(ExperimentError) as info, explain_double_gradients(dict(model.module.named_parameters())):
+        context: Any = SimpleNamespace(trainable=dict(model.module.named_parameters()))
+        with pytest.raises(ExperimentError) as info, explained(context):
             loss.backward()
     finally:
         dist.destroy_process_group()

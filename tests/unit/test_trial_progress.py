@@ -24,7 +24,7 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.trial import Rank, Training
-from pipeline.recording.outlook import Schedule
+from pipeline.recording.run_progress import RunProgress
 from pipeline.recording.trial_progress import TrialProgress, clock, figures, fitted, left
 
 DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}
@@ -54,8 +54,8 @@ def after(*events: AnyEvent, batch: int | None = None) -> TrialProgress:
     return progress
 
 
-def trained() -> Trained:
-    return Trained(time=60, result=finished("main", spread(1312)).result)
+def trained(*, is_measured: bool = True) -> Trained:
+    return Trained(time=60, result=finished("main", spread(1312)).result, is_measured=is_measured)
 
 
 def test_a_heartbeat_tells_the_steps_that_are_done() -> None:
@@ -80,6 +80,7 @@ def test_a_resumed_training_begins_where_it_was() -> None:
         ((metrics(40), beat(40, Phase.EVALUATING)), "evaluating"),
         ((metrics(40), beat(40, Phase.WAITING)), "finishing"),
         ((metrics(40), trained(), beat(2, Phase.FORWARD)), "measuring"),
+        ((metrics(40), trained(is_measured=False), beat(40, Phase.REPORTING)), "finishing"),
     ],
 )
 def test_it_says_what_is_done_besides_steps(events: tuple[AnyEvent, ...], stage: str) -> None:
@@ -186,29 +187,31 @@ def opened(name: str, title: str, *, repeat: int = 0, time: float = 0) -> TrialO
 
 def test_a_comparison_takes_as_long_as_equal_trials_did_before() -> None:
     cells = [trial("single", "cell"), trial("ddp", "cell", strategy="ddp", workers=2)]
-    schedule = Schedule([*cells, *(cell.model_copy(update={"repeat": 1}) for cell in cells)])
+    run = RunProgress([*cells, *(cell.model_copy(update={"repeat": 1}) for cell in cells)])
 
-    schedule.update(opened("single", "single"))
-    assert schedule.outlook(5.0) == ["trial 1 of 4"]  # nobody knows how long ddp takes
-    schedule.update(finished("single", spread(1)).model_copy(update={"time": 10.0}))
-    schedule.update(opened("ddp", "ddp, 2 workers", time=10))
-    schedule.update(opened("ddp", "ddp, 2 workers", time=20))  # launched again after a failure
-    assert schedule.place == (2, 4)
-    schedule.update(finished("ddp", spread(1)).model_copy(update={"time": 50.0}))
-    schedule.update(opened("single", "single", repeat=1, time=50))
-    assert schedule.outlook(5.0) == ["trial 3 of 4", "all trials: 0:35 left"]
-    assert schedule.outlook(None) == ["trial 3 of 4"]
+    run.update(opened("single", "single"))
+    assert run.outlook(5.0) == ["trial 1 of 4"]  # nobody knows how long ddp takes
+    run.update(finished("single", spread(1)).model_copy(update={"time": 10.0}))
+    run.update(opened("ddp", "ddp, 2 workers", time=10))
+    run.update(opened("ddp", "ddp, 2 workers", time=20))  # launched again after a failure
+    assert run.place == (2, 4)
+    run.update(finished("ddp", spread(1)).model_copy(update={"time": 50.0}))
+    run.update(opened("single", "single", repeat=1, time=50))
+    assert run.outlook(5.0) == ["trial 3 of 4", "all trials: 0:35 left"]
+    assert run.outlook(None) == ["trial 3 of 4"]
 
 
 def test_a_run_tells_what_the_plan_grants_its_speedup() -> None:
     experiment = MAIN.experiment.model_copy(update={"benchmark": Benchmark(time_budget_s=90)})
     main = MAIN.model_copy(update={"experiment": experiment, "compared_with": (trial("baseline", "baseline"),)})
     assert isinstance(main, Training)
-    schedule = Schedule([main, *main.compared_with])
-    assert schedule.beside == {"baseline"}
-    schedule.update(opened("main", "ddp, 2 workers"))
-    assert schedule.outlook(5.0) == ["then up to 3:00 to measure the speedup"]
-    assert schedule.outlook(None) == []
+    run = RunProgress([main, *main.compared_with])
+    run.update(opened("baseline", "1 worker"))
+    assert not run.is_launched
+    run.update(opened("main", "ddp, 2 workers"))
+    assert run.is_launched
+    assert run.outlook(5.0) == ["then up to 3:00 to measure the speedup"]
+    assert run.outlook(None) == []
 
 
 def test_words() -> None:

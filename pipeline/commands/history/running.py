@@ -10,10 +10,10 @@ import rich.console
 from rich.text import Text
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.events import AnyEvent, Finished, RunOpened, TrialOpened
 from pipeline.recording import journal
 from pipeline.recording.folder import id_of, trials_of
-from pipeline.recording.trial_progress import LOSS, VALIDATION, Evaluations, TrialProgress, fitted, left
+from pipeline.recording.run_progress import RunProgress
+from pipeline.recording.trial_progress import LOSS, VALIDATION, fitted, left
 from pipeline.wording import counted, duration
 
 _OLD_S = 30.0  # least age from which a report is told as old
@@ -62,7 +62,7 @@ class Running(Frozen):
     """Number of a sweep's trials that have ended."""
 
 
-class RunProgress:
+class RecordedProgress:
     """Progress of one run so far, read from its journal, and of a sweep's trials from theirs.
 
     Args:
@@ -71,28 +71,24 @@ class RunProgress:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._opened: RunOpened | None = None
-        self._trial: TrialOpened | None = None
-        self._launched: list[tuple[str, int]] = []
-        self._progress = TrialProgress()
-        self._evaluations = Evaluations()
-        self._has_ended = False
+        self._run = RunProgress()
         self._last: float | None = None
         for event in journal.Tail(folder / journal.FILE_NAME).new():
-            self._take(event)
-        self._trials = {each: RunProgress(each) for each in trials_of(folder)}
+            self._last = event.time
+            self._run.update(event)
+        self._trials = {each: RecordedProgress(each) for each in trials_of(folder)}
 
     def state(self, now: float) -> Running:
         """Return the progress at a time, in seconds since the epoch."""
-        progress, started = self._progress, self._progress.started
+        progress, started = self._run.progress, self._run.progress.started
         best = progress.best()
-        number, total = self._place()
+        number, total = self._run.place
         return Running(
             run=id_of(self._folder),
             status=self.status,
-            title=self._trial.title if self._trial else "",
-            number=number,
-            trials=total,
+            title=self._run.trial.title if self._run.trial else "",
+            number=number or None,
+            trials=total or None,
             stage=self._stage(),
             step=progress.step if started else None,
             steps=started.total_steps if started else None,
@@ -115,7 +111,7 @@ class RunProgress:
 
     def lines(self, now: float) -> Iterator[list[str]]:
         """Yield the lines for people, as parts of which the less important come last."""
-        progress = self._progress
+        progress = self._run.progress
         if self._trials:
             going = self._going()
             ended = len(self._trials) - len(going)
@@ -125,15 +121,14 @@ class RunProgress:
                 yield [f"{each._folder.name}: {first[0].removeprefix('running: ')}", *first[1:], *chain(*others)]
             return
         yield self._headline(now)
-        number, total = self._place()
-        place = [f"trial {number} of {total}"] if number and total and total > 1 else []
-        title = [self._trial.title] if self._trial else []
+        place = self._run.outlook(None)
+        title = [self._run.trial.title] if self._run.trial else []
         epoch = [] if progress.started is None or progress.is_over else [progress.position()[1]]
         known = [*title, *place, *epoch, *progress.training(), *progress.logs()] if progress.started else place
         yield from filter(None, [known, list(progress.validation())])
 
     def _headline(self, now: float) -> list[str]:
-        progress, started = self._progress, self._progress.started
+        progress, started = self._run.progress, self._run.progress.started
         if started is None or progress.is_over or not progress.step:
             done = [f"{progress.step} steps done"] if progress.step else []
             return [f"running: {', '.join([*done, self._stage()])}", *self._age(now)]
@@ -147,47 +142,16 @@ class RunProgress:
         return [f"last report {duration(now - self._last)} ago"]
 
     def _is_old(self, now: float) -> bool:
-        return self._last is not None and now - self._last > max(_OLD_S, _OLD_INTERVALS * self._progress.interval_s)
-
-    def _take(self, event: AnyEvent) -> None:
-        self._last = event.time
-        self._evaluations.note(event)
-        match event:
-            case RunOpened():
-                self._opened = event
-            case TrialOpened():
-                self._open(event)
-            case Finished():
-                self._has_ended = True
-            case _ if self._trial and event.trial == self._trial.trial:
-                self._progress.update(event)
-
-    def _open(self, event: TrialOpened) -> None:
-        self._trial, self._has_ended = event, False
-        if (key := (event.trial, event.repeat)) not in self._launched:
-            self._launched.append(key)
-        batch = self._opened.params.get("train.global_batch_size", "") if self._opened else ""
-        directions = self._opened.directions if self._opened else {}
-        self._progress = TrialProgress(
-            directions=directions,
-            batch=int(batch) if batch.isdecimal() else None,
-            earlier=self._evaluations.of(event.trial),
-        )
-
-    def _place(self) -> tuple[int | None, int | None]:
-        """Return the number of the trial and of all; trials measured beside a training are none of them."""
-        total = self._opened.launches if self._opened else 0
-        if self._trial is None or not total:
-            return None, total or None
-        return min(self._launched.index((self._trial.trial, self._trial.repeat)) + 1, total), total
+        return self._last is not None and now - self._last > max(_OLD_S, _OLD_INTERVALS * self._run.progress.interval_s)
 
     def _stage(self) -> str:
-        if self._trial is None:
+        if self._run.trial is None:
             return "starting"
-        if self._has_ended:
-            number, total = self._place()
-            return "starting the next trial" if (number or 0) < (total or 0) else "writing the report"
-        return self._progress.stage or ("training" if self._progress.started else f"starting {self._trial.title}")
+        if self._run.has_ended:
+            number, total = self._run.place
+            return "starting the next trial" if number < total else "writing the report"
+        progress = self._run.progress
+        return progress.stage or ("training" if progress.started else f"starting {self._run.trial.title}")
 
     @property
     def status(self) -> str:
@@ -198,11 +162,11 @@ class RunProgress:
         end = journal.ending(path)
         return end.status if end else "KILLED"
 
-    def _going(self) -> list["RunProgress"]:
+    def _going(self) -> list["RecordedProgress"]:
         return [each for folder, each in self._trials.items() if journal.is_open(folder / journal.FILE_NAME)]
 
 
-def format_progress(progress: RunProgress, *, console: rich.console.Console) -> Text:
+def format_progress(progress: RecordedProgress, *, console: rich.console.Console) -> Text:
     """Return the progress of a run in a few lines; those of a terminal don't wrap."""
     now, width = time.time(), console.width if console.is_terminal else 10_000
     (first, *more) = progress.lines(now)

@@ -41,7 +41,7 @@ _IGNORED = -100
 """Default ``ignore_index`` of torch's losses."""
 
 
-def explained(error: BaseException) -> str:
+def explain(error: BaseException) -> str:
     """Explain an error that one of torch's losses raised for its tensors; empty if it is another error."""
     calls = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code in _CLASSES | _ELEMENTS]
     if not calls:
@@ -57,22 +57,22 @@ def explained(error: BaseException) -> str:
     if said := _lengths(outputs, called.f_locals, has_classes=called.f_code in _CLASSES):
         return said
     if called.f_code in _ELEMENTS:
-        return _shapes(outputs, targets) or _types(outputs, targets)
+        return _elements(outputs, targets)
     return _classes(outputs, targets, ignored=called.f_locals.get("ignore_index", _IGNORED))
 
 
-def broadcast(task: Task, output: StepOutput) -> str:
+def explain_broadcast(task: Task, output: StepOutput) -> str:
     """Explain the shapes of a batch that the experiment's loss, if it is torch's, broadcasts to more elements."""
     outputs, targets = output.outputs, output.targets
     if not isinstance(task, Supervised) or type(task.loss) not in _BROADCASTING:
         return ""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return ""
-    return _shapes(outputs, targets) if _grows(outputs.shape, targets.shape) else ""
+    return _elements(outputs, targets) if _grows(outputs.shape, targets.shape) else ""
 
 
 @contextmanager
-def warned() -> Iterator[list[str]]:
+def explain_warnings() -> Iterator[list[str]]:
     """Yield a list that in the end explains torch's warnings about losses that broadcast to more elements.
 
     These are losses that a user's own task or function calls. Other warnings are given again.
@@ -120,18 +120,14 @@ def _grows(one: Sequence[int], other: Sequence[int]) -> bool:
     return both is not None and math.prod(both) > max(math.prod(one), math.prod(other))
 
 
-def _shapes(outputs: Tensor, targets: Tensor) -> str:
-    if outputs.shape == targets.shape:
-        return ""
-    shapes = tuple(outputs.shape), tuple(targets.shape)
-    return f"gets {_tensor('outputs', outputs)} and {_tensor('targets', targets)}{_to(*shapes)}"
-
-
-def _types(outputs: Tensor, targets: Tensor) -> str:
-    if outputs.dtype == targets.dtype:
-        return ""
+def _elements(outputs: Tensor, targets: Tensor) -> str:
+    """Explain shapes or types that differ, for losses that compare each output with one target."""
     given = f"gets {_tensor('outputs', outputs)} and {_tensor('targets', targets)}"
-    return f"{given}, but needs the same type for both; return targets.float() from the dataset"
+    if outputs.shape != targets.shape:
+        return given + _to(tuple(outputs.shape), tuple(targets.shape))
+    if outputs.dtype != targets.dtype:
+        return f"{given}, but needs the same type for both; return targets.float() from the dataset"
+    return ""
 
 
 def _to(outputs: Sequence[int], targets: Sequence[int]) -> str:
