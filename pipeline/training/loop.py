@@ -36,7 +36,7 @@ from pipeline.training.metrics import Drawable
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.nvtx import annotated
 from pipeline.training.probe import Afterwards, plan_rounds, probe, record_trace, unused_parameters, waits
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 from pipeline.training.turns import estimate_seconds, measure_in_turn
 from pipeline.training.watch import mark, mark_step
 
@@ -199,10 +199,10 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
         mark_step(step)
         if step == start:
             coupling.note(context)
-        result = optimizer_step(context, stream, step=step)
+        result = train_step(context, stream, step=step)
         mark(Phase.REPORTING)
         meter.add(result, samples=context.order.batch_size(step - first))
-        meter.finiteness.note(step + 1, is_skipped=result.is_skipped)
+        meter.finiteness.note(step + 1, is_skipped=not result.has_updated)
         if step == start:
             reporting.first_step(context, meter.outbox)
             with meter.clock.stopped():
