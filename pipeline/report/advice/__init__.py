@@ -1,29 +1,31 @@
 """Advice: a few changes to the experiment file, each with the measurement that suggests it.
 
-The rules are here (another strategy), in `batch_advice`, `exchange_advice` and `step_advice`. They look at `Row`s,
-never at names of models or machines. A change that this run measured to be faster is advised; any other change is a
-suggestion to try.
+Another strategy and another batch size are here, if this run measured them; `rules` has what one row suggests. All look
+at `Row`s, never at names of models or machines. A change that this run measured to be faster is advised; any other
+change is a suggestion to try.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.config.schema import Experiment
-from pipeline.report import Advice, Row, exchange_advice, is_clear, step_advice
-from pipeline.report.batch_advice import recommend_batch
+from pipeline.report import Advice, Row, is_clear
+from pipeline.report.advice import rules
+from pipeline.report.advice.rules import Case, Finding, scaled_rate
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.claims import compare_rows
 from pipeline.report.loss_differences import explain_loss
 from pipeline.report.ratios import is_wide, times
 from pipeline.report.report import Report
 from pipeline.report.row_names import count_workers, name_row
-from pipeline.report.rule import Case, Finding
 from pipeline.report.tables import amount, rate
 
 MOST = 5
 """Largest number of recommendations."""
 WORTH = 1.05
 """Smallest ratio of throughputs that is worth a change, even if a smaller one exceeds the noise."""
+CLOSE = 0.95
+"""Fraction of the best throughput from which a throughput counts as close to it."""
 _OPTION = "parallel.options."
 _TINY_MS = 10.0
 """Compute time of a step below which a model is called small, as any gradient synchronization takes long next to it."""
@@ -74,25 +76,24 @@ def _findings(report: Report, own: Row, *, experiment: Experiment, cores: int | 
     """
     case = Case(row=own, experiment=experiment, cores=cores)
     yield from filter(None, [recommend_batch(case, report.rows)])
-    fixable = list(filter(None, [step_advice.straggler(case), exchange_advice.communication_hook(case)]))
+    fixable = list(filter(None, [rules.straggler(case), rules.communication_hook(case)]))
     found = better(report.rows, case)
     if found is None or any(1 - finding.gain < found.row_time for finding in fixable):
         yield from fixable
     else:
         yield found.finding
-        yield from filter(None, [step_advice.straggler(case)])
+        yield from filter(None, [rules.straggler(case)])
         case = Case(row=found.row, experiment=experiment, cores=cores)
-        yield from filter(None, [exchange_advice.communication_hook(case)])
+        yield from filter(None, [rules.communication_hook(case)])
     yield from _others(case, report.rows)
 
 
 def _others(case: Case, rows: Sequence[Row]) -> Iterator[Finding]:
     """Apply the rules that don't depend on a better row."""
-    batch = exchange_advice.larger_batch(case)  # comes with its own change of the learning rate
-    rate = None if batch else step_advice.learning_rate(case, rows)
-    precision = step_advice.matmul_precision(case)
-    rules = (step_advice.data_wait(case), exchange_advice.unused_search(case), step_advice.idle_cores(case, rows))
-    yield from filter(None, [batch, rate, *rules, precision])
+    batch = rules.larger_batch(case)  # comes with its own change of the learning rate
+    rate = None if batch else rules.learning_rate(case, rows)
+    more = (rules.data_wait(case), rules.unused_search(case), rules.idle_cores(case, rows))
+    yield from filter(None, [batch, rate, *more, rules.matmul_precision(case)])
 
 
 def _agreeing(findings: list[Finding]) -> list[Finding]:
@@ -198,3 +199,72 @@ def _values(row: Row, case: Case) -> dict[str, Any]:
     if row.micro_batches is not None:  # larger ones had no memory
         values["train.gradient_accumulation"] = row.micro_batches
     return values
+
+
+def recommend_batch(case: Case, rows: Sequence[Row]) -> Finding | None:
+    """Recommend the smallest batch per device whose throughput is close to the best; None if the file has it."""
+    measured = _find_sizes(case.experiment, rows)
+    train = case.experiment.train
+    declared = next((_size_of(train.global_batch_size, case.experiment, row) for row in measured.values()), 0)
+    if not measured.keys() - {declared}:
+        return None
+    most = max(row.samples_per_second.median for row in measured.values())
+    size = min(size for size, row in measured.items() if row.samples_per_second.median >= CLOSE * most)
+    row, own = measured[size], measured.get(declared)
+    if size == declared or (size > declared and own is not None and not _is_faster_batch(row, own)):
+        return None
+    if not (values := _change(case.experiment, row, size=size)):
+        return None
+    batch = size * row.replicas * values.get("train.gradient_accumulation", train.gradient_accumulation)
+    keeps = not any("batch" in key for key in values)
+    kept = "gradient accumulation keeps the global batch size, and so the training"
+    other = f"a global batch size of {batch} makes fewer optimizer steps; check that the model trains as well"
+    return Finding(
+        reason=_reason_for_batch(row, own, declared=declared, size=size),
+        values=values,
+        change=kept if keeps else other,
+        is_measured=True,
+        use=name_row(row),
+        gain=1 - own.samples_per_second.median / row.samples_per_second.median if own and size > declared else 0.0,
+    )
+
+
+def _find_sizes(experiment: Experiment, rows: Sequence[Row]) -> dict[int, Row]:
+    """Return the rows of the declared configuration by the batch size of a device."""
+    parallel = experiment.parallel
+    wanted = (parallel.strategy, parallel.workers, dict(parallel.options))
+    own = (row for row in rows if row.role in ("baseline", "cell") and row.scaling == "strong")
+    same = (row for row in own if (row.strategy, row.workers, dict(row.options)) == wanted)
+    return {_size_of(row.global_batch_size, experiment, row): row for row in same}
+
+
+def _size_of(batch: int, experiment: Experiment, row: Row) -> int:
+    """Return the samples in the largest micro-batch of a device."""
+    return -(-batch // (row.replicas * experiment.train.gradient_accumulation))
+
+
+def _change(experiment: Experiment, row: Row, *, size: int) -> Mapping[str, Any]:
+    """Return the keys that make a device's batch the recommended one, with the same global batch if possible."""
+    train = experiment.train
+    wanted = -(-train.global_batch_size // (size * row.replicas))
+    accumulation = min(wanted, max(1, train.global_batch_size // row.workers))
+    values: dict[str, Any] = {}
+    if accumulation != train.gradient_accumulation:
+        values["train.gradient_accumulation"] = accumulation
+    after = -(-train.global_batch_size // (row.replicas * accumulation))
+    if after < size and (not values or accumulation == 1):
+        values |= experiment.batch_keys(size * row.replicas * accumulation)
+        values |= scaled_rate(experiment, base=train.global_batch_size)
+    return values
+
+
+def _is_faster_batch(row: Row, other: Row) -> bool:
+    return is_clear(ratio := row.throughput_over(other)) and ratio.value > 1
+
+
+def _reason_for_batch(row: Row, own: Row | None, *, declared: int, size: int) -> str:
+    best = f"{name_row(row)}: {rate(row.samples_per_second)} samples/s"
+    if own is None:
+        return f"{best}; the file's batch size per device, {declared}, could not be measured"
+    compared = "is the smallest within 5% of the best throughput" if size < declared else "is faster"
+    return f"{best} {compared}; the file's {declared} has {rate(own.samples_per_second)}"
