@@ -294,6 +294,11 @@ class Row(Recorded):
         own, base = self.samples_per_second, other.samples_per_second
         return Estimate(own.median / base.median, own.low / base.high, own.high / base.low, 0)
 
+    def is_faster_than(self, other: "Row", *, factor: float = 1.0) -> bool:
+        """Return True if the row is faster than another one beyond the noise, by more than a factor."""
+        ratio = self.throughput_over(other)
+        return is_clear(ratio) and ratio.value > factor
+
     def _loss_differences(self, baseline: "Row") -> list[float]:
         """Return the differences by step; empty if the global batch sizes differ."""
         if self.global_batch_size != baseline.global_batch_size:

@@ -1,24 +1,24 @@
 """Advice: a few changes to the experiment file, each with the measurement that suggests it.
 
-Another strategy and another batch size are here, if this run measured them; `rules` has what one row suggests. All look
-at `Row`s, never at names of models or machines. A change that this run measured to be faster is advised; any other
-change is a suggestion to try.
+Another strategy, batch size and learning rate are here, which other rows suggest; `rules` has what one row suggests.
+All look at `Row`s, never at names of models or machines. A change that this run measured to be faster is advised; any
+other change is a suggestion to try.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.config.schema import Experiment
-from pipeline.report import Advice, Row, is_clear
+from pipeline.report import Advice, Row
 from pipeline.report.advice import rules
-from pipeline.report.advice.rules import Case, Finding, scaled_rate
+from pipeline.report.advice.rules import Case, Finding, describe_part, pasted, scaled_rate
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.claims import compare_rows
 from pipeline.report.loss_differences import explain_loss
 from pipeline.report.ratios import is_wide, times
 from pipeline.report.report import Report
 from pipeline.report.row_names import count_workers, name_row
-from pipeline.report.tables import amount, rate
+from pipeline.report.tables import rate
 
 MOST = 5
 """Largest number of recommendations."""
@@ -39,7 +39,7 @@ def advise(report: Report, *, experiment: Experiment, cores: int | None) -> tupl
         experiment: the experiment as declared in its file.
         cores: number of cores of each node; None if unknown.
     """
-    own = declared(report, experiment)
+    own = find_declared_row(report, experiment)
     found = _findings(report, own, experiment=experiment, cores=cores)
     useful = [one for one in found if one.is_measured or not _is_settled(one, own, rows=report.rows)]
     findings = sorted(useful, key=lambda one: (not one.is_measured, -one.gain))
@@ -59,14 +59,19 @@ def _is_settled(finding: Finding, own: Row, *, rows: Sequence[Row]) -> bool:
     )
 
 
-def declared(report: Report, experiment: Experiment) -> Row:
+def find_declared_row(report: Report, experiment: Experiment) -> Row:
     """Return the row of the file's ``parallel`` section, or the main row if a comparison didn't measure that."""
     if not report.is_comparison:
         return report.main
+    return next(_iter_declared(report.rows, experiment), report.main)
+
+
+def _iter_declared(rows: Sequence[Row], experiment: Experiment) -> Iterator[Row]:
+    """Yield the rows of a comparison that have the file's ``parallel`` section, with any batch size."""
     parallel = experiment.parallel
     wanted = (parallel.strategy, parallel.workers, dict(parallel.options))
-    rows = (row for row in report.rows if row.role in ("baseline", "cell") and row.scaling == "strong")
-    return next((row for row in rows if (row.strategy, row.workers, dict(row.options)) == wanted), report.main)
+    own = (row for row in rows if row.role in ("baseline", "cell") and row.scaling == "strong")
+    yield from (row for row in own if (row.strategy, row.workers, dict(row.options)) == wanted)
 
 
 def _findings(report: Report, own: Row, *, experiment: Experiment, cores: int | None) -> Iterator[Finding]:
@@ -91,7 +96,7 @@ def _findings(report: Report, own: Row, *, experiment: Experiment, cores: int | 
 def _others(case: Case, rows: Sequence[Row]) -> Iterator[Finding]:
     """Apply the rules that don't depend on a better row."""
     batch = rules.larger_batch(case)  # comes with its own change of the learning rate
-    rate = None if batch else rules.learning_rate(case, rows)
+    rate = None if batch else recommend_learning_rate(case, rows)
     more = (rules.data_wait(case), rules.unused_search(case), rules.idle_cores(case, rows))
     yield from filter(None, [batch, rate, *more, rules.matmul_precision(case)])
 
@@ -117,12 +122,12 @@ class Better(NamedTuple):
 def better(rows: Sequence[Row], case: Case) -> Better | None:
     """Return the fastest row that is faster beyond noise, or else the smallest that is hardly slower, or None."""
     others = [row for row in rows if _is_alternative(row, case.row, baseline=rows[0])]
-    faster = [row for row in others if _is_faster(row, case.row)]
+    faster = [row for row in others if row.is_faster_than(case.row, factor=WORTH)]
     if faster:
         return _better(max(faster, key=lambda row: row.samples_per_second.median), case, is_faster=True)
-    smaller = [row for row in others if _size(row) < _size(case.row) and not _is_faster(case.row, row)]
+    smaller = [row for row in others if row.device_count < case.row.device_count]
     smaller = [row for row in smaller if _is_hardly_slower(row, case.row)]
-    return _better(min(smaller, key=_size), case, is_faster=False) if smaller else None
+    return _better(min(smaller, key=lambda row: row.device_count), case, is_faster=False) if smaller else None
 
 
 def _is_alternative(row: Row, own: Row, *, baseline: Row) -> bool:
@@ -133,16 +138,6 @@ def _is_alternative(row: Row, own: Row, *, baseline: Row) -> bool:
         own.strategy, own.workers, own.cpus, own.options
     )  # fmt: skip
     return trains_the_same and is_another and not row.is_one_replica_dp
-
-
-def _size(row: Row) -> int:
-    return row.cpus if row.device == "cpu" else row.replicas
-
-
-def _is_faster(row: Row, other: Row) -> bool:
-    """Return True if the row is faster beyond the noise, and by enough."""
-    ratio = row.throughput_over(other)
-    return is_clear(ratio) and ratio.value > WORTH
 
 
 def _is_hardly_slower(row: Row, other: Row) -> bool:
@@ -172,19 +167,19 @@ def _reason(row: Row, own: Row, *, is_faster: bool) -> str:
     sentence = f"{name_row(own)}: not faster than {name_row(row)} beyond the noise ({rates})"
     if is_faster:
         sentence = f"{name_row(row)}: {times(row.throughput_over(own))} as fast as {name_row(own)} ({rates})"
-    return f"{sentence}, with {row.devices} instead of {own.devices}" if _size(row) < _size(own) else sentence
+    return (
+        f"{sentence}, with {row.devices} instead of {own.devices}" if row.device_count < own.device_count else sentence
+    )
 
 
 def _describe_exposed(row: Row, own: Row) -> str:
     """Say how much of a step fewer workers would save; empty if that is unknown."""
-    exposed, step = own.parts.exposed_communication_ms, own.step_ms.median
+    exposed = own.parts.exposed_communication_ms
     if not exposed or row.workers >= own.workers or not has_consistent_parts(own):
         return ""
     small = own.parts.compute_ms is not None and own.parts.compute_ms < _TINY_MS
     why = "; this model is too small to hide it" if small else ""
-    return (
-        f"With {count_workers(own)}, {amount(exposed)} ms of each {amount(step)} ms step are exposed communication{why}"
-    )
+    return f"With {count_workers(own)}, {describe_part(own, exposed)} exposed communication{why}"
 
 
 def _values(row: Row, case: Case) -> dict[str, Any]:
@@ -211,7 +206,7 @@ def recommend_batch(case: Case, rows: Sequence[Row]) -> Finding | None:
     most = max(row.samples_per_second.median for row in measured.values())
     size = min(size for size, row in measured.items() if row.samples_per_second.median >= CLOSE * most)
     row, own = measured[size], measured.get(declared)
-    if size == declared or (size > declared and own is not None and not _is_faster_batch(row, own)):
+    if size == declared or (size > declared and own is not None and not row.is_faster_than(own)):
         return None
     if not (values := _change(case.experiment, row, size=size)):
         return None
@@ -231,10 +226,7 @@ def recommend_batch(case: Case, rows: Sequence[Row]) -> Finding | None:
 
 def _find_sizes(experiment: Experiment, rows: Sequence[Row]) -> dict[int, Row]:
     """Return the rows of the declared configuration by the batch size of a device."""
-    parallel = experiment.parallel
-    wanted = (parallel.strategy, parallel.workers, dict(parallel.options))
-    own = (row for row in rows if row.role in ("baseline", "cell") and row.scaling == "strong")
-    same = (row for row in own if (row.strategy, row.workers, dict(row.options)) == wanted)
+    same = _iter_declared(rows, experiment)
     return {_size_of(row.global_batch_size, experiment, row): row for row in same}
 
 
@@ -258,13 +250,30 @@ def _change(experiment: Experiment, row: Row, *, size: int) -> Mapping[str, Any]
     return values
 
 
-def _is_faster_batch(row: Row, other: Row) -> bool:
-    return is_clear(ratio := row.throughput_over(other)) and ratio.value > 1
-
-
 def _reason_for_batch(row: Row, own: Row | None, *, declared: int, size: int) -> str:
     best = f"{name_row(row)}: {rate(row.samples_per_second)} samples/s"
     if own is None:
         return f"{best}; the file's batch size per device, {declared}, could not be measured"
     compared = "is the smallest within 5% of the best throughput" if size < declared else "is faster"
     return f"{best} {compared}; the file's {declared} has {rate(own.samples_per_second)}"
+
+
+def recommend_learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
+    """Suggest scaling the learning rate if it was chosen for another global batch size."""
+    train = case.experiment.train
+    scaling = train.lr_scaling
+    if "base_batch_size" in scaling.model_fields_set and train.global_batch_size > scaling.base_batch_size:
+        reason = f"The global batch size is {train.global_batch_size}, but the learning rate was chosen for"
+        values = scaled_rate(case.experiment, base=scaling.base_batch_size)
+        return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None
+    weak = [row for row in rows if row.scaling == "weak" and row.global_batch_size > train.global_batch_size]
+    fastest = max(weak, key=lambda row: row.samples_per_second.median, default=None)
+    if fastest is None or not fastest.is_faster_than(case.row):
+        return None
+    values = scaled_rate(case.experiment, base=train.global_batch_size)
+    reason = (
+        f"{name_row(fastest)}: {rate(fastest.samples_per_second)} samples/s with a global batch size of "
+        f"{fastest.global_batch_size}, for which the learning rate was not chosen"
+    )
+    change = f"if you train with {pasted(case.experiment.batch_keys(fastest.global_batch_size))}"
+    return Finding(reason=reason, values=values, change=change) if values else None

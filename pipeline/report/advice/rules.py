@@ -1,6 +1,6 @@
 """Rules that give advice on one row: a `Case` leads to a `Finding` or to None.
 
-They are on gradient synchronization, stragglers, data loading, cores and the learning rate.
+They are on gradient synchronization, stragglers, data loading, cores and the precision of matrix products.
 """
 
 import math
@@ -11,12 +11,11 @@ from typing import Any
 
 from pipeline.config.overrides import override
 from pipeline.config.schema import Experiment
-from pipeline.config.train import Train
 from pipeline.config.values import Frozen
-from pipeline.report import Advice, Row, is_clear
+from pipeline.report import Advice, Row
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.row_names import name_row
-from pipeline.report.tables import Straggler, amount, rate
+from pipeline.report.tables import Straggler, amount
 from pipeline.wording import counted
 
 EXPOSED = 0.2
@@ -59,11 +58,6 @@ class Case:
     def cores_per_worker(self) -> int:
         """Cores that each worker has."""
         return self.row.cpus // self.row.workers
-
-    @property
-    def has_parts(self) -> bool:
-        """True if the parts of a step may be used: they were measured, and agree with the step."""
-        return has_consistent_parts(self.row)
 
     def is_clear(self, ms: float) -> bool:
         """Return True if a part of a step, a median of several rounds, is longer than the noise of the step.
@@ -120,11 +114,8 @@ def scaled_rate(experiment: Experiment, *, base: int) -> dict[str, Any]:
     The rule is linear for SGD (Goyal et al. 2017, arXiv 1706.02677) and the square root for Adam and its kin (Malladi
     et al. 2022, arXiv 2205.10287).
     """
-    train: Train = experiment.train
-    if train.lr_scaling.rule != "none":
-        return {}
     optimizer = experiment.optimizer
-    if optimizer is None:  # of several, each may follow another rule
+    if experiment.train.lr_scaling.rule != "none" or optimizer is None:  # of several, each may follow another rule
         return {}
     rule = "sqrt" if "adam" in optimizer.target.lower() else "linear"
     return {"train.lr_scaling.rule": rule, "train.lr_scaling.base_batch_size": base}
@@ -200,12 +191,17 @@ def exchange_gbit(row: Row) -> float:
 def _exchange_is_long(case: Case, *, share: float) -> bool:
     exposed = case.row.parts.exposed_communication_ms
     is_long = exposed is not None and case.row.share_of_communication > share and case.is_clear(exposed)
-    return is_long and case.has_parts
+    return is_long and has_consistent_parts(case.row)
 
 
 def _exchange(row: Row) -> str:
-    exposed, step = row.parts.exposed_communication_ms or 0.0, row.step_ms.median
-    return f"{name_row(row)}: {amount(exposed)} ms of each {amount(step)} ms step are exposed communication"
+    exposed = row.parts.exposed_communication_ms or 0.0
+    return f"{name_row(row)}: {describe_part(row, exposed)} exposed communication"
+
+
+def describe_part(row: Row, ms: float) -> str:
+    """Start a sentence on a part of a row's step, e.g. "14 ms of each 60 ms step are"."""
+    return f"{amount(ms)} ms of each {amount(row.step_ms.median)} ms step are"
 
 
 def straggler(case: Case) -> Finding | None:
@@ -243,7 +239,7 @@ def data_wait(case: Case) -> Finding | None:
     else:
         values, change = {"loader.num_workers": loaders}, _where_loaders_run(case, loaders)
     return Finding(
-        reason=f"{name_row(case.row)}: {amount(wait)} ms of each {amount(step)} ms step are data loading",
+        reason=f"{name_row(case.row)}: {describe_part(case.row, wait)} data loading",
         values=values,
         change=change,
         gain=case.row.share_of_data_wait,
@@ -290,27 +286,6 @@ def matmul_precision(case: Case) -> Finding | None:
         values={"train.matmul_precision": "high"},
         change="TF32 keeps 10 bits of the mantissa, so check that the model still trains as well",
     )
-
-
-def learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
-    """Suggest scaling the learning rate if it was chosen for another global batch size."""
-    train = case.experiment.train
-    scaling = train.lr_scaling
-    if "base_batch_size" in scaling.model_fields_set and train.global_batch_size > scaling.base_batch_size:
-        reason = f"The global batch size is {train.global_batch_size}, but the learning rate was chosen for"
-        values = scaled_rate(case.experiment, base=scaling.base_batch_size)
-        return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None
-    weak = [row for row in rows if row.scaling == "weak" and row.global_batch_size > train.global_batch_size]
-    fastest = max(weak, key=lambda row: row.samples_per_second.median, default=None)
-    if fastest is None or not is_clear(ratio := fastest.throughput_over(case.row)) or ratio.value < 1:
-        return None
-    values = scaled_rate(case.experiment, base=train.global_batch_size)
-    reason = (
-        f"{name_row(fastest)}: {rate(fastest.samples_per_second)} samples/s with a global batch size of "
-        f"{fastest.global_batch_size}, for which the learning rate was not chosen"
-    )
-    change = f"if you train with {pasted(case.experiment.batch_keys(fastest.global_batch_size))}"
-    return Finding(reason=reason, values=values, change=change) if values else None
 
 
 def _uneven(row: Row) -> float:
