@@ -218,7 +218,7 @@ class Row(Recorded):
     @property
     def is_resolved(self) -> bool:
         """True if the interval of the speedup excludes 1, or there is no speedup."""
-        return (ratio := self.ratio) is None or is_clear(ratio)
+        return (ratio := self.ratio) is None or ratio.is_clear
 
     @property
     def same_training(self) -> Literal["yes", "at first", "no"] | None:
@@ -297,7 +297,7 @@ class Row(Recorded):
     def is_faster_than(self, other: "Row", *, factor: float = 1.0) -> bool:
         """Return True if the row is faster than another one beyond the noise, by more than a factor."""
         ratio = self.throughput_over(other)
-        return is_clear(ratio) and ratio.value > factor
+        return ratio.is_clear and ratio.value > factor
 
     def _loss_differences(self, baseline: "Row") -> list[float]:
         """Return the differences by step; empty if the global batch sizes differ."""
@@ -379,8 +379,3 @@ def _repeats(results: Sequence[TrialResult]) -> tuple[float, ...]:
 def _over(spreads: Sequence[Spread]) -> Spread:
     """Return the spread of a single measurement's windows, or of the medians of several measurements."""
     return spreads[0] if len(spreads) == 1 else estimates.spread([one.median for one in spreads], keeps_values=True)
-
-
-def is_clear(ratio: Estimate) -> bool:
-    """Return True if a ratio was measured in pairs and its interval excludes 1."""
-    return ratio.size > 1 and not ratio.low <= 1 <= ratio.high

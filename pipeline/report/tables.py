@@ -8,7 +8,7 @@ from typing import TypeVar
 from pipeline.config.values import Frozen
 from pipeline.protocol import estimates
 from pipeline.protocol.trial_result import Spread
-from pipeline.report import Row, Unmeasured, is_clear
+from pipeline.report import Row, Unmeasured
 from pipeline.report.breakdown import break_down, count_decimals
 from pipeline.report.forecast import Predicted
 from pipeline.report.ratios import ends_of, is_wide, value_of
@@ -58,7 +58,7 @@ class Straggler(Frozen):
         rank = max(range(len(paces)), key=lambda rank: paces[rank].median)
         others = [median((*times[:rank], *times[rank + 1 :])) for times in rounds]
         ratio = estimates.ratio([(times[rank], other) for times, other in zip(rounds, others, strict=True)])
-        if not is_clear(ratio) or ratio.value <= UNEVEN:
+        if not ratio.is_clear or ratio.value <= UNEVEN:
             return None
         return cls(rank=rank, node=row.parts.nodes[rank], others_ms=median(others), ratio=ratio.value)
 
@@ -113,7 +113,7 @@ def _notes_on_time(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
     yield f"{estimated} plus {startup} startup. Evaluation and checkpoints add to it."
     base, rate_of_main = rows[0], main.samples_per_second.median
     later = main.time_to_first_step_s - (base.time_to_first_step_s or math.inf)
-    if later > 0 and main.ratio is not None and is_clear(main.ratio) and main.ratio.value > 1:
+    if later > 0 and main.ratio is not None and main.ratio.is_clear and main.ratio.value > 1:
         recovered = later / (1 / base.samples_per_second.median - 1 / rate_of_main)
         if recovered > main.whole_training:
             steps = math.ceil(recovered / main.global_batch_size)

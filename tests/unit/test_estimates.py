@@ -23,7 +23,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
 from pipeline.recording.scalars import figures
-from pipeline.report import chart, is_clear, publish
+from pipeline.report import chart, publish
 from pipeline.report.ratios import is_wide, times
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.tables import efficiency, speedup
@@ -78,13 +78,13 @@ def test_rounds_that_agree_leave_no_doubt(value: float) -> None:
     """However fast the machine is in each."""
     ratio = estimates.ratio([(value * base, base) for base in (100.0, 300.0, 110.0, 90.0, 250.0)])
     assert ratio == pytest.approx((value, value, value, 5))
-    assert not is_clear(estimates.ratio([(base, base) for base in (100.0, 300.0, 110.0)]))
+    assert not estimates.ratio([(base, base) for base in (100.0, 300.0, 110.0)]).is_clear
 
 
 def test_one_pair_shows_no_noise_so_its_interval_has_no_ends() -> None:
     assert estimates.ratio([(190.0, 100.0)]) == pytest.approx((1.9, 0.0, math.inf, 1))
     assert estimates.mean([3.0]) == (3.0, -math.inf, math.inf, 1)
-    assert not is_clear(estimates.ratio([(190.0, 100.0)]))
+    assert not estimates.ratio([(190.0, 100.0)]).is_clear
 
 
 def test_an_interval_beyond_all_numbers_has_no_end() -> None:
@@ -234,7 +234,7 @@ def test_a_ratio_says_where_its_ends_come_from(given: Estimate, confidence: floa
 def test_a_ratio_is_clear_if_it_has_pairs_and_its_interval_excludes_1(
     low: float, high: float, size: int, clear: bool
 ) -> None:
-    assert is_clear(Estimate((low + high) / 2, low, high, size)) == clear
+    assert Estimate((low + high) / 2, low, high, size).is_clear == clear
 
 
 def test_a_speedup_that_may_be_anything_is_no_figure() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.report import Row, Unmeasured, is_clear
+from pipeline.report import Row, Unmeasured
 from pipeline.report.breakdown import break_down, count_decimals
 from pipeline.report.claims import classify_speedup
 from pipeline.report.forecast import Predicted
@@ -65,7 +65,7 @@ def _select(report: Report, most: int) -> tuple[Entry, ...]:
 def _columns(report: Report, entries: Sequence[Entry], *, losses: LossNotes) -> Iterator[Column]:
     """Yield the columns of the table; the intervals have one unless all speedups are clear."""
     ratios = [row.ratio for row in report.rows if row.ratio is not None]
-    has_intervals = report.is_comparison or any(not is_clear(ratio) or is_wide(ratio) for ratio in ratios)
+    has_intervals = report.is_comparison or any(not ratio.is_clear or is_wide(ratio) for ratio in ratios)
     unit = "cores" if report.main.device == "cpu" else "GPUs"
     yield Column("", tuple(map(label_row, entries)), is_text=True)
     yield Column(unit, _cells(entries, lambda row: str(row.device_count)), 1)
