@@ -19,17 +19,7 @@ from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.titles import Title
 from pipeline.protocol.trial import Role, Scaling, Trial
-from pipeline.protocol.trial_result import (
-    Best,
-    Communication,
-    Energy,
-    Flops,
-    Held,
-    Spread,
-    StepParts,
-    TrialResult,
-    Unsaved,
-)
+from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
@@ -49,10 +39,12 @@ optimizer.
 """
 
 
-class Row(Recorded):
-    """Measurements of one trial, from one or several repeats, relative to the baseline."""
+class Row(TrialResult):
+    """Measurements of one trial, from one or several repeats, relative to the baseline.
 
-    trial: str
+    What a `TrialResult` measured once is that of the first repeat; times, memory and utilization are of all repeats.
+    """
+
     title: Title
     """Title of the trial, e.g. "ddp, 2 workers"."""
     role: Role
@@ -68,27 +60,6 @@ class Row(Recorded):
     """Total cores of all workers."""
     scaling: Scaling = "strong"
     global_batch_size: int
-    steps: int
-    """Optimizer steps of one measurement or of the whole training."""
-    epochs: int = 0
-    """Epochs of these steps; 0 if unknown."""
-    stopped_early: str = ""
-    """See `TrialResult`."""
-    whole_training: int = 0
-    """Samples of the whole training, all epochs together; 0 if unknown."""
-    slots_s: float | None = None
-    """Seconds in which slots were measured; None without slots."""
-    other_cores: float | None = None
-    """Cores of rank 0's machine that other processes used during the slots; None without slots."""
-    micro_batches: int | None = None
-    is_alone: bool = False
-    samples_per_second: Spread
-    """Throughput in the windows of one measurement, or in the repeats."""
-    repeats: tuple[float, ...]
-    """Throughput in each slot, or the median of each repeat, in order."""
-    step_ms: Spread
-    parts: StepParts
-    """Parts of a step, see `TrialResult`, which also describes the fields below; medians over the repeats."""
     speedup: float | None = None
     """Throughput over the baseline's throughput; None if no speedup can be claimed."""
     speedup_low: float | None = None
@@ -101,26 +72,10 @@ class Row(Recorded):
     """Confidence level of the interval."""
     efficiency: float | None = None
     """Speedup over the ratio of devices, 1 is linear; None if no speedup can be claimed."""
-    communication: Communication | None = None
-    peak_memory_mb: tuple[float, ...]
-    held: Held | None = None
-    gpus: tuple[str, ...] = ()
-    has_tf32: bool = False
-    matmul_precision: str = "highest"
-    gpu_utilization: tuple[float, ...] = ()
-    flops: Flops | None = None
-    energy: Energy | None = None
     cost: float | None = None
     """Price of the whole training on these devices; None without ``benchmark.price_per_device_hour``."""
-    gradient_mb: float
-    unused_parameters: int = 0
-    coupling: tuple[str, ...] = ()
-    data_notes: tuple[str, ...] = ()
-    unsaved: Unsaved | None = None
     time_to_first_step_s: float | None = None
     """Seconds from the launch to the end of the first step; None if it ran beside the training that was launched."""
-    compile_s: float | None = None
-    losses: tuple[float, ...] = ()
     largest_loss_difference: float | None = None
     """Largest difference from the baseline's loss in the same step, relative to it where it is above 1.
 
@@ -130,15 +85,13 @@ class Row(Recorded):
     """Largest difference within the first `FIRST_STEPS` steps."""
     loss_tolerance: float
     """Difference that rounding can explain."""
-    metrics: Mapping[str, float] = {}
-    """Last value of each metric of the training; see `TrialResult`, also for the next field."""
-    best: Best | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _as_written_before(cls, values: Any) -> Any:
-        """Read reports of earlier versions, which had a second throughput."""
-        return {name: value for name, value in values.items() if name != "trained_at"}
+        """Read reports of earlier versions, which called the slots of a row its repeats."""
+        repeats = values.get("repeats", ())
+        return {**values, "slots": repeats} if len(repeats) > 1 else values
 
     @classmethod
     def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
@@ -146,51 +99,31 @@ class Row(Recorded):
         results = [end.result for end in ends]
         waits = [end.time_to_first_step_s for end in ends if end.time_to_first_step_s is not None]
         parts = results[0].micro_batches
+        measured = {name: getattr(results[0], name) for name in TrialResult.model_fields} | {
+            "samples_per_second": _throughput(results),
+            "slots": _repeats(results) if len(results) > 1 else results[0].slots,
+            "step_ms": _over([result.step_ms for result in results]),
+            "parts": _parts_of(results),
+            "peak_memory_mb": tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
+            "gpu_utilization": tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
+            "costs": None,
+        }
         return cls(
-            trial=trial.name,
+            **measured,
             title=trial.title if parts is None else f"{trial.title} ({parts} micro-batches)",
             replicas=trial.replicas,
             cpus=trial.workers * trial.cpus_per_worker,
             global_batch_size=trial.experiment.train.global_batch_size,
-            samples_per_second=_throughput(results),
-            repeats=_repeats(results),
             confidence=trial.experiment.benchmark.confidence_level,
-            step_ms=_over([result.step_ms for result in results]),
-            parts=_parts_of(results),
-            communication=results[0].communication,
-            peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
-            gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
             time_to_first_step_s=median(waits) if waits else None,
             loss_tolerance=LOSS_TOLERANCE[_precision(trial, results[0])],
             **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
-            **results[0].model_dump(
-                include={
-                    "steps",
-                    "epochs",
-                    "stopped_early",
-                    "whole_training",
-                    "slots_s",
-                    "other_cores",
-                    "micro_batches",
-                    "is_alone",
-                    "held",
-                    "gpus",
-                    "has_tf32",
-                    "matmul_precision",
-                    "flops",
-                    "energy",
-                    "compile_s",
-                    "gradient_mb",
-                    "unused_parameters",
-                    "coupling",
-                    "data_notes",
-                    "unsaved",
-                    "losses",
-                    "metrics",
-                    "best",
-                }
-            ),
         )
+
+    @property
+    def repeats(self) -> tuple[float, ...]:
+        """Throughput in each slot, or the median of each repeat, in order."""
+        return self.slots or (self.samples_per_second.median,)
 
     def against(self, baseline: "Row") -> "Row":
         """Return the row with its speedup over the baseline, if it can be claimed, and its loss differences."""
