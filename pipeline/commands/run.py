@@ -231,7 +231,9 @@ def _figures(result: Report) -> Iterator[tuple[str, float | None]]:
     """Yield the figures of the whole run by the names of their metrics, no speedup if none can be claimed."""
     if result.speedup is not None and result.efficiency is not None:
         yield from {"speedup": result.speedup, "efficiency": result.efficiency}.items()
-        yield from ((name, getattr(result.main, name)) for name in ("speedup_low", "speedup_high", "speedup_pairs"))
+        yield from (
+            (name, getattr(result.main, name)) for name in ("speedup_ci_low", "speedup_ci_high", "speedup_rounds")
+        )
     yield from device.figures(result.main).items()
     if result.goodput is not None:
         yield from result.goodput.figures.items()

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import mlflow_name, mlflow_names
 from pipeline.protocol.events import Event, Point, Started
 from pipeline.recording.scalars import PEAK_OF_RANK
@@ -16,7 +17,7 @@ _PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
 _CUT = " ... [cut]"
 _MOST_NAMES = 3
 _FIGURES = {
-    "speedup", "speedup_low", "speedup_high", "speedup_pairs", "efficiency", "samples_per_second", "step_ms",
+    "speedup", "speedup_ci_low", "speedup_ci_high", "speedup_rounds", "efficiency", "samples_per_second", "step_ms",
     "time/compute_ms", "time/exposed_communication_ms", "time/data_wait_ms", "time/rest_ms", "time/compile_s",
     "time/communication_ms", "time/communication_share",
     "time_to_first_step_s", "memory/peak_mb", "gpu_utilization", "largest_loss_difference", "goodput",
@@ -26,9 +27,6 @@ _FIGURES = {
 _OF_THE_RUN = (PEAK_OF_RANK, "badput/", "wall_clock/")
 """Prefixes of more of them."""
 _NAMES = {
-    "speedup_low": "speedup_ci_low",
-    "speedup_high": "speedup_ci_high",
-    "speedup_pairs": "speedup_rounds",
     "time/rest_ms": "workers/time/optimizer_and_other_ms",
     "memory/peak_mb": "workers/memory/peak_mib",
     "throughput/": "workers/throughput/",
@@ -70,6 +68,7 @@ def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
 
 def metric_name(name: str) -> str:
     """Return MLflow's name of a metric."""
+    name = NUMBERS.get(name, name)
     for ours, theirs in _NAMES.items():
         if name.startswith(ours):
             return mlflow_name(f"{theirs}{name.removeprefix(ours)}")

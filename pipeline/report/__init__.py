@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from pipeline.config.renamed import NUMBERS
 from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
@@ -62,12 +63,12 @@ class Row(TrialResult):
     global_batch_size: int
     speedup: float | None = None
     """Throughput over the baseline's throughput; None if no speedup can be claimed."""
-    speedup_low: float | None = None
+    speedup_ci_low: float | None = None
     """Lower end of the speedup's interval."""
-    speedup_high: float | None = None
+    speedup_ci_high: float | None = None
     """Upper end of the interval."""
-    speedup_pairs: int = 0
-    """Pairs of slots or repeats behind the interval; 0 if it is only the range of the ratios of windows."""
+    speedup_rounds: int = 0
+    """Rounds of slots or repeats behind the interval; 0 if it is only the range of the ratios of windows."""
     confidence: float = CONFIDENCE
     """Confidence level of the interval."""
     efficiency: float | None = None
@@ -90,6 +91,7 @@ class Row(TrialResult):
     @classmethod
     def _as_written_before(cls, values: Any) -> Any:
         """Read reports of earlier versions, which called the slots of a row its repeats."""
+        values = {NUMBERS.get(name, name): value for name, value in values.items()}
         repeats = values.get("repeats", ())
         return {**values, "slots": repeats} if len(repeats) > 1 else values
 
@@ -134,8 +136,8 @@ class Row(TrialResult):
         }
         if not (self.is_one_replica_dp or self.measures_again(baseline)):
             ratios = self.throughput_over(baseline)
-            figures |= {"speedup": ratios.value, "speedup_low": ratios.low, "speedup_high": ratios.high}
-            figures["speedup_pairs"] = ratios.size
+            figures |= {"speedup": ratios.value, "speedup_ci_low": ratios.low, "speedup_ci_high": ratios.high}
+            figures["speedup_rounds"] = ratios.size
             figures["efficiency"] = ratios.value / (self.device_count / baseline.device_count)
         return self.model_copy(update=figures)
 
@@ -202,9 +204,9 @@ class Row(TrialResult):
     @property
     def ratio(self) -> Estimate | None:
         """Speedup with its interval; None if no speedup can be claimed."""
-        if self.speedup is None or self.speedup_low is None or self.speedup_high is None:
+        if self.speedup is None or self.speedup_ci_low is None or self.speedup_ci_high is None:
             return None
-        return Estimate(self.speedup, self.speedup_low, self.speedup_high, self.speedup_pairs)
+        return Estimate(self.speedup, self.speedup_ci_low, self.speedup_ci_high, self.speedup_rounds)
 
     @property
     def efficiencies(self) -> Estimate | None:

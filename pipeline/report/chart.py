@@ -119,7 +119,7 @@ def _intervals(axes: Axes, rows: Sequence[tuple[Row, float]], *, has_pairs: bool
 
 def _pairs(row: Row, baseline: Row) -> list[float]:
     """Return the ratios of the pairs behind a speedup, as throughputs beside the baseline's."""
-    if row.speedup_pairs < 2:
+    if row.speedup_rounds < 2:
         return []
     rates = zip(row.repeats, baseline.repeats, strict=False)
     return [baseline.samples_per_second.median * own / base for own, base in rates]

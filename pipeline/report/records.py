@@ -15,7 +15,7 @@ from pipeline.protocol.trial_result import Best, Communication, Unsaved
 from pipeline.report import Advice, Row, Unmeasured, device
 from pipeline.report.forecast import Forecast, Predicted
 
-_RESULT = ("title", "samples_per_second", "speedup", "efficiency", "same_training", "speedup_low", "speedup_high")
+_RESULT = ("title", "samples_per_second", "speedup", "efficiency", "same_training", "speedup_ci_low", "speedup_ci_high")
 """First columns of a table, visible without scrolling."""
 _METRICS = ("test/", "validation/", "train/")
 """Prefixes of the columns after them."""
@@ -58,10 +58,10 @@ class CellRecord(Frozen):
     efficiency: float | None = None
     spread: Range | None = None
     """Range of samples per second."""
-    speedup_low: float | None = None
-    speedup_high: float | None = None
+    speedup_ci_low: float | None = None
+    speedup_ci_high: float | None = None
     """Ends of the interval of the speedup."""
-    speedup_pairs: int | None = None
+    speedup_rounds: int | None = None
     """Pairs of slots or repeats behind the interval; 0 if it is only the range of windows."""
     confidence: float | None = None
     """Confidence level of the interval."""
@@ -235,10 +235,10 @@ def _finite(value: Any) -> Any:
 
 def _relative(row: Row) -> dict[str, Any]:
     """Return the figures relative to the baseline; those of the baseline itself are 1 and 0."""
-    ratios = {"speedup", "efficiency", "speedup_low", "speedup_high"}
+    ratios = {"speedup", "efficiency", "speedup_ci_low", "speedup_ci_high"}
     if row.role == "baseline":
         return dict.fromkeys(ratios, 1.0) | {"largest_loss_difference": 0.0, "same_training": "yes"}
-    figures = row.model_dump(include={*ratios, "speedup_pairs", "largest_loss_difference"})
+    figures = row.model_dump(include={*ratios, "speedup_rounds", "largest_loss_difference"})
     return figures | {"same_training": row.same_training}
 
 

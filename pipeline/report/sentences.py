@@ -149,9 +149,9 @@ def iter_remarks(rows: Sequence[Row], *, main: Row, restriction: str = "") -> It
 
 
 def _iter_doubts_of_measurement(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
-    if main.slots_s is not None and 0 < main.speedup_pairs < estimates.LEAST_PAIRS:
+    if main.slots_s is not None and 0 < main.speedup_rounds < estimates.LEAST_PAIRS:
         yield (
-            f"Only {main.speedup_pairs} measurement rounds fit into benchmark.time_budget_s (they took "
+            f"Only {main.speedup_rounds} measurement rounds fit into benchmark.time_budget_s (they took "
             f"{duration(main.slots_s)}), so the confidence interval is wide."
         )
     if main.other_cores is not None and main.other_cores > BUSY:

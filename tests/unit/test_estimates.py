@@ -160,13 +160,15 @@ def test_ratios_agree_with_each_other_and_with_the_table() -> None:
     assert two.speedup == pytest.approx(two.samples_per_second.median / baseline.samples_per_second.median)
     assert two.throughput_over(three).value == pytest.approx(two.speedup / three.speedup)  # type: ignore[operator]
     for row in (two, three):
-        assert row.speedup_low <= row.speedup <= row.speedup_high  # type: ignore[operator]
+        assert row.speedup_ci_low <= row.speedup <= row.speedup_ci_high  # type: ignore[operator]
 
 
 def test_slots_of_a_run_are_pairs_and_their_rate_is_the_rows() -> None:
     baseline, _, main = run_report().rows
-    assert (main.speedup, main.speedup_pairs, main.confidence) == (pytest.approx(1.9), 8, 0.95)
-    assert (main.speedup_low, main.speedup_high) == pytest.approx((1.9 * 1.02**-1.0946, 1.9 * 1.02**1.0946), rel=1e-4)
+    assert (main.speedup, main.speedup_rounds, main.confidence) == (pytest.approx(1.9), 8, 0.95)
+    assert (main.speedup_ci_low, main.speedup_ci_high) == pytest.approx(
+        (1.9 * 1.02**-1.0946, 1.9 * 1.02**1.0946), rel=1e-4
+    )
     assert main.samples_per_second.median == pytest.approx(190)
     assert (main.samples_per_second.low, main.samples_per_second.high) == pytest.approx((190 / 1.02, 190 * 1.02))
     assert main.speedup == pytest.approx(main.samples_per_second.median / baseline.samples_per_second.median)
@@ -189,7 +191,7 @@ def test_the_confidence_of_the_file_is_that_of_the_interval_and_of_what_is_said(
     ends += [finished("baseline", spread(100), slots=in_turn(100))]
     main = Report.of(trials, ends, hardware=HARDWARE).main
     assert main.confidence == 0.5
-    assert main.speedup_high < run_report().main.speedup_high  # type: ignore[operator]
+    assert main.speedup_ci_high < run_report().main.speedup_ci_high  # type: ignore[operator]
     assert "(50% CI 1.89x to 1.91x)" in Report.of(trials, ends, hardware=HARDWARE).verdict
 
 
