@@ -20,7 +20,8 @@ from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.titles import Title
 from pipeline.protocol.trial import Role, Scaling, Trial
-from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.report.repeats import merge_repeats
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
@@ -43,7 +44,7 @@ optimizer.
 class Row(TrialResult):
     """Measurements of one trial, from one or several repeats, relative to the baseline.
 
-    What a `TrialResult` measured once is that of the first repeat; times, memory and utilization are of all repeats.
+    Its own measurements are merged by `pipeline.report.repeats.merge_repeats`.
     """
 
     title: Title
@@ -98,27 +99,18 @@ class Row(TrialResult):
     @classmethod
     def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
         """Build the row of a trial from its finished repeats, not yet compared with a baseline."""
-        results = [end.result for end in ends]
+        result = merge_repeats([end.result for end in ends])
         waits = [end.time_to_first_step_s for end in ends if end.time_to_first_step_s is not None]
-        parts = results[0].micro_batches
-        measured = {name: getattr(results[0], name) for name in TrialResult.model_fields} | {
-            "samples_per_second": _throughput(results),
-            "slots": _repeats(results) if len(results) > 1 else results[0].slots,
-            "step_ms": _over([result.step_ms for result in results]),
-            "parts": _parts_of(results),
-            "peak_memory_mb": tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
-            "gpu_utilization": tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
-            "costs": None,
-        }
+        parts = result.micro_batches
         return cls(
-            **measured,
+            **dict(result),
             title=trial.title if parts is None else f"{trial.title} ({parts} micro-batches)",
             replicas=trial.replicas,
             cpus=trial.workers * trial.cpus_per_worker,
             global_batch_size=trial.experiment.train.global_batch_size,
             confidence=trial.experiment.benchmark.confidence_level,
             time_to_first_step_s=median(waits) if waits else None,
-            loss_tolerance=LOSS_TOLERANCE[_precision(trial, results[0])],
+            loss_tolerance=LOSS_TOLERANCE[_precision(trial, result)],
             **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
         )
 
@@ -278,39 +270,3 @@ def _precision(trial: Trial, result: TrialResult) -> str:
     """Return the lowest precision in which a trial computed, as its counted operations show."""
     declared = trial.experiment.train.precision
     return "tf32" if declared == "fp32" and result.flops and "tf32" in result.flops.of_sample else declared
-
-
-def _parts_of(results: Sequence[TrialResult]) -> StepParts:
-    """Return the parts of a step as medians over the repeats that measured them."""
-    parts = [result.parts for result in results]
-    held = [part.held_ms for part in parts if part.held_ms is not None]
-    return StepParts(
-        held_ms=_over(held) if held else None,
-        compute_ms=_known([part.compute_ms for part in parts]),
-        exposed_communication_ms=_known([part.exposed_communication_ms for part in parts]),
-        data_wait_ms=median(part.data_wait_ms for part in parts),
-        rest_ms=_known([part.rest_ms for part in parts]),
-        ranks=tuple(map(_over, zip(*(part.ranks for part in parts if part.ranks), strict=True))),
-        nodes=parts[0].nodes,
-    )
-
-
-def _known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def _throughput(results: Sequence[TrialResult]) -> Spread:
-    """Return the throughput of a trial; its middle is the geometric mean of slots or repeats, whose ratios compare."""
-    if len(repeats := _repeats(results)) == 1:
-        return results[0].samples_per_second
-    return estimates.geometric_spread(repeats)
-
-
-def _repeats(results: Sequence[TrialResult]) -> tuple[float, ...]:
-    return results[0].slots or tuple(result.samples_per_second.median for result in results)
-
-
-def _over(spreads: Sequence[Spread]) -> Spread:
-    """Return the spread of a single measurement's windows, or of the medians of several measurements."""
-    return spreads[0] if len(spreads) == 1 else estimates.spread([one.median for one in spreads], keeps_values=True)
