@@ -36,10 +36,14 @@ def completed(rows: Sequence[Row], *, price: float | None) -> list[Row]:
     """
     flops = next((row.flops for row in rows if row.flops), None)
     start_s = find_main_row(rows).time_to_first_step_s or 0.0
-    return [row.model_copy(update={"flops": row.flops or flops, "cost": _cost(row, price, start_s)}) for row in rows]
+    return [
+        row.model_copy(update={"flops": row.flops or flops, "cost": compute_cost(row, price, start_s=start_s)})
+        for row in rows
+    ]
 
 
-def _cost(row: Row, price: float | None, start_s: float) -> float | None:
+def compute_cost(row: Row | Predicted, price: float | None, *, start_s: float) -> float | None:
+    """Return what the whole training costs with a row; None without a price. ``start_s``: startup if it has none."""
     if price is None or not row.whole_training:
         return None
     return price * row.device_count * training_s(row, start_s=start_s) / 3600

@@ -10,7 +10,6 @@ from pydantic import ConfigDict
 
 from pipeline.config.values import Frozen
 from pipeline.protocol.events import Evaluated
-from pipeline.protocol.trial import Split
 from pipeline.protocol.trial_result import Best, Spread, Unsaved
 from pipeline.report import Advice, Row, Unmeasured
 from pipeline.report.forecast import Forecast, Predicted
@@ -94,28 +93,11 @@ class ComparisonRecord(Frozen):
     remarks: tuple[str, ...]
 
 
-class EvaluationRecord(Frozen):
-    """Evaluation of a checkpoint that `pipeline evaluate` has added to a run; its keys are those of `--json` there."""
-
-    model_config = ConfigDict(ser_json_inf_nan="null")
-
-    evaluated: datetime
-    split: Split
-    samples: int
-    step: int
-    epoch: int
-    best: str
-    checkpoint: str
-    changes: tuple[str, ...]
-    values: Mapping[str, float]
-    summary: str
-
-    @classmethod
-    def of(cls, event: Evaluated) -> "EvaluationRecord":
-        """Build the record from the event."""
-        names = {"split", "samples", "step", "epoch", "best", "checkpoint", "changes", "values"}
-        when = datetime.fromtimestamp(event.time, UTC)
-        return cls(evaluated=when, summary=event.subject, **event.model_dump(include=names))
+def build_evaluation(event: Evaluated) -> dict[str, Any]:
+    """Return an evaluation that `pipeline evaluate` has added to a run, for JSON, with the keys of `--json` there."""
+    names = {"split", "samples", "step", "epoch", "best", "checkpoint", "changes", "values"}
+    when = datetime.fromtimestamp(event.time, UTC)
+    return {"evaluated": when, **event.model_dump(include=names), "summary": event.subject}
 
 
 class RunRecord(Frozen):
@@ -145,7 +127,7 @@ class RunRecord(Frozen):
     """Checkpoints that could not be saved, if the last step's or the best may be among them."""
     goodput: Mapping[str, float] | None = None
     """Shares of the wall clock by MLflow's names: ``goodput``, and ``badput/`` for the rest; None if unknown."""
-    evaluations: tuple[EvaluationRecord, ...] = ()
+    evaluations: tuple[dict[str, Any], ...] = ()
     """Evaluations of its checkpoints since then, the last one last."""
     remarks: tuple[str, ...]
     advice: tuple[Advice, ...]

@@ -249,7 +249,7 @@ def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] =
         best=report.main.best,
         unsaved=report.main.unsaved,
         goodput=report.goodput.figures if report.goodput else None,
-        evaluations=tuple(map(records.EvaluationRecord.of, evaluations)),
+        evaluations=tuple(map(records.build_evaluation, evaluations)),
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks", "verdict")},
     )
     return record.model_dump_json(indent=2)
