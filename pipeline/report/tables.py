@@ -11,7 +11,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.numbers import Number
 from pipeline.protocol.trial_result import Spread
 from pipeline.report import Row, Unmeasured
-from pipeline.report.breakdown import break_down, count_decimals
+from pipeline.report.breakdown import PARTS, break_down, count_decimals
 from pipeline.report.forecast import Predicted
 from pipeline.report.numbers import NUMBERS
 from pipeline.report.ratios import ends_of, is_wide, value_of
@@ -154,14 +154,11 @@ def step_parts(rows: Sequence[Row], predicted: Sequence[Predicted] = ()) -> Repo
 
         return format_part
 
+    titles = {**PARTS, "exposed": "exposed comm.", "unaccounted": "unaccounted"}
     columns: list[Column[Row | Predicted]] = [
         ("configuration", label_row),
         ("total", lambda row: f"{row.step_ms.median:,.{decimals}f}"),
-        ("compute", column("compute")),
-        ("exposed comm.", column("exposed")),
-        ("data loading", column("data")),
-        ("optimizer and other", column("rest")),
-        ("unaccounted", column("unaccounted")),
+        *((title, column(part)) for part, title in titles.items()),
     ]
     stragglers = [(row, found) for row in rows if (found := Straggler.of(row))]
     inconsistent = [row for row in rows if parts[row.trial] is None and row.parts.sum_ms is not None]

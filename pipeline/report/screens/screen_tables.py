@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pipeline.report import Row, Unmeasured
-from pipeline.report.breakdown import break_down, count_decimals
+from pipeline.report.breakdown import PARTS, break_down, count_decimals
 from pipeline.report.claims import classify_speedup
 from pipeline.report.forecast import Predicted
 from pipeline.report.loss_differences import describe_loss
@@ -113,13 +113,8 @@ def format_step_time(row: Row) -> tuple[str, ...]:
             f"The step-time breakdown is left out: its parts, measured after training, add up to {total}, but a step "
             f"takes {row.step_ms.median:,.{decimals}f} ms."
         )
-    named = {
-        "compute": parts.compute,
-        "exposed communication": parts.exposed,
-        "data loading": parts.data,
-        "optimizer and other": parts.rest,
-    }
-    terms = " + ".join(f"{ms:,.{decimals}f} {name}" for name, ms in named.items() if ms is not None)
+    known = ((name, ms) for part, name in PARTS.items() if (ms := getattr(parts, part)) is not None)
+    terms = " + ".join(f"{ms:,.{decimals}f} {name}" for name, ms in known)
     sign, name = ("+", "unaccounted") if parts.unaccounted >= 0 else ("-", "measurement noise")
     remainder = f" {sign} {abs(parts.unaccounted):,.{decimals}f} {name}" if parts.unaccounted else ""
     return wrap(f"Step time, {count_workers(row)} (ms): {parts.total:,.{decimals}f} total = {terms}{remainder}")
