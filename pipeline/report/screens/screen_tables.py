@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pipeline.report import Row, Unmeasured
-from pipeline.report.breakdown import PARTS, break_down, count_decimals
+from pipeline.report.breakdown import PARTS, break_down, count_decimals, has_consistent_parts
 from pipeline.report.claims import classify_speedup
 from pipeline.report.forecast import Predicted
 from pipeline.report.loss_differences import describe_loss
@@ -12,7 +12,7 @@ from pipeline.report.ratios import format_level, is_wide, value_of
 from pipeline.report.report import Report
 from pipeline.report.row_names import count_workers, label_row
 from pipeline.report.screens.screen_layout import Block, Column, Places, lay_out, wrap
-from pipeline.report.tables import amount, efficiency, speedup, training_s
+from pipeline.report.tables import amount, efficiency, speedup, step_parts, training_s
 from pipeline.wording import counted, duration
 
 Entry = Row | Unmeasured | Predicted
@@ -125,23 +125,19 @@ def format_step_times(rows: Sequence[Row]) -> tuple[str, ...]:
     measured = [row for row in rows if row.parts.sum_ms is not None]
     if not measured or len(measured) > _MOST_ROWS:
         return ()
-    decimals = count_decimals(min(row.step_ms.median for row in measured))
-    parts = [break_down(row, decimals=decimals) for row in measured]
+    table = step_parts(measured)
+    names, *cells = zip(*table.rows, strict=True)
+    columns = [Column("Step time (ms)\n", names, is_text=True)]
+    columns += map(Column, map(_break_title, table.header[1:]), cells)
+    is_complete = all(map(has_consistent_parts, measured))
+    return (*lay_out(columns), *(() if is_complete else ("Parts that do not add up to the step are left out.",)))
 
-    def column(head: str, values: Sequence[float | None]) -> Column:
-        return Column(head, tuple(_NONE if value is None else f"{value:,.{decimals}f}" for value in values))
 
-    columns = [
-        Column("Step time (ms)\n", tuple(map(label_row, measured)), is_text=True),
-        column("total\n", [row.step_ms.median for row in measured]),
-        column("compute\n", [each and each.compute for each in parts]),
-        column("exposed\ncomm.", [each and each.exposed for each in parts]),
-        column("data\nloading", [each and each.data for each in parts]),
-        column("optimizer\nand other", [each and each.rest for each in parts]),
-        column("un-\naccounted", [each and each.unaccounted for each in parts]),
-    ]
-    missing = ("Parts that do not add up to the step are left out.",) if None in parts else ()
-    return (*lay_out(columns), *missing)
+def _break_title(title: str) -> str:
+    """Return the title of a column in two lines."""
+    if title == "unaccounted":
+        return "un-\naccounted"
+    return title.replace(" ", "\n", 1) if " " in title else f"{title}\n"
 
 
 def _loss_column(losses: LossNotes) -> Column:
