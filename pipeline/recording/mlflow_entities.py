@@ -21,6 +21,7 @@ _NAMES = {
     "memory/peak_mb": "workers/memory/peak_mib",
     "throughput/": "workers/throughput/",
     "time/": "workers/time/",
+    "memory/": "workers/memory/",
     "badput/": "workers/badput/",
     "wall_clock/start": "workers/badput/startup",  # these six as journals of earlier versions have them
     "wall_clock/input": "workers/badput/data_loading",
