@@ -22,7 +22,7 @@ class Number(Generic[_Source]):
     metric: str = ""
     """Name as a metric in journals and trackers; empty if it is not logged.
 
-    MLflow shows ``time/`` and ``memory/`` under ``workers/``, see `pipeline.recording.mlflow_entities`.
+    MLflow has ``time/`` and ``memory/`` under ``workers/``, see `pipeline.recording.mlflow_entities`.
     """
     title: str = ""
     """Title of its column in the report's table of resources, with the unit; empty if that table has none."""
