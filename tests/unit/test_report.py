@@ -21,11 +21,12 @@ from samples import (
     trial,
 )
 
-from pipeline.config.renamed import NUMBERS
+from pipeline.config import renamed
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops, Spread, StepParts, Unsaved
 from pipeline.report import Advice, publish
+from pipeline.report.numbers import NUMBERS
 from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
 from pipeline.report.report_files import PAGE_NAME
@@ -186,8 +187,14 @@ def test_a_report_of_an_earlier_version_is_read(has_pairs: bool) -> None:
     document = json.loads(report(has_pairs=has_pairs).to_json())
     for row in document["rows"]:
         row["repeats"] = row.pop("slots") or [row["samples_per_second"]["median"]]
-        row |= {old: row.pop(new) for old, new in NUMBERS.items()} | {"trained_at": 588.0}
+        row |= {old: row.pop(new) for old, new in renamed.NUMBERS.items()} | {"trained_at": 588.0}
     assert Report.model_validate_json(json.dumps(document)) == report(has_pairs=has_pairs)
+
+
+def test_no_two_numbers_share_a_name() -> None:
+    for names in ([number.name for number in NUMBERS], [number.metric for number in NUMBERS]):
+        known = [name for name in names if name]
+        assert len(known) == len(set(known))
 
 
 def test_the_table_for_mlflow_has_one_entry_per_row_in_every_column() -> None:
