@@ -212,30 +212,39 @@ class Cadence:
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context
-        self._last = 0
-        self._interval = 1
+        self._due = self._find_next(0, interval=1)
+
+    def start(self, steps: int) -> None:
+        """Begin after ``steps`` steps, of which a checkpoint has the last."""
+        self._due = self._find_next(steps, interval=1)
 
     def is_due(self, steps: int) -> bool:
         """Return True if a report is due after ``steps`` steps.
 
-        It is due regularly, at the end of an epoch, and before an evaluation or a checkpoint.
-
-        A measurement reports after its warm-up and after each of its windows.
+        It is due by time, at the end of an epoch, and before an evaluation or a checkpoint. A measurement reports after
+        its warm-up and after each of its windows.
         """
-        context, measure = self._context, self._context.experiment.benchmark
-        in_epoch = steps % context.order.steps_per_epoch
-        if not in_epoch or steps == context.steps:
-            return True
-        if isinstance(context.trial, Measurement):
-            return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
-        if steps - self._last >= self._interval:
-            return True
-        return context.is_checkpoint_step(steps) or context.is_evaluation_step(steps)
+        return steps >= self._due
 
     def reported(self, steps: int, *, step_ms: float) -> None:
         """Note a report after ``steps`` steps; ``step_ms`` is the step's duration averaged over ranks."""
-        self._last = steps
-        self._interval = max(1, int(REPORT_MS / step_ms))
+        self._due = self._find_next(steps, interval=max(1, int(REPORT_MS / step_ms)))
+
+    def _find_next(self, steps: int, *, interval: int) -> int:
+        """Return the steps after which the next report is due, if it is due by time after ``interval`` more."""
+        context, measure = self._context, self._context.experiment.benchmark
+        if isinstance(context.trial, Measurement):
+            since = steps - measure.warmup_steps
+            due = measure.warmup_steps if since < 0 else steps + measure.steps - since % measure.steps
+            regular: list[int | None] = []
+        else:
+            due = steps + interval
+            saved = context.experiment.checkpoint.every_steps if context.trial.saves else None
+            regular = [saved, context.experiment.train.evaluate_every_steps]
+        ends = [
+            (steps // every + 1) * every for every in (context.order.steps_per_epoch, *regular) if every is not None
+        ]
+        return min(due, *ends, max(context.steps, steps + 1))
 
 
 @dataclass

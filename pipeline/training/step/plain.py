@@ -48,6 +48,8 @@ class Parts(NamedTuple):
     update: Callable[[int, Optimized], bool]
     """Update the weights from the gradients and clear these; return False if the weights stay as they are."""
     step: Callable[["Parts", TrainContext, int, MicroBatches], Stepped]
+    scale: float
+    """Factor on the loss of this rank: DDP averages gradients over the ranks, but they have to be summed."""
     exchanges: bool
     """False if ranks send each other nothing, to measure what they compute."""
 
@@ -69,7 +71,7 @@ def plain_step(parts: Parts, training: TrainContext, step: int, micro_batches: M
                 value = times(parts.value(loss, output), share)
                 del output  # logits of a large vocabulary would stay in memory during the backward pass
                 mark(Phase.BACKWARD)
-                parts.backward(times(loss, share * training.strategy.gradient_scale))  # DDP averages over the ranks
+                parts.backward(times(loss, share * parts.scale))
         except Exception as error:
             explain(error, training, batch, micro_batch)
             raise
@@ -85,9 +87,9 @@ def plain_step(parts: Parts, training: TrainContext, step: int, micro_batches: M
 
 def plain_parts(training: TrainContext, *, exchanges: bool) -> Parts:
     """Return the functions of a step without features."""
-    checks = training.gives_weight or training.log_names
+    is_plain = not (training.gives_weight or training.log_names or training.batches.needs_placing)
     return Parts(
-        partial(_forward_checked if checks else _forward, training),
+        partial(_forward if is_plain else _forward_checked, training),
         _weigh,
         partial(_value, training.loss_dtype),
         Tensor.backward,
@@ -95,6 +97,7 @@ def plain_parts(training: TrainContext, *, exchanges: bool) -> Parts:
         _complete,
         _update,
         plain_step,
+        training.strategy.gradient_scale,
         exchanges,
     )
 
@@ -106,7 +109,8 @@ def seed(training: TrainContext, *, step: int, number: int) -> None:
     counts from 0.
     """
     later = (number,) if number else ()
-    seed_all(mix(training.experiment.seed, "step", step, training.rank.rank, *later), device=training.device)
+    drawn = mix(training.trial.experiment.seed, "step", step, training.rank.rank, *later)
+    seed_all(drawn, device=training.device)
 
 
 def times(loss: Tensor, factor: float | Tensor) -> Tensor:
@@ -115,7 +119,7 @@ def times(loss: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def _forward(training: TrainContext, _: MicroBatch, batch: Any) -> StepOutput:
-    output: Any = training.task(training.wrapped, training.batches.placed(batch))
+    output: Any = training.task(training.wrapped, batch)
     # The first batch had neither weight nor logs, and its step is what all steps are.
     return output if output.weight is None and not output.logs else accepted(training, output)
 
