@@ -151,7 +151,7 @@ def _measure_in_between(rank: Rank) -> TrainContext:
     train_step(context, stream, step=0)
     if rank.is_first:
         for _ in range(2):
-            compute_gradients(context, context.batches.training(0), exchange=False)
+            compute_gradients(context, context.batches.training(0), exchanges=False)
         assert context.sharded is not None
         with suppress(MemoryError), context.sharded.no_communication(context.wrapped):
             context.wrapped(torch.zeros(2, 4, dtype=torch.float64))

@@ -142,7 +142,7 @@ def test_skipped_steps_are_counted_and_told(outcomes: Outcomes, world: int) -> N
            if BAD in ORDER.global_batch(epoch, step)]  # fmt: skip
     first, summary = outcome.texts(Warned)
 
-    assert outcome.series("train/skipped_steps") == {4: 1.0, 8: 2.0}
+    assert outcome.series("train/skipped_steps").items() >= {4: 1.0, 8: 2.0}.items()
     assert {step for step, loss in outcome.series("train/loss").items() if loss != loss} == set(bad)
     assert first.startswith(f"the loss is nan in step {bad[0]} (epoch 1); ")
     assert summary == f"2 steps were skipped because a loss or gradient was not finite: {bad[0]}, {bad[1]}"

@@ -22,6 +22,7 @@ from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Flops
+from pipeline.training import meter as meters
 from pipeline.training.build import build
 from pipeline.training.clock import Clock
 from pipeline.training.collectives import barrier
@@ -60,12 +61,14 @@ def _reports(rank: Rank) -> list[int]:
     meter = Meter(context=context, clock=clock, outbox=toys.Kept())
     reports = []
     clock.resume()
-    for step in range(1, 100):
-        time.sleep(0.004 * rank.rank)  # nothing else makes ranks wait for each other
-        meter.add(Stepped(torch.zeros(())), samples=4)
-        if meter.cadence.is_due(step):
-            meter.flush(step=step, epoch=1)
-            reports.append(step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meters, "REPORT_MS", 50.0)
+        for step in range(1, 100):
+            time.sleep(0.004 * rank.rank)  # nothing else makes ranks wait for each other
+            meter.add(Stepped(torch.zeros(())), samples=4)
+            if meter.cadence.is_due(step):
+                meter.flush(step=step, epoch=1)
+                reports.append(step)
     return reports
 
 

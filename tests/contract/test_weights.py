@@ -143,7 +143,7 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
         stream = context.batches.training(epoch)
         for step in range(context.order.steps_per_epoch):
             result = train_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
-            assert not result.is_skipped
+            assert result.has_updated
             losses.append(result.loss.reshape(-1).double())
     sums = torch.stack(losses)
     if rank.world_size > 1:

@@ -26,6 +26,7 @@ from pipeline.recording.recorder import Recorder
 
 IN_FP32 = ("inprocess", "torchrun")
 """Launchers that train in fp32, too: one with a process and one with many."""
+EACH_STEP = "train.log_every_steps=1"
 
 
 class Launched(NamedTuple):
@@ -73,9 +74,9 @@ def _launched(name: str, folder: Path) -> Launched:
 def _trials(launcher: str, *, workers: int) -> Iterator[Trial]:
     """Trainings that must be equal, then those that must fail; the killed one last."""
     mlp, lab = REPOSITORY / "experiments" / "mlp.yaml", Path("lab.yaml")
-    yield _trial(mlp, "fp64", launcher, workers=workers, more=["train.precision=fp64", "train.epochs=2"])
+    yield _trial(mlp, "fp64", launcher, workers=workers, more=["train.precision=fp64", "train.epochs=2", EACH_STEP])
     if launcher in IN_FP32:
-        yield _trial(mlp, "fp32", launcher, workers=workers, more=["train.epochs=1"])
+        yield _trial(mlp, "fp32", launcher, workers=workers, more=["train.epochs=1", EACH_STEP])
     last = workers - 1
     yield _trial(lab, "raises", launcher, workers=workers, more=["model.fault=raises", f"model.rank={last}"])
     if workers > 1:

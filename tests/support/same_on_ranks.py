@@ -55,7 +55,7 @@ class Row(NamedTuple):
     tolerance: float = 1e-12
     counted: str = ""
     """Buffer in which each process counts its own samples, which is not compared."""
-    warned: str = ""
+    warned: str | tuple[str, ...] = ""
     """Start of the warnings that it may have."""
 
     def has(self, comparison: str) -> bool:
@@ -95,6 +95,7 @@ def train_row(rank: Rank, row: Row, folder: Path, *, resume: bool = False, micro
         (point.name, point.step): point.value
         for point in points
         if point.name.startswith(("train/", "validation/", "test/")) and point.step > row.stopped * resume
+        if point.name != "train/skipped_steps"  # once a report
     }
     best = result.best.step if result.best else 0
     weights = kept.files.get("model/weights.pt", {})

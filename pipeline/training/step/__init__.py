@@ -14,7 +14,7 @@ from pipeline.training.explained_errors import explain
 from pipeline.training.forward import forward
 from pipeline.training.optimized import Optimized
 from pipeline.training.order import MicroBatch
-from pipeline.training.step.plain import Parts, Stepped, plain_parts, plain_step, seed
+from pipeline.training.step.plain import Parts, Stepped, plain_parts, plain_step
 from pipeline.training.watch import mark
 
 
@@ -71,7 +71,7 @@ def _first_step(parts: Parts, training: TrainContext, step: int, micro_batches: 
     """
     mark(Phase.READING)
     micro_batch, batch = next(micro_batches)
-    seed(training, step=step, number=0)
+    parts.seed(step=step, number=0)
     mark(Phase.FORWARD)
     try:
         with parts.sending(micro_batch):
@@ -84,8 +84,14 @@ def _first_step(parts: Parts, training: TrainContext, step: int, micro_batches: 
     def pass_on(micro_batch: MicroBatch, batch: Any) -> StepOutput:
         return outputs.pop() if outputs else known.forward(micro_batch, batch)
 
-    parts = parts._replace(forward=pass_on, weigh=known.weigh, value=known.value, complete=known.complete)
-    return plain_step(parts, training, step, chain([(micro_batch, batch)], micro_batches))
+    def seed_others(*, step: int, number: int) -> None:
+        if number:
+            parts.seed(step=step, number=number)
+
+    chosen = parts._replace(
+        seed=seed_others, forward=pass_on, weigh=known.weigh, value=known.value, complete=known.complete
+    )
+    return plain_step(chosen, training, step, chain([(micro_batch, batch)], micro_batches))
 
 
 def _forward_first(training: TrainContext, _: MicroBatch, batch: Any) -> StepOutput:

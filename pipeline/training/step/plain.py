@@ -34,6 +34,8 @@ class Stepped(NamedTuple):
 class Parts(NamedTuple):
     """The functions that a step consists of."""
 
+    seed: Callable[..., None]
+    """Seed the random numbers of computing a ``step``'s micro-batch of a ``number``, both counted from 0."""
     forward: Callable[[MicroBatch, Any], StepOutput]
     """Compute a micro-batch's output."""
     weigh: Callable[[MicroBatch, StepOutput], tuple[Tensor, Any]]
@@ -62,7 +64,7 @@ def plain_step(parts: Parts, training: TrainContext, step: int, micro_batches: M
     total = None
     mark(Phase.READING)
     for number, (micro_batch, batch) in enumerate(micro_batches):
-        seed(training, step=step, number=number)  # after reading, which leaves the generators in any state
+        parts.seed(step=step, number=number)  # after reading, which leaves the generators in any state
         mark(Phase.FORWARD)
         try:
             with parts.sending(micro_batch):  # DDP sends gradients while backward computes them
@@ -89,6 +91,7 @@ def plain_parts(training: TrainContext, *, exchanges: bool) -> Parts:
     """Return the functions of a step without features."""
     is_plain = not (training.gives_weight or training.log_names or training.batches.needs_placing)
     return Parts(
+        partial(seed, training),
         partial(_forward if is_plain else _forward_checked, training),
         _weigh,
         partial(_value, training.loss_dtype),
