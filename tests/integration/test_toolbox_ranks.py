@@ -10,7 +10,6 @@ import pytest
 import torch
 from rank_trainings import events_of, lab_trial, saved_in, train_rank
 from ranks import on_ranks
-from safetensors.torch import load_file
 
 from pipeline.protocol.events import (
     Finished,
@@ -19,7 +18,6 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import probe
-from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.collectives import from_first
 
 STOPPED, STEPS = 5, 8
@@ -86,10 +84,6 @@ def series(root: Path, name: str, metric: str, *, after: int = 0) -> dict[int, f
 def weights(root: Path, name: str) -> Weights:
     loaded: Weights = torch.load(root / f"{name}.0.weights.pt", weights_only=True)
     return loaded
-
-
-def saved(root: Path, name: str, step: int) -> Weights:
-    return load_file(root / name / folder_name(step) / "state.safetensors")
 
 
 def farthest(one: dict[int, float], other: dict[int, float]) -> float:
