@@ -174,7 +174,7 @@ def test_the_document_of_a_run_has_its_evaluations(there: Any, journal: Recorded
         ("comparison", "this run has no training; pipeline benchmark RUN needs one of pipeline run"),
         (
             "single",
-            "1 worker has no baseline that rank 0 can measure in turn with it. Use pipeline benchmark FILE",
+            "1 worker has no baseline that rank 0 can time alternately with it. Use pipeline benchmark FILE",
         ),
         ("finished", "has no checkpoint, from which the model would be loaded"),
     ],
