@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pipeline.protocol.events import Metrics
-from pipeline.recording import journal
+from pipeline.recording import journal, losses
 from pipeline.recording.outcome import TrackingOutcome, places_of
 from pipeline.report import Row
 from pipeline.report.html import fragment
@@ -90,7 +90,7 @@ class RunResult(Result):
     @property
     def losses(self) -> tuple[float, ...]:
         """Loss of each step of the training, the mean over its global batch."""
-        return tuple(self.history()["train/loss"].dropna())
+        return losses.read(self.folder) or tuple(self.history()["train/loss"].dropna())
 
     def history(self) -> "pd.DataFrame":
         """Return each metric of the training by step, counted from 1; NaN in steps without a value."""

@@ -8,8 +8,13 @@ from pipeline.errors import Problem
 from pipeline.wording import figure
 
 PREFIX, TRAIN = "validation/", "train/"
+LOSS, GRADIENT_NORM = "loss", "gradient_norm"
 LEARNING_RATE, OF_GROUP = "learning_rate", "_group_"
-OF_TRAINING = ("loss", LEARNING_RATE, "gradient_norm", "skipped_steps")
+OF_TRAINING = (
+    *(f"{name}{end}" for name in (LOSS, GRADIENT_NORM) for end in ("", "_min", "_max")),
+    LEARNING_RATE,
+    "skipped_steps",
+)
 """Metrics of a step that the project reports itself, without "train/"; all others are logs of a task."""
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")
 _NOT_A_FOLDER = re.compile(r"(?<![^/])(\.{0,2})(?![^/])")

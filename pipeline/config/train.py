@@ -132,9 +132,10 @@ class Train(Section):
     ``mode`` (torch's default: min) must be the direction in which the metric improves."""
     lr_scaling: LearningRateScaling = LearningRateScaling()
     """Learning-rate scaling with the global batch size."""
-    log_every_steps: Positive = 10
-    """Steps between two reports of metrics, or more if these steps take less than 0.1 s. The loss of every step is
-    recorded."""
+    log_every_steps: Literal["auto"] | Positive = "auto"
+    """Training steps of a reported point. auto: one point in 0.33 s, or one for each step that takes longer. 1: each
+    step has its point. A point of several steps is their mean; the loss also has its minimum and maximum. The file
+    losses.npy of a run has the loss of every step in any case."""
     evaluate_every_epochs: Positive = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     evaluate_every_steps: Positive | None = None

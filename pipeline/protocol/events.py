@@ -154,6 +154,10 @@ class Metrics(Event):
     points: tuple[Point, ...]
     repeat: int = 0
     """Index of the trial among equal measurements, from 0."""
+    steps: int = 0
+    """Training steps since the last report; 0 if the event has no training metrics."""
+    losses: tuple[float, ...] = ()
+    """Loss of each of these steps of a training, for `pipeline.recording.losses`; the journal has them not."""
 
 
 class SystemMetrics(Event):

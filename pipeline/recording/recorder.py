@@ -17,8 +17,10 @@ from pipeline.protocol.events import (
     TrialOpened,
     Warned,
 )
+from pipeline.recording import losses
 from pipeline.recording.journal import FILE_NAME, Journal, read
 
+LOSS = "train/loss"
 TRANSIENT = (Advanced, Heartbeat)
 """Events for displays only."""
 
@@ -83,17 +85,16 @@ class Recorder:
             OSError: the journal can't be written; the subscribers receive the event in any case.
         """
         with self._lock:
-            new = self._progress.new(event)
-            if new is None or self._is_told(new):
-                return
             failure: OSError | None = None
             try:
-                if not isinstance(new, TRANSIENT):
-                    self._journal.append(new)
+                event = self._without_losses(event)
             except OSError as error:
                 failure = error
-            for subscriber in self._subscribers:
-                subscriber.receive(new)
+            new = self._progress.new(event)
+            if new is not None and not self._is_told(new):
+                failure = self._journaled(new) or failure
+                for subscriber in self._subscribers:
+                    subscriber.receive(new)
             if failure:
                 raise failure
 
@@ -122,6 +123,26 @@ class Recorder:
             raise
         self.earlier = tuple(ends.values())
         return progress
+
+    def _without_losses(self, event: AnyEvent) -> AnyEvent:
+        """Write the losses of an event's steps to their file, and return it without them.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        if not isinstance(event, Metrics) or not event.losses:
+            return event
+        losses.write(self.folder, event.losses, first=event.step - event.steps + 1)
+        return event.model_copy(update={"losses": ()})
+
+    def _journaled(self, event: AnyEvent) -> OSError | None:
+        """Append an event to the journal; return the error if that fails."""
+        try:
+            if not isinstance(event, TRANSIENT):
+                self._journal.append(event)
+        except OSError as error:
+            return error
+        return None
 
     def _is_told(self, event: AnyEvent) -> bool:
         """Return True if the trial has already warned of the same subject."""
@@ -184,6 +205,7 @@ class Deduplicator:
         # The driver's figures about a trial that has ended now aren't those of an earlier session.
         known = self._steps if key in self._training else {} if key in self._finished else self._earlier
         points = []
+        reported = self._steps.get(_Series(event.trial, event.repeat, LOSS), 0)
         for point in event.points:
             series = _Series(event.trial, event.repeat, point.name)
             if series not in known or point.step > known[series]:
@@ -191,7 +213,8 @@ class Deduplicator:
                 self._steps[series] = max(point.step, self._steps.get(series, point.step))
         if len(points) == len(event.points):
             return event
-        return event.model_copy(update={"points": tuple(points)}) if points else None
+        steps = max(0, min(event.steps, event.step - reported))  # the others are repeated
+        return event.model_copy(update={"points": tuple(points), "steps": steps}) if points else None
 
     def _counted(self, event: SystemMetrics) -> SystemMetrics:
         """Shift the steps of a new worker's samples, which it counts from 0, behind those of the worker before."""

@@ -33,12 +33,10 @@ class Series:
         """True if at least two values are finite."""
         return sum(map(math.isfinite, self.values)) > 1
 
-    def add(self, step: float, second: float, value: float, *, has_all_steps: bool = False) -> None:
-        """Append a value, unless its step is known; of a metric that ``has_all_steps`` a missing step is a NaN."""
+    def add(self, step: float, second: float, value: float) -> None:
+        """Append a value, unless its step is known."""
         if self.steps and step <= self.steps[-1]:
             return
-        if has_all_steps and self.steps and step > self.steps[-1] + 1:
-            self.add(self.steps[-1] + 1, second, math.nan)
         self.steps.append(step)
         self.seconds.append(second)
         self.values.append(value if math.isfinite(value) else math.nan)
@@ -115,15 +113,15 @@ class Course:
         before = self._now
         figures = {point.name: point.value for point in event.points}
         step_s = figures.get("time/step_ms", 0.0) / 1000
-        steps = 0
+        steps = event.steps
         for name, step, value in event.points:
             if name in (LOSS, RATE):
                 series = self.loss if name == LOSS else self.learning_rate
-                series.add(step, now - (event.step - step) * step_s, value, has_all_steps=True)
-                steps += name == LOSS
+                series.add(step, now - (event.step - step) * step_s, value)
+                steps += name == LOSS and not event.steps  # journals of before: a point for each step
             elif name.startswith(f"{RATE}{OF_GROUP}"):
                 series = self.group_rates.setdefault(name, Series())
-                series.add(step, now - (event.step - step) * step_s, value, has_all_steps=True)
+                series.add(step, now - (event.step - step) * step_s, value)
             elif name.startswith(_VALIDATION):
                 self.validation.setdefault(name, Series()).add(step, now, value)
                 if name == VALIDATION_LOSS:

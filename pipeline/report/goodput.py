@@ -164,7 +164,9 @@ class WallClock:
             self._spend("evaluation", until=event.time)
         elif _STEP in values:
             # Points of steps that were reported before are not in the journal, so what is left are the new steps.
-            steps = sum(point.name == _LOSS for point in event.points)
+            steps = event.steps or sum(
+                point.name == _LOSS for point in event.points
+            )  # journals of before: a point each
             self._spend_between(until=event.time - steps * values[_STEP] / 1000)
             waited_s = steps * values.get(_DATA_WAIT, 0.0) / 1000
             self._spend("input", until=min(event.time, (self._until or 0.0) + waited_s))

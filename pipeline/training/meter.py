@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -10,25 +10,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.config.reported import GRADIENT_NORM, LEARNING_RATE, LOSS
 from pipeline.protocol.events import Metrics, Outbox, Point
-from pipeline.protocol.trial import Measurement
+from pipeline.protocol.trial import Measurement, Training
 from pipeline.training.clock import Clock, DataWait, Lap
 from pipeline.training.communication import CommunicationMeter
 from pipeline.training.context import TrainContext
 from pipeline.training.energy import EnergyMeter
 from pipeline.training.nonfinite import Finiteness
+from pipeline.training.points import group_steps, iter_points
 from pipeline.training.step import StepResult
 from pipeline.training.watch import waiting
 
 SKIPPED = "train/skipped_steps"
 WINDOWS = ("throughput/", "time/")
 """Prefixes of the names of metrics that describe a single window."""
-_SENT_AGAIN = 100
+_SENT_AGAIN = 30
 """Number of latest reports that a checkpoint keeps, to be sent again: a driver that was killed may not have recorded
 them. It ignores those that it has."""
-SHORTEST_MS = 100.0
-"""Milliseconds between two regular reports, at least. Ranks exchange what they report, which takes as long as a short
-step."""
+REPORT_MS = 330.0
+"""Milliseconds between two regular reports, unless a step takes longer. Ranks exchange what they report, which takes as
+long as a short step, and MLflow takes a while for each point."""
 
 
 @dataclass(kw_only=True)
@@ -95,32 +97,38 @@ class Meter:
         losses, *logs = [sums[first : first + steps] for first in range(0, own.numel(), steps)]
         lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
         self.step, self.stop_agreed = step, bool(stop_asked)
-        names = [f"train/{name}" for name in self.context.log_names or ()]
-        columns = {"train/loss": losses, "train/learning_rate": self._rates, **dict(zip(names, logs, strict=True))}
-        if self._norms:
-            columns["train/gradient_norm"] = torch.stack(self._norms).tolist()
+        norms = torch.stack(self._norms).tolist() if self._norms else []
         self.clock.count(lap, is_disturbed=bool(has_compiled))
         self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
-        self._losses, self._norms, self._rates, self._samples = [], [], [], 0
         self.gauge.read()
         measure = self.trial.experiment.benchmark
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
         first = step - len(losses) + 1
         count = self.finiteness.trusted(losses, first=first)
-        points = [Point(name, first + i, column[i]) for name, column in columns.items() for i in range(count)]
-        points += [
-            Point(f"train/{name}", first + i, float(value))
-            for i, figures in enumerate(self._by_optimizer[:count])
-            for name, value in figures.items()
-        ]
+        columns = {
+            LOSS: losses,
+            LEARNING_RATE: self._rates,
+            **dict(zip(self.context.log_names or (), logs, strict=True)),
+            GRADIENT_NORM: norms,
+        }
+        points = self._of_steps(columns, first=first, count=count)
         points += self._of_window(lap, step=step)
         points += self.communication.record(ranks[:, -len(alone)].tolist(), lap=lap, step=step)
-        self._by_optimizer = []
-        self.send(points, step=step, epoch=epoch)
-        norms = columns.get("train/gradient_norm", [])
+        self._losses, self._norms, self._rates, self._by_optimizer, self._samples = [], [], [], [], 0
+        self.send(points, step=step, epoch=epoch, steps=steps, losses=losses[:count])
         self.finiteness.judge(losses, norms=norms, own=own[0], first=first)
         if isinstance(self.trial, Measurement):  # its windows are short, and reporting would be a large part of them
             self.clock.resume()
+
+    def _of_steps(self, columns: Mapping[str, Sequence[float]], *, first: int, count: int) -> list[Point]:
+        """Return the points of the first ``count`` steps since the last report, the first of which is ``first``."""
+        by_step = {name: dict(enumerate(column[:count], first)) for name, column in columns.items()}
+        for step, figures in enumerate(self._by_optimizer[:count], first):
+            for name, value in figures.items():
+                by_step.setdefault(name, {})[step] = float(value)
+        every = self.trial.experiment.train.log_every_steps
+        groups = group_steps(first, first + count - 1, size=None if every == "auto" else every)
+        return list(iter_points(by_step, groups, skipped=self.finiteness.skipped))
 
     def _of_window(self, lap: Lap, *, step: int) -> Iterator[Point]:
         """Yield what is reported once for the steps since the last report."""
@@ -146,8 +154,16 @@ class Meter:
         """Latest value of every metric, without those of single windows, which the result summarizes itself."""
         return {name: value for name, value in self.latest.items() if not name.startswith(WINDOWS)}
 
-    def send(self, points: list[Point], *, step: int, epoch: int) -> None:
-        """Report points of any metrics at ``step`` of ``epoch``, both counted from 1."""
+    def send(self, points: list[Point], *, step: int, epoch: int, steps: int = 0, losses: Sequence[float] = ()) -> None:
+        """Report points of any metrics at ``step`` of ``epoch``, both counted from 1.
+
+        Args:
+            points: values of metrics.
+            step: training steps so far.
+            epoch: the epoch under way.
+            steps: training steps since the last report.
+            losses: losses of these steps, without those that a rollback repeats.
+        """
         self.latest.update({point.name: point.value for point in points})
         if self.rank.is_first and points:
             event = Metrics(
@@ -157,6 +173,8 @@ class Meter:
                 epoch=epoch,
                 points=tuple(points),
                 repeat=self.trial.repeat,
+                steps=steps,
+                losses=tuple(losses) if isinstance(self.trial, Training) else (),
             )
             self._sent.append(event)
             self.outbox.event(event)
@@ -184,13 +202,12 @@ class Meter:
 
 
 class Cadence:
-    """Schedule of reports: every ``train.log_every_steps``, at most one in `SHORTEST_MS`. Equal on all ranks."""
+    """Schedule of reports: one in `REPORT_MS`, at the latest after a step. Equal on all ranks."""
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context
-        self._log_every = context.experiment.train.log_every_steps
         self._last = 0
-        self._intervals = 1
+        self._interval = 1
 
     def is_due(self, steps: int) -> bool:
         """Return True if a report is due after ``steps`` steps.
@@ -205,14 +222,14 @@ class Cadence:
             return True
         if isinstance(context.trial, Measurement):
             return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
-        if in_epoch % self._log_every == 0 and steps - self._last >= self._intervals * self._log_every:
+        if steps - self._last >= self._interval:
             return True
         return context.is_checkpoint_step(steps) or context.is_evaluation_step(steps)
 
     def reported(self, steps: int, *, step_ms: float) -> None:
         """Note a report after ``steps`` steps; ``step_ms`` is the step's duration averaged over ranks."""
         self._last = steps
-        self._intervals = max(1, int(SHORTEST_MS / (step_ms * self._log_every)))
+        self._interval = max(1, int(REPORT_MS / step_ms))
 
 
 @dataclass

@@ -50,7 +50,7 @@ def test_a_node_that_is_cut_off_or_unfit_is_done_without(tmp_path: Path) -> None
         experiment = [
             f"model={{_target_: lab.Paced, ms: 100, release: {release}}}",
             f"data={{_target_: lab.points, samples: {16 * STEPS}}}",
-            "train={epochs: 1, global_batch_size: 16, precision: fp64, log_every_steps: 5}",
+            "train={epochs: 1, global_batch_size: 16, precision: fp64, log_every_steps: 1}",
             *("checkpoint.every_steps=10", "parallel.strategy=ddp", "parallel.workers=[1, 3]", "parallel.timeout_s=20"),
         ]
         command = line(nodes, cwd, *experiment)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 EXACT = 1e-12
 TRAINING = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 20, width: 8}", "train.epochs=25"]
-OFTEN = ["--no-baseline", "train.log_every_steps=2", "checkpoint.every_steps=10"]
+OFTEN = ["--no-baseline", "checkpoint.every_steps=10"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
 STEPS = 100
 PORT = 29511

@@ -218,7 +218,7 @@ def _trial(folder: Path, name: str, *, strategy: str = "fsdp", stopped: str = ""
     """A trial with a checkpoint of each step; it goes on from what another one has left if that is given."""
     overrides = [
         "train.precision=fp64", "checkpoint.every_steps=1", "checkpoint.keep=100", UNEVEN,
-        "train.global_batch_size=9", "optimizer._target_=torch.optim.AdamW", "train.log_every_steps=3",
+        "train.global_batch_size=9", "optimizer._target_=torch.optim.AdamW",
         "metrics.accuracy={_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 3, average: micro}",
     ]  # fmt: skip
     return saved_in(folder, lab_trial(overrides, strategy=strategy, name=name), stopped=stopped, steps=STOPPED)

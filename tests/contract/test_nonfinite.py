@@ -32,7 +32,7 @@ CASES = {
     "skip": SKIP,
     "infinite loss": [*SKIP, SPIKY, "data.value=1.0e+30"],
     "clipped": ["train.clip_grad_norm=0.5", "loss._target_=lab.Steep"],
-    "poisoned weights": ["loss._target_=lab.Steep", "train.log_every_steps=1", "checkpoint.every_steps=1"],
+    "poisoned weights": ["loss._target_=lab.Steep", "checkpoint.every_steps=1"],
     "always": [*SKIP, "loss._target_=lab.NotANumber", "train.epochs=20"],
     "batch norm": [*SKIP, "model._target_=lab.Normed", "train.global_batch_size=10"],
 }

@@ -58,7 +58,7 @@ def _in_two_processes(where: Rank, folder: Path) -> None:
 
 _OVERRIDES = [
     "checkpoint.every_steps=1", "checkpoint.keep=100", "optimizer._target_=torch.optim.AdamW", "parallel.strategy=ddp",
-    "train.log_every_steps=3",
+
 ]  # fmt: skip
 
 

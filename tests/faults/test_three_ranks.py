@@ -29,7 +29,7 @@ STEPS = 24
 OVERRIDES = [
     "parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=3", "parallel.max_failures=3",
     "model._target_=lab.Patient", "model.ms=10", "data={_target_: lab.augmented}", "loader.num_workers=1",
-    "train.epochs=6", "train.gradient_accumulation=2", "train.log_every_steps=1", "train.clip_grad_norm=0.5",
+    "train.epochs=6", "train.gradient_accumulation=2", "train.clip_grad_norm=0.5",
     "optimizer={_target_: torch.optim.AdamW, lr: 0.01}",
     "scheduler={_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.1, total_steps: '${total_steps}'}",
 ]  # fmt: skip

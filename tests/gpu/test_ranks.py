@@ -198,7 +198,7 @@ def test_a_training_that_fills_the_memory_has_a_speedup(tmp_path: Path, ranks: i
 
 @NEEDS_CUDA
 def test_a_baseline_without_memory_is_measured_after_the_training(tmp_path: Path) -> None:
-    """A step of the training needs three times the memory of its weights; next to the baseline's, four times."""
+    """A step needs twice the memory of the weights; next to those of the other trial, three times."""
     weights = 800 * 2**20
     made = trial(
         train_only=False,
@@ -208,10 +208,10 @@ def test_a_baseline_without_memory_is_measured_after_the_training(tmp_path: Path
     )
     gc.collect()
     torch.cuda.empty_cache()
-    limit = torch.cuda.memory_allocated() + int(3.7 * weights)
+    limit = torch.cuda.memory_allocated() + int(2.7 * weights)
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
-        outcome, _ = launch(with_baseline(on_ranks(made, 1)), tmp_path)
+        outcome, _ = launch(with_baseline(made), tmp_path)  # not under ddp, whose buckets are a copy more
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert speedup_of(outcome) > 0

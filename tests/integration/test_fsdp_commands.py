@@ -19,7 +19,7 @@ STOPPED = 3
 """Of eight steps, four in an epoch."""
 OVERRIDES = [
     "train.precision=fp64", "checkpoint.every_steps=1", "checkpoint.keep=100", "train.global_batch_size=9",
-    "data={_target_: lab.points, samples: 33}", "optimizer._target_=torch.optim.AdamW", "train.log_every_steps=3",
+    "data={_target_: lab.points, samples: 33}", "optimizer._target_=torch.optim.AdamW",
 ]  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def test_a_killed_rank_is_named_although_torchrun_ends_the_driver(cwd: Path) -> 
 
 
 TRAINING = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 20, width: 8}", "train.epochs=40"]
-OFTEN = ["--no-baseline", "train.log_every_steps=2", "checkpoint.every_steps=10"]
+OFTEN = ["--no-baseline", "checkpoint.every_steps=10"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "parallel.cpus_per_worker=1"]
 STEPS = 160
 

@@ -47,7 +47,7 @@ data:
   columns: [x, y]
 loss: {_target_: torch.nn.MSELoss}
 optimizer: {_target_: torch.optim.SGD, lr: 0.05}
-train: {epochs: 2, global_batch_size: 24, precision: fp64, log_every_steps: 2}
+train: {epochs: 2, global_batch_size: 24, precision: fp64, log_every_steps: 1}
 parallel: {launcher: ray, strategy: ddp, cpus_per_worker: 1}
 tracking: {log_model: false}
 """

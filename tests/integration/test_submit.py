@@ -141,7 +141,7 @@ def test_job_outlives_its_sender_stops_with_a_checkpoint_and_is_resumed_into_the
     """The commands for the job are those that ``submit`` has printed."""
     store, release = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "release"
     line = f"pipeline submit lab.yaml tracking.uri={store} 'model={{_target_: lab.Paced, release: {release}, ms: 300}}'"
-    line += f" train.epochs=10 train.log_every_steps=1 --no-baseline --address {head.url}"
+    line += f" train.epochs=10 --no-baseline --address {head.url}"
     sent = shell(f"{line} --env PLANTED")
     assert sent.returncode == 0, sent.stderr
     assert "sending 3 files" in sent.stderr

@@ -18,7 +18,7 @@ from pipeline.recording import journal
 
 STEPS = 240
 """60 epochs of 4 steps, the last of each smaller."""
-TRAINING = ["model._target_=lab.Patient", "train.epochs=60", "train.log_every_steps=4", "train.evaluate_every_epochs=7"]
+TRAINING = ["model._target_=lab.Patient", "train.epochs=60", "train.evaluate_every_epochs=7"]
 DDP = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun"]
 PATIENCE_S = 200.0
 

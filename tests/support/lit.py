@@ -25,7 +25,13 @@ def trial(module: str = "Lit", *, checkpoints: Path | None = None, workers: int 
         "data": {"_target_": "toys.classification"},
         "checkpoint": {"every_steps": 1, "keep": 100},
         **sections,
-        "train": {"epochs": 2, "global_batch_size": 8, "precision": "fp64", **sections.get("train", {})},
+        "train": {
+            "epochs": 2,
+            "global_batch_size": 8,
+            "precision": "fp64",
+            "log_every_steps": 1,
+            **sections.get("train", {}),
+        },
     }
     shared = toys.trial()
     return Training(

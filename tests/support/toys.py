@@ -64,7 +64,13 @@ def experiment(**sections: Any) -> Experiment:
             "loss": {"_target_": "torch.nn.MSELoss"},
             "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05},
             **sections,
-            "train": {"epochs": 2, "global_batch_size": 8, "precision": "fp64", **sections.get("train", {})},
+            "train": {
+                "epochs": 2,
+                "global_batch_size": 8,
+                "precision": "fp64",
+                "log_every_steps": 1,
+                **sections.get("train", {}),
+            },
         }
     )
 

@@ -95,8 +95,8 @@ def copy(original: tuple[Path, toys.Kept], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def each_step_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the short steps of a toy, with ``log_every_steps: 1``."""
-    monkeypatch.setattr(meter, "SHORTEST_MS", 0.0)
+    """Also the short steps of a toy."""
+    monkeypatch.setattr(meter, "REPORT_MS", 0.0)
 
 
 class TestWhen:
@@ -108,8 +108,8 @@ class TestWhen:
 
     @pytest.mark.usefixtures("each_step_reported")
     def test_every_so_many_minutes_when_metrics_are_reported(self, tmp_path: Path) -> None:
-        often = run(tmp_path / "a", checkpoint={"every_minutes": 1e-9}, train={"log_every_steps": 1})
-        seldom = run(tmp_path / "b", checkpoint={"every_minutes": 1e3}, train={"log_every_steps": 1})
+        often = run(tmp_path / "a", checkpoint={"every_minutes": 1e-9})
+        seldom = run(tmp_path / "b", checkpoint={"every_minutes": 1e3})
 
         assert (saved(often), saved(seldom)) == ([1, 2, 3, 4, 5, 6], [3, 6])
 

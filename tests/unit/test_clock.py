@@ -127,14 +127,14 @@ def test_each_step_is_reported_with_its_number(watch: Watch) -> None:
     assert isinstance(first, Metrics)
     assert isinstance(second, Metrics)
     assert first.points == (
-        Point("train/loss", 1, 3.0), Point("train/loss", 2, 2.0),
-        Point("train/learning_rate", 1, 0.3), Point("train/learning_rate", 2, 0.2),
-        Point("train/gradient_norm", 1, 0.5), Point("train/gradient_norm", 2, 0.5),
+        Point("train/loss", 1, 3.0), Point("train/learning_rate", 1, 0.3), Point("train/gradient_norm", 1, 0.5),
+        Point("train/loss", 2, 2.0), Point("train/learning_rate", 2, 0.2), Point("train/gradient_norm", 2, 0.5),
         Point("throughput/samples_per_second", 2, 2.0), Point("time/step_ms", 2, 2000.0),
         Point("time/window_data_wait_ms", 2, 0.0),
     )  # fmt: skip
     assert [point.step for point in second.points] == [3, 3, 3, 3, 3]
     assert (first.step, first.epoch, second.step) == (2, 1, 3)
+    assert (first.steps, first.losses, second.losses) == (2, (3.0, 2.0), (1.0,))
     assert collecting.latest["train/loss"] == 1.0
     assert collecting.latest["train/gradient_norm"] == 0.5
 

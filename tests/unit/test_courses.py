@@ -93,10 +93,17 @@ def test_an_interruption_takes_no_time_and_repeated_steps_count_once() -> None:
     assert course.title == "ddp, 1 worker"
 
 
-def test_a_missing_step_is_a_gap() -> None:
-    (course,) = courses([opened(), started(at=0.0), measured(1, [3.0, 2.0], at=1.0), measured(7, [1.0], at=4.0)])
-    assert course.loss.steps == [1, 2, 3, 7]
-    assert math.isnan(course.loss.values[2])
+def test_a_point_of_several_steps_has_the_window_of_all() -> None:
+    points = (Point("train/loss", 10, 2.0), Point("time/step_ms", 10, 100.0))
+    points += (Point("throughput/samples_per_second", 10, 32.0),)
+    (course,) = courses(
+        [
+            opened(), started(at=0.0), measured(1, [3.0], at=1.0),
+            Metrics(time=5.0, step=10, epoch=1, points=points, steps=9),
+        ]
+    )  # fmt: skip
+    assert (course.loss.steps, course.loss.seconds) == ([1, 10], [1.0, 5.0])
+    assert course.windows[-1][:2] == pytest.approx((5.0 - 0.9, 5.0))
 
 
 def test_trials_of_a_comparison_are_kept_apart_and_the_first_repeat_counts() -> None:

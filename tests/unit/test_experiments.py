@@ -33,7 +33,7 @@ def plain() -> Any:
 
 def test_nanogpt_has_the_losses_of_its_loop_in_plain_torch(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
-    small = ["model.width=8", "model.depth=1", "train.precision=fp64"]
+    small = ["model.width=8", "model.depth=1", "train.precision=fp64", "train.log_every_steps=1"]
     experiment = load(ROOT / "experiments" / "nanogpt.yaml", small).experiment
     trial = Baseline(
         name="main", experiment=experiment, strategy="single", launcher="inprocess", workers=1, devices_per_worker=0,

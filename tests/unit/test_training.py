@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -337,9 +337,8 @@ def test_events_come_in_order() -> None:
     _, outbox = toys.trained()
     started = outbox.events[0]
 
-    assert outbox.kinds() == [
-        "started", "first_step", "metrics", "metrics", "metrics", "metrics", "model_saved", "trained",
-    ]  # fmt: skip
+    kinds = [kind for kind, _ in groupby(outbox.kinds())]
+    assert kinds == ["started", "first_step", "metrics", "model_saved", "trained"]
     assert isinstance(started, Started)
     assert (started.total_steps, started.steps_per_epoch, started.epochs) == (6, STEPS, 2)
     assert (started.train_samples, started.validation_samples, started.parameters) == (22, 10, 4)
