@@ -13,7 +13,6 @@ import pytest
 from stores import free_port
 
 pytestmark = pytest.mark.timeout(900)
-LAB = Path(__file__).parents[1] / "project"
 Pipeline = Callable[..., tuple[int, str, str]]
 
 

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.timeout(900)
 BIN = Path(sys.executable).parent
 TOKEN = "4711" * 8
 PLANTED = "planted-value-of-a-variable"
-LAB = Path(__file__).parents[1] / "project"
 PATIENCE_S = 400
 ATTEMPTS = 3
 """At starting a head: Ray gives up after half a minute where others use the processors."""
