@@ -8,8 +8,9 @@ import pytest
 
 VARIABLE = "MISSING_PACKAGES_FAIL"
 """In the environment if `tests/tiers.py` runs the tests."""
-UNPINNED = ("torchvision",)
-"""Packages that make doesn't install: each build of torch needs another build of them, which pip doesn't consider."""
+UNPINNED = ("torchvision", "litdata")
+"""Packages that make doesn't install: each build of torch needs another build of torchvision, which pip doesn't
+consider, and LitData requires torchvision. With the wrong build, importing transformers fails."""
 
 _import_or_skip = pytest.importorskip
 
