@@ -84,7 +84,7 @@ def reported() -> Speedup:
         command = [sys.executable, "-m", "pipeline", "run", EXPERIMENT, *wishes]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
     main = json.loads(done.stdout)["main"]
-    return Speedup(main["speedup"], main["speedup_low"], main["speedup_high"])
+    return Speedup(main["speedup"], main["speedup_ci_low"], main["speedup_ci_high"])
 
 
 if __name__ == "__main__":

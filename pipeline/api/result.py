@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pipeline.protocol.events import Metrics
-from pipeline.recording import journal, losses
+from pipeline.protocol.numbers import is_of_whole_run
+from pipeline.recording import journal, loss_file
 from pipeline.recording.outcome import TrackingOutcome, places_of
 from pipeline.report import Row
 from pipeline.report.html import fragment
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _MAIN = "main"  # name of the trial
-_RELATIVE = ("speedup", "efficiency")  # of the driver, not of a step
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,7 +90,7 @@ class RunResult(Result):
     @property
     def losses(self) -> tuple[float, ...]:
         """Loss of each step of the training, the mean over its global batch."""
-        return losses.read(self.folder) or tuple(self.history()["train/loss"].dropna())
+        return loss_file.read(self.folder) or tuple(self.history()["train/loss"].dropna())
 
     def history(self) -> "pd.DataFrame":
         """Return each metric of the training by step, counted from 1; NaN in steps without a value."""
@@ -99,7 +99,7 @@ class RunResult(Result):
         values: dict[str, dict[int, float]] = {}
         for event in journal.read(self.folder / journal.FILE_NAME):
             if isinstance(event, Metrics) and event.trial == _MAIN:
-                for point in (point for point in event.points if point.name not in _RELATIVE):
+                for point in (point for point in event.points if not is_of_whole_run(point.name)):
                     values.setdefault(point.name, {})[point.step] = point.value
         return pd.DataFrame(values).sort_index().rename_axis("step")
 

@@ -31,7 +31,7 @@ from pipeline.recording.recorded_run import Membership, artifact, recorded
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.terminal import Terminal
 from pipeline.report import Row
-from pipeline.report.advise import advise
+from pipeline.report.advice import advise
 from pipeline.report.claims import classify_speedup
 from pipeline.report.goodput import Goodput, WallClock
 from pipeline.report.report import Report

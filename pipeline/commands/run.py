@@ -20,7 +20,7 @@ from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership
 from pipeline.recording.terminal import Terminal
-from pipeline.report import device
+from pipeline.report.numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.storage import Storage, address_of
 
@@ -213,28 +213,17 @@ def report(invocation: Invocation, *, time_to_first_step_s: float | None = None)
     if plan.main.is_elastic:
         told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
         measured = measured.model_copy(update={"training_notes": tuple(told)})
-    result = invocation.results[plan.main.name]
     measured = measured.model_copy(update={"goodput": invocation.goodput})
     train_only = isinstance(plan.main, Training) and plan.main.train_only
     shown = measured if train_only else invocation.advised(measured)
     invocation.show(shown, summary=shown.markdown())
-    invocation.log(dict(_figures(shown)), trial=plan.main.name, step=result.steps, epoch=result.epochs)
+    if shown.goodput is not None:
+        invocation.log(shown.goodput.figures, trial=plan.main.name, step=shown.main.steps, epoch=shown.main.epochs)
     for row in shown.rows:
-        if row != shown.main:
-            invocation.log(device.figures(row), trial=row.trial, step=row.steps, epoch=1)
+        invocation.log(metrics_of(row, COMPARED), trial=row.trial, step=row.steps, epoch=row.epochs or 1)
         invocation.tag(row, baseline=shown.rows[0], trial=row.trial)
     invocation.save_report(shown)
     return shown
-
-
-def _figures(result: Report) -> Iterator[tuple[str, float | None]]:
-    """Yield the figures of the whole run by the names of their metrics, no speedup if none can be claimed."""
-    if result.speedup is not None and result.efficiency is not None:
-        yield from {"speedup": result.speedup, "efficiency": result.efficiency}.items()
-        yield from ((name, getattr(result.main, name)) for name in ("speedup_low", "speedup_high", "speedup_pairs"))
-    yield from device.figures(result.main).items()
-    if result.goodput is not None:
-        yield from result.goodput.figures.items()
 
 
 def _placed(

@@ -1,4 +1,4 @@
-"""Keys of an experiment by their names of earlier versions, and what they are called now.
+"""Keys of an experiment and numbers of a report by their names of earlier versions, and what they are called now.
 
 A user's file with an old name is rejected, and ``pipeline check --fix`` rewrites it. A recorded run is translated.
 """
@@ -19,6 +19,12 @@ KEYS: Mapping[str, str] = {
     "tracking.trackers": "tracking.loggers",
 }
 """New key by old key."""
+NUMBERS: Mapping[str, str] = {
+    "speedup_low": "speedup_ci_low",
+    "speedup_high": "speedup_ci_high",
+    "speedup_pairs": "speedup_rounds",
+}
+"""New name of a number by its old name, in recorded reports and journals."""
 _ENTRY = re.compile(r"compare\[?\.?(\d+)\]?(?=\.|$)")
 _SECTION = re.compile(r"[.\[]")
 

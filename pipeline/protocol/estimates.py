@@ -36,6 +36,11 @@ class Estimate(NamedTuple):
     size: int
     """Number of measurements, or of pairs of them, behind the estimate."""
 
+    @property
+    def is_clear(self) -> bool:
+        """True if it is a ratio that was measured in pairs, and its interval excludes 1."""
+        return self.size > 1 and not self.low <= 1 <= self.high
+
 
 def mean(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
     """Return the mean of consecutive measurements with Student's t interval, widened for their autocorrelation.

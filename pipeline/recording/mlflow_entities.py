@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import mlflow_name, mlflow_names
 from pipeline.protocol.events import Event, Point, Started
-from pipeline.recording.scalars import PEAK_OF_RANK
+from pipeline.protocol.numbers import is_of_whole_run
 from pipeline.wording import join_names
 
 if TYPE_CHECKING:
@@ -15,24 +16,12 @@ if TYPE_CHECKING:
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
 _CUT = " ... [cut]"
 _MOST_NAMES = 3
-_FIGURES = {
-    "speedup", "speedup_low", "speedup_high", "speedup_pairs", "efficiency", "samples_per_second", "step_ms",
-    "time/compute_ms", "time/exposed_communication_ms", "time/data_wait_ms", "time/rest_ms", "time/compile_s",
-    "time/communication_ms", "time/communication_share",
-    "time_to_first_step_s", "memory/peak_mb", "gpu_utilization", "largest_loss_difference", "goodput",
-    "tflops", "mfu", "energy_kwh", "energy_j_per_sample", "cost",
-}  # fmt: skip
-"""Metrics that have one value for a whole run."""
-_OF_THE_RUN = (PEAK_OF_RANK, "badput/", "wall_clock/")
-"""Prefixes of more of them."""
 _NAMES = {
-    "speedup_low": "speedup_ci_low",
-    "speedup_high": "speedup_ci_high",
-    "speedup_pairs": "speedup_rounds",
     "time/rest_ms": "workers/time/optimizer_and_other_ms",
     "memory/peak_mb": "workers/memory/peak_mib",
     "throughput/": "workers/throughput/",
     "time/": "workers/time/",
+    "memory/": "workers/memory/",
     "badput/": "workers/badput/",
     "wall_clock/start": "workers/badput/startup",  # these six as journals of earlier versions have them
     "wall_clock/input": "workers/badput/data_loading",
@@ -63,13 +52,14 @@ def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
     from mlflow.entities import Metric
 
     return [
-        Metric(metric_name(name), value, timestamp, 0 if name in _FIGURES or name.startswith(_OF_THE_RUN) else step)
+        Metric(metric_name(name), value, timestamp, 0 if is_of_whole_run(name) else step)
         for name, step, value in points
     ]
 
 
 def metric_name(name: str) -> str:
     """Return MLflow's name of a metric."""
+    name = NUMBERS.get(name, name)
     for ours, theirs in _NAMES.items():
         if name.startswith(ours):
             return mlflow_name(f"{theirs}{name.removeprefix(ours)}")

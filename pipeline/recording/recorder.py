@@ -17,7 +17,7 @@ from pipeline.protocol.events import (
     TrialOpened,
     Warned,
 )
-from pipeline.recording import losses
+from pipeline.recording import loss_file
 from pipeline.recording.journal import FILE_NAME, Journal, read
 
 LOSS = "train/loss"
@@ -132,7 +132,7 @@ class Recorder:
         """
         if not isinstance(event, Metrics) or not event.losses:
             return event
-        losses.write(self.folder, event.losses, first=event.step - event.steps + 1)
+        loss_file.write(self.folder, event.losses, first=event.step - event.steps + 1)
         return event.model_copy(update={"losses": ()})
 
     def _journaled(self, event: AnyEvent) -> OSError | None:

@@ -10,8 +10,10 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
+from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import PREFIX
 from pipeline.config.values import Frozen
+from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, RunOpened, Tagged
 from pipeline.protocol.trial import Status
 from pipeline.recording import journal
@@ -47,11 +49,11 @@ class RunSummary(Frozen):
     speedup: float | None
     """Speedup, in a benchmark that of the configuration with most workers; None if none was measured."""
     efficiency: float | None
-    speedup_low: float | None = None
-    speedup_high: float | None = None
+    speedup_ci_low: float | None = None
+    speedup_ci_high: float | None = None
     """Ends of the interval of the speedup."""
-    speedup_pairs: int = 0
-    """Pairs of measurements behind the interval."""
+    speedup_rounds: int = 0
+    """Rounds of measurements behind the interval."""
     samples_per_second: float | None = None
     """Throughput of a training, or of the row that a benchmark's speedup is about."""
     metric: str = ""
@@ -73,10 +75,11 @@ class RunSummary(Frozen):
     """Id of the sweep; empty unless the run is a trial."""
 
     @property
-    def is_resolved(self) -> bool:
-        """True if the speedup was measured in pairs and its interval excludes 1."""
-        low, high = self.speedup_low, self.speedup_high
-        return self.speedup_pairs > 1 and low is not None and high is not None and not low <= 1 <= high
+    def ratio(self) -> Estimate | None:
+        """Speedup with its interval; None without an interval."""
+        if self.speedup is None or self.speedup_ci_low is None or self.speedup_ci_high is None:
+            return None
+        return Estimate(self.speedup, self.speedup_ci_low, self.speedup_ci_high, self.speedup_rounds)
 
     @property
     def what(self) -> str:
@@ -114,9 +117,9 @@ def summarized(folder: Path) -> RunSummary | None:
         workers=int(workers) if is_training and workers else None,
         speedup=figures.get("speedup"),
         efficiency=figures.get("efficiency"),
-        speedup_low=figures.get("speedup_low"),
-        speedup_high=figures.get("speedup_high"),
-        speedup_pairs=int(pairs) if math.isfinite(pairs := figures.get("speedup_pairs", 0)) else 0,
+        speedup_ci_low=figures.get("speedup_ci_low"),
+        speedup_ci_high=figures.get("speedup_ci_high"),
+        speedup_rounds=int(pairs) if math.isfinite(pairs := figures.get("speedup_rounds", 0)) else 0,
         samples_per_second=None if quick else _throughput(events, figures),
         metric=_main_metric(metrics, last.params),
         metrics=metrics,
@@ -149,7 +152,10 @@ def _validated(params: Mapping[str, str]) -> list[str]:
 
 def _points(events: Iterable[AnyEvent]) -> dict[str, float]:
     """Return the last value of each metric of the training among these events."""
-    return {p.name: p.value for e in events if isinstance(e, Metrics) and e.trial == "main" for p in e.points}
+    points = (
+        point for event in events if isinstance(event, Metrics) and event.trial == "main" for point in event.points
+    )
+    return {NUMBERS.get(point.name, point.name): point.value for point in points}
 
 
 def _finished(events: Sequence[AnyEvent]) -> Finished | None:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from pipeline.protocol.events import AnyEvent, Evaluated, Finished, Metrics, Point, SystemMetrics
-
-PEAK_OF_RANK = "memory/peak_mb_rank_"
+from pipeline.protocol.numbers import MEASURED, OF_RANK, STARTUP
 
 
 def scalars(event: AnyEvent) -> Sequence[Point]:
@@ -36,20 +35,7 @@ def figures(event: Finished) -> Iterator[Point]:
     and ``time/step_ms``.
     """
     result = event.result
-    values = {
-        "samples_per_second": result.samples_per_second.median,
-        "step_ms": result.step_ms.median,
-        "time/compute_ms": result.parts.compute_ms,
-        "time/exposed_communication_ms": result.parts.exposed_communication_ms,
-        "time/data_wait_ms": result.parts.data_wait_ms,
-        "time/rest_ms": result.parts.rest_ms,
-        "time/communication_ms": result.communication.ms if result.communication else None,
-        "time/communication_share": result.communication.share if result.communication else None,
-        "time/compile_s": result.compile_s,
-        "time_to_first_step_s": event.time_to_first_step_s,
-        "memory/peak_mb": max(result.peak_memory_mb, default=None),
-        "gpu_utilization": min(result.gpu_utilization, default=None),
-    }
+    values = {number.metric: number.value(result) for number in MEASURED} | {STARTUP.metric: STARTUP.value(event)}
     if len(result.peak_memory_mb) > 1:
-        values |= {f"{PEAK_OF_RANK}{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
+        values |= {f"{OF_RANK}{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
     return (Point(name, result.steps, value) for name, value in values.items() if value is not None)

@@ -13,23 +13,15 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from pipeline.config.renamed import NUMBERS
 from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.titles import Title
 from pipeline.protocol.trial import Role, Scaling, Trial
-from pipeline.protocol.trial_result import (
-    Best,
-    Communication,
-    Energy,
-    Flops,
-    Held,
-    Spread,
-    StepParts,
-    TrialResult,
-    Unsaved,
-)
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.report.repeats import merge_repeats
 from pipeline.wording import counted
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
@@ -49,10 +41,12 @@ optimizer.
 """
 
 
-class Row(Recorded):
-    """Measurements of one trial, from one or several repeats, relative to the baseline."""
+class Row(TrialResult):
+    """Measurements of one trial, from one or several repeats, relative to the baseline.
 
-    trial: str
+    Its own measurements are merged by `pipeline.report.repeats.merge_repeats`.
+    """
+
     title: Title
     """Title of the trial, e.g. "ddp, 2 workers"."""
     role: Role
@@ -68,59 +62,22 @@ class Row(Recorded):
     """Total cores of all workers."""
     scaling: Scaling = "strong"
     global_batch_size: int
-    steps: int
-    """Optimizer steps of one measurement or of the whole training."""
-    epochs: int = 0
-    """Epochs of these steps; 0 if unknown."""
-    stopped_early: str = ""
-    """See `TrialResult`."""
-    whole_training: int = 0
-    """Samples of the whole training, all epochs together; 0 if unknown."""
-    slots_s: float | None = None
-    """Seconds in which slots were measured; None without slots."""
-    other_cores: float | None = None
-    """Cores of rank 0's machine that other processes used during the slots; None without slots."""
-    micro_batches: int | None = None
-    is_alone: bool = False
-    samples_per_second: Spread
-    """Throughput in the windows of one measurement, or in the repeats."""
-    repeats: tuple[float, ...]
-    """Throughput in each slot, or the median of each repeat, in order."""
-    step_ms: Spread
-    parts: StepParts
-    """Parts of a step, see `TrialResult`, which also describes the fields below; medians over the repeats."""
     speedup: float | None = None
     """Throughput over the baseline's throughput; None if no speedup can be claimed."""
-    speedup_low: float | None = None
+    speedup_ci_low: float | None = None
     """Lower end of the speedup's interval."""
-    speedup_high: float | None = None
+    speedup_ci_high: float | None = None
     """Upper end of the interval."""
-    speedup_pairs: int = 0
-    """Pairs of slots or repeats behind the interval; 0 if it is only the range of the ratios of windows."""
+    speedup_rounds: int = 0
+    """Rounds of slots or repeats behind the interval; 0 if it is only the range of the ratios of windows."""
     confidence: float = CONFIDENCE
     """Confidence level of the interval."""
     efficiency: float | None = None
     """Speedup over the ratio of devices, 1 is linear; None if no speedup can be claimed."""
-    communication: Communication | None = None
-    peak_memory_mb: tuple[float, ...]
-    held: Held | None = None
-    gpus: tuple[str, ...] = ()
-    has_tf32: bool = False
-    matmul_precision: str = "highest"
-    gpu_utilization: tuple[float, ...] = ()
-    flops: Flops | None = None
-    energy: Energy | None = None
     cost: float | None = None
     """Price of the whole training on these devices; None without ``benchmark.price_per_device_hour``."""
-    gradient_mb: float
-    unused_parameters: int = 0
-    coupling: tuple[str, ...] = ()
-    data_notes: tuple[str, ...] = ()
-    unsaved: Unsaved | None = None
     time_to_first_step_s: float | None = None
     """Seconds from the launch to the end of the first step; None if it ran beside the training that was launched."""
-    compile_s: float | None = None
-    losses: tuple[float, ...] = ()
     largest_loss_difference: float | None = None
     """Largest difference from the baseline's loss in the same step, relative to it where it is above 1.
 
@@ -130,67 +87,37 @@ class Row(Recorded):
     """Largest difference within the first `FIRST_STEPS` steps."""
     loss_tolerance: float
     """Difference that rounding can explain."""
-    metrics: Mapping[str, float] = {}
-    """Last value of each metric of the training; see `TrialResult`, also for the next field."""
-    best: Best | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _as_written_before(cls, values: Any) -> Any:
-        """Read reports of earlier versions, which had a second throughput."""
-        return {name: value for name, value in values.items() if name != "trained_at"}
+        """Read reports of earlier versions, which called the slots of a row its repeats."""
+        values = {NUMBERS.get(name, name): value for name, value in values.items()}
+        repeats = values.get("repeats", ())
+        return {**values, "slots": repeats} if len(repeats) > 1 else values
 
     @classmethod
     def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
         """Build the row of a trial from its finished repeats, not yet compared with a baseline."""
-        results = [end.result for end in ends]
+        result = merge_repeats([end.result for end in ends])
         waits = [end.time_to_first_step_s for end in ends if end.time_to_first_step_s is not None]
-        parts = results[0].micro_batches
+        parts = result.micro_batches
         return cls(
-            trial=trial.name,
+            **dict(result),
             title=trial.title if parts is None else f"{trial.title} ({parts} micro-batches)",
             replicas=trial.replicas,
             cpus=trial.workers * trial.cpus_per_worker,
             global_batch_size=trial.experiment.train.global_batch_size,
-            samples_per_second=_throughput(results),
-            repeats=_repeats(results),
             confidence=trial.experiment.benchmark.confidence_level,
-            step_ms=_over([result.step_ms for result in results]),
-            parts=_parts_of(results),
-            communication=results[0].communication,
-            peak_memory_mb=tuple(map(max, zip(*(result.peak_memory_mb for result in results), strict=True))),
-            gpu_utilization=tuple(map(median, zip(*(result.gpu_utilization for result in results), strict=True))),
             time_to_first_step_s=median(waits) if waits else None,
-            loss_tolerance=LOSS_TOLERANCE[_precision(trial, results[0])],
+            loss_tolerance=LOSS_TOLERANCE[_precision(trial, result)],
             **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
-            **results[0].model_dump(
-                include={
-                    "steps",
-                    "epochs",
-                    "stopped_early",
-                    "whole_training",
-                    "slots_s",
-                    "other_cores",
-                    "micro_batches",
-                    "is_alone",
-                    "held",
-                    "gpus",
-                    "has_tf32",
-                    "matmul_precision",
-                    "flops",
-                    "energy",
-                    "compile_s",
-                    "gradient_mb",
-                    "unused_parameters",
-                    "coupling",
-                    "data_notes",
-                    "unsaved",
-                    "losses",
-                    "metrics",
-                    "best",
-                }
-            ),
         )
+
+    @property
+    def repeats(self) -> tuple[float, ...]:
+        """Throughput in each slot, or the median of each repeat, in order."""
+        return self.slots or (self.samples_per_second.median,)
 
     def against(self, baseline: "Row") -> "Row":
         """Return the row with its speedup over the baseline, if it can be claimed, and its loss differences."""
@@ -201,8 +128,8 @@ class Row(Recorded):
         }
         if not (self.is_one_replica_dp or self.measures_again(baseline)):
             ratios = self.throughput_over(baseline)
-            figures |= {"speedup": ratios.value, "speedup_low": ratios.low, "speedup_high": ratios.high}
-            figures["speedup_pairs"] = ratios.size
+            figures |= {"speedup": ratios.value, "speedup_ci_low": ratios.low, "speedup_ci_high": ratios.high}
+            figures["speedup_rounds"] = ratios.size
             figures["efficiency"] = ratios.value / (self.device_count / baseline.device_count)
         return self.model_copy(update=figures)
 
@@ -218,7 +145,7 @@ class Row(Recorded):
     @property
     def is_resolved(self) -> bool:
         """True if the interval of the speedup excludes 1, or there is no speedup."""
-        return (ratio := self.ratio) is None or is_clear(ratio)
+        return (ratio := self.ratio) is None or ratio.is_clear
 
     @property
     def same_training(self) -> Literal["yes", "at first", "no"] | None:
@@ -269,9 +196,9 @@ class Row(Recorded):
     @property
     def ratio(self) -> Estimate | None:
         """Speedup with its interval; None if no speedup can be claimed."""
-        if self.speedup is None or self.speedup_low is None or self.speedup_high is None:
+        if self.speedup is None or self.speedup_ci_low is None or self.speedup_ci_high is None:
             return None
-        return Estimate(self.speedup, self.speedup_low, self.speedup_high, self.speedup_pairs)
+        return Estimate(self.speedup, self.speedup_ci_low, self.speedup_ci_high, self.speedup_rounds)
 
     @property
     def efficiencies(self) -> Estimate | None:
@@ -293,6 +220,11 @@ class Row(Recorded):
             return estimates.ratio(pairs, confidence=self.confidence)
         own, base = self.samples_per_second, other.samples_per_second
         return Estimate(own.median / base.median, own.low / base.high, own.high / base.low, 0)
+
+    def is_faster_than(self, other: "Row", *, factor: float = 1.0) -> bool:
+        """Return True if the row is faster than another one beyond the noise, by more than a factor."""
+        ratio = self.throughput_over(other)
+        return ratio.is_clear and ratio.value > factor
 
     def _loss_differences(self, baseline: "Row") -> list[float]:
         """Return the differences by step; empty if the global batch sizes differ."""
@@ -338,44 +270,3 @@ def _precision(trial: Trial, result: TrialResult) -> str:
     """Return the lowest precision in which a trial computed, as its counted operations show."""
     declared = trial.experiment.train.precision
     return "tf32" if declared == "fp32" and result.flops and "tf32" in result.flops.of_sample else declared
-
-
-def _parts_of(results: Sequence[TrialResult]) -> StepParts:
-    """Return the parts of a step as medians over the repeats that measured them."""
-    parts = [result.parts for result in results]
-    held = [part.held_ms for part in parts if part.held_ms is not None]
-    return StepParts(
-        held_ms=_over(held) if held else None,
-        compute_ms=_known([part.compute_ms for part in parts]),
-        exposed_communication_ms=_known([part.exposed_communication_ms for part in parts]),
-        data_wait_ms=median(part.data_wait_ms for part in parts),
-        rest_ms=_known([part.rest_ms for part in parts]),
-        ranks=tuple(map(_over, zip(*(part.ranks for part in parts if part.ranks), strict=True))),
-        nodes=parts[0].nodes,
-    )
-
-
-def _known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def _throughput(results: Sequence[TrialResult]) -> Spread:
-    """Return the throughput of a trial; its middle is the geometric mean of slots or repeats, whose ratios compare."""
-    if len(repeats := _repeats(results)) == 1:
-        return results[0].samples_per_second
-    return estimates.geometric_spread(repeats)
-
-
-def _repeats(results: Sequence[TrialResult]) -> tuple[float, ...]:
-    return results[0].slots or tuple(result.samples_per_second.median for result in results)
-
-
-def _over(spreads: Sequence[Spread]) -> Spread:
-    """Return the spread of a single measurement's windows, or of the medians of several measurements."""
-    return spreads[0] if len(spreads) == 1 else estimates.spread([one.median for one in spreads], keeps_values=True)
-
-
-def is_clear(ratio: Estimate) -> bool:
-    """Return True if a ratio was measured in pairs and its interval excludes 1."""
-    return ratio.size > 1 and not ratio.low <= 1 <= ratio.high

@@ -1,5 +1,6 @@
 """Step-time breakdown: the parts of a step, which are shown and used only where they agree with the step."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pipeline.report import Row
@@ -7,6 +8,15 @@ from pipeline.report.forecast import Predicted
 
 MOST_UNACCOUNTED = 0.25
 """Fraction of a step that its parts may miss or exceed within noise; beyond it the parts say nothing."""
+
+
+PARTS: Mapping[str, str] = {
+    "compute": "compute",
+    "exposed": "exposed communication",
+    "data": "data loading",
+    "rest": "optimizer and other",
+}
+"""The parts in words, by the fields of a `Breakdown`, in the order of a step."""
 
 
 class Breakdown(NamedTuple):

@@ -7,15 +7,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.report import Row, Unmeasured
-from pipeline.report.breakdown import has_consistent_parts
-from pipeline.report.palette import LIGHT, PARTS
+from pipeline.report.breakdown import PARTS, has_consistent_parts
+from pipeline.report.palette import LIGHT
+from pipeline.report.palette import PARTS as COLORS
 from pipeline.report.picture import Heading, add_headings, format_ticks, new_figure, shorten
 from pipeline.report.ratios import times
 from pipeline.report.report import Report
 from pipeline.report.row_names import label_row
 from pipeline.report.tables import amount, rate
 
-_PARTS = ("compute", "exposed communication", "data loading", "optimizer and other")
 _UNEXPLAINED = "unaccounted"
 _PITCH = 46.0
 """Points from row to row; vertical coordinates are rows."""
@@ -119,7 +119,7 @@ def _intervals(axes: Axes, rows: Sequence[tuple[Row, float]], *, has_pairs: bool
 
 def _pairs(row: Row, baseline: Row) -> list[float]:
     """Return the ratios of the pairs behind a speedup, as throughputs beside the baseline's."""
-    if row.speedup_pairs < 2:
+    if row.speedup_rounds < 2:
         return []
     rates = zip(row.repeats, baseline.repeats, strict=False)
     return [baseline.samples_per_second.median * own / base for own, base in rates]
@@ -171,7 +171,8 @@ def _step(axes: Axes, report: Report, places: Sequence[float]) -> None:
     steps = [row.step_ms.median for row, _ in rows]
     axes.barh(middles, steps, height=_STEP, facecolor="none", edgecolor=LIGHT["ink"], linewidth=1.0, label="step")
     starts = [0.0] * len(rows)
-    for name, color, widths in zip(_PARTS, PARTS, zip(*(_parts(row) for row, _ in rows), strict=True), strict=True):
+    drawn = zip(*(_parts(row) for row, _ in rows), strict=True)
+    for name, color, widths in zip(PARTS.values(), COLORS, drawn, strict=True):
         if any(widths):
             axes.barh(middles, widths, left=starts, height=_PART, color=LIGHT[color], label=name)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
@@ -196,7 +197,7 @@ def _measured(entries: Sequence[Row | Unmeasured], places: Sequence[float]) -> I
 
 
 def _parts(row: Row) -> tuple[float, float, float, float]:
-    """Return milliseconds in the order of `_PARTS`; zeros where the parts exceed the step, as in the table."""
+    """Return milliseconds in the order of `PARTS`; zeros where the parts exceed the step, as in the table."""
     parts = row.parts
     if (parts.sum_ms or 0.0) > row.step_ms.median and not has_consistent_parts(row):
         return 0.0, 0.0, 0.0, 0.0

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
-from pipeline.report import Row, is_clear
+from pipeline.report import Row
 from pipeline.report.loss_differences import explain_loss
 from pipeline.report.ratios import ends_of, format_level, format_slower, invert, is_wide, value_of
 from pipeline.report.row_names import are_several, count_workers, name_row
@@ -105,10 +105,10 @@ def compare_rows(row: Row, other: Row) -> str:
     if not ratio.size:
         measured = f"{subject} {_verb(row, 'were', 'was')} measured {value_of(ratio)} as fast as {base}"
         return f"{measured}, without a confidence interval."
-    if not is_clear(ratio) and is_wide(ratio):
+    if not ratio.is_clear and is_wide(ratio):
         verb = _verb(other, "are", "is")
         return f"Too noisy to tell whether {subject} or {base} {verb} faster ({level} CI {ends_of(ratio)})."
-    if not is_clear(ratio):
+    if not ratio.is_clear:
         return f"{subject} and {base} are equally fast within the noise ({level} CI {ends_of(ratio)})."
     is_slower, subject = ratio.value < 1, f"{subject} {_verb(row, 'are', 'is')}"
     ends = _format_slower_range(ratio) if is_slower else ends_of(ratio)

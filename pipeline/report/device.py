@@ -6,7 +6,7 @@ from statistics import mean
 from pipeline.report import Row
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.forecast import Predicted
-from pipeline.report.peaks import peaks_of
+from pipeline.report.numbers import mfu, tflops, without_peak
 from pipeline.report.row_names import name_row
 from pipeline.report.sentences import find_main_row
 from pipeline.report.tables import Column, amount, training_s
@@ -16,36 +16,6 @@ BUSY = 90.0
 """Percent of GPU utilization below which the report names the cause."""
 _EXPLAINS = 0.5
 """Share of the idle time that a part of a step has to have, to be its cause."""
-
-
-def figures(row: Row) -> dict[str, float | None]:
-    """Return the figures by the names of their metrics, None where unknown."""
-    return {
-        "tflops": tflops(row),
-        "mfu": mfu(row),
-        "energy_kwh": row.energy.kwh if row.energy else None,
-        "energy_j_per_sample": row.energy.joules_per_sample if row.energy else None,
-        "cost": row.cost,
-    }
-
-
-def tflops(row: Row) -> float | None:
-    """Return the TFLOP/s of all devices at the row's throughput; None if the operations weren't counted."""
-    if not row.flops:
-        return None
-    return sum(row.flops.of_sample.values()) * row.samples_per_second.median / 1e12
-
-
-def mfu(row: Row) -> float | None:
-    """Return the model FLOPs utilization: the time that the operations take at the devices' peak, as a share.
-
-    Where all operations have the same arithmetic, it is their TFLOP/s over the peak. None where a peak isn't known.
-    """
-    if not row.flops or not row.gpus or _without_peak(row):
-        return None
-    peaks = [peaks_of(gpu) for gpu in row.gpus]
-    tera = row.samples_per_second.median / 1e12
-    return sum(tera * flops / sum(peak[name] for peak in peaks) for name, flops in row.flops.of_sample.items())
 
 
 def use(row: Row) -> Iterator[str]:
@@ -66,10 +36,14 @@ def completed(rows: Sequence[Row], *, price: float | None) -> list[Row]:
     """
     flops = next((row.flops for row in rows if row.flops), None)
     start_s = find_main_row(rows).time_to_first_step_s or 0.0
-    return [row.model_copy(update={"flops": row.flops or flops, "cost": _cost(row, price, start_s)}) for row in rows]
+    return [
+        row.model_copy(update={"flops": row.flops or flops, "cost": compute_cost(row, price, start_s=start_s)})
+        for row in rows
+    ]
 
 
-def _cost(row: Row, price: float | None, start_s: float) -> float | None:
+def compute_cost(row: Row | Predicted, price: float | None, *, start_s: float) -> float | None:
+    """Return what the whole training costs with a row; None without a price. ``start_s``: startup if it has none."""
     if price is None or not row.whole_training:
         return None
     return price * row.device_count * training_s(row, start_s=start_s) / 3600
@@ -105,17 +79,11 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
 
 
-def _without_peak(row: Row) -> list[str]:
-    """Return the GPUs of a row, with an arithmetic each, whose peak isn't known."""
-    used = row.flops.of_sample if row.flops else {}
-    return [f"{gpu} in {name}" for gpu in dict.fromkeys(row.gpus) for name in used if name not in peaks_of(gpu)]
-
-
 def _share_of_peak(row: Row) -> str:
     if (reached := mfu(row)) is not None:
         least = "at least " if row.flops and row.flops.uncounted else ""
         return f", {least}{share(reached)} of their peak (MFU)"
-    return f", no MFU: the peak of {_without_peak(row)[0]} is not known" if row.gpus else ""
+    return f", no MFU: the peak of {without_peak(row)[0]} is not known" if row.gpus else ""
 
 
 def _uncounted(row: Row) -> str:

@@ -55,7 +55,7 @@ def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]
         title = f"{report.name}: {report.hardware}"
         caption = _PARTS if report.has_parts else ""
         yield Picture(CHART_NAME, partial(chart.draw, report), report.verdict, title, caption)
-    if report.main.speedup_pairs > 1:
+    if report.main.speedup_rounds > 1:
         label = f"Speedup of {name_row(report.main)} in each round"
         yield Picture(PAIRS_CHART_NAME, partial(pairs.draw, report), label, report.name)
     if courses:

@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from pipeline.config.values import Frozen, Recorded
+from pipeline.config.values import Frozen
 from pipeline.protocol.trial import Scaling
 from pipeline.protocol.trial_result import Costs, Link
 from pipeline.report.link import Backend, broadcast_ms, latency_ms, transfer_ms
@@ -64,22 +64,18 @@ class Workload(Frozen):
     """Step time of one worker in training over the sum of the parts, which are measured one by one."""
 
 
-class Prediction(Recorded):
+class Prediction(Frozen):
     """Prediction for one number of workers; the parts of a step sum up to ``step_ms``."""
 
     workers: int
     scaling: Scaling
-    batch_per_worker: int
-    """Samples per step of the worker with most samples."""
     step_ms: float
     compute_ms: float
     exposed_communication_ms: float
     data_wait_ms: float
     optimizer_ms: float
-    samples_per_second: float
-    """Total throughput of all workers."""
     speedup: float
-    """Throughput over that of one worker."""
+    """Total throughput of all workers over the throughput of one worker."""
     efficiency: float
     """Speedup over workers, 1 is linear."""
     limit: Limit
@@ -97,7 +93,7 @@ class _Step(NamedTuple):
 
 
 def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = "strong") -> Prediction:
-    """Predict throughput, speedup and the parts of a step for one number of workers.
+    """Predict the speedup and the parts of a step for one number of workers.
 
     Raises:
         ValueError: strong scaling with more workers than samples in the global batch.
@@ -115,13 +111,11 @@ def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = 
     return Prediction(
         workers=workers,
         scaling=scaling,
-        batch_per_worker=batch,
         step_ms=step_ms,
         compute_ms=step.compute + step.contention,
         exposed_communication_ms=step.latency + step.bandwidth,
         data_wait_ms=step.loader,
         optimizer_ms=step.optimizer,
-        samples_per_second=1e3 * samples / step_ms,
         speedup=speedup,
         efficiency=speedup / workers,
         limit="compute" if is_good else _limit(step, base, shares=shares),

@@ -63,7 +63,7 @@ def _save_figures(report: Report, folder: Path, *, warn: Callable[[str], None]) 
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
         yield name
-    if report.main.speedup_pairs > 1:
+    if report.main.speedup_rounds > 1:
         with _spared(folder / PAIRS_NAME, warn):
             _save_pairs(report, folder)
             yield PAIRS_NAME

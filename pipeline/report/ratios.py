@@ -31,7 +31,7 @@ def times(ratio: Estimate, *, confidence: float | None = None) -> str:
 
 def value_of(ratio: Estimate) -> str:
     """Format the value of a ratio without its interval, e.g. "1.90x"."""
-    return _format_ratio(ratio.value, is_beside_one=_excludes_one(ratio))
+    return _format_ratio(ratio.value, is_beside_one=ratio.is_clear)
 
 
 def _format_ratio(value: float, *, is_beside_one: bool) -> str:
@@ -40,10 +40,6 @@ def _format_ratio(value: float, *, is_beside_one: bool) -> str:
         return f"under {1 / _FAR:g}x"
     decimals = next((number for number in (2, 3) if round(value, number) != 1), 4) if is_beside_one else 2
     return f"{value:.{decimals}f}x"
-
-
-def _excludes_one(ratio: Estimate) -> bool:
-    return ratio.size > 1 and not ratio.low <= 1 <= ratio.high
 
 
 def format_level(confidence: float) -> str:
@@ -60,7 +56,7 @@ def _interval(ratio: Estimate, *, confidence: float) -> str:
 def ends_of(ratio: Estimate) -> str:
     """Format the ends of a ratio's interval, e.g. "1.79x to 2.02x" or "under 0.01x to over 100x"."""
     is_known = ratio.high < max(_FAR, 10 * ratio.value)  # a hundred devices may be that fast
-    is_beside_one = _excludes_one(ratio)
+    is_beside_one = ratio.is_clear
     high = _format_ratio(ratio.high, is_beside_one=is_beside_one) if is_known else f"over {_FAR}x"
     return f"{_format_ratio(ratio.low, is_beside_one=is_beside_one)} to {high}"
 

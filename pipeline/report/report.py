@@ -237,7 +237,7 @@ class Report(Recorded):
 
 def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] = ()) -> str:
     """Return a run with later evaluations as JSON, see `pipeline.report.records.RunRecord`."""
-    cells = {row.trial: records.CellRecord.of(row) for row in report.rows}
+    cells = {row.trial: records.build_cell(row) for row in report.rows}
     first = report.rows[0]
     record = records.RunRecord(
         run=folder.name,
@@ -249,7 +249,7 @@ def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] =
         best=report.main.best,
         unsaved=report.main.unsaved,
         goodput=report.goodput.figures if report.goodput else None,
-        evaluations=tuple(map(records.EvaluationRecord.of, evaluations)),
+        evaluations=tuple(map(records.build_evaluation, evaluations)),
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks", "verdict")},
     )
     return record.model_dump_json(indent=2)
@@ -261,8 +261,8 @@ def comparison_json(report: Report) -> str:
     entries = (*report.entries, *report.predicted)
     record = records.ComparisonRecord(
         forecast=report.forecast and report.forecast.model_copy(update={"rows": ()}),
-        cells=tuple(records.CellRecord.of(entry) for entry in entries if entry != reference),
-        reference=records.CellRecord.of(reference) if reference else None,
+        cells=tuple(records.build_cell(entry) for entry in entries if entry != reference),
+        reference=records.build_cell(reference) if reference else None,
         **{name: getattr(report, name) for name in ("advice", "name", "hardware", "remarks", "verdict")},
     )
     return record.model_dump_json(indent=2)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.config.reported import named, single_names
 from pipeline.protocol import estimates
 from pipeline.protocol.trial import QUICK_STEPS
-from pipeline.report import Advice, Row, is_clear
+from pipeline.report import Advice, Row
 from pipeline.report.claims import BUSY, classify_speedup, compare_rows, describe_speedup, explain_doubt
 from pipeline.report.loss_differences import describe_losses, describe_share, find_statistics
 from pipeline.report.row_names import name_row
@@ -47,7 +47,7 @@ def find_fastest(rows: Sequence[Row]) -> Row | None:
     others = [row for row in same if row != top]
     if classify_speedup(top, rows[0]) == "invalid":
         return None
-    return top if others and all(_is_faster(top, row) for row in others) else None
+    return top if others and all(top.is_faster_than(row) for row in others) else None
 
 
 def iter_metric_names(row: Row) -> Iterator[str]:
@@ -149,9 +149,9 @@ def iter_remarks(rows: Sequence[Row], *, main: Row, restriction: str = "") -> It
 
 
 def _iter_doubts_of_measurement(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
-    if main.slots_s is not None and 0 < main.speedup_pairs < estimates.LEAST_PAIRS:
+    if main.slots_s is not None and 0 < main.speedup_rounds < estimates.LEAST_PAIRS:
         yield (
-            f"Only {main.speedup_pairs} measurement rounds fit into benchmark.time_budget_s (they took "
+            f"Only {main.speedup_rounds} measurement rounds fit into benchmark.time_budget_s (they took "
             f"{duration(main.slots_s)}), so the confidence interval is wide."
         )
     if main.other_cores is not None and main.other_cores > BUSY:
@@ -173,11 +173,6 @@ def _iter_doubts_of_measurement(rows: Sequence[Row], *, main: Row) -> Iterator[s
 
 def _merit(row: Row, *, batch: int) -> tuple[bool, bool, int, float]:
     return row.ratio is not None, row.global_batch_size == batch, row.replicas, row.speedup or 0.0
-
-
-def _is_faster(row: Row, other: Row) -> bool:
-    ratio = row.throughput_over(other)
-    return is_clear(ratio) and ratio.value > 1
 
 
 def _describe_training(main: Row) -> str:

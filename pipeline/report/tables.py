@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
 from pipeline.config.values import Frozen
 from pipeline.protocol import estimates
+from pipeline.protocol.numbers import Number
 from pipeline.protocol.trial_result import Spread
-from pipeline.report import Row, Unmeasured, is_clear
-from pipeline.report.breakdown import break_down, count_decimals
+from pipeline.report import Row, Unmeasured
+from pipeline.report.breakdown import PARTS, break_down, count_decimals
 from pipeline.report.forecast import Predicted
+from pipeline.report.numbers import NUMBERS
 from pipeline.report.ratios import ends_of, is_wide, value_of
 from pipeline.report.row_names import count_workers, label_row, name_row
 from pipeline.wording import duration, join_names
@@ -58,7 +61,7 @@ class Straggler(Frozen):
         rank = max(range(len(paces)), key=lambda rank: paces[rank].median)
         others = [median((*times[:rank], *times[rank + 1 :])) for times in rounds]
         ratio = estimates.ratio([(times[rank], other) for times, other in zip(rounds, others, strict=True)])
-        if not is_clear(ratio) or ratio.value <= UNEVEN:
+        if not ratio.is_clear or ratio.value <= UNEVEN:
             return None
         return cls(rank=rank, node=row.parts.nodes[rank], others_ms=median(others), ratio=ratio.value)
 
@@ -113,7 +116,7 @@ def _notes_on_time(rows: Sequence[Row], *, main: Row) -> Iterator[str]:
     yield f"{estimated} plus {startup} startup. Evaluation and checkpoints add to it."
     base, rate_of_main = rows[0], main.samples_per_second.median
     later = main.time_to_first_step_s - (base.time_to_first_step_s or math.inf)
-    if later > 0 and main.ratio is not None and is_clear(main.ratio) and main.ratio.value > 1:
+    if later > 0 and main.ratio is not None and main.ratio.is_clear and main.ratio.value > 1:
         recovered = later / (1 / base.samples_per_second.median - 1 / rate_of_main)
         if recovered > main.whole_training:
             steps = math.ceil(recovered / main.global_batch_size)
@@ -151,14 +154,11 @@ def step_parts(rows: Sequence[Row], predicted: Sequence[Predicted] = ()) -> Repo
 
         return format_part
 
+    titles = {**PARTS, "exposed": "exposed comm.", "unaccounted": "unaccounted"}
     columns: list[Column[Row | Predicted]] = [
         ("configuration", label_row),
         ("total", lambda row: f"{row.step_ms.median:,.{decimals}f}"),
-        ("compute", column("compute")),
-        ("exposed comm.", column("exposed")),
-        ("data loading", column("data")),
-        ("optimizer and other", column("rest")),
-        ("unaccounted", column("unaccounted")),
+        *((title, column(part)) for part, title in titles.items()),
     ]
     stragglers = [(row, found) for row in rows if (found := Straggler.of(row))]
     inconsistent = [row for row in rows if parts[row.trial] is None and row.parts.sum_ms is not None]
@@ -179,19 +179,15 @@ def step_parts(rows: Sequence[Row], predicted: Sequence[Predicted] = ()) -> Repo
 
 
 def resources(rows: Sequence[Row], *, more: Sequence[Column[Row]] = ()) -> ReportTable:
-    """Build the table of memory, startup time and, if measured, GPU utilization, with ``more`` columns.
+    """Build the table of the numbers that have a title, as far as they were measured, with ``more`` columns.
 
     Trials that were measured inside another one have no row. Memory of weights, gradients and optimizer has a column if
     it differs between strategies.
     """
-    rows = [row for row in rows if row.peak_memory_mb or row.gpu_utilization or row.time_to_first_step_s is not None]
-    columns: list[Column[Row]] = [
-        ("configuration", label_row),
-        ("peak memory/device, MiB", lambda row: low_to_high(row.peak_memory_mb)),
-        ("startup, s", lambda row: _seconds(row.time_to_first_step_s)),
-    ]
-    if any(row.gpu_utilization for row in rows):
-        columns.append(("GPU utilization, %", lambda row: low_to_high(row.gpu_utilization)))
+    numbers = [number for number in NUMBERS if number.title and any(number.value(row) is not None for row in rows)]
+    rows = [row for row in rows if any(number.value(row) is not None for number in numbers)]
+    columns: list[Column[Row]] = [("configuration", label_row)]
+    columns += [(number.title, partial(format_number, number)) for number in numbers]
     columns += more
     held = [max(row.held.mb) for row in rows if row.held]
     if held and max(held) > UNEVEN * min(held):
@@ -247,6 +243,14 @@ def low_to_high(values: Sequence[float]) -> str:
     return f"{amount(low)} to {amount(high)}" if high > UNEVEN * low else amount(high)
 
 
+def format_number(number: Number[Row], row: Row) -> str:
+    """Format a number of a row, or those of its devices."""
+    found = number.of(row)
+    if isinstance(found, Sequence):
+        return low_to_high(found)
+    return "-" if found is None else format(found, number.spec) if number.spec else amount(found)
+
+
 def from_columns(
     title: str, columns: Sequence[Column[Item]], items: Sequence[Item], *, notes: Sequence[str] = ()
 ) -> ReportTable:
@@ -263,7 +267,3 @@ def _result(entry: Row | Unmeasured | Predicted, columns: Sequence[Column[Row | 
     if not isinstance(entry, Unmeasured):
         return tuple(text(entry) for _, text in columns)
     return (name_row(entry), *("not measured" if name == "speedup" else "-" for name, _ in columns[1:]))
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

@@ -76,11 +76,12 @@ class Supervised(Task):
         """Compute the loss of (inputs, targets)."""
         inputs, targets = _pair(batch)
         outputs = _logits(model(inputs))
-        _match_weights(self.loss, outputs)
-        loss = self.loss(outputs, self._counted(targets))
+        if isinstance(self.loss, _WEIGHTED):
+            _match_weights(self.loss, outputs)
+        loss = self.loss(outputs, self._counted(targets) if self._leaves_out else targets)
         if not isinstance(loss, Tensor) or loss.ndim:
             raise ExperimentError.of("loss", f"is {described(loss)}, not a scalar; return the mean over the batch")
-        return StepOutput(loss, outputs, targets, self._weight(targets))
+        return StepOutput(loss, outputs, targets, None if self._entropy is None else self._weight(targets))
 
     def refuse_ignored(self, batch: Any) -> None:
         """Check a batch on the CPU for ignored targets if the loss is weighted by samples.
@@ -150,9 +151,9 @@ def _is_entropy(loss: object) -> TypeGuard[nn.CrossEntropyLoss | nn.NLLLoss]:
     return getattr(type(loss), "forward", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
-def _match_weights(loss: object, outputs: Any) -> None:
+def _match_weights(loss: nn.Module, outputs: Any) -> None:
     """Give the weights of a torch loss the type that it needs, so that a file or class may have integers or doubles."""
-    if not isinstance(loss, _WEIGHTED) or not isinstance(outputs, Tensor):
+    if not isinstance(outputs, Tensor):
         return
     needed = torch.float64 if outputs.dtype == torch.float64 else torch.float32
     for name, weight in loss._buffers.items():

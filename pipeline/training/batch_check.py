@@ -13,7 +13,7 @@ from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
 from pipeline.training.loop import advance_by_epoch, check_built
 from pipeline.training.order import MicroBatch
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 
 STEPS = 2
 """Steps to take: ddp raises an error about parameters without a gradient in the step after."""
@@ -48,7 +48,7 @@ def _take_steps(context: TrainContext, trial: BatchCheck) -> int:
     for step in range(min(STEPS, context.steps)):
         micro_batches = _cut(whole_steps[min(step, len(whole_steps) - 1)], samples)
         started = time.monotonic()
-        optimizer_step(context, context.batches.load(micro_batches), step=step)
+        train_step(context, context.batches.load(micro_batches), step=step)
         if not step:
             context.log_names = logs.agree(context.log_names, rank=context.rank)
             in_time = int(samples * _LIMIT_S / (time.monotonic() - started))

@@ -130,11 +130,17 @@ class Batches:
         read = loader.read
         return lambda samples: read(list(samples))
 
+    @cached_property
+    def needs_placing(self) -> bool:
+        """True if a batch of a loader is not what the model takes, as it is of any type."""
+        train = self._experiment.train
+        return self._device.type != "cpu" or self.dtype is not None or train.memory_format != "contiguous"
+
     def placed(self, batch: Any) -> Any:
         """Return a loader's batch as the model takes it: on the device, in the experiment's type and memory format."""
+        if not self.needs_placing:
+            return batch
         memory_format = _MEMORY_FORMATS[self._experiment.train.memory_format]
-        if self._device.type == "cpu" and self.dtype is None and memory_format is torch.contiguous_format:
-            return batch  # as it is, of any type; it comes from a loader
         return to_device(batch, device=self._device, dtype=self.dtype, memory_format=memory_format)
 
     def copy_to_device(self, batch: Any) -> Any:

@@ -36,6 +36,7 @@ from pipeline.training.batches import Batches
 from pipeline.training.collectives import copy_from_first
 from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.data_source import Datasets, open_source, runtime
+from pipeline.training.features import find_features
 from pipeline.training.learned import learned_by, take_from_first, trainable
 
 
@@ -97,6 +98,7 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
         rank_equality.check_module(part, key=key, rank=rank)
     with context.other_logs():  # the model is in evaluation mode
         examine(context)
+    context.features = find_features(context)
     return context
 
 

@@ -28,7 +28,7 @@ from pipeline.training.clock import synchronize
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import endless, without_updates
 from pipeline.training.memory import check_free_memory, find_passing_bytes, free_training
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 from pipeline.training.torch_errors import is_out_of_memory
 from pipeline.training.watch import mark
 from pipeline.wording import first_line
@@ -74,12 +74,12 @@ class Player:
         if (context := self.context) is None or self.stream is None:
             return
         torch.set_num_threads(context.trial.cpus_per_worker)
-        optimizer_step(context, self.stream, step=0)
+        train_step(context, self.stream, step=0)
         synchronize(context.device)
         limit_s = math.inf if context.rank.world_size > 1 else _MOST_TIMES * planned_s
         start, done = time.perf_counter(), 0
         while done < LEAST_STEPS or (done < steps and time.perf_counter() - start < limit_s):
-            optimizer_step(context, self.stream, step=0)
+            train_step(context, self.stream, step=0)
             done += 1
         synchronize(context.device)
         self.step_s.append((time.perf_counter() - start) / done)

@@ -1,14 +1,14 @@
 """State of a rank's training: what the loop works on, and what a checkpoint holds."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -25,6 +25,7 @@ from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches
 from pipeline.training.compilation import Stopwatch
 from pipeline.training.early_stopping import KEY, EarlyStopping
+from pipeline.training.optimized import Optimized
 from pipeline.training.order import SampleOrder
 from pipeline.training.weighting import Boundary
 
@@ -80,6 +81,10 @@ class TrainContext:
     """Parameters that required a gradient when they were built, by name, see `pipeline.training.frozen`."""
     boundary: Boundary | None = None
     """Records the model's outputs, for user-defined tasks that return weights."""
+    features: tuple[Any, ...] = ()
+    """What the experiment adds to a step, each a `pipeline.training.feature.Feature`, in the order of wrapping."""
+    assembled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Steps of this training, with their functions put together, see `pipeline.training.step`."""
 
     @property
     def experiment(self) -> Experiment:
@@ -131,20 +136,14 @@ class TrainContext:
         return self.model if self.learned is None else nn.ModuleList([self.model, self.learned])
 
     @cached_property
+    def optimized(self) -> Optimized:
+        """The optimizer with its parameters and their gradients."""
+        return Optimized(self.optimizer, device=self.device)
+
+    @property
     def trained(self) -> list[nn.Parameter]:
-        """Parameters of the optimizer; the gradients of other parameters are never cleared."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients of the parameters that the optimizer updates, where they exist."""
-        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
-
-    @cached_property
-    def trained_by_kind(self) -> list[list[nn.Parameter]]:
-        """Parameters of the optimizer, sharded and whole ones apart, which torch can't clip together."""
-        sharded = [one for one in self.trained if hasattr(one, "device_mesh")]
-        whole = [one for one in self.trained if not hasattr(one, "device_mesh")]
-        return [kind for kind in (sharded, whole) if kind]
+        """Parameters of the optimizer."""
+        return self.optimized.parameters
 
     @property
     def total_steps(self) -> int:

@@ -17,7 +17,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.parameter_names import listed
 from pipeline.training.randomness import generators_kept, states
 from pipeline.training.rank_equality import differing, prints
-from pipeline.training.step_guard import seed_step
+from pipeline.training.step.plain import seed
 
 
 def layers(model: nn.Module) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def _has_drawn(context: TrainContext, *, step: int) -> bool:
     after = states(context.device)
     with generators_kept():
         for number in range(context.accumulation):
-            seed_step(context, step=step, number=number)
+            seed(context, step=step, number=number)
             if after == states(context.device):
                 return False
     return True

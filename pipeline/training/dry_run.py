@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from pipeline.training.batches import MicroBatches
+from pipeline.training.buffers import Buffers
 from pipeline.training.context import TrainContext
 from pipeline.training.optimizers import weights_kept
 from pipeline.training.order import MicroBatch
-from pipeline.training.step import forward_backward
-from pipeline.training.step_guard import Buffers
+from pipeline.training.step import compute_gradients
 
 HeldStep = list[tuple[MicroBatch, Any]]
 """The micro-batches of one step, in memory."""
@@ -27,7 +27,7 @@ def dry_run(context: TrainContext, *, with_last: bool = False) -> None:
         chosen.append(micro_batches[-1])
     stream = context.batches.load(micro_batch for step in chosen for micro_batch in step)
     for _ in chosen:
-        forward_backward(context, stream)
+        compute_gradients(context, stream)
         context.optimizer.zero_grad(set_to_none=True)
     context.strategy.forget()
     buffers.restore()
@@ -99,7 +99,7 @@ def forget_local_steps(context: TrainContext, held: HeldStep) -> None:
     for parameter in context.whole.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    forward_backward(context, iter(held))
+    compute_gradients(context, iter(held))
     context.optimizer.zero_grad(set_to_none=True)
 
 

@@ -20,6 +20,7 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.trial import Measurement, Split
 from pipeline.tasks import OwnEvaluation
 from pipeline.training import learned
+from pipeline.training.buffers import Buffers
 from pipeline.training.collectives import from_first, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.forward import forward
@@ -35,7 +36,6 @@ from pipeline.training.metric_states import (
 )
 from pipeline.training.metrics import Drawable, read
 from pipeline.training.optimizers import evaluating
-from pipeline.training.step_guard import Buffers
 from pipeline.training.watch import mark, waiting
 from pipeline.training.weighting import weighted
 

@@ -19,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.trial_result import Flops
+from pipeline.training.buffers import Buffers
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import HeldStep, forget_local_steps
 from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.reporting import TF32_CAPABILITY
-from pipeline.training.step import forward_backward
-from pipeline.training.step_guard import Buffers
+from pipeline.training.step import compute_gradients
 from pipeline.wording import first_line
 
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -89,7 +89,7 @@ def _counted(context: TrainContext, held: HeldStep) -> _Counted:
     context.wrapped.train()
     try:
         with _uncompiled(), counter, tally:
-            forward_backward(context, iter(held), exchange=False)
+            compute_gradients(context, iter(held), exchanges=False)
     except Exception as error:  # noqa: BLE001 - code of the experiment, which runs under a dispatch mode here
         return _Counted(Counter(), problem=first_line(error))
     finally:

@@ -36,7 +36,7 @@ from pipeline.training.metrics import Drawable
 from pipeline.training.nonfinite import check_weights
 from pipeline.training.nvtx import annotated
 from pipeline.training.probe import Afterwards, plan_rounds, probe, record_trace, unused_parameters, waits
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 from pipeline.training.turns import estimate_seconds, measure_in_turn
 from pipeline.training.watch import mark, mark_step
 
@@ -70,6 +70,7 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     compile_ahead(context)
     with manager:
         meter.step = start = manager.resume()
+        meter.cadence.start(start)
         for epoch in range(start // context.order.steps_per_epoch, context.epochs):
             if context.is_over(meter.step):
                 break
@@ -191,7 +192,8 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
     """Train an epoch (counted from 0) from step ``start`` of the trial on, up to the trial's last step."""
     context.wrapped.train()
     first = epoch * context.order.steps_per_epoch
-    last = min(first + context.order.steps_per_epoch, context.steps)
+    order = context.order
+    last = min(first + order.steps_per_epoch, context.steps)
     begin = max(first, start)
     stream = meter.waits.timed(context.batches.training(epoch, first=begin - first))
     meter.clock.resume()
@@ -199,10 +201,11 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
         mark_step(step)
         if step == start:
             coupling.note(context)
-        result = optimizer_step(context, stream, step=step)
+        result = train_step(context, stream, step=step)
         mark(Phase.REPORTING)
-        meter.add(result, samples=context.order.batch_size(step - first))
-        meter.finiteness.note(step + 1, is_skipped=result.is_skipped)
+        meter.add(result, samples=order.batch_size(step - first))
+        if not result.has_updated:
+            meter.finiteness.note_skipped(step + 1)
         if step == start:
             reporting.first_step(context, meter.outbox)
             with meter.clock.stopped():

@@ -17,9 +17,10 @@ from pipeline.training.clock import Clock, DataWait, Lap
 from pipeline.training.communication import CommunicationMeter
 from pipeline.training.context import TrainContext
 from pipeline.training.energy import EnergyMeter
+from pipeline.training.learning_rate import rates_by_metric
 from pipeline.training.nonfinite import Finiteness
 from pipeline.training.points import group_steps, iter_points
-from pipeline.training.step import StepResult
+from pipeline.training.step.plain import Stepped
 from pipeline.training.watch import waiting
 
 SKIPPED = "train/skipped_steps"
@@ -53,9 +54,6 @@ class Meter:
     stop_agreed: bool = False
     """True if the driver had asked any rank to stop by the last flush; equal on all ranks."""
     _losses: list[torch.Tensor] = field(default_factory=list)
-    _norms: list[torch.Tensor] = field(default_factory=list)
-    _rates: list[float] = field(default_factory=list)
-    _by_optimizer: list[Mapping[str, torch.Tensor | float]] = field(default_factory=list)
     _samples: int = 0
     _skipped_before: int = 0
     _sent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_SENT_AGAIN))
@@ -68,15 +66,11 @@ class Meter:
         self.energy = EnergyMeter(context)
         self.finiteness = Finiteness(trial=context.trial, rank=context.rank, order=context.order, outbox=self.outbox)
 
-    def add(self, result: StepResult, *, samples: int) -> None:
+    def add(self, result: Stepped, *, samples: int) -> None:
         """Add the result of a step; ``samples`` is the size of its global batch."""
         self.waits.end_step()
         self._losses.append(result.loss)
-        self._rates.append(result.rate)
-        self._by_optimizer.append(result.by_optimizer)
         self._samples += samples
-        if result.norm is not None:
-            self._norms.append(result.norm)
 
     def flush(self, *, step: int, epoch: int) -> None:
         """Report all steps since the last flush, up to ``step`` in ``epoch``, both counted from 1. Collective.
@@ -95,9 +89,9 @@ class Meter:
         slowest = float(ranks[:, -len(waits) :].amax(0).mean())
         *sums, stop_asked, has_compiled, step_ms = ranks[:, : -len(alone)].sum(0).tolist()
         losses, *logs = [sums[first : first + steps] for first in range(0, own.numel(), steps)]
+        names = self.context.log_names or ()
         lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
         self.step, self.stop_agreed = step, bool(stop_asked)
-        norms = torch.stack(self._norms).tolist() if self._norms else []
         self.clock.count(lap, is_disturbed=bool(has_compiled))
         self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
         self.gauge.read()
@@ -105,30 +99,42 @@ class Meter:
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
         first = step - len(losses) + 1
         count = self.finiteness.trusted(losses, first=first)
-        columns = {
-            LOSS: losses,
-            LEARNING_RATE: self._rates,
-            **dict(zip(self.context.log_names or (), logs, strict=True)),
-            GRADIENT_NORM: norms,
-        }
+        every = zip((LOSS, *names), (losses, *logs), strict=True)
+        columns = {name: dict(enumerate(values, first)) for name, values in every}
+        columns |= self._rates(range(first, step + 1)) | self._of_features()
         points = self._of_steps(columns, first=first, count=count)
         points += self._of_window(lap, step=step)
         points += self.communication.record(ranks[:, -len(alone)].tolist(), lap=lap, step=step)
-        self._losses, self._norms, self._rates, self._by_optimizer, self._samples = [], [], [], [], 0
+        self._losses, self._samples = [], 0
         self.send(points, step=step, epoch=epoch, steps=steps, losses=losses[:count])
-        self.finiteness.judge(losses, norms=norms, own=own[0], first=first)
+        norms = columns.get(GRADIENT_NORM, {})
+        norm_of_each = [norms.get(number, 0.0) for number in range(first, step + 1)]
+        self.finiteness.judge(losses, norms=norm_of_each, own=own[0], first=first)
         if isinstance(self.trial, Measurement):  # its windows are short, and reporting would be a large part of them
             self.clock.resume()
 
-    def _of_steps(self, columns: Mapping[str, Sequence[float]], *, first: int, count: int) -> list[Point]:
+    def _of_steps(self, columns: Mapping[str, Mapping[int, float]], *, first: int, count: int) -> list[Point]:
         """Return the points of the first ``count`` steps since the last report, the first of which is ``first``."""
-        by_step = {name: dict(enumerate(column[:count], first)) for name, column in columns.items()}
-        for step, figures in enumerate(self._by_optimizer[:count], first):
-            for name, value in figures.items():
-                by_step.setdefault(name, {})[step] = float(value)
         every = self.trial.experiment.train.log_every_steps
         groups = group_steps(first, first + count - 1, size=None if every == "auto" else every)
-        return list(iter_points(by_step, groups, skipped=self.finiteness.skipped))
+        return list(iter_points(columns, groups, skipped=self.finiteness.skipped))
+
+    def _rates(self, steps: range) -> dict[str, dict[int, float]]:
+        """Return the learning rates of parameter groups, which nothing has changed in these steps."""
+        rates = [float(group["lr"]) for group in self.context.optimizer.param_groups]
+        groups = {} if self.trial.experiment.optimizers else rates_by_metric(rates)
+        return {name: dict.fromkeys(steps, rate) for name, rate in {LEARNING_RATE: rates[0], **groups}.items()}
+
+    def _of_features(self) -> dict[str, dict[int, float]]:
+        """Return what the features of the training report of its steps."""
+        columns: dict[str, dict[int, float]] = {}
+        for feature in self.context.features:
+            for name, column in feature.take_columns().items():
+                values = list(column.values())
+                columns[name] = dict(
+                    zip(column, torch.stack(values).tolist() if torch.is_tensor(values[0]) else values, strict=True)
+                )
+        return columns
 
     def _of_window(self, lap: Lap, *, step: int) -> Iterator[Point]:
         """Yield what is reported once for the steps since the last report."""
@@ -206,30 +212,39 @@ class Cadence:
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context
-        self._last = 0
-        self._interval = 1
+        self._due = self._find_next(0, interval=1)
+
+    def start(self, steps: int) -> None:
+        """Begin after ``steps`` steps, of which a checkpoint has the last."""
+        self._due = self._find_next(steps, interval=1)
 
     def is_due(self, steps: int) -> bool:
         """Return True if a report is due after ``steps`` steps.
 
-        It is due regularly, at the end of an epoch, and before an evaluation or a checkpoint.
-
-        A measurement reports after its warm-up and after each of its windows.
+        It is due by time, at the end of an epoch, and before an evaluation or a checkpoint. A measurement reports after
+        its warm-up and after each of its windows.
         """
-        context, measure = self._context, self._context.experiment.benchmark
-        in_epoch = steps % context.order.steps_per_epoch
-        if not in_epoch or steps == context.steps:
-            return True
-        if isinstance(context.trial, Measurement):
-            return steps >= measure.warmup_steps and (steps - measure.warmup_steps) % measure.steps == 0
-        if steps - self._last >= self._interval:
-            return True
-        return context.is_checkpoint_step(steps) or context.is_evaluation_step(steps)
+        return steps >= self._due
 
     def reported(self, steps: int, *, step_ms: float) -> None:
         """Note a report after ``steps`` steps; ``step_ms`` is the step's duration averaged over ranks."""
-        self._last = steps
-        self._interval = max(1, int(REPORT_MS / step_ms))
+        self._due = self._find_next(steps, interval=max(1, int(REPORT_MS / step_ms)))
+
+    def _find_next(self, steps: int, *, interval: int) -> int:
+        """Return the steps after which the next report is due, if it is due by time after ``interval`` more."""
+        context, measure = self._context, self._context.experiment.benchmark
+        if isinstance(context.trial, Measurement):
+            since = steps - measure.warmup_steps
+            due = measure.warmup_steps if since < 0 else steps + measure.steps - since % measure.steps
+            regular: list[int | None] = []
+        else:
+            due = steps + interval
+            saved = context.experiment.checkpoint.every_steps if context.trial.saves else None
+            regular = [saved, context.experiment.train.evaluate_every_steps]
+        ends = [
+            (steps // every + 1) * every for every in (context.order.steps_per_epoch, *regular) if every is not None
+        ]
+        return min(due, *ends, max(context.steps, steps + 1))
 
 
 @dataclass

@@ -54,11 +54,10 @@ class Finiteness:
     _in_a_row: int = 0
     _has_told: bool = False
 
-    def note(self, step: int, *, is_skipped: bool) -> None:
-        """Count a step, numbered from 1."""
-        self._in_a_row = self._in_a_row + 1 if is_skipped else 0
-        if is_skipped:
-            self.skipped.append(step)
+    def note_skipped(self, step: int) -> None:
+        """Note that a step, numbered from 1, was skipped."""
+        self._in_a_row = self._in_a_row + 1 if self.skipped[-1:] == [step - 1] else 1
+        self.skipped.append(step)
 
     @property
     def is_exhausted(self) -> bool:

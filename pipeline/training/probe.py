@@ -30,7 +30,7 @@ from pipeline.training.clock import Lap, synchronize
 from pipeline.training.collectives import barrier, gather
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import HeldStep, endless, forget_local_steps, held_step, without_updates
-from pipeline.training.step import forward_backward, optimizer_step
+from pipeline.training.step import compute_gradients, train_step
 from pipeline.training.synced_norms import SyncedNorms
 from pipeline.wording import first_line
 
@@ -137,14 +137,14 @@ def _measure(context: TrainContext, *, step_ms: float) -> Times:
 
     def compute() -> None:
         with synced.alone():
-            _without_optimizer(context, iter(held), exchange=False)
+            _without_optimizer(context, iter(held), exchanges=False)
 
     variants: dict[str, Callable[[], object]] = {
         "computed": compute,
-        "whole": lambda: optimizer_step(context, iter(held), step=0),
+        "whole": lambda: train_step(context, iter(held), step=0),
     }
     if context.rank.world_size > 1:
-        variants["exchanged"] = lambda: _without_optimizer(context, iter(held), exchange=True)
+        variants["exchanged"] = lambda: _without_optimizer(context, iter(held), exchanges=True)
     times: Times = {name: [] for name in variants}
     rounds, steps, _ = plan_rounds(
         context.trial, variants=len(variants), step_s=step_ms / 1000, total_steps=context.steps
@@ -220,14 +220,14 @@ def _slot(context: TrainContext, step: Callable[[], object], *, steps: int) -> f
     return 1000 * (time.perf_counter() - start) / steps
 
 
-def _without_optimizer(context: TrainContext, stream: MicroBatches, *, exchange: bool) -> None:
-    forward_backward(context, stream, exchange=exchange)
+def _without_optimizer(context: TrainContext, stream: MicroBatches, *, exchanges: bool) -> None:
+    compute_gradients(context, stream, exchanges=exchanges)
     context.optimizer.zero_grad(set_to_none=True)
 
 
 def unused_parameters(context: TrainContext, held: HeldStep) -> int:
     """Count the trainable parameters that get no gradient in a step. Collective."""
-    forward_backward(context, iter(held))
+    compute_gradients(context, iter(held))
     unused = sum(parameter.requires_grad and parameter.grad is None for parameter in context.whole.parameters())
     context.optimizer.zero_grad(set_to_none=True)
     return unused
@@ -253,7 +253,7 @@ def record_trace(context: TrainContext, outbox: Outbox) -> None:
 
 def _steps(context: TrainContext, stream: MicroBatches, steps: int) -> None:
     for _ in range(steps):
-        optimizer_step(context, stream, step=0)
+        train_step(context, stream, step=0)
     synchronize(context.device)
 
 

@@ -19,8 +19,8 @@ from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate, full_state_dict, prepare, resulting_weights
+from pipeline.training.features.task_steps import begin_step
 from pipeline.training.order import StreamOrder
-from pipeline.training.step_guard import begin_step
 
 
 class Restored(NamedTuple):

@@ -30,7 +30,7 @@ from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluation_module, full_state_dict
 from pipeline.training.norms import local
-from pipeline.training.step import forward_backward, optimizer_step
+from pipeline.training.step import compute_gradients, train_step
 
 ROUNDED = 1e-12
 LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [40, 40], num_classes: 3}"
@@ -97,7 +97,7 @@ def _take_steps(trial: Trial, rank: Rank) -> TrainContext:
     context = build(trial, rank=rank)
     stream = context.batches.training(0)
     for step in range(context.order.steps_per_epoch):
-        optimizer_step(context, stream, step=step)
+        train_step(context, stream, step=step)
     return context
 
 
@@ -134,10 +134,10 @@ def _measure_in_between(rank: Rank) -> TrainContext:
     """A step; then what one rank does without the other, which must not wait or leave a trace; then the other steps."""
     context = build(_plain("one sample left", {}), rank=rank)
     stream = context.batches.training(0)
-    optimizer_step(context, stream, step=0)
+    train_step(context, stream, step=0)
     if rank.is_first:
         for _ in range(2):
-            forward_backward(context, context.batches.training(0), exchange=False)
+            compute_gradients(context, context.batches.training(0), exchange=False)
         assert context.sharded is not None
         with suppress(MemoryError), context.sharded.no_communication(context.wrapped):
             context.wrapped(torch.zeros(2, 4, dtype=torch.float64))
@@ -145,7 +145,7 @@ def _measure_in_between(rank: Rank) -> TrainContext:
     context.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
     for step in range(1, context.order.steps_per_epoch):
-        optimizer_step(context, stream, step=step)
+        train_step(context, stream, step=step)
     return context
 
 

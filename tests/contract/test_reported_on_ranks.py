@@ -30,7 +30,7 @@ from pipeline.training.flops import count
 from pipeline.training.loop import train
 from pipeline.training.meter import Meter
 from pipeline.training.probe import TRACED_STEPS
-from pipeline.training.step import StepResult
+from pipeline.training.step.plain import Stepped
 
 COUNTED = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("fsdp", {})]
 
@@ -62,7 +62,7 @@ def _reports(rank: Rank) -> list[int]:
     clock.resume()
     for step in range(1, 100):
         time.sleep(0.004 * rank.rank)  # nothing else makes ranks wait for each other
-        meter.add(StepResult(torch.zeros(()), None, 0.1, False), samples=4)
+        meter.add(Stepped(torch.zeros(())), samples=4)
         if meter.cadence.is_due(step):
             meter.flush(step=step, epoch=1)
             reports.append(step)

@@ -35,7 +35,7 @@ from pipeline.training.clock import Clock
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.meter import Meter
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def _shard(folder: Path, rank: Rank) -> None:
     outbox = Written(f"{folder}.{rank.rank}")
     context = _sharded(trial, rank)
     with _manager(context, outbox) as manager:
-        optimizer_step(context, context.batches.training(0), step=0)
+        train_step(context, context.batches.training(0), step=0)
         manager.save(step=1)
         again = _sharded(trial.model_copy(update={"resume": True}), rank)
     with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,7 @@ from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, Failed
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 from pipeline.training.synced_norms import check_device
 from pipeline.worker import main
 
@@ -248,7 +248,7 @@ def _take_steps(rank: Rank, trials: dict[str, Trial], folder: Path) -> None:
         for epoch in range(context.epochs):
             stream = context.batches.training(epoch)
             for step in range(context.order.steps_per_epoch):
-                optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
+                train_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
         (folder / name).mkdir(parents=True, exist_ok=True)
         torch.save(context.model.state_dict(), folder / name / f"{rank.rank}.pt")
 

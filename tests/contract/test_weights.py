@@ -29,7 +29,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate, full_state_dict
 from pipeline.training.learned import held_by
 from pipeline.training.order import mix
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 
 TOLERANCE = 1e-12
 BATCH, EPOCHS = 8, 1
@@ -142,7 +142,7 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
     for epoch in range(context.epochs):
         stream = context.batches.training(epoch)
         for step in range(context.order.steps_per_epoch):
-            result = optimizer_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
+            result = train_step(context, stream, step=epoch * context.order.steps_per_epoch + step)
             assert not result.is_skipped
             losses.append(result.loss.reshape(-1).double())
     sums = torch.stack(losses)

@@ -90,8 +90,8 @@ def test_a_speedup_is_that_of_neighbouring_measurements_with_its_interval(compar
     cell = compared.cell("ddp", 2)
 
     assert cell["speedup"] == pytest.approx(geometric_mean(rates["ddp-2"]) / geometric_mean(rates["baseline"]))
-    assert cell["speedup_pairs"] == REPEATS
-    assert (cell["speedup_low"], cell["speedup_high"]) == pytest.approx((expected.low, expected.high))
+    assert cell["speedup_rounds"] == REPEATS
+    assert (cell["speedup_ci_low"], cell["speedup_ci_high"]) == pytest.approx((expected.low, expected.high))
     assert cell["efficiency"] == pytest.approx(cell["speedup"] / 2)
 
 

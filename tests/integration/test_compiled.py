@@ -39,8 +39,8 @@ def test_losses_are_the_same_and_compiling_is_over_before_the_first_step(monkeyp
         return taken(setup, stream, step=step)
 
     eager, plain = toys.trained(**STATIC, optimizer=MOMENTUM)
-    taken = loop.optimizer_step
-    monkeypatch.setattr(loop, "optimizer_step", step)
+    taken = loop.train_step
+    monkeypatch.setattr(loop, "train_step", step)
     result, outbox = toys.trained(**STATIC, optimizer=MOMENTUM, train={"compile": {"fullgraph": True}})
 
     assert outbox.series("train/loss") == pytest.approx(plain.series("train/loss"), abs=1e-12)
@@ -58,7 +58,7 @@ def test_batches_of_all_sizes_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch
     sections: dict[str, Any] = {"model": {"_target_": "toys.batch_norm_net"}}
     _, plain = toys.trained(**sections, train={"gradient_accumulation": 2})
     seconds: list[float] = []
-    monkeypatch.setattr(loop, "optimizer_step", lambda *given, **more: _watched(seconds, *given, **more))
+    monkeypatch.setattr(loop, "train_step", lambda *given, **more: _watched(seconds, *given, **more))
     _, outbox = toys.trained(**sections, train={"gradient_accumulation": 2, "compile": True})
 
     for name in ("train/loss", "validation/loss"):
@@ -66,12 +66,12 @@ def test_batches_of_all_sizes_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch
     assert seconds == [0.0] * 6  # validation is compiled between the first two
 
 
-_optimizer_step = loop.optimizer_step
+_train_step = loop.train_step
 
 
 def _watched(seconds: list[float], setup: Any, *given: Any, **more: Any) -> Any:
     before = setup.compiling.seconds
-    result = _optimizer_step(setup, *given, **more)
+    result = _train_step(setup, *given, **more)
     seconds.append(setup.compiling.seconds - before)
     return result
 

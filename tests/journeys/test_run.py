@@ -238,7 +238,7 @@ def test_the_speedup_was_measured_in_turn(artifacts: Path, main: Run, whole_run:
     assert [row.repeats for row in report.rows] == [ends[row.trial].slots for row in report.rows]
     low, high, pairs = (main.data.metrics[name] for name in ("speedup_ci_low", "speedup_ci_high", "speedup_rounds"))
     assert low <= main.data.metrics["speedup"] <= high
-    assert (low, high, pairs) == pytest.approx((report.main.speedup_low, report.main.speedup_high, took))
+    assert (low, high, pairs) == pytest.approx((report.main.speedup_ci_low, report.main.speedup_ci_high, took))
     assert len((artifacts / "pairs.csv").read_text().splitlines()) == took + 1
     assert (artifacts / "pairs.png").read_bytes().startswith(b"\x89PNG")
 

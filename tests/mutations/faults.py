@@ -50,17 +50,17 @@ FAULTS = (
     Fault(
         "the draws of a step depend on the steps before",
         "a resumed training drops out what an undisturbed one does",
-        "pipeline/training/step_guard.py",
-        'seed_all(mix(context.experiment.seed, "step", step, context.rank.rank, *later), device=context.device)',
+        "pipeline/training/step/plain.py",
+        "seed_all(drawn, device=training.device)",
         "pass",
         ("tests/unit/test_training.py",),
     ),
     Fault(
         "gradients are clipped before they are unscaled",
         "fp16 clips what fp32 clips",
-        "pipeline/training/step.py",
-        "    context.scaler.unscale_(context.optimizer)\n    norm",
-        "    norm",
+        "pipeline/training/features/clipping.py",
+        "                training.scaler.unscale_(optimized.optimizer)\n",
+        "",
         ("tests/unit/test_training.py",),
     ),
     Fault(
@@ -82,7 +82,7 @@ FAULTS = (
     Fault(
         "all micro-batches count as the last one",
         "gradient accumulation trains the same",
-        "pipeline/training/step.py",
+        "pipeline/training/step/plain.py",
         "        if micro_batch.is_last:\n            break",
         "        if True:\n            break",
         ("tests/unit/test_training.py",),
@@ -98,7 +98,7 @@ FAULTS = (
     Fault(
         "a skipped step leaves its batch statistics behind",
         "a step that is skipped leaves no trace",
-        "pipeline/training/step_guard.py",
+        "pipeline/training/buffers.py",
         "            buffer.copy_(before)",
         "            del buffer, before",
         ("tests/unit/test_skipped_steps.py",),

@@ -23,7 +23,7 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training.loop import train
 
-KINDS = ("contrastive", "detection", "gans", "metrics", "orders", "streams")
+KINDS = ("contrastive", "detection", "features", "gans", "metrics", "orders", "streams")
 """Modules toy_KIND that experiments may name, too."""
 SAMPLES = 22
 """Training samples of `regression`; doesn't divide by the usual batch of 8."""

@@ -17,10 +17,9 @@ from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Trial
 from pipeline.report import Advice
-from pipeline.report.advise import MOST, advise
-from pipeline.report.exchange_advice import exchange_gbit
+from pipeline.report.advice import MOST, advise
+from pipeline.report.advice.rules import Case, Finding, exchange_gbit, pasted
 from pipeline.report.report import Report
-from pipeline.report.rule import Case, Finding, pasted
 
 CUDA_2 = samples.trial("main", "main", strategy="ddp", workers=2, gpus=1)
 SPREAD_OUT = ("node-1", "node-2")

@@ -19,7 +19,7 @@ from pipeline.training.build import build
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate
 from pipeline.training.loop import train
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 
 DECAY = 0.8
 MODEL: dict[str, Any] = {
@@ -42,7 +42,7 @@ def by_hand(context: TrainContext, *, steps: int, start_step: int) -> dict[str, 
     averages: dict[str, Tensor] = {}
     stream = context.batches.training(0)
     for step in range(steps):
-        optimizer_step(context, stream, step=step)
+        train_step(context, stream, step=step)
         state = {name: own.clone() for name, own in context.model.state_dict().items()}
         for name, own in state.items():
             is_averaged = name in dict(context.model.named_parameters()) or "running" in name

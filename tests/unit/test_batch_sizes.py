@@ -19,7 +19,7 @@ from pipeline.config.schema import Experiment
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import CellMeasurement
 from pipeline.report import Advice
-from pipeline.report.advise import advise
+from pipeline.report.advice import advise
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places

@@ -45,8 +45,12 @@ def test_the_first_step_is_reported_alone() -> None:
 
 def test_a_measurement_has_its_windows_whatever_they_take() -> None:
     cadence = new(max_steps=90)
-    cadence.reported(20, step_ms=0.001)
-    assert [step for step in range(1, 91) if cadence.is_due(step)] == [
+    found = []
+    for step in range(1, 91):
+        if cadence.is_due(step):
+            cadence.reported(step, step_ms=0.001)
+            found.append(step)
+    assert found == [
         *range(3, 90, 5),
         90,
     ]  # after three steps to warm up

@@ -15,7 +15,7 @@ from pipeline.training.build import build
 from pipeline.training.clock import Clock, Lap
 from pipeline.training.meter import Meter
 from pipeline.training.order import SampleOrder
-from pipeline.training.step import StepResult
+from pipeline.training.step.plain import Stepped
 
 CPU = torch.device("cpu")
 
@@ -106,17 +106,15 @@ def meter(outbox: toys.Kept, *, rank: int = 0, max_steps: int | None = None) -> 
     return Meter(context=context, clock=clock, outbox=outbox)
 
 
-def add(to: Meter, *losses: float, norm: float | None = None) -> None:
+def add(to: Meter, *losses: float) -> None:
     for loss in losses:
-        known = None if norm is None else torch.tensor(norm)
-        own = torch.tensor(loss, dtype=torch.float64)
-        to.add(StepResult(own, known, loss / 10, is_skipped=False), samples=4)
+        to.add(Stepped(torch.tensor(loss, dtype=torch.float64)), samples=4)
 
 
 def test_each_step_is_reported_with_its_number(watch: Watch) -> None:
     outbox = toys.Kept()
     collecting = meter(outbox)
-    add(collecting, 3.0, 2.0, norm=0.5)
+    add(collecting, 3.0, 2.0)
     watch.now += 4.0
     collecting.flush(step=2, epoch=1)
     add(collecting, 1.0)
@@ -127,8 +125,8 @@ def test_each_step_is_reported_with_its_number(watch: Watch) -> None:
     assert isinstance(first, Metrics)
     assert isinstance(second, Metrics)
     assert first.points == (
-        Point("train/loss", 1, 3.0), Point("train/learning_rate", 1, 0.3), Point("train/gradient_norm", 1, 0.5),
-        Point("train/loss", 2, 2.0), Point("train/learning_rate", 2, 0.2), Point("train/gradient_norm", 2, 0.5),
+        Point("train/loss", 1, 3.0), Point("train/learning_rate", 1, 0.05),
+        Point("train/loss", 2, 2.0), Point("train/learning_rate", 2, 0.05),
         Point("throughput/samples_per_second", 2, 2.0), Point("time/step_ms", 2, 2000.0),
         Point("time/window_data_wait_ms", 2, 0.0),
     )  # fmt: skip
@@ -136,7 +134,6 @@ def test_each_step_is_reported_with_its_number(watch: Watch) -> None:
     assert (first.step, first.epoch, second.step) == (2, 1, 3)
     assert (first.steps, first.losses, second.losses) == (2, (3.0, 2.0), (1.0,))
     assert collecting.latest["train/loss"] == 1.0
-    assert collecting.latest["train/gradient_norm"] == 0.5
 
 
 @pytest.mark.parametrize(("max_steps", "seconds"), [(None, 1.5), (20, 1.0)])

@@ -15,13 +15,13 @@ def test_a_comparison_pairs_its_repeats() -> None:
     assert ddp.trial == "ddp-2"  # weak scaling has the higher speedup, but trains something else
     # Student's t of 3 pairs, 4.303, times the root of 1.5 / 3, times the deviation
     ends = (1.9 * 1.02**-3.0425, 1.9 * 1.02**3.0425)
-    assert (ddp.speedup, ddp.speedup_low, ddp.speedup_high) == pytest.approx((1.9, *ends), rel=1e-4)
-    assert (ddp.speedup_pairs, ddp.is_resolved) == (3, True)
+    assert (ddp.speedup, ddp.speedup_ci_low, ddp.speedup_ci_high) == pytest.approx((1.9, *ends), rel=1e-4)
+    assert (ddp.speedup_rounds, ddp.is_resolved) == (3, True)
     assert ddp.efficiency == pytest.approx(0.95)
     rate = ddp.samples_per_second
     assert (rate.median, rate.low, rate.high) == pytest.approx((190, 152 / 1.02, 237.5 * 1.02))
     weak = comparison().rows[-1]
-    assert (weak.speedup, weak.speedup_low) == pytest.approx((1.96, 1.96 * 1.02**-3.0425), rel=1e-4)
+    assert (weak.speedup, weak.speedup_ci_low) == pytest.approx((1.96, 1.96 * 1.02**-3.0425), rel=1e-4)
 
 
 def test_a_comparison_of_one_round_asks_for_more() -> None:
@@ -143,9 +143,11 @@ def cells_of(result: Report) -> Any:
 def test_the_json_of_a_comparison_has_every_cell_in_the_order_asked_for() -> None:
     baseline, ddp, larger, weak = cells_of(comparison())
     assert (baseline["speedup"], baseline["efficiency"], baseline["role"]) == (1.0, 1.0, "baseline")
-    assert (ddp["speedup"], ddp["speedup_low"], ddp["speedup_high"]) == pytest.approx((1.9, 1.789, 2.018), rel=1e-3)
-    assert (ddp["speedup_pairs"], ddp["confidence"], ddp["slots"]) == (3, 0.95, list(MEASURED["ddp-2"]))
-    assert (baseline["slots"], larger["slots"], baseline["speedup_pairs"]) == (list(MEASURED["baseline"]), None, None)
+    assert (ddp["speedup"], ddp["speedup_ci_low"], ddp["speedup_ci_high"]) == pytest.approx(
+        (1.9, 1.789, 2.018), rel=1e-3
+    )
+    assert (ddp["speedup_rounds"], ddp["confidence"], ddp["slots"]) == (3, 0.95, list(MEASURED["ddp-2"]))
+    assert (baseline["slots"], larger["slots"], baseline["speedup_rounds"]) == (list(MEASURED["baseline"]), None, None)
     assert ddp["samples_per_second"] == pytest.approx(190)
     assert ddp["spread"] == pytest.approx({"low": 152 / 1.02, "high": 237.5 * 1.02})
     assert (ddp["measured"], ddp["reason"], ddp["exposed_communication_ms"]) == (True, None, 21.5)

@@ -17,9 +17,9 @@ from pipeline.commands.history.compared_figures import Figure, measured
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.protocol.trial_result import Energy, Flops
-from pipeline.report import Row, device
+from pipeline.report import Row, device, numbers
 from pipeline.report.peaks import peaks_of
-from pipeline.report.records import CellRecord, columns
+from pipeline.report.records import build_cell, columns
 from pipeline.report.report import Report
 from pipeline.training import loop
 from pipeline.training.build import build
@@ -216,13 +216,13 @@ def flops(**of_sample: float) -> Flops:
 class TestOperationsPerSecond:
     def test_the_share_of_the_peak_of_all_devices(self) -> None:
         one = row(flops=flops(bf16=62.4e9))
-        assert device.figures(one)["tflops"] == pytest.approx(62.4)
-        assert device.figures(one)["mfu"] == pytest.approx(0.1)
+        assert numbers.tflops(one) == pytest.approx(62.4)
+        assert numbers.mfu(one) == pytest.approx(0.1)
         assert next(device.use(one)) == "62.4 TFLOP/s on 2 GPUs, 10% of their peak (MFU)"
 
     def test_each_arithmetic_has_its_own_peak(self) -> None:
         mixed = row(flops=flops(tf32=31.2e9, fp32=3.9e9))  # a tenth of the time each
-        assert device.figures(mixed)["mfu"] == pytest.approx(0.2)
+        assert numbers.mfu(mixed) == pytest.approx(0.2)
 
     def test_a_share_is_a_lower_bound_if_something_was_not_counted(self) -> None:
         one = row(flops=Flops(of_sample={"bf16": 3e9}, uncounted=("mylib::scan",)))
@@ -233,7 +233,7 @@ class TestOperationsPerSecond:
     @pytest.mark.parametrize(("gpu", "name"), [("NVIDIA A10G", "bf16"), (A100, "complex64"), ("Tesla T4", "bf16")])
     def test_there_is_no_guess(self, gpu: str, name: str) -> None:
         one = row(gpu=gpu, flops=flops(**{name: 3e9}))
-        assert device.figures(one)["mfu"] is None
+        assert numbers.mfu(one) is None
         assert next(device.use(one)) == f"3 TFLOP/s on 2 GPUs, no MFU: the peak of {gpu} in {name} is not known"
 
     def test_a_cpu_has_no_peak(self) -> None:
@@ -250,7 +250,7 @@ class TestOperationsPerSecond:
     def test_rows_that_counted_nothing_have_the_count_of_the_training(self) -> None:
         ends = [finished("main", spread(190), flops=flops(fp32=1e9)), finished("baseline", spread(100))]
         report = Report.of([samples.MAIN, BASELINE], ends, hardware=HARDWARE)
-        assert [device.figures(each)["tflops"] for each in report.rows] == [pytest.approx(0.1), pytest.approx(0.19)]
+        assert [numbers.tflops(each) for each in report.rows] == [pytest.approx(0.1), pytest.approx(0.19)]
 
 
 class TestUtilization:
@@ -394,8 +394,8 @@ class TestPrice:
 
     def test_programs_get_it(self) -> None:
         report = reported(2.5, flops=flops(fp32=1e6))
-        record = CellRecord.of(report.main)
-        assert (record.cost, record.tflops, record.mfu) == (pytest.approx(2.5), pytest.approx(2e-4), None)
+        cell = build_cell(report.main)
+        assert (cell["cost"], cell["tflops"], cell["mfu"]) == (pytest.approx(2.5), pytest.approx(2e-4), None)
         assert columns(report.entries)["cost"] == [pytest.approx(2.5)] * 2
         again = Report.model_validate_json(report.to_json())
         assert again.devices == report.devices

@@ -23,7 +23,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
 from pipeline.recording.scalars import figures
-from pipeline.report import chart, is_clear, publish
+from pipeline.report import chart, publish
 from pipeline.report.ratios import is_wide, times
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.tables import efficiency, speedup
@@ -78,13 +78,13 @@ def test_rounds_that_agree_leave_no_doubt(value: float) -> None:
     """However fast the machine is in each."""
     ratio = estimates.ratio([(value * base, base) for base in (100.0, 300.0, 110.0, 90.0, 250.0)])
     assert ratio == pytest.approx((value, value, value, 5))
-    assert not is_clear(estimates.ratio([(base, base) for base in (100.0, 300.0, 110.0)]))
+    assert not estimates.ratio([(base, base) for base in (100.0, 300.0, 110.0)]).is_clear
 
 
 def test_one_pair_shows_no_noise_so_its_interval_has_no_ends() -> None:
     assert estimates.ratio([(190.0, 100.0)]) == pytest.approx((1.9, 0.0, math.inf, 1))
     assert estimates.mean([3.0]) == (3.0, -math.inf, math.inf, 1)
-    assert not is_clear(estimates.ratio([(190.0, 100.0)]))
+    assert not estimates.ratio([(190.0, 100.0)]).is_clear
 
 
 def test_an_interval_beyond_all_numbers_has_no_end() -> None:
@@ -160,13 +160,15 @@ def test_ratios_agree_with_each_other_and_with_the_table() -> None:
     assert two.speedup == pytest.approx(two.samples_per_second.median / baseline.samples_per_second.median)
     assert two.throughput_over(three).value == pytest.approx(two.speedup / three.speedup)  # type: ignore[operator]
     for row in (two, three):
-        assert row.speedup_low <= row.speedup <= row.speedup_high  # type: ignore[operator]
+        assert row.speedup_ci_low <= row.speedup <= row.speedup_ci_high  # type: ignore[operator]
 
 
 def test_slots_of_a_run_are_pairs_and_their_rate_is_the_rows() -> None:
     baseline, _, main = run_report().rows
-    assert (main.speedup, main.speedup_pairs, main.confidence) == (pytest.approx(1.9), 8, 0.95)
-    assert (main.speedup_low, main.speedup_high) == pytest.approx((1.9 * 1.02**-1.0946, 1.9 * 1.02**1.0946), rel=1e-4)
+    assert (main.speedup, main.speedup_rounds, main.confidence) == (pytest.approx(1.9), 8, 0.95)
+    assert (main.speedup_ci_low, main.speedup_ci_high) == pytest.approx(
+        (1.9 * 1.02**-1.0946, 1.9 * 1.02**1.0946), rel=1e-4
+    )
     assert main.samples_per_second.median == pytest.approx(190)
     assert (main.samples_per_second.low, main.samples_per_second.high) == pytest.approx((190 / 1.02, 190 * 1.02))
     assert main.speedup == pytest.approx(main.samples_per_second.median / baseline.samples_per_second.median)
@@ -189,7 +191,7 @@ def test_the_confidence_of_the_file_is_that_of_the_interval_and_of_what_is_said(
     ends += [finished("baseline", spread(100), slots=in_turn(100))]
     main = Report.of(trials, ends, hardware=HARDWARE).main
     assert main.confidence == 0.5
-    assert main.speedup_high < run_report().main.speedup_high  # type: ignore[operator]
+    assert main.speedup_ci_high < run_report().main.speedup_ci_high  # type: ignore[operator]
     assert "(50% CI 1.89x to 1.91x)" in Report.of(trials, ends, hardware=HARDWARE).verdict
 
 
@@ -234,7 +236,7 @@ def test_a_ratio_says_where_its_ends_come_from(given: Estimate, confidence: floa
 def test_a_ratio_is_clear_if_it_has_pairs_and_its_interval_excludes_1(
     low: float, high: float, size: int, clear: bool
 ) -> None:
-    assert is_clear(Estimate((low + high) / 2, low, high, size)) == clear
+    assert Estimate((low + high) / 2, low, high, size).is_clear == clear
 
 
 def test_a_speedup_that_may_be_anything_is_no_figure() -> None:

@@ -5,6 +5,9 @@ import re
 import runpy
 from pathlib import Path
 
+from pipeline.recording.mlflow_entities import metric_name
+from pipeline.report.numbers import NUMBERS
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,6 +33,12 @@ def test_the_page_of_strategies_has_the_figures_of_the_results() -> None:
     for name in ("small ResNet", "MLP with a large layer", "small GPT"):
         for link in ("1 Gbit/s", "100 Mbit/s"):
             assert f"{measured[name, link]}x" in page
+
+
+def test_the_page_of_the_benchmark_explains_each_number_of_mlflow() -> None:
+    page = (DOCS / "benchmark.md").read_text()
+    named = {metric_name(number.metric) for number in NUMBERS if number.metric}
+    assert {name for name in named if f"`{name}`" not in page} == set()
 
 
 def test_figures_that_it_quotes_stand_where_they_were_measured() -> None:

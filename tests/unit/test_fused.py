@@ -12,7 +12,7 @@ from pipeline.training.build import build
 from pipeline.training.checkpoints.state import restore, snapshot
 from pipeline.training.context import TrainContext
 from pipeline.training.optimizers import prefer_fused
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def kernels(context: TrainContext) -> set[str]:
     """Names of what a training step computes."""
     stream = context.batches.training(0)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        optimizer_step(context, stream, step=0)
+        train_step(context, stream, step=0)
     return {event.name for event in seen.events() or ()}
 
 
@@ -103,9 +103,9 @@ def test_what_cannot_be_fused_trains_all_the_same(model: str) -> None:
 def test_a_training_goes_on_with_the_implementation_of_its_own() -> None:
     """As when a checkpoint of ddp goes on in fsdp, which can't fuse what ddp can."""
     saved, resumed = built(optimizer=OPTIMIZERS["Adam"]), built(optimizer={**OPTIMIZERS["Adam"], "foreach": True})
-    optimizer_step(saved, saved.batches.training(0), step=0)
+    train_step(saved, saved.batches.training(0), step=0)
     restore(resumed, snapshot(saved))
 
     group = resumed.optimizer.param_groups[0]
     assert (group["fused"], group["foreach"]) == (None, True)
-    optimizer_step(resumed, resumed.batches.training(0), step=1)
+    train_step(resumed, resumed.batches.training(0), step=1)

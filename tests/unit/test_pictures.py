@@ -173,7 +173,7 @@ def test_the_chart_has_each_pair_its_interval_and_the_ideal_of_equal_devices() -
     assert "ideal: linear scaling" in said(figure)
     assert "95% confidence interval" in said(figure)
     assert "1.90x" in said(figure)
-    low = result.main.speedup_low
+    low = result.main.speedup_ci_low
     assert low is not None
     ends = [
         float(path.vertices[0][0]) for bar in rates.containers if hasattr(bar, "has_xerr") for path in whiskers(bar)

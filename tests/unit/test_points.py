@@ -8,7 +8,7 @@ import pytest
 import toys
 
 from pipeline.protocol.events import Metrics, Point
-from pipeline.recording import losses
+from pipeline.recording import loss_file
 from pipeline.recording.recorder import Recorder
 from pipeline.training import meter
 from pipeline.training.points import group_steps, iter_points
@@ -69,15 +69,15 @@ def test_points_of_so_many_steps() -> None:
 
 
 def test_losses_are_kept_at_the_places_of_their_steps(tmp_path: Path) -> None:
-    assert losses.read(tmp_path) == ()
-    losses.write(tmp_path, [1.0, 2.0, 3.0], first=1)
-    losses.write(tmp_path, [6.0], first=6)
-    losses.write(tmp_path, [2.5], first=2)  # again, after a rollback
-    kept = np.load(tmp_path / losses.FILE_NAME)
+    assert loss_file.read(tmp_path) == ()
+    loss_file.write(tmp_path, [1.0, 2.0, 3.0], first=1)
+    loss_file.write(tmp_path, [6.0], first=6)
+    loss_file.write(tmp_path, [2.5], first=2)  # again, after a rollback
+    kept = np.load(tmp_path / loss_file.FILE_NAME)
     assert kept.dtype == np.float64
     assert kept.tolist()[:3] + kept.tolist()[5:] == [1.0, 2.5, 3.0, 6.0]
     assert np.isnan(kept[3:5]).all()
-    assert str(losses.read(tmp_path)) == str(tuple(kept.tolist()))
+    assert str(loss_file.read(tmp_path)) == str(tuple(kept.tolist()))
 
 
 def test_the_recorder_keeps_losses_in_their_file_and_not_in_the_journal(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_recorder_keeps_losses_in_their_file_and_not_in_the_journal(tmp_path
     recorder.receive(report)
     recorder.receive(report)  # of a resumed training
     recorder.close()
-    assert losses.read(tmp_path) == (1.0, 2.0, 3.0)
+    assert loss_file.read(tmp_path) == (1.0, 2.0, 3.0)
     *_, line = (tmp_path / "events.jsonl").read_text().splitlines()
     assert '"losses":[1' not in line
     assert '"steps":3' in line

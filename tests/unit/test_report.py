@@ -21,10 +21,12 @@ from samples import (
     trial,
 )
 
+from pipeline.config import renamed
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops, Spread, StepParts, Unsaved
 from pipeline.report import Advice, publish
+from pipeline.report.numbers import NUMBERS
 from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
 from pipeline.report.report_files import PAGE_NAME
@@ -47,8 +49,8 @@ def test_speedup_of_slots_is_the_geometric_mean_of_their_ratios() -> None:
     result = slots(main=(100, 800, 40), baseline=(100, 400, 10))
     assert result.speedup == pytest.approx(2.0)
     assert result.efficiency == pytest.approx(1.0)
-    assert result.main.speedup_pairs == 3
-    assert result.main.speedup_low * result.main.speedup_high == pytest.approx(4.0)  # type: ignore[operator]
+    assert result.main.speedup_rounds == 3
+    assert result.main.speedup_ci_low * result.main.speedup_ci_high == pytest.approx(4.0)  # type: ignore[operator]
 
 
 def test_speedup_is_the_ratio_of_medians_and_efficiency_divides_it_by_the_replicas() -> None:
@@ -57,8 +59,8 @@ def test_speedup_is_the_ratio_of_medians_and_efficiency_divides_it_by_the_replic
 
     assert result.speedup == pytest.approx(3.0)
     assert result.efficiency == pytest.approx(0.75)
-    assert result.main.speedup_low == pytest.approx(270 / 110)
-    assert result.main.speedup_high == pytest.approx(330 / 90)
+    assert result.main.speedup_ci_low == pytest.approx(270 / 110)
+    assert result.main.speedup_ci_high == pytest.approx(330 / 90)
     assert result.main.cpus == 4
 
 
@@ -180,11 +182,26 @@ def test_the_report_survives_json() -> None:
     assert json.loads(report().to_json())["rows"][2]["speedup"] == pytest.approx(1.9)
 
 
+@pytest.mark.parametrize("has_pairs", [True, False])
+def test_a_report_of_an_earlier_version_is_read(has_pairs: bool) -> None:
+    document = json.loads(report(has_pairs=has_pairs).to_json())
+    for row in document["rows"]:
+        row["repeats"] = row.pop("slots") or [row["samples_per_second"]["median"]]
+        row |= {old: row.pop(new) for old, new in renamed.NUMBERS.items()} | {"trained_at": 588.0}
+    assert Report.model_validate_json(json.dumps(document)) == report(has_pairs=has_pairs)
+
+
+def test_no_two_numbers_share_a_name() -> None:
+    for names in ([number.name for number in NUMBERS], [number.metric for number in NUMBERS]):
+        known = [name for name in names if name]
+        assert len(known) == len(set(known))
+
+
 def test_the_table_for_mlflow_has_one_entry_per_row_in_every_column() -> None:
     table = report().table()
     assert {len(column) for column in table.values()} == {3}
     assert table["samples_per_second_low"] == pytest.approx([100, 180 * 0.94, 190 / 1.02])
-    assert table["speedup_pairs"] == [0, 8, 8]
+    assert table["speedup_rounds"] == [None, 8, 8]
     assert report(has_pairs=False).table()["samples_per_second_low"] == [95.0, 171.0, 188.0]
     assert table["efficiency"] == [None, *map(pytest.approx, (0.9, 0.95))]
     assert table["validation/accuracy"] == [None, None, 0.97345]
@@ -344,7 +361,7 @@ def test_a_baseline_that_was_measured_after_the_training_resolves_nothing(parts:
     ends = [finished("main", spread(190, noise=2))]
     ends += [finished("baseline", spread(100, noise=5), is_alone=True, micro_batches=parts)]
     result = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
-    assert (result.main.is_resolved, result.main.speedup_pairs) == (False, 0)
+    assert (result.main.is_resolved, result.main.speedup_rounds) == (False, 0)
     title = "1 worker (2 micro-batches)" if parts else "1 worker"
     assert result.remarks[0] == (
         f"{title} did not fit into memory next to the training. It was measured after the training had freed its "
@@ -458,8 +475,8 @@ def test_a_run_for_scripts_has_its_training_baseline_and_references() -> None:
     assert (record["run"], record["folder"]) == ("20260301-1", "runs/20260301-1")
     assert (record["main"]["title"], record["main"]["workers"]) == ("ddp, 2 workers", 2)
     assert record["main"]["speedup"] == pytest.approx(1.9)
-    interval = [record["main"][name] for name in ("speedup_low", "speedup_high", "speedup_pairs", "confidence")]
-    assert interval == [report().main.speedup_low, report().main.speedup_high, 8, 0.95]
+    interval = [record["main"][name] for name in ("speedup_ci_low", "speedup_ci_high", "speedup_rounds", "confidence")]
+    assert interval == [report().main.speedup_ci_low, report().main.speedup_ci_high, 8, 0.95]
     assert record["main"]["slots"] == list(in_turn(190, noise=0.02))
     assert (record["baseline"]["speedup"], record["baseline"]["slots"]) == (1, list(in_turn(100)))
     assert [row["title"] for row in record["references"]] == ["1 process, 2 cores"]
@@ -468,7 +485,7 @@ def test_a_run_for_scripts_has_its_training_baseline_and_references() -> None:
 
 def test_a_run_of_windows_says_so_to_scripts() -> None:
     main = json.loads(run_json(report(has_pairs=False), Path("runs/x")))["main"]
-    assert (main["speedup"], main["speedup_pairs"], main["slots"]) == (1.9, 0, None)
+    assert (main["speedup"], main["speedup_rounds"], main["slots"]) == (1.9, 0, None)
 
 
 def test_what_is_no_number_is_null_for_scripts() -> None:

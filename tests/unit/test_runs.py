@@ -16,6 +16,7 @@ from samples import finished, report, spread
 from pipeline.commands.history.compared_figures import ComparedFigures, Figure
 from pipeline.commands.history.difference import difference, show_difference
 from pipeline.commands.history.run_list import ago, show_runs, sorted_runs
+from pipeline.config.renamed import NUMBERS
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
@@ -40,6 +41,7 @@ def run(
     rate: float = 100,
     params: Mapping[str, str] = {"name": "digits"},
     tags: Mapping[str, str] = {"role": "main", "strategy": "ddp", "world_size": "2"},
+    old_names: Mapping[str, str] = {},
 ) -> Path:
     folder = directory / name
     folder.mkdir(parents=True)
@@ -54,8 +56,10 @@ def run(
         recorder.receive(finished("main", spread(rate), metrics=metrics or {}))
         if speedup is not None:
             low, high = interval
-            figures = {"speedup": speedup, "efficiency": speedup / 2, "speedup_low": low, "speedup_high": high}
-            points = tuple(Point(name, 9, value) for name, value in {**figures, "speedup_pairs": 6}.items())
+            figures = {"speedup": speedup, "efficiency": speedup / 2, "speedup_ci_low": low, "speedup_ci_high": high}
+            figures |= {"speedup_rounds": 6}
+            named = {old_names.get(name, name): value for name, value in figures.items()}
+            points = tuple(Point(name, 9, value) for name, value in named.items())
             recorder.receive(Metrics(time=BEGAN + 2, step=9, epoch=1, points=points))
         if status is not None:
             recorder.receive(RunClosed(time=BEGAN + 60, status=status, message="" if status == "FINISHED" else message))
@@ -75,6 +79,12 @@ def shown(width: int, directory: Path, *, ago_s: float = 7200, is_terminal: bool
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
+def test_a_journal_of_an_earlier_version_has_the_same_summary(tmp_path: Path) -> None:
+    run(tmp_path, "20260301-120000-digits-aaaa", old_names={new: old for old, new in NUMBERS.items()})
+    (earlier,) = runs.summaries(tmp_path)
+    assert earlier.ratio == (1.5, 1.4, 1.6, 6)
+
+
 def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
     run(tmp_path, "20260301-120000-digits-aaaa")
     run(tmp_path, "20260301-110000-digits-compare-bbbb", tags={"role": "compare"}, speedup=None)
@@ -87,8 +97,8 @@ def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
 
     assert (newest.command, newest.what, newest.status) == ("run", "ddp, 2 workers", "FINISHED")
     assert (newest.speedup, newest.efficiency) == (1.5, 0.75)
-    assert (newest.speedup_low, newest.speedup_high, newest.speedup_pairs) == (1.4, 1.6, 6)
-    assert (newest.samples_per_second, newest.seconds, newest.is_resolved) == (100, 60, True)
+    assert (newest.speedup_ci_low, newest.speedup_ci_high, newest.speedup_rounds) == (1.4, 1.6, 6)
+    assert (newest.samples_per_second, newest.seconds) == (100, 60)
     assert newest.ended is not None
     assert (newest.ended - newest.began).total_seconds() == 60
     assert (compared.command, compared.what, compared.speedup) == ("benchmark", "benchmark", None)

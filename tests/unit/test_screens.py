@@ -20,7 +20,7 @@ from pipeline.config.parallel import Parallel
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
 from pipeline.recording.console import print_report
-from pipeline.report.advise import advise
+from pipeline.report.advice import advise
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.goodput import Goodput
 from pipeline.report.report import Report

@@ -18,7 +18,7 @@ from pipeline.planning.describe import _describe_optimizers
 from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
 from pipeline.training.loop import train
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 
 ALLOWED = ("pipeline", "torch", "torchmetrics", "toys", "toy_gans")
 
@@ -68,11 +68,12 @@ def test_each_loss_trains_its_own_parameters_in_the_order_of_a_loop_in_plain_tor
         scheduler.step()
         model.zero_grad()
 
-        result = optimizer_step(context, stream, step=step)
+        result = train_step(context, stream, step=step)
         assert context.log_names == ("loss_critic", "loss_generator", "score")
         assert result.loss[:3].tolist() == pytest.approx([(one + other).item(), one.item(), other.item()], rel=1e-12)
-        assert result.by_optimizer.get("learning_rate_generator") == (rate if step % every == 0 else None)
-        assert float(result.by_optimizer["gradient_norm_critic"]) == pytest.approx(float(norm), rel=1e-12)
+        reported = {name: each for feature in context.features for name, each in feature.take_columns().items()}
+        assert reported.get("learning_rate_generator") == ({step + 1: rate} if step % every == 0 else None)
+        assert float(reported["gradient_norm_critic"][step + 1]) == pytest.approx(float(norm), rel=1e-12)
     trained = dict(context.model.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.allclose(trained[name], parameter, rtol=1e-12, atol=0), name
@@ -110,11 +111,11 @@ def test_fp16_scales_the_gradients_of_each_optimizer() -> None:
     context.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = {name: one.clone() for name, one in context.model.named_parameters()}
     stream = context.batches.training(0)
-    optimizer_step(context, stream, step=0)
+    train_step(context, stream, step=0)
     assert context.scaler.get_scale() == 2.0**39
     assert all(torch.equal(one, before[name]) for name, one in context.model.named_parameters())
     context.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    optimizer_step(context, stream, step=1)
+    train_step(context, stream, step=1)
     assert not any(
         torch.equal(one, before[name]) for name, one in context.model.named_parameters() if "bias" not in name
     )

@@ -31,7 +31,7 @@ from pipeline.training.loop import train
 from pipeline.training.order import MicroBatch, SampleOrder, mix
 from pipeline.training.placing import to_device
 from pipeline.training.sampled_data import digest_of
-from pipeline.training.step import optimizer_step
+from pipeline.training.step import train_step
 from pipeline.training.weighting import Denominator
 
 STEPS = 3
@@ -142,9 +142,9 @@ def test_a_step_reads_nothing_from_the_device(how: dict[str, Any], reads: int) -
     sections: dict[str, Any] = {"optimizer": {"_target_": "torch.optim.AdamW"}, "scheduler": COSINE, "train": how}
     context = build(toys.trial(**sections), rank=Rank())
     stream = context.batches.training(0)
-    optimizer_step(context, stream, step=0)
+    train_step(context, stream, step=0)
     with Reads() as seen:
-        optimizer_step(context, stream, step=1)
+        train_step(context, stream, step=1)
     assert seen.count == reads
 
 

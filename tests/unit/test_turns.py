@@ -353,7 +353,7 @@ def test_a_slot_of_one_process_ends_when_it_takes_far_longer_than_planned(monkey
     """The training's slot has all of its steps: other ranks take as many."""
     seconds, steps = itertools.count(), []
     clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
-    monkeypatch.setattr(compared_trials, "optimizer_step", lambda *_, **__: steps.append(1))
+    monkeypatch.setattr(compared_trials, "train_step", lambda *_, **__: steps.append(1))
     monkeypatch.setattr(compared_trials, "synchronize", lambda _: None)
     monkeypatch.setattr(compared_trials, "time", clock)
     for world_size, taken in ((1, 9), (2, 100)):  # a look at the clock takes a second, and 8 s are twice the plan

@@ -14,7 +14,8 @@ from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, Resou
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.terminal import Terminal
-from pipeline.report import Row, Unmeasured, device
+from pipeline.report import Unmeasured
+from pipeline.report.numbers import metrics_of
 from pipeline.report.report import Report
 from pipeline.wording import counted
 
@@ -143,9 +144,9 @@ class _Benchmark:
         report = self._add_predicted_rows(invocation.advised(measured))
         invocation.show(report, summary=report.markdown())
         for row in report.rows:
-            invocation.log(_figures(row), trial=row.trial, step=row.steps, epoch=1)
+            invocation.log(metrics_of(row), trial=row.trial, step=row.steps, epoch=1)
             invocation.tag(row, baseline=report.rows[0], trial=row.trial)
-        invocation.log(_figures(report.main), step=report.main.steps, epoch=1)
+        invocation.log(metrics_of(report.main), step=report.main.steps, epoch=1)
         invocation.tag(report.main, baseline=report.rows[0])
         invocation.save_report(report)
         return report
@@ -196,21 +197,6 @@ class _Benchmark:
             scaling=cell.scaling,
             reason=cell.reason or failed or self._too_large.get(cell.name) or NOT_REACHED,
         )
-
-
-def _figures(row: Row) -> dict[str, float | None]:
-    """Return a row's figures as metrics, which are columns in the tracking store's table of runs."""
-    return {
-        "samples_per_second": row.samples_per_second.median,
-        "step_ms": row.step_ms.median,
-        "speedup": row.speedup,
-        "speedup_low": row.speedup_low,
-        "speedup_high": row.speedup_high,
-        "speedup_pairs": None if row.speedup is None else row.speedup_pairs,
-        "efficiency": row.efficiency,
-        "largest_loss_difference": row.largest_loss_difference,
-        **device.figures(row),
-    }
 
 
 def too_small(trial: Trial, *, samples: int) -> str:

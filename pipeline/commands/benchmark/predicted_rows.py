@@ -11,17 +11,16 @@ from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Scaling, Trial
 from pipeline.protocol.trial_result import Costs, Link, Spread, StepParts
 from pipeline.report import Row, Unmeasured
+from pipeline.report.device import compute_cost
 from pipeline.report.forecast import Check, Forecast, Predicted
 from pipeline.report.link import fit, parse
 from pipeline.report.prediction import MOST_WORKERS, Prediction, Workload, at_pace, compute_ms, predict
 from pipeline.report.report import Report
-from pipeline.report.tables import training_s
 
 if TYPE_CHECKING:
     from pipeline.strategies.ddp import Options
 
 _HALVED = {"none": 1.0, "fp16": 2.0, "bf16": 2.0}
-_SECONDS_PER_HOUR = 3600
 
 
 def parse_request(counts: Sequence[int], network: str | None) -> tuple[tuple[int, ...], Link | None]:
@@ -201,14 +200,8 @@ class Predictor:
             limit=found.limit,
             whole_training=self._alone.whole_training,
         )
-        return row.model_copy(update={"cost": self._cost(row)})
-
-    def _cost(self, row: Predicted) -> float | None:
-        price = self._report.price_per_device_hour
-        if price is None or not row.whole_training:
-            return None
         start_s = self._report.main.time_to_first_step_s or 0.0
-        return price * row.device_count * training_s(row, start_s=start_s) / _SECONDS_PER_HOUR
+        return row.model_copy(update={"cost": compute_cost(row, self._report.price_per_device_hour, start_s=start_s)})
 
     def _check(self, rows: Iterable[Row]) -> Iterator[Check]:
         """Compare the prediction with each measured row of ddp on several workers."""

@@ -94,8 +94,8 @@ def _of(spread: Spread, direction: Direction) -> Figure:
 
 def _method(row: Row) -> str:
     return (
-        f"{row.speedup_pairs} rounds, measured alternately"
-        if row.speedup_pairs
+        f"{row.speedup_rounds} rounds, measured alternately"
+        if row.speedup_rounds
         else "windows, one trial after the other"
     )
 

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from pipeline.config.reported import PREFIX
 from pipeline.errors import UsageError
-from pipeline.protocol.estimates import Estimate
 from pipeline.recording.run_summary import RunSummary, is_number, value_of
 from pipeline.recording.terminal import listing, print_table, width_of
 from pipeline.report.claims import NOT_VALID
@@ -153,10 +152,9 @@ def _speedup(run: RunSummary, *, is_narrow: bool) -> str:
         return _NONE
     if NOT_VALID in run.verdict:
         return "not valid"
-    if run.speedup_low is None or run.speedup_high is None:
+    if (ratio := run.ratio) is None:
         return f"{run.speedup:.2f}x"
-    ratio = Estimate(run.speedup, run.speedup_low, run.speedup_high, run.speedup_pairs)
-    if not run.is_resolved:
+    if not ratio.is_clear:
         return "inconclusive" if is_narrow or not ratio.size else f"inconclusive, {ends_of(ratio)}"
     value, ends = times(ratio), ends_of(ratio)  # only the interval if that is wide, as in the result
     return value if is_narrow or value == ends else f"{value} ({ends})"

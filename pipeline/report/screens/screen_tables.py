@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.report import Row, Unmeasured, is_clear
-from pipeline.report.breakdown import break_down, count_decimals
+from pipeline.report import Row, Unmeasured
+from pipeline.report.breakdown import PARTS, break_down, count_decimals, has_consistent_parts
 from pipeline.report.claims import classify_speedup
 from pipeline.report.forecast import Predicted
 from pipeline.report.loss_differences import describe_loss
@@ -12,7 +12,7 @@ from pipeline.report.ratios import format_level, is_wide, value_of
 from pipeline.report.report import Report
 from pipeline.report.row_names import count_workers, label_row
 from pipeline.report.screens.screen_layout import Block, Column, Places, lay_out, wrap
-from pipeline.report.tables import amount, efficiency, speedup, training_s
+from pipeline.report.tables import amount, efficiency, speedup, step_parts, training_s
 from pipeline.wording import counted, duration
 
 Entry = Row | Unmeasured | Predicted
@@ -65,7 +65,7 @@ def _select(report: Report, most: int) -> tuple[Entry, ...]:
 def _columns(report: Report, entries: Sequence[Entry], *, losses: LossNotes) -> Iterator[Column]:
     """Yield the columns of the table; the intervals have one unless all speedups are clear."""
     ratios = [row.ratio for row in report.rows if row.ratio is not None]
-    has_intervals = report.is_comparison or any(not is_clear(ratio) or is_wide(ratio) for ratio in ratios)
+    has_intervals = report.is_comparison or any(not ratio.is_clear or is_wide(ratio) for ratio in ratios)
     unit = "cores" if report.main.device == "cpu" else "GPUs"
     yield Column("", tuple(map(label_row, entries)), is_text=True)
     yield Column(unit, _cells(entries, lambda row: str(row.device_count)), 1)
@@ -113,13 +113,8 @@ def format_step_time(row: Row) -> tuple[str, ...]:
             f"The step-time breakdown is left out: its parts, measured after training, add up to {total}, but a step "
             f"takes {row.step_ms.median:,.{decimals}f} ms."
         )
-    named = {
-        "compute": parts.compute,
-        "exposed communication": parts.exposed,
-        "data loading": parts.data,
-        "optimizer and other": parts.rest,
-    }
-    terms = " + ".join(f"{ms:,.{decimals}f} {name}" for name, ms in named.items() if ms is not None)
+    known = ((name, ms) for part, name in PARTS.items() if (ms := getattr(parts, part)) is not None)
+    terms = " + ".join(f"{ms:,.{decimals}f} {name}" for name, ms in known)
     sign, name = ("+", "unaccounted") if parts.unaccounted >= 0 else ("-", "measurement noise")
     remainder = f" {sign} {abs(parts.unaccounted):,.{decimals}f} {name}" if parts.unaccounted else ""
     return wrap(f"Step time, {count_workers(row)} (ms): {parts.total:,.{decimals}f} total = {terms}{remainder}")
@@ -130,23 +125,19 @@ def format_step_times(rows: Sequence[Row]) -> tuple[str, ...]:
     measured = [row for row in rows if row.parts.sum_ms is not None]
     if not measured or len(measured) > _MOST_ROWS:
         return ()
-    decimals = count_decimals(min(row.step_ms.median for row in measured))
-    parts = [break_down(row, decimals=decimals) for row in measured]
+    table = step_parts(measured)
+    names, *cells = zip(*table.rows, strict=True)
+    columns = [Column("Step time (ms)\n", names, is_text=True)]
+    columns += map(Column, map(_break_title, table.header[1:]), cells)
+    is_complete = all(map(has_consistent_parts, measured))
+    return (*lay_out(columns), *(() if is_complete else ("Parts that do not add up to the step are left out.",)))
 
-    def column(head: str, values: Sequence[float | None]) -> Column:
-        return Column(head, tuple(_NONE if value is None else f"{value:,.{decimals}f}" for value in values))
 
-    columns = [
-        Column("Step time (ms)\n", tuple(map(label_row, measured)), is_text=True),
-        column("total\n", [row.step_ms.median for row in measured]),
-        column("compute\n", [each and each.compute for each in parts]),
-        column("exposed\ncomm.", [each and each.exposed for each in parts]),
-        column("data\nloading", [each and each.data for each in parts]),
-        column("optimizer\nand other", [each and each.rest for each in parts]),
-        column("un-\naccounted", [each and each.unaccounted for each in parts]),
-    ]
-    missing = ("Parts that do not add up to the step are left out.",) if None in parts else ()
-    return (*lay_out(columns), *missing)
+def _break_title(title: str) -> str:
+    """Return the title of a column in two lines."""
+    if title == "unaccounted":
+        return "un-\naccounted"
+    return title.replace(" ", "\n", 1) if " " in title else f"{title}\n"
 
 
 def _loss_column(losses: LossNotes) -> Column:

@@ -25,10 +25,10 @@ from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, Checkpoi
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import dry_run
+from pipeline.training.features.task_steps import begin_step
 from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
 from pipeline.training.parameter_names import listed
-from pipeline.training.step_guard import begin_step
 
 _PATIENCE_S = 30.0
 """Seconds that training waits for the checkpoint being written when the next one is due."""

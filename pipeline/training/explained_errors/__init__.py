@@ -62,13 +62,23 @@ def explained(context: TrainContext, batch: object = None) -> Iterator[None]:
     """
     try:
         yield
-    except ExperimentError:
-        raise
     except Exception as error:
-        for explain in _RULES:
-            if (explanation := explain(error, context, batch)) is not None:
-                raise explanation from error
+        explain(error, context, batch)
         raise
+
+
+def explain(error: Exception, context: TrainContext, *batches: object) -> None:
+    """Raise the explanation of an error, if a rule recognizes it; see `explained` for what ``batches`` may be.
+
+    Raises:
+        ExperimentError: a rule recognizes the error.
+    """
+    if isinstance(error, ExperimentError):
+        return
+    for rule in _RULES:
+        for batch in batches:
+            if (explanation := rule(error, context, batch)) is not None:
+                raise explanation from error
 
 
 def hint(error: BaseException) -> str:

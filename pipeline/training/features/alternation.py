@@ -4,84 +4,99 @@ Each loss has gradients only for the parameters of its optimizer, and these are 
 updated weights on all ranks. The micro-batches of a step run side by side, so an update is of the whole global batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
+from pipeline.config.reported import LEARNING_RATE
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
+from pipeline.training.batches import MicroBatches
 from pipeline.training.context import TrainContext
 from pipeline.training.explained_errors import explained
+from pipeline.training.feature import Feature
 from pipeline.training.forward import accepted
 from pipeline.training.global_batch import training_pass
 from pipeline.training.learned import exchange_gradients
 from pipeline.training.learning_rate import rates_by_metric
 from pipeline.training.logs import with_loss
+from pipeline.training.optimized import Optimized
 from pipeline.training.order import MicroBatch
 from pipeline.training.several_optimizers import Optimizers
+from pipeline.training.step.plain import Parts, Stepped, seed
 from pipeline.training.watch import mark
 from pipeline.training.yielded import combined, outputs
 
-Update = Callable[..., Tensor | None]
-"""Function that clips the gradients of a context's optimizer to a ``limit``, steps it, clears them, and returns their
-norm before clipping."""
 
+class Alternation(Feature):
+    """A step in which several optimizers update one after the other."""
 
-class Alternated(NamedTuple):
-    """Result of a step with several optimizers on this rank."""
+    def __init__(self, training: TrainContext, optimizers: Optimizers) -> None:
+        self._optimized = {
+            name: Optimized(one, device=training.device, name=name) for name, one in optimizers.named.items()
+        }
+        self._rates: dict[int, dict[str, float]] = {}
 
-    loss: Tensor
-    """This rank's part of the sum of the mean losses and of the logs, shape (1 + logs,)."""
-    norm: Tensor | None
-    """Norm of all gradients before clipping; None without ``train.clip_grad_norm``."""
-    by_optimizer: Mapping[str, Tensor | float]
-    """Learning rate and gradient norm of each optimizer that updates, by the name of the metric without "train/"."""
+    @override
+    @classmethod
+    def of(cls, training: TrainContext) -> Self | None:
+        return cls(training, training.optimizer) if isinstance(training.optimizer, Optimizers) else None
 
+    @override
+    def around_gradients(self, parts: Parts) -> Parts:
+        return parts._replace(step=self._step)
 
-def alternate(
-    context: TrainContext,
-    micro_batches: Iterator[tuple[MicroBatch, Any]],
-    *,
-    exchange: bool = True,
-    step: int = 0,
-    update: Update | None = None,
-) -> Alternated:
-    """Train on the micro-batches of one step, loss by loss; without ``update`` leave the gradients in the model.
+    @override
+    def take_columns(self) -> Mapping[str, Mapping[int, Any]]:
+        columns: dict[str, dict[int, Any]] = {}
+        for step, rates in self._rates.items():
+            for name, rate in rates.items():
+                columns.setdefault(name, {})[step] = rate
+        self._rates = {}
+        return columns
 
-    A loss whose optimizer doesn't update in this ``step``, counted from 0, is only computed. Without ``exchange`` ranks
-    send each other nothing. Collective with it.
+    def _step(self, parts: Parts, training: TrainContext, step: int, micro_batches: MicroBatches) -> Stepped:
+        """Train on the micro-batches of one step, loss by loss.
 
-    Raises:
-        ExperimentError: a loss depends on no parameter of its optimizer.
-    """
-    assert isinstance(context.optimizer, Optimizers)
-    exchanges = exchange and context.rank.world_size > 1
-    if exchanges:
-        _buffers_from_first(context)
-    runs = [_Run(context, micro_batch, batch, exchange=exchange) for micro_batch, batch in micro_batches]
-    declared = context.experiment.optimizers
-    named = {name: one for name, one in context.optimizer.named.items() if declared[name].updates_in(step)}
-    parts = {name: replace(context, optimizer=one) for name, one in named.items()}
-    figures: dict[str, Tensor | float] = {}
-    norms: dict[str, Tensor] = {}
-    shared = context.experiment.train.clip_grad_norm
-    while (name := _backward(runs, parts)) is not None:
-        if (part := parts.get(name)) is None:
-            continue
+        A loss whose optimizer doesn't update in this step is only computed. Collective if the ranks exchange.
+
+        Raises:
+            ExperimentError: a loss depends on no parameter of its optimizer.
+        """
+        exchanges = parts.exchanges and training.rank.world_size > 1
         if exchanges:
-            exchange_gradients(part.trained, scale=1.0, device=part.device)
-        rates = [float(group["lr"]) for group in part.optimizer.param_groups]
-        figures |= {f"learning_rate_{name}": rates[0], **rates_by_metric(rates, name=f"learning_rate_{name}")}
-        limit = declared[name].clip_grad_norm or shared
-        if update is not None and (norm := update(part, limit=limit)) is not None:
-            figures[f"gradient_norm_{name}"] = norms[name] = norm
-    norm = torch.stack([one.square() for one in norms.values()]).sum().sqrt() if norms and shared else None
-    return Alternated(_loss(context, runs), norm, figures)
+            _buffers_from_first(training)
+        runs = list(_open_runs(training, step, micro_batches, exchanges=parts.exchanges))
+        declared = training.experiment.optimizers
+        chosen = {name: one for name, one in self._optimized.items() if declared[name].updates_in(step)}
+        has_updated = True
+        while (name := _backward(runs, chosen, training)) is not None:
+            if (own := chosen.get(name)) is None:
+                continue
+            if exchanges:
+                exchange_gradients(own.parameters, scale=1.0, device=training.device)
+            rates = [float(group["lr"]) for group in own.optimizer.param_groups]
+            named = {f"{LEARNING_RATE}_{name}": rates[0], **rates_by_metric(rates, name=f"{LEARNING_RATE}_{name}")}
+            self._rates.setdefault(step + 1, {}).update(named)
+            mark(Phase.UPDATING)
+            has_updated = parts.update(step, own) and has_updated
+        return Stepped(_loss(training, runs), has_updated)
+
+
+def _open_runs(training: TrainContext, step: int, micro_batches: MicroBatches, *, exchanges: bool) -> "Iterator[_Run]":
+    """Read the micro-batches of one step, and yield the task's way through each."""
+    mark(Phase.READING)
+    for number, (micro_batch, batch) in enumerate(micro_batches):
+        seed(training, step=step, number=number)
+        yield _Run(training, micro_batch, batch, exchange=exchanges)
+        if micro_batch.is_last:
+            break
+        mark(Phase.READING)
 
 
 class _Run:
@@ -106,8 +121,8 @@ class _Run:
         return output
 
 
-def _backward(runs: Sequence[_Run], parts: Mapping[str, TrainContext]) -> str | None:
-    """Compute the gradients of the next loss in all micro-batches, if its optimizer is among the parts.
+def _backward(runs: Sequence[_Run], chosen: Mapping[str, Optimized], training: TrainContext) -> str | None:
+    """Compute the gradients of the next loss in all micro-batches, if its optimizer is among those chosen.
 
     Returns the name of the optimizer; None after the last loss.
     """
@@ -118,14 +133,14 @@ def _backward(runs: Sequence[_Run], parts: Mapping[str, TrainContext]) -> str | 
             continue
         assert output.optimizer is not None
         name = output.optimizer
-        if (part := parts.get(name)) is None:
+        if (own := chosen.get(name)) is None:
             continue
         mark(Phase.BACKWARD)
         if not output.loss.requires_grad:
             raise _independent(name)
-        loss = part.scaler.scale(output.loss * run.micro_batch.weight)
-        loss.backward(inputs=part.trained)  # type: ignore[no-untyped-call]
-    if name is not None and name in parts and not parts[name].gradients():
+        loss = training.scaler.scale(output.loss * run.micro_batch.weight)
+        loss.backward(inputs=own.parameters)  # type: ignore[no-untyped-call]
+    if name is not None and name in chosen and not chosen[name].gradients():
         raise _independent(name)
     return name
 

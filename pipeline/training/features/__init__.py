@@ -1,0 +1,38 @@
+"""The features of a training, and their order around a step's functions: the last one is outermost."""
+
+from pipeline.training.context import TrainContext
+from pipeline.training.feature import Feature
+from pipeline.training.features.alternation import Alternation
+from pipeline.training.features.averaging import Averaging
+from pipeline.training.features.clipping import Clipping
+from pipeline.training.features.compiled import Compiled
+from pipeline.training.features.gathered_rows import Gathering
+from pipeline.training.features.learned_gradients import LearnedGradients
+from pipeline.training.features.logged import Logged
+from pipeline.training.features.precision import Autocast, Scaled
+from pipeline.training.features.rates import Rates
+from pipeline.training.features.skipping import Skipping
+from pipeline.training.features.task_steps import TaskSteps
+from pipeline.training.features.weighted import Weighted
+
+FEATURES: tuple[type[Feature], ...] = (
+    Alternation,  # replaces the step, so it is innermost: what wraps the step stays
+    Autocast,
+    Weighted,  # replaces the weight of a loss
+    Gathering,  # after Weighted: backward passes the gathered rows also where a loss of weight 0 was left out
+    LearnedGradients,  # its place is free: both complete other gradients
+    Logged,
+    Compiled,  # copies the whole value, logs included
+    Scaled,  # replaces the update, so it is inside of what asks about gradients or clips them
+    Skipping,  # asks for the norm before clipping, which Clipping has computed by then
+    Clipping,
+    TaskSteps,  # order free
+    Averaging,  # after Skipping: averages the statistics of BatchNorm that a skipped step has restored
+    Rates,  # advances the schedule once it is known whether the optimizer has stepped
+)
+
+
+def find_features(training: TrainContext) -> tuple[Feature, ...]:
+    """Return the features that a training has, in their order."""
+    found = (kind.of(training) for kind in FEATURES)
+    return tuple(feature for feature in found if feature is not None)

@@ -1,0 +1,68 @@
+"""Mixed precision (``train.precision``): autocast around the task, and the loss scale of fp16."""
+
+from typing import Any, Self
+
+from torch import Tensor
+from typing_extensions import override
+
+from pipeline.tasks import StepOutput
+from pipeline.training.context import DTYPES, TrainContext
+from pipeline.training.feature import Feature
+from pipeline.training.optimized import Optimized
+from pipeline.training.order import MicroBatch
+from pipeline.training.step.plain import Parts, Stepped
+
+
+class Autocast(Feature):
+    """Autocast of the forward pass. Sharded strategies cast by themselves."""
+
+    def __init__(self, training: TrainContext) -> None:
+        self._training = training
+
+    @override
+    @classmethod
+    def of(cls, training: TrainContext) -> Self | None:
+        has_own = training.sharded is not None or training.experiment.optimizers
+        return cls(training) if training.experiment.train.precision in DTYPES and not has_own else None
+
+    @override
+    def around_gradients(self, parts: Parts) -> Parts:
+        def forward(micro_batch: MicroBatch, batch: Any) -> StepOutput:
+            with self._training.autocast():
+                return parts.forward(micro_batch, batch)
+
+        return parts._replace(forward=forward)
+
+
+class Scaled(Feature):
+    """Scaling of the loss, so that small fp16 gradients don't vanish; the optimizer leaves out steps that overflow."""
+
+    def __init__(self, training: TrainContext) -> None:
+        self._training = training
+
+    @override
+    @classmethod
+    def of(cls, training: TrainContext) -> Self | None:
+        return cls(training) if training.scaler.is_enabled() else None
+
+    @override
+    def around_gradients(self, parts: Parts) -> Parts:
+        def backward(loss: Tensor) -> None:
+            parts.backward(self._training.scaler.scale(loss))
+
+        return parts._replace(backward=backward)
+
+    @override
+    def around_update(self, parts: Parts) -> Parts:
+        def update(_: int, optimized: Optimized) -> bool:
+            self._training.scaler.step(optimized.optimizer)
+            optimized.clear()
+            return True
+
+        def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:
+            stepped = parts.step(final, training, number, micro_batches)
+            if stepped.has_updated:
+                self._training.scaler.update()
+            return stepped
+
+        return parts._replace(update=update, step=step)

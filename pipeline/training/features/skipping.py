@@ -1,0 +1,69 @@
+"""Steps that are computed but leave the weights as they are: not finite (``train.on_nonfinite``), or rolled back."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from pipeline.protocol.trial import Training
+from pipeline.training.buffers import Buffers
+from pipeline.training.context import TrainContext
+from pipeline.training.feature import Feature
+from pipeline.training.optimized import Optimized
+from pipeline.training.step.plain import Parts, Stepped
+
+
+class Skipping(Feature):
+    """Skipping of steps.
+
+    A step is skipped if a rollback left it out, or if its loss or a gradient is not finite with ``train.on_nonfinite:
+    skip``. It is computed all the same, so that ranks and loaders keep in step; then the weights and the optimizer's
+    state stay as they are, and buffers such as BatchNorm's statistics are restored.
+    """
+
+    def __init__(self, training: TrainContext) -> None:
+        self._training = training
+        self._skips_nonfinite = training.experiment.train.on_nonfinite == "skip"
+
+    @override
+    @classmethod
+    def of(cls, training: TrainContext) -> Self | None:
+        leaves_out = isinstance(training.trial, Training) and bool(training.trial.left_out)
+        return cls(training) if leaves_out or training.experiment.train.on_nonfinite == "skip" else None
+
+    @override
+    def around_update(self, parts: Parts) -> Parts:
+        def backward(loss: Tensor) -> None:
+            # An infinite loss with finite gradients reaches all ranks as a gradient of NaN.
+            parts.backward(loss * (1 + 0 * loss.detach()))
+
+        def update(step: int, optimized: Optimized) -> bool:
+            if self._is_left_out(step) or not self._is_finite(optimized):
+                optimized.clear()
+                return False
+            return parts.update(step, optimized)
+
+        def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:
+            if not (self._skips_nonfinite or self._is_left_out(number)):
+                return parts.step(final, training, number, micro_batches)
+            buffers = Buffers(training.whole)
+            # Reading the scale waits for the device, which is idle here, after the read at the end of the step before.
+            scale = self._training.scaler.get_scale()
+            stepped = parts.step(final, training, number, micro_batches)
+            if self._training.scaler.get_scale() < scale:  # fp16 gradients overflowed: the optimizer did nothing
+                stepped = stepped._replace(has_updated=False)
+            if not stepped.has_updated:
+                buffers.restore()
+            return stepped
+
+        return parts._replace(backward=backward if self._skips_nonfinite else parts.backward, update=update, step=step)
+
+    def _is_left_out(self, step: int) -> bool:
+        return self._training.trial.leaves_out(step + 1)
+
+    def _is_finite(self, optimized: Optimized) -> bool:
+        """Return True if no gradient is known to be infinite or NaN; the host waits for the device."""
+        if not self._skips_nonfinite or self._training.scaler.is_enabled():  # the scaler checks gradients itself
+            return True
+        return bool(torch.isfinite(optimized.norm()))

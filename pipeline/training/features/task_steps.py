@@ -1,0 +1,33 @@
+"""Tasks that depend on their place in the training (`pipeline.tasks.InSteps`)."""
+
+from typing import Any, Self
+
+from typing_extensions import override
+
+from pipeline.training.context import TrainContext
+from pipeline.training.feature import Feature
+from pipeline.training.step.plain import Parts, Stepped
+
+
+def begin_step(training: TrainContext, *, step: int) -> None:
+    """Give a task that depends on its place in the training the number of a step, counted from 0."""
+    if (task := training.in_steps) is not None:
+        epoch, since = divmod(step, training.order.steps_per_epoch)
+        task.begin_step(step, epoch=epoch, batch=since * training.accumulation)
+
+
+class TaskSteps(Feature):
+    """Call of the task before the batches of a step are read."""
+
+    @override
+    @classmethod
+    def of(cls, training: TrainContext) -> Self | None:
+        return cls() if training.in_steps is not None else None
+
+    @override
+    def around_update(self, parts: Parts) -> Parts:
+        def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:
+            begin_step(training, step=number)
+            return parts.step(final, training, number, micro_batches)
+
+        return parts._replace(step=step)
