@@ -6,6 +6,7 @@ COMPOSE := docker compose --file docker/compose.yaml
 EXPERIMENT ?= experiments/resnet.yaml
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
+ALL := $(VENV)/.installed-all
 GATE := lint unit contract replay journeys
 REST := integration faults cluster docs templates fuzz docker browser gpu
 
@@ -26,10 +27,13 @@ test: $(STAMP)  ## Everything that a change must pass, in five minutes on two co
 lint: $(STAMP)  ## Format, style, types and layers alone, in half a minute
 	@$(BIN)/python tests/tiers.py lint
 
-test-all: $(STAMP)  ## What make test has no time for, part by part; make test-faults and so on run one of them
+test-all: $(ALL)  ## What make test has no time for, part by part; make test-faults and so on run one of them
 	@$(BIN)/python tests/tiers.py $(REST)
 
-test-unit test-contract test-replay test-journeys test-integration test-faults test-cluster test-docs test-templates test-fuzz test-gpu: $(STAMP)
+test-unit test-contract test-replay test-journeys: $(STAMP)
+	@$(BIN)/python tests/tiers.py $(@:test-%=%)
+
+test-integration test-faults test-cluster test-docs test-templates test-fuzz test-gpu: $(ALL)
 	@$(BIN)/python tests/tiers.py $(@:test-%=%)
 
 test-mutation: $(STAMP)  ## Put faults into a copy of the tree, one at a time, and say which test of make test noticed; ten minutes
@@ -101,5 +105,10 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[dev]'
 	touch $(STAMP) $(RUNS)
+
+$(ALL): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[dev,test-all]'
+	touch $(ALL) $(STAMP) $(RUNS)
 
 .PHONY: help run ui lint test test-all test-mutation test-versions test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-all gpu gpu-bundle schema docs install clean

@@ -2,7 +2,9 @@
 
 import gc
 
-pytest_plugins = ["leaks", "cost", "groups", "command", "launched", "census", "attempts", "s3", "baking", "recordings"]
+pytest_plugins = [
+    "leaks", "cost", "groups", "command", "launched", "census", "attempts", "s3", "baking", "recordings", "packages",
+]  # fmt: skip
 
 
 def pytest_collection_finish() -> None:

@@ -12,28 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import EXPERIMENT
 from outer import outer_torchrun
 
 import pipeline
 from pipeline import Experiment, benchmark, run
 from pipeline.errors import ExperimentError, PipelineError, UnguardedScriptError, UsageError
-
-EXPERIMENT = {
-    "name": "from-a-dict",
-    "model": {"_target_": "lab.Net"},
-    "data": {"_target_": "lab.points"},
-    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "train": {"epochs": 2, "global_batch_size": 16},
-    "tracking": {"log_model": False},
-}
-
-
-@pytest.fixture
-def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's project as working directory; what a notebook has: nothing of it on the path."""
-    monkeypatch.chdir(project)
-    return project
 
 
 class Here:

@@ -4,13 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from pipeline.protocol.channel.inbox import Inbox
-from pipeline.protocol.events import AnyEvent, Warned
 
 DRIVER = """
 import sys
@@ -35,26 +31,6 @@ with ChannelOutbox(Address.model_validate_json(sys.argv[1])) as outbox:
             pass
     threading.Event().wait()
 """
-
-
-class Driver:
-    """An inbox and what it has received."""
-
-    def __init__(self, folder: Path) -> None:
-        self.events: list[AnyEvent] = []
-        self.folder = folder
-        self.inbox = Inbox(host="127.0.0.1", receive=self.events.append, folder=folder)
-
-    @property
-    def messages(self) -> list[str]:
-        return [event.message for event in self.events if isinstance(event, Warned)]
-
-
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[Driver]:
-    driver = Driver(tmp_path)
-    with driver.inbox:
-        yield driver
 
 
 @pytest.mark.parametrize("state", ["busy", "waiting"])

@@ -2,8 +2,7 @@
 
 # promise: every strategy reaches the weights of `single`, options included
 
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_trainings import events_of, lab_trial, saved_in, train_rank
 from ranks import on_ranks
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import (
-    AnyEvent,
-    Failed,
+    Event,
     Finished,
     Metrics,
     Resumed,
     Warned,
-    event_from_json,
-    event_to_json,
 )
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.collectives import from_first
@@ -36,7 +31,6 @@ from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluation_module, full_state_dict
 from pipeline.training.norms import local
 from pipeline.training.step import compute_gradients, train_step
-from pipeline.worker import main
 
 ROUNDED = 1e-12
 LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [40, 40], num_classes: 3}"
@@ -70,7 +64,7 @@ def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.chdir(project)
         patch.syspath_prepend(project)
         folder = tmp_path_factory.mktemp("fsdp")
-        _train(_trial(folder, "alone", strategy="single"), Rank())
+        train_rank(_trial(folder, "alone", strategy="single"), Rank())
         on_ranks(_in_two_processes, folder, folder=folder)
         yield folder
 
@@ -84,7 +78,7 @@ def _in_two_processes(where: Rank, folder: Path) -> None:
     _holds(folder, where)
     _buffers(folder, where)
     for name, more in _TRAININGS.items():
-        _train(from_first(lambda: _trial(folder, name, **more), rank=where), where)  # noqa: B023
+        train_rank(from_first(lambda: _trial(folder, name, **more), rank=where), where)  # noqa: B023
 
 
 _TRAININGS: dict[str, dict[str, Any]] = {
@@ -96,15 +90,7 @@ _TRAININGS: dict[str, dict[str, Any]] = {
 
 def _plain(work: str, options: dict[str, Any], *more: str, strategy: str = "fsdp") -> Trial:
     overrides = ["train.precision=fp64", LARGE, "train.epochs=1", "optimizer.momentum=0.9", *WORK[work], *more]
-    return _as_trial(overrides, strategy).model_copy(update={"options": options})
-
-
-def _as_trial(overrides: list[str], strategy: str) -> Trial:
-    return Training(
-        name="main", experiment=load("lab.yaml", overrides).experiment, strategy=strategy,
-        launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
-        allowed=allowed_packages(),
-    )  # fmt: skip
+    return lab_trial(overrides, strategy=strategy, options=options)
 
 
 def _take_steps(trial: Trial, rank: Rank) -> TrainContext:
@@ -176,9 +162,9 @@ def _precisions(folder: Path, rank: Rank) -> None:
         for strategy in ("fsdp", "ddp"):
             for model in (LARGE, NORMED):
                 context = _take_steps(
-                    _as_trial(
+                    lab_trial(
                         [f"train.precision={precision}", model, FIFTEEN, "train.epochs=1", "optimizer.lr=0.01"],
-                        strategy,
+                        strategy=strategy,
                     ),
                     rank,
                 )
@@ -215,7 +201,7 @@ def test_a_rank_holds_its_part_even_after_evaluation(root: Path) -> None:
 
 
 def _buffers(folder: Path, rank: Rank) -> None:
-    context = _take_steps(_as_trial([NORMED, FIFTEEN, "train.precision=fp64"], "fsdp"), rank)
+    context = _take_steps(lab_trial([NORMED, FIFTEEN, "train.precision=fp64"], strategy="fsdp"), rank)
     own = next(module.running_mean.clone() for module in context.model.modules() if isinstance(module, nn.BatchNorm1d))
     torch.save(own, folder / f"mean {rank.rank}.pt")
     _keep(context, folder / "normed", rank)
@@ -235,47 +221,17 @@ def _trial(folder: Path, name: str, *, strategy: str = "fsdp", stopped: str = ""
         "train.global_batch_size=9", "optimizer._target_=torch.optim.AdamW",
         "metrics.accuracy={_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 3, average: micro}",
     ]  # fmt: skip
-    if stopped:
-        (folder / name).mkdir()
-        for step in range(1, STOPPED + 1):
-            shutil.copytree(folder / stopped / folder_name(step), folder / name / folder_name(step))
-    update = {"name": name, "checkpoints": str(folder / name), "resume": bool(stopped)}
-    return _as_trial(overrides, strategy).model_copy(update=update)
+    return saved_in(folder, lab_trial(overrides, strategy=strategy, name=name), stopped=stopped, steps=STOPPED)
 
 
-class _Written:
-    """An outbox whose events and files end up beside the checkpoints."""
-
-    stop_asked = False
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def event(self, event: AnyEvent) -> None:
-        assert not isinstance(event, Failed), event.traceback or event.error
-        with Path(f"{self._path}.jsonl").open("ab") as file:
-            file.write(event_to_json(event) + b"\n")
-
-    def file(self, path: Path, name: str) -> None:
-        shutil.copyfile(path, f"{self._path}.{Path(name).name}")
-
-
-def _train(trial: Trial, rank: Rank) -> None:
-    main.run(trial, rank=rank, outbox=_Written(f"{trial.checkpoints}.{rank.rank}"))
-
-
-def _events(root: Path, name: str) -> list[AnyEvent]:
-    return [event_from_json(line) for line in (root / f"{name}.0.jsonl").read_text().splitlines()]
-
-
-def _series(events: list[AnyEvent], name: str, *, after: int = 0) -> dict[int, float]:
+def _series(events: Sequence[Event], name: str, *, after: int = 0) -> dict[int, float]:
     points = [point for event in events if isinstance(event, Metrics) for point in event.points]
     return {point.step: point.value for point in points if point.name == name and point.step > after}
 
 
 @pytest.mark.parametrize("name", ["train/loss", "validation/loss", "validation/accuracy"])
 def test_losses_and_metrics_are_those_of_one_process(root: Path, name: str) -> None:
-    own, expected = (_series(_events(root, trial), name) for trial in ("fsdp", "alone"))
+    own, expected = (_series(events_of(root, trial, Metrics), name) for trial in ("fsdp", "alone"))
 
     assert own.keys() == expected.keys() != set()
     assert max(abs(own[step] - expected[step]) for step in own) <= 1e-6  # metrics are fp32
@@ -283,8 +239,8 @@ def test_losses_and_metrics_are_those_of_one_process(root: Path, name: str) -> N
 
 @pytest.mark.parametrize("resumed", ["fsdp to ddp", "ddp to fsdp"])
 def test_a_training_goes_on_under_another_strategy(root: Path, resumed: str) -> None:
-    events = _events(root, resumed)
-    whole = _series(_events(root, "alone"), "train/loss")
+    events = events_of(root, resumed, Event)
+    whole = _series(events_of(root, "alone", Metrics), "train/loss")
     rest = _series(events, "train/loss", after=STOPPED)
 
     assert [event.step for event in events if isinstance(event, Resumed)] == [STOPPED]
@@ -316,7 +272,7 @@ def test_no_rank_writes_the_whole(root: Path) -> None:
 
 
 def test_what_ranks_hold_is_in_the_result(root: Path) -> None:
-    held = {name: next(one.result.held for one in _events(root, name) if isinstance(one, Finished))
+    held = {name: events_of(root, name, Finished)[0].result.held
             for name in ("alone", "fsdp", "fsdp to ddp")}  # fmt: skip
     own, whole, copied = held["fsdp"], held["alone"], held["fsdp to ddp"]
 

@@ -2,7 +2,6 @@
 
 # promise: resumed after any step, with each strategy, optimizer, scheduler; with a different number of workers
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,21 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_trainings import Written, events_of, lab_trial, saved_in, train_rank
 from ranks import on_ranks
 from torch import Tensor
 
 from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import (
     AnyEvent,
     CheckpointSaved,
-    Failed,
     Metrics,
     Warned,
-    event_from_json,
-    event_to_json,
 )
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import collectives
 from pipeline.training.build import build
 from pipeline.training.checkpoints import files
@@ -40,7 +36,6 @@ from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.meter import Meter
 from pipeline.training.step import train_step
-from pipeline.worker import main
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +50,9 @@ def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 
 def _in_two_processes(where: Rank, folder: Path) -> None:
-    _train(_trial(folder, "two", precision="fp64"), where)
-    _train(_powersgd(folder, "powersgd"), where)
-    _train(from_first(lambda: _powersgd(folder, "powersgd again", stopped="powersgd"), rank=where), where)
+    train_rank(_trial(folder, "two", precision="fp64"), where)
+    train_rank(_powersgd(folder, "powersgd"), where)
+    train_rank(from_first(lambda: _powersgd(folder, "powersgd again", stopped="powersgd"), rank=where), where)
     _shard(folder / "sharded", where)
 
 
@@ -70,15 +65,7 @@ _OVERRIDES = [
 def _trial(folder: Path, name: str, *, precision: str, stopped: str = "", after: int = 0) -> Trial:
     """A trial with a checkpoint of each step; it goes on from what another one has left if that is given."""
     overrides = [*_OVERRIDES, f"train.precision={precision}"]
-    if stopped:
-        (folder / name).mkdir()
-        for step in range(1, after + 1):
-            shutil.copytree(folder / stopped / folder_name(step), folder / name / folder_name(step))
-    return Training(
-        name=name, experiment=load("lab.yaml", overrides).experiment, strategy="ddp",
-        launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
-        allowed=allowed_packages(), checkpoints=str(folder / name), resume=bool(stopped),
-    )  # fmt: skip
+    return saved_in(folder, lab_trial(overrides, strategy="ddp", name=name), stopped=stopped, steps=after)
 
 
 def _powersgd(folder: Path, name: str, *, stopped: str = "", after: int = 5) -> Trial:
@@ -88,31 +75,6 @@ def _powersgd(folder: Path, name: str, *, stopped: str = "", after: int = 5) -> 
     overrides = [text for text in overrides if "AdamW" not in text]  # which is all about signs
     options = {"communication_hook": "powersgd"}
     return trial.model_copy(update={"experiment": load("lab.yaml", overrides).experiment, "options": options})
-
-
-class _Written:
-    """An outbox whose events end up in a file."""
-
-    stop_asked = False
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def event(self, event: AnyEvent) -> None:
-        assert not isinstance(event, Failed), event.traceback or event.error
-        with self._path.open("ab") as file:
-            file.write(event_to_json(event) + b"\n")
-
-    def file(self, path: Path, name: str) -> None:
-        pass
-
-
-def _train(trial: Trial, rank: Rank) -> None:
-    main.run(trial, rank=rank, outbox=_Written(Path(f"{trial.checkpoints}.{rank.rank}.jsonl")))
-
-
-def _events(root: Path, name: str) -> list[AnyEvent]:
-    return [event_from_json(line) for line in (root / f"{name}.0.jsonl").read_text().splitlines()]
 
 
 def _losses(events: list[AnyEvent], *, after: int) -> dict[int, float]:
@@ -130,16 +92,16 @@ def test_the_error_feedback_of_powersgd_starts_again(root: Path) -> None:
         "PowerSGD's error feedback is not in checkpoints and starts at zero. Training continues, but losses differ "
         "from an uninterrupted run."
     )
-    assert list(_losses(_events(root, "powersgd again"), after=5)) == [6, 7, 8]
+    assert list(_losses(events_of(root, "powersgd again", Metrics), after=5)) == [6, 7, 8]
 
 
 def _messages(root: Path, name: str) -> list[str]:
-    return [event.message for event in _events(root, name) if isinstance(event, Warned)]
+    return [event.message for event in events_of(root, name, Warned)]
 
 
 def test_only_the_first_rank_speaks_of_checkpoints(root: Path) -> None:
     assert [path.name for path in root.glob("*.1.jsonl")] == []
-    assert [event.step for event in _events(root, "two") if isinstance(event, CheckpointSaved)] == list(range(1, 9))
+    assert [event.step for event in events_of(root, "two", CheckpointSaved)] == list(range(1, 9))
 
 
 def _sharded(trial: Trial, rank: Rank) -> TrainContext:
@@ -151,7 +113,7 @@ def _sharded(trial: Trial, rank: Rank) -> TrainContext:
     return context
 
 
-def _manager(context: TrainContext, outbox: _Written) -> CheckpointManager:
+def _manager(context: TrainContext, outbox: Written) -> CheckpointManager:
     clock = Clock(device=context.device, warmup_steps=0)
     meter = Meter(context=context, clock=clock, outbox=outbox)
     clock.resume()
@@ -162,7 +124,7 @@ def _manager(context: TrainContext, outbox: _Written) -> CheckpointManager:
 def _shard(folder: Path, rank: Rank) -> None:
     """Save in two processes with sharded parameters, and go on from that in two others."""
     trial = _trial(folder.parent, folder.name, precision="fp64")
-    outbox = _Written(Path(f"{folder}.{rank.rank}.jsonl"))
+    outbox = Written(f"{folder}.{rank.rank}")
     context = _sharded(trial, rank)
     with _manager(context, outbox) as manager:
         train_step(context, context.batches.training(0), step=0)

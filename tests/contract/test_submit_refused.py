@@ -4,37 +4,16 @@
 
 import http.server
 import shutil
-import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from stores import free_port
 
 pytestmark = pytest.mark.timeout(900)
-LAB = Path(__file__).parents[1] / "project"
 Pipeline = Callable[..., tuple[int, str, str]]
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """The user's project as a git repository."""
-    folder = Path(shutil.copytree(LAB, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__")))
-    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
-    subprocess.run(["git", "add", "."], cwd=folder, check=True)
-    return folder
 
 
 @pytest.fixture
@@ -49,7 +28,7 @@ ACCEPTED = ("submit", "lab.yaml", "tracking.uri=http://tracking:5000")
 
 
 def test_nobody_there_is_an_error(pipeline: Pipeline) -> None:
-    (port,) = _free_ports(1)
+    port = free_port()
     code, _, stderr = pipeline(*ACCEPTED, "--address", f"http://127.0.0.1:{port}")
     assert code == 3
     assert f"no Ray cluster answers at http://127.0.0.1:{port}: Connection refused" in stderr

@@ -15,12 +15,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blocks import Block, blocks
+from packages import is_installed
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "experiments" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -112,5 +112,5 @@ def walk(tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.Monkey
 def test_the_examples_of_a_page(page: str, walk: Walk) -> None:
     for block in WALKED[page]:
         needed = block.option("needs")
-        if block.title or block.is_shown or (block.is_run and (not needed or find_spec(needed))):
+        if block.title or block.is_shown or (block.is_run and (not needed or is_installed(needed))):
             walk.through(block)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command import EXPERIMENT
 
 from pipeline import BenchmarkResult, Experiment, RunResult, benchmark, run
 from pipeline.errors import Terminated, TrainingError
@@ -17,22 +18,6 @@ from pipeline.protocol.events import RunClosed
 from pipeline.recording import journal
 
 KEPT_HERE = ("tracking.uri=sqlite:///mlflow.db", "train.epochs=1")
-EXPERIMENT = {
-    "name": "from-a-dict",
-    "model": {"_target_": "lab.Net"},
-    "data": {"_target_": "lab.points"},
-    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "train": {"epochs": 2, "global_batch_size": 16},
-    "tracking": {"log_model": False},
-}
-
-
-@pytest.fixture
-def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's project as working directory; what a notebook has: nothing of it on the path."""
-    monkeypatch.chdir(project)
-    return project
 
 
 def status(folder: Path) -> str:

@@ -3,20 +3,18 @@
 # promise: `workers: [1, 4]` on Ray nodes that die and join
 
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from stores import free_port
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
@@ -43,7 +41,7 @@ class Cluster:
     def __init__(self, code: Path) -> None:
         """Nodes have the user's ``code``."""
         self.folder = Path(tempfile.mkdtemp(prefix="re", dir="/tmp"))  # a socket's path must be short
-        self.address = f"127.0.0.1:{_free_port()}"
+        self.address = f"127.0.0.1:{free_port()}"
         own = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
         own["RAY_NUM_REDIS_GET_RETRIES"] = "100"  # seconds; a busy machine starts a head slowly
         self.environment = {**os.environ, **own, "PYTHONPATH": str(code)}
@@ -84,14 +82,6 @@ class Cluster:
             if self.nodes[number].poll() is None:
                 self.kill(number)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    """One that neither Ray's workers nor outgoing connections use: these could even connect to themselves."""
-    while True:
-        with closing(socket.socket()) as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
-            return int(probe.getsockname()[1])
 
 
 @pytest.fixture

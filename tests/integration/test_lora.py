@@ -28,7 +28,6 @@ import torch
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # peft reads what transformers has deprecated
 
-ROOT = Path(__file__).parents[2]
 TRAINED = ("lora_A.default", "lora_B.default", "modules_to_save.default")
 
 

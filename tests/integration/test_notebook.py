@@ -5,7 +5,7 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import nbformat
 import pytest
@@ -18,7 +18,6 @@ from waiting import eventually
 
 from pipeline.recording import journal
 
-Found = TypeVar("Found")
 ROOT = Path(__file__).parents[2]
 
 

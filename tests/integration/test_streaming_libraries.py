@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,13 @@ def write_pictures(folder: Path) -> None:
 def write_chunks(folder: Path) -> None:
     import litdata
 
+    handler = signal.getsignal(signal.SIGINT)
     for part, count in SAMPLES.items():
         litdata.optimize(
             chunk, list(range(count)), str(folder / "data" / part), chunk_size=5, num_workers=1, verbose=False
         )
+    signal.signal(signal.SIGINT, handler)  # LitData leaves its own behind, and a variable
+    os.environ.pop("DATA_OPTIMIZER_NUM_WORKERS", None)
 
 
 def chunk(index: int) -> tuple[np.ndarray, int]:

@@ -4,7 +4,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import pytest
 import requests
 from mlflow import MlflowClient
 from slurm import Slurm
+from stores import free_port
 
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Event, Metrics, Resumed, RunClosed
 from pipeline.recording import journal
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.timeout(900)
 BIN = Path(sys.executable).parent
 TOKEN = "4711" * 8
 PLANTED = "planted-value-of-a-variable"
-LAB = Path(__file__).parents[1] / "project"
 PATIENCE_S = 400
 ATTEMPTS = 3
 """At starting a head: Ray gives up after half a minute where others use the processors."""
@@ -40,7 +39,7 @@ class Head:
     """The head of a cluster, all of it in one process tree of ours; its home is a folder of the tests."""
 
     def __init__(self, folder: Path, home: Path) -> None:
-        port, dashboard, agent = _free_ports(3)
+        port, dashboard, agent = (free_port() for _ in range(3))
         self.url = f"http://127.0.0.1:{dashboard}"
         self.runs = home / "pipeline-runs"
         environment = {
@@ -96,16 +95,6 @@ class Head:
         return [event for path in self.runs.glob(f"lab/*/{journal.FILE_NAME}") for event in journal.read(path)]
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def wait_for(condition: Callable[[], object], *, what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -127,15 +116,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         finally:
             head.stop()
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """The user's project as a git repository."""
-    folder = Path(shutil.copytree(LAB, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__")))
-    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
-    subprocess.run(["git", "add", "."], cwd=folder, check=True)
-    return folder
 
 
 @pytest.fixture
@@ -221,7 +201,7 @@ def test_sbatch_script_trains_on_a_stand_in_for_slurm_is_requeued_and_resumed(
     launcher: str, repository: Path, tmp_path: Path
 ) -> None:
     """Its commands start everything on this machine; with Ray, two nodes with one address."""
-    number = _free_ports(1)[0]
+    number = free_port()
     slurm = Slurm(tmp_path / "slurm", job=number, cwd=repository, tasks=2 if launcher == "srun" else 1)
     slurm.environment |= {"PYTHON": sys.executable, "RAY_enable_worker_prestart": "0"}
     release = tmp_path / "release"

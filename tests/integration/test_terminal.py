@@ -14,7 +14,6 @@ from command import Ended
 
 ROOT = Path(__file__).parents[2]
 MLP = str(ROOT / "experiments" / "mlp.yaml")
-INPROCESS = ("parallel.launcher=inprocess", "parallel.strategy=single", "parallel.workers=1", "train.epochs=1")
 
 Command = Callable[..., Ended]
 

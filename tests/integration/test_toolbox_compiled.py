@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_trainings import Written, events_of, lab_trial
 from ranks import on_ranks
 
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
-from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, Metrics, event_from_json, event_to_json
-from pipeline.protocol.trial import Rank, Training
+from pipeline.protocol.events import Finished, Metrics
+from pipeline.protocol.trial import Rank
 from pipeline.training import probe
 from pipeline.worker import main
 
@@ -50,42 +49,19 @@ def _in_two_processes(where: Rank, folder: Path) -> None:
     # Where a step's time goes is measured behind each training; once is enough here.
     probe.SLOT_SECONDS, probe.ROUNDS, probe.FEWEST_ROUNDS = 0.0, 1, 1
     for name, (strategy, options, overrides) in TRAININGS.items():
-        experiment = load("lab.yaml", ["train.precision=fp64", MODEL, *overrides]).experiment
-        trial = Training(
-            name=name, experiment=experiment, strategy=strategy, options=options, launcher="inprocess",
-            workers=2, devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=allowed_packages(),
-        )  # fmt: skip
-        main.run(trial, rank=where, outbox=_Written(folder / f"{name}.{where.rank}.jsonl"))
-
-
-class _Written:
-    stop_asked = False
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def event(self, event: AnyEvent) -> None:
-        assert not isinstance(event, Failed), event.traceback or event.error
-        with self._path.open("ab") as file:
-            file.write(event_to_json(event) + b"\n")
-
-    def file(self, path: Path, name: str) -> None: ...
-
-
-def events(root: Path, name: str, kind: type[Event]) -> list[Any]:
-    lines = (root / f"{name}.0.jsonl").read_text().splitlines()
-    return [event for event in map(event_from_json, lines) if isinstance(event, kind)]
+        trial = lab_trial(["train.precision=fp64", MODEL, *overrides], strategy=strategy, name=name, options=options)
+        main.run(trial.model_copy(update={"workers": 2}), rank=where, outbox=Written(folder / f"{name}.{where.rank}"))
 
 
 def losses(root: Path, name: str, metric: str = "train/loss") -> list[float]:
-    return [point.value for event in events(root, name, Metrics) for point in event.points if point.name == metric]
+    return [point.value for event in events_of(root, name, Metrics) for point in event.points if point.name == metric]
 
 
 @pytest.mark.parametrize("name", [name for name in TRAININGS if "powersgd" not in name and name != "plain"])
 def test_losses_are_those_without(root: Path, name: str) -> None:
     for metric in ("train/loss", "validation/loss"):
         assert losses(root, name, metric) == pytest.approx(losses(root, "plain", metric), abs=1e-12)
-    (end,) = events(root, name, Finished)
+    (end,) = events_of(root, name, Finished)
     assert end.result.compile_s > 0
 
 

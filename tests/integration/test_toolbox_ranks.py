@@ -2,33 +2,23 @@
 
 # promise: torch.compile, EMA
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_trainings import events_of, lab_trial, saved_in, train_rank
 from ranks import on_ranks
-from safetensors.torch import load_file
 
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import (
-    AnyEvent,
-    Event,
-    Failed,
     Finished,
     Metrics,
     Resumed,
-    event_from_json,
-    event_to_json,
 )
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.training import probe
-from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.collectives import from_first
-from pipeline.worker import main
 
 STOPPED, STEPS = 5, 8
 EMA = ["train.ema={decay: 0.7, start_step: 2}", "optimizer._target_=torch.optim.AdamW"]
@@ -58,7 +48,7 @@ def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.chdir(project)
         patch.syspath_prepend(project)
         folder = tmp_path_factory.mktemp("toolbox")
-        _train(_trial(folder, "ema, single", overrides=EMA, strategy="single"), Rank())
+        train_rank(_trial(folder, "ema, single", overrides=EMA, strategy="single"), Rank())
         on_ranks(_in_two_processes, folder, folder=folder)
         yield folder
 
@@ -67,7 +57,7 @@ def _in_two_processes(where: Rank, folder: Path) -> None:
     # Where a step's time goes is measured behind each training; once is enough here.
     probe.SLOT_SECONDS, probe.ROUNDS, probe.FEWEST_ROUNDS = 0.0, 1, 1
     for name, more in _trainings().items():
-        _train(from_first(lambda: _trial(folder, name, **more), rank=where), where)  # noqa: B023
+        train_rank(from_first(lambda: _trial(folder, name, **more), rank=where), where)  # noqa: B023
 
 
 def _trial(
@@ -81,56 +71,19 @@ def _trial(
     stopped: str = "",
 ) -> Trial:
     """A trial with a checkpoint of each step; it goes on from what another one has left if that is given."""
-    if stopped:
-        (folder / name).mkdir()
-        for step in range(1, STOPPED + 1):
-            shutil.copytree(folder / stopped / folder_name(step), folder / name / folder_name(step))
     shared = ["checkpoint.every_steps=1", "checkpoint.keep=100", f"train.precision={precision}"]
-    return Training(
-        name=name, experiment=load("lab.yaml", [*shared, *overrides]).experiment, strategy=strategy,
-        options=options or {}, launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
-        allowed=allowed_packages(), checkpoints=str(folder / name), resume=bool(stopped),
-    )  # fmt: skip
-
-
-class _Written:
-    """An outbox whose events and files end up in a folder."""
-
-    stop_asked = False
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def event(self, event: AnyEvent) -> None:
-        assert not isinstance(event, Failed), event.traceback or event.error
-        with Path(f"{self._path}.jsonl").open("ab") as file:
-            file.write(event_to_json(event) + b"\n")
-
-    def file(self, path: Path, name: str) -> None:
-        shutil.copy(path, f"{self._path}.{Path(name).name}")
-
-
-def _train(trial: Trial, rank: Rank) -> None:
-    main.run(trial, rank=rank, outbox=_Written(Path(f"{trial.checkpoints}.{rank.rank}")))
-
-
-def events(root: Path, name: str, kind: type[Event]) -> list[Any]:
-    lines = (root / f"{name}.0.jsonl").read_text().splitlines()
-    return [event for event in map(event_from_json, lines) if isinstance(event, kind)]
+    trial = lab_trial([*shared, *overrides], strategy=strategy, name=name, options=options)
+    return saved_in(folder, trial, stopped=stopped, steps=STOPPED)
 
 
 def series(root: Path, name: str, metric: str, *, after: int = 0) -> dict[int, float]:
-    points = [point for event in events(root, name, Metrics) for point in event.points if point.name == metric]
+    points = [point for event in events_of(root, name, Metrics) for point in event.points if point.name == metric]
     return {point.step: point.value for point in points if point.step > after}
 
 
 def weights(root: Path, name: str) -> Weights:
     loaded: Weights = torch.load(root / f"{name}.0.weights.pt", weights_only=True)
     return loaded
-
-
-def saved(root: Path, name: str, step: int) -> Weights:
-    return load_file(root / name / folder_name(step) / "state.safetensors")
 
 
 def farthest(one: dict[int, float], other: dict[int, float]) -> float:
@@ -150,7 +103,7 @@ def test_averages_are_those_of_one_process(root: Path, name: str) -> None:
 
 
 def test_sharded_averages_go_on_to_the_bit(root: Path) -> None:
-    assert [event.step for event in events(root, "ema, fsdp again", Resumed)] == [STOPPED]
+    assert [event.step for event in events_of(root, "ema, fsdp again", Resumed)] == [STOPPED]
     assert (
         series(root, "ema, fsdp again", "validation/loss")[STEPS]
         == (series(root, "ema, fsdp", "validation/loss")[STEPS])
@@ -161,7 +114,7 @@ def test_sharded_averages_go_on_to_the_bit(root: Path) -> None:
 
 def test_each_rank_of_fsdp_holds_its_part_of_them(root: Path) -> None:
     """As much as of the parameters: AdamW's state is twice that, gradients as much."""
-    (ddp,), (fsdp,) = (events(root, name, Finished) for name in ("ema, ddp", "ema, fsdp"))
+    (ddp,), (fsdp,) = (events_of(root, name, Finished) for name in ("ema, ddp", "ema, fsdp"))
     assert ddp.result.held is not None
     assert fsdp.result.held is not None
     assert sum(fsdp.result.held.mb) == pytest.approx(ddp.result.held.mb[0], rel=0.1)

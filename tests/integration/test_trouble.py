@@ -20,25 +20,8 @@ from pipeline.protocol.events import AnyEvent, Metrics, RunClosed
 from pipeline.recording import journal
 
 TRACEBACK = "Traceback (most recent call last)"
-LAB = (Path(__file__).parents[1] / "project" / "lab.yaml").read_text()
 
 Command = Callable[..., Any]
-
-
-class Wrong(NamedTuple):
-    """An experiment file or a command line that can't work, and what must be said about it."""
-
-    name: str
-    code: int
-    said: tuple[str, ...]
-    text: str | bytes = LAB
-    more: tuple[str, ...] = ()
-
-
-def run(command: Command, project: Path, wrong: Wrong, *options: str) -> Any:
-    file = project / "wrong.yaml"
-    file.write_bytes(wrong.text if isinstance(wrong.text, bytes) else wrong.text.encode())
-    return command("run", file.name, "--no-baseline", *options, *wrong.more)
 
 
 def test_a_run_that_failed_is_closed_as_failed(command: Command, project: Path, tmp_path: Path) -> None:

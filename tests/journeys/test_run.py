@@ -5,10 +5,8 @@
 import json
 import os
 import signal
-import socket
 import urllib.request
 from collections.abc import Callable
-from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from stores import free_port
 
 from pipeline.config.load import load
 from pipeline.config.summary import config_hash, flatten
@@ -291,15 +290,9 @@ def test_the_log_holds_what_the_terminal_showed(whole_run: Any) -> None:
     assert "ddp, 2 workers: done, 115 steps" in log
 
 
-@pytest.fixture
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_the_ui_serves_until_it_is_interrupted(whole_run: Any, free_port: int, start: Any) -> None:
-    process = start("ui", "--port", str(free_port), cwd=whole_run.cwd)
+def test_the_ui_serves_until_it_is_interrupted(whole_run: Any, start: Any) -> None:
+    port = free_port()
+    process = start("ui", "--port", str(port), cwd=whole_run.cwd)
     address = process.stdout.readline().split()[-1]
 
     with urllib.request.urlopen(f"{address}/health", timeout=10) as answer:

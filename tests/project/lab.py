@@ -27,10 +27,6 @@ def points(samples: int = 50) -> tuple[TensorDataset, TensorDataset]:
     return _points(samples), _points(samples)
 
 
-def only_training(samples: int = 50) -> tuple[TensorDataset, None]:
-    return _points(samples), None
-
-
 def no_samples() -> tuple[TensorDataset, TensorDataset]:
     return _points(0), _points(10)
 

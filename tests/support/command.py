@@ -18,12 +18,39 @@ from pipeline.recording import waiting
 from pipeline.system.child import Report
 
 REPOSITORY = Path(__file__).parents[2]
+EXPERIMENT = {
+    "name": "from-a-dict",
+    "model": {"_target_": "lab.Net"},
+    "data": {"_target_": "lab.points"},
+    "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "train": {"epochs": 2, "global_batch_size": 16},
+    "tracking": {"log_model": False},
+}
+"""An experiment of the user's project, as a dict."""
 
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of tests/project: a user's own package, and the experiment lab.yaml that uses it."""
     return Path(shutil.copytree(REPOSITORY / "tests" / "project", tmp_path_factory.mktemp("user") / "project"))
+
+
+@pytest.fixture
+def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's project as working directory; what a notebook has: nothing of it on the path."""
+    monkeypatch.chdir(project)
+    return project
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The user's project as a git repository."""
+    source, ignored = REPOSITORY / "tests" / "project", shutil.ignore_patterns("__pycache__")
+    folder = Path(shutil.copytree(source, tmp_path / "project", ignore=ignored))
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    subprocess.run(["git", "add", "."], cwd=folder, check=True)
+    return folder
 
 
 class Ended(NamedTuple):

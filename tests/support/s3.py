@@ -4,10 +4,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 
 import fsspec
 import pytest
+from stores import free_port
 from waiting import eventually
 
 from pipeline.training.checkpoints.manifest import step_of
@@ -21,7 +22,7 @@ class S3:
     """Its content is in its memory, and ends with it; there is always an empty bucket when it starts."""
 
     def __init__(self) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -61,10 +62,3 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 def steps(address: str) -> list[int]:
     """Of all checkpoints at an address."""
     return sorted(step for name in Storage(address).folders() if (step := step_of(name)) is not None)
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -114,9 +114,5 @@ def weights(samples: Any, of: Any = None) -> Any:
     return torch.arange(float(len(samples))) if of is None else of
 
 
-def too_few_arguments(samples: Any) -> Any:
-    return range(len(samples))
-
-
 def of_the_process(samples: Any, epoch: int, generator: torch.Generator) -> Any:
     return np.roll(np.arange(len(samples)), os.getpid())

@@ -27,7 +27,6 @@ from pipeline.protocol.events import (
 from pipeline.recording import also
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
-STEPS = 3
 
 
 def opened(**more: Any) -> RunOpened:

@@ -21,8 +21,6 @@ from pipeline.training.context import TrainContext
 from pipeline.training.loop import train
 
 HERE = "test_optimizer_fit"
-STEPS = 6
-"""Two epochs of three steps."""
 
 
 class Mixed(nn.Module):

@@ -18,8 +18,6 @@ from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorder import Recorder
 from pipeline.training.checkpoints.storage import Storage
 
-SIZE = 400_000
-
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Advanced | Warned]]:
