@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.parallel import Parallel
 from pipeline.errors import PipelineError, Terminated, TrainingError, UsageError
+from pipeline.planning.outer_launcher import OuterLauncher, outer_launcher
 from pipeline.planning.plan import Plan
-from pipeline.protocol.outer_launcher import OuterLauncher, outer_launcher
 from pipeline.system.imports import undisturbed
 from pipeline.system.process import environment
 from pipeline.system.signals import end_after, on_sigterm
 
 if TYPE_CHECKING:
+    from pipeline.launchers._outer_group import Command, OuterGroup
     from pipeline.protocol.channel.outbox import ChannelOutbox
-    from pipeline.worker.outer_group import Command, OuterGroup
 
 _LAUNCHER = "torchrun"
 """Value of ``parallel.launcher`` for workers that an outer launcher has started: they have torchrun's variables."""
@@ -182,7 +182,7 @@ class _Follower:
 
 def _group(outer: OuterLauncher, parallel: Parallel) -> "OuterGroup":
     with undisturbed():
-        from pipeline.worker.outer_group import joined  # imports torch, which takes seconds
+        from pipeline.launchers._outer_group import joined  # imports torch, which takes seconds
     return joined(outer, timeout_s=parallel.start_timeout_s)
 
 

@@ -12,7 +12,7 @@ from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN
 from pipeline.config.user_modules import hiding_library
 from pipeline.launchers._forks import Forks
-from pipeline.protocol.outer_launcher import outer_launcher
+from pipeline.planning.outer_launcher import outer_launcher
 from pipeline.system.process import environment
 
 _HASHES = "PYTHONHASHSEED"

@@ -8,6 +8,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from pipeline.errors import Terminated
+from pipeline.launchers._outer_group import Command, OuterGroup
 from pipeline.launchers._outer_ranks import facts_of_all, find_gpus
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.launchers.base import Attempt
@@ -23,7 +24,6 @@ from pipeline.worker.interfaces import (
     interface_variables,
     is_loopback,
 )
-from pipeline.worker.outer_group import Command, OuterGroup
 from pipeline.worker.process_group import abort_on_failure
 
 _LAST_REPORTS_S = 10.0

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
+from pipeline.launchers._outer_group import OuterGroup, joined
+from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.planning.resources import Placed, Resources, detect, usable_cores
 from pipeline.planning.visible_gpus import visible_gpus
-from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.system.imports import PACKAGE
-from pipeline.worker.outer_group import OuterGroup, joined
 
 _SHOWN = 3  # names of nodes
 

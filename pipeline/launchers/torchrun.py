@@ -17,18 +17,18 @@ from pipeline.config.parallel import Parallel
 from pipeline.errors import terminate
 from pipeline.launchers import _head_start, base
 from pipeline.launchers._forks import Forks, Process
+from pipeline.launchers._outer_group import joined
 from pipeline.launchers._outer_launch import launch_on_all
 from pipeline.launchers._outer_ranks import resources_of_all
 from pipeline.planning import resources
+from pipeline.planning.outer_launcher import outer_launcher
 from pipeline.planning.resources import Resources
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import Warned
-from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.signals import handled
 from pipeline.worker import rendezvous
-from pipeline.worker.outer_group import joined
 
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import toys
 
+from pipeline.launchers import _outer_group as outer_group
 from pipeline.launchers import torchrun
 from pipeline.launchers._attendance import Attendance
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.launchers.base import Session
+from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
-from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.protocol.trial import Rank
-from pipeline.worker import interfaces, outer_group
+from pipeline.worker import interfaces
 
 
 def heartbeat(rank: int, phase: Phase = Phase.BUILDING) -> Heartbeat:

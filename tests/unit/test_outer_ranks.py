@@ -12,15 +12,15 @@ import torch
 import toys
 
 from pipeline.errors import ResourceError
+from pipeline.launchers import _outer_group as outer_group
+from pipeline.launchers._outer_group import Command, OuterGroup
 from pipeline.launchers._outer_ranks import RankFacts, combined, find_gpus, refuse_others
 from pipeline.planning.layout import Planner
+from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.protocol.trial import Rank, Reference, Training
 from pipeline.training.build import device_of
-from pipeline.worker import outer_group
-from pipeline.worker.outer_group import Command, OuterGroup
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pipeline.errors import UsageError
-from pipeline.protocol.slurm_hosts import first_in_host_file, hosts_of
+from pipeline.planning.slurm_hosts import first_in_host_file, hosts_of
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 29500

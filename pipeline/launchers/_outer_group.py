@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
+from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.system.background import in_background
 from pipeline.worker import rendezvous
