@@ -20,8 +20,6 @@ class Attendance:
         """Ranks that have ended in order, or have reported their failure."""
         self.lost: set[int] = set()
         """Ranks whose connection broke before they had ended."""
-        self.trouble_at: float | None = None
-        """Time at which the first rank failed by itself or was lost, in seconds of `time.monotonic`."""
         self._lock = threading.Lock()
 
     def noting(self, receive: Receive) -> Receive:
@@ -38,23 +36,13 @@ class Attendance:
         with self._lock:
             if rank not in self.ended:
                 self.lost.add(rank)
-                self.trouble_at = self.trouble_at or time.monotonic()
-
-    def await_arrival(self, ranks: Iterable[int], *, timeout_s: float) -> set[int]:
-        """Wait until all of the ranks have come, or some are lost; return those that are missing after a timeout."""
-        wanted, deadline = set(ranks), time.monotonic() + timeout_s
-        while (missing := wanted - self.nodes.keys()) and not self.lost:
-            if time.monotonic() > deadline:
-                return missing
-            time.sleep(_POLL_S)
-        return set()
 
     def await_ends(self, ranks: Iterable[int], *, timeout_s: float) -> set[int]:
-        """Wait until all of the ranks have ended or are lost; return those that have not after a timeout."""
+        """Wait until all of the ranks have ended, or one is lost; return the lost and, after a timeout, the missing."""
         wanted, deadline = set(ranks), time.monotonic() + timeout_s
-        while (missing := wanted - self.ended - self.lost) and time.monotonic() < deadline:
+        while (missing := wanted - self.ended) and not self.lost and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return missing
+        return set(self.lost) or missing
 
     def _note(self, event: AnyEvent) -> None:
         with self._lock:
@@ -64,5 +52,3 @@ class Attendance:
                     self.ended.add(event.rank.rank)
             elif isinstance(event, Failed):
                 self.ended.add(event.rank.rank)
-                if event.origin == "rank":
-                    self.trouble_at = self.trouble_at or time.monotonic()

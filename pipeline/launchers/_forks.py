@@ -13,7 +13,7 @@ from typing import Self
 from pipeline.launchers._forkserver import ForkReply, ForkRequest
 from pipeline.system.process import TASKS
 
-_WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Variables for libraries that start threads when imported, as OpenBLAS and pyarrow do: these can't be forked."""
 _SLOWER = "Workers now start as new processes, which takes longer. Results are not affected."
 _MODULE = "pipeline.worker.main"
@@ -49,7 +49,7 @@ class Forks:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | _WITHOUT_THREADS,
+                env=os.environ | WITHOUT_THREADS,
             )
 
     def __enter__(self) -> Self:

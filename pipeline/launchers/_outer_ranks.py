@@ -41,8 +41,8 @@ class RankFacts(Frozen):
 def own_facts(group: OuterGroup) -> RankFacts:
     """Return the facts about this rank."""
     return RankFacts(
-        rank=group.rank.rank,
-        local_rank=group.rank.local_rank,
+        rank=group.outer.rank,
+        local_rank=group.outer.local_rank,
         resources=detect(),
         cores=usable_cores(),
         gpus=visible_gpus(),

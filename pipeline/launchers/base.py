@@ -90,7 +90,8 @@ class Attempt:
         self._time_to_first_step: float | None = None
         self._outcome = Outcome()
         self._lock = threading.Lock()
-        self.outbox = self._direct_outbox(self.receive)
+        own = replace(session, receive=self.receive)
+        self.outbox = DirectOutbox(own, is_stopping=lambda: stop.asked)
         """Outbox for a worker in this process."""
         self.attendance = Attendance()
         """Ranks that have come and gone while this attempt listens."""
@@ -119,12 +120,10 @@ class Attempt:
     def listening(self, host: str) -> Iterator[Address]:
         """Open an inbox on an address of this machine; yield where workers connect to it.
 
-        Meanwhile hanging ranks are detected and stop requests are passed on to the workers. A worker in this process
-        is judged together with the others.
+        Meanwhile hanging ranks are detected and stop requests are passed on to the workers.
         """
         self._detector = detector = HangDetector(self._trial, receive=self.receive)
         receive = self.attendance.noting(detector.receive)
-        self.outbox = self._direct_outbox(receive)
         ports = self._trial.experiment.parallel.ports
         folder, hung_up = self._session.folder, self.attendance.hung_up
         inbox = Inbox(host=host, receive=receive, folder=folder, ports=ports, hung_up=hung_up)
@@ -140,9 +139,6 @@ class Attempt:
             self._detector.report_stall_of(losses.keys() - reported)
         nodes = self.attendance.nodes
         return replace(self._outcome, losses=dict(losses or {}), nodes=dict(nodes), was_resized=self._resize.asked)
-
-    def _direct_outbox(self, receive: Receive) -> DirectOutbox:
-        return DirectOutbox(replace(self._session, receive=receive), is_stopping=lambda: self._stop.asked)
 
 
 class Launcher(ABC):

@@ -1,6 +1,6 @@
 """Launchers that start this command as several processes, read from their environment variables.
 
-``torchrun``, ``srun`` and ``mpirun`` start ``pipeline run`` once for each rank; rank 0's process is driver and worker.
+``torchrun``, ``srun`` and ``mpirun`` start ``pipeline run`` once for each rank; rank 0's process is the driver.
 A shell inside an allocation, such as that of ``salloc`` or of a batch script, is no rank: ``srun`` alone sets the
 variables of a job step.
 """

@@ -191,10 +191,11 @@ class TestHeadStart:
         with _head_start.given(load(MLP, ["parallel.launcher=inprocess"]).experiment):
             assert not _head_start._begun
             assert "PYTHONHASHSEED" not in os.environ  # too late for this interpreter
-        for name, value in outer_torchrun().items():
+        for name, value in outer_torchrun(rank=1).items():
             monkeypatch.setenv(name, value)
         with _head_start.given(load(MLP, self.DDP).experiment):
             assert not _head_start._begun
+            assert os.environ["OMP_NUM_THREADS"] == "1", "this process itself will be forked"
 
 
 def test_threads_are_those_of_the_trial(forks: Forks, tmp_path: Path) -> None:
