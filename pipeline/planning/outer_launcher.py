@@ -8,8 +8,9 @@ variables of a job step.
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.errors import UsageError
 from pipeline.planning.slurm_hosts import first_in_host_file, hosts_of
@@ -77,10 +78,8 @@ def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
         UsageError: some variables of a launcher are missing, malformed, or contradict others.
     """
     given = os.environ if variables is None else variables
-    for read in (_torchrun, _open_mpi, _pmi, _srun):
-        if (found := read(given)) is not None:
-            return found if found.world_size > 1 or found.name == "torchrun" else None
-    return None
+    names = _find_names(given)
+    return _Reader(given, names).read() if names is not None else None
 
 
 def find_ignored_ranks(variables: Variables | None = None) -> str:
@@ -96,186 +95,161 @@ def is_follower() -> bool:
     return (outer := outer_launcher()) is not None and not outer.is_driver
 
 
-def _torchrun(given: Variables) -> OuterLauncher | None:
-    if "TORCHELASTIC_RUN_ID" not in given:
+class _Names(NamedTuple):
+    """Names of the variables in which a launcher says which of its processes this one is."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Names("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_PALS = _Names("mpirun", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+_HYDRA = _Names("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+"""MPICH and Intel MPI."""
+
+
+def _find_names(given: Variables) -> _Names | None:
+    """Return the variables of the innermost launcher; None without one."""
+    if "TORCHELASTIC_RUN_ID" in given:
+        return _TORCHRUN
+    if _OPEN_MPI.rank in given or _OPEN_MPI.world_size in given:
+        return _OPEN_MPI
+    srun = _find_names_of_srun(given)
+    if _PALS.rank not in given and _PALS.world_size not in given:
+        return srun
+    # srun --mpi=pmi2 also sets the variables of PMI.
+    if srun and [given.get(name) for name in srun[1:3]] == [given.get(name) for name in _PALS[1:3]]:
+        return srun
+    return _PALS if _PALS.local_rank in given else _HYDRA
+
+
+def _find_names_of_srun(given: Variables) -> _Names | None:
+    """Return the variables of a job step; a batch script and a shell of salloc have a SLURM_PROCID, but no step."""
+    steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")
+    if "SLURM_PROCID" not in given or not any(name in given for name in steps):
         return None
-    number = _reader(given, "torchrun")
-    return _checked(
-        given,
-        rank=("RANK", number("RANK")),
-        world_size=("WORLD_SIZE", number("WORLD_SIZE")),
-        local_rank=("LOCAL_RANK", number("LOCAL_RANK")),
-        local_world_size=("LOCAL_WORLD_SIZE", number("LOCAL_WORLD_SIZE")),
-        name="torchrun",
-        host=_text(given, "torchrun", "MASTER_ADDR"),
-        port=number("MASTER_PORT"),
-        has_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=given.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
+    # srun --preserve-env leaves the job's number of tasks in SLURM_NTASKS.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
+    counts = "SLURM_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" not in given else "SLURM_STEP_TASKS_PER_NODE"
+    return _Names("srun", "SLURM_PROCID", size, "SLURM_LOCALID", counts)
 
 
-def _open_mpi(given: Variables) -> OuterLauncher | None:
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    if not any(name in given for name in names):
-        return None
-    return _mpirun(given, *names, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+class _Reader:
+    """Reads the variables of a launcher."""
 
+    def __init__(self, given: Variables, names: _Names) -> None:
+        self._given, self._names = given, names
 
-def _pmi(given: Variables) -> OuterLauncher | None:
-    """Read the variables of MPICH, Intel MPI and others; ``srun --mpi=pmi2`` sets them beside its own."""
-    if not any(name in given for name in ("PMI_RANK", "PMI_SIZE")):
-        return None
-    slurm = _srun(given)
-    same = slurm is not None and (str(slurm.rank), str(slurm.world_size))
-    if same == (given.get("PMI_RANK"), given.get("PMI_SIZE")):  # srun --mpi=pmi2
-        return slurm
-    local = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-    return _mpirun(given, "PMI_RANK", "PMI_SIZE", *(local if local[0] in given else _HYDRA))
+    def read(self) -> OuterLauncher | None:
+        """Return the launcher; None if it started a single process, unless it is torchrun.
 
+        Raises:
+            UsageError: a variable is missing or malformed, or two contradict each other.
+        """
+        names, is_torchrun = self._names, self._names is _TORCHRUN
+        world_size = self._number(names.world_size)
+        if world_size == 1 and not is_torchrun:  # runtimes leave some of the variables out then
+            return None
+        hosts = () if is_torchrun else self._hosts()
+        local_world_size = self._local_world_size(hosts, world_size=world_size)
+        if names.launcher == "srun" and local_world_size < world_size:
+            hosts = self._in_order_of_ranks(hosts)
+        outer = OuterLauncher(
+            name=names.launcher,
+            host=self._text("MASTER_ADDR") if is_torchrun else self._host(hosts, is_one=local_world_size >= world_size),
+            rank=self._number(names.rank),
+            world_size=world_size,
+            local_rank=self._number(names.local_rank),
+            local_world_size=local_world_size,
+            port=self._number("MASTER_PORT") if is_torchrun or "MASTER_PORT" in self._given else self._derived_port(),
+            hosts=hosts,
+            has_store=is_torchrun and self._given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=self._given.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchrun else "0",
+        )
+        self._check(outer)
+        return outer
 
-_HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    def _text(self, name: str) -> str:
+        if name not in self._given:
+            raise UsageError(f"started by {self._names.launcher}, but {name} is not set")
+        return self._given[name]
 
+    def _number(self, name: str) -> int:
+        text = self._text(name)
+        if not (text.isascii() and text.isdecimal()):
+            raise UsageError(f"started by {self._names.launcher}, but {name}={text} is not a number")
+        return int(text)
 
-def _mpirun(given: Variables, rank: str, size: str, local_rank: str, local_size: str) -> OuterLauncher | None:
-    number = _reader(given, "mpirun")
-    world_size = number(size)
-    alone = world_size == 1  # runtimes leave some of the variables out then
-    local = 1 if alone else number(local_size)
-    hosts = _hosts(given)
-    host = _LOOPBACK if local >= world_size else given.get("MASTER_ADDR") or next(iter(hosts), "")
-    if not host:
+    def _local_world_size(self, hosts: tuple[str, ...], *, world_size: int) -> int:
+        """Return the number of processes on this node, which srun gives for each node, e.g. as ``2(x3),1``."""
+        name = self._names.local_world_size
+        if self._names.launcher != "srun":
+            return self._number(name)
+        if name not in self._given and len(hosts) == 1:
+            return world_size
+        counts, node = self._text(name), self._number("SLURM_NODEID")
+        each = [int(count) for count, times in _COUNTS.findall(counts) for _ in range(int(times or 1))]
+        if node >= len(each):
+            raise UsageError(f"started by srun, but SLURM_NODEID={node} is no node of {name}={counts}")
+        return each[node]
+
+    def _hosts(self) -> tuple[str, ...]:
+        """Return the hosts of the job step, or of the job."""
+        name = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if self._given.get(name)), "")
+        try:
+            return tuple(hosts_of(self._given.get(name, "")))
+        except ValueError:
+            text = self._given[name]
+            raise UsageError(f"{name}={text}: not a node list of Slurm, such as gpu[01-03,7],login1") from None
+
+    def _in_order_of_ranks(self, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the hosts, rank 0's first: a host file decides where it runs, and Slurm's node lists are sorted."""
+        if "SLURM_HOSTFILE" not in self._given or "MASTER_ADDR" in self._given:
+            return hosts
+        first = first_in_host_file(self._given["SLURM_HOSTFILE"])
+        return (first, *(host for host in hosts if host != first))
+
+    def _host(self, hosts: tuple[str, ...], *, is_one: bool) -> str:
+        """Return the host of rank 0."""
+        host = _LOOPBACK if is_one else self._given.get("MASTER_ADDR") or next(iter(hosts), "")
+        if host:
+            return host
+        if self._names.launcher == "srun":
+            raise UsageError("started by srun, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
         raise UsageError(
             "started by mpirun on several machines, but MASTER_ADDR is not set, the name or address of the first one; "
             "write mpirun -x MASTER_ADDR=HOST ... (Open MPI) or mpirun -genv MASTER_ADDR HOST ... (MPICH, Intel MPI)"
         )
-    identity = next(filter(None, map(given.get, ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID"))), "")
-    return _checked(
-        given,
-        rank=(rank, number(rank)),
-        world_size=(size, world_size),
-        local_rank=(local_rank, 0 if alone else number(local_rank)),
-        local_world_size=(local_size, local),
-        name="mpirun",
-        host=host,
-        port=_port(given, "mpirun", identity=identity),
-        hosts=hosts,
-    )
 
+    def _derived_port(self) -> int:
+        """Return a port that all ranks derive from the same job, and other jobs rarely share."""
+        get = self._given.get
+        names = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+        identity = next(filter(None, map(get, names)), "")
+        if self._names.launcher == "srun":
+            identity = f"{get('SLURM_JOB_ID', '')}.{get('SLURM_STEP_ID', '')}".strip(".")
+        return _FIRST_PORT + zlib.crc32(identity.encode()) % _PORTS if identity else _DEFAULT_PORT
 
-def _srun(given: Variables) -> OuterLauncher | None:
-    """Read the variables of a job step; a batch script and a shell of salloc have a SLURM_PROCID, too, but no step."""
-    if "SLURM_PROCID" not in given or not any(name in given for name in _STEP):
-        return None
-    number = _reader(given, "srun")
-    # srun --preserve-env leaves the job's number of tasks in SLURM_NTASKS.
-    size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in given), "SLURM_NTASKS")
-    world_size = number(size)
-    if world_size == 1:
-        return OuterLauncher(
-            name="srun", rank=0, world_size=1, local_rank=0, local_world_size=1, host=_LOOPBACK, port=_DEFAULT_PORT
-        )
-    hosts = _hosts(given)
-    counts, local_size = _tasks_on_this_node(given, hosts, world_size=world_size)
-    if local_size < world_size and "SLURM_HOSTFILE" in given and "MASTER_ADDR" not in given:  # node lists are sorted
-        first = first_in_host_file(given["SLURM_HOSTFILE"])
-        hosts = (first, *(host for host in hosts if host != first))
-    host = _LOOPBACK if local_size >= world_size else given.get("MASTER_ADDR") or next(iter(hosts), "")
-    if not host:
-        raise UsageError("started by srun, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
-    return _checked(
-        given,
-        rank=("SLURM_PROCID", number("SLURM_PROCID")),
-        world_size=(size, world_size),
-        local_rank=("SLURM_LOCALID", number("SLURM_LOCALID")),
-        local_world_size=(counts, local_size),
-        name="srun",
-        host=host,
-        port=_port(given, "srun", identity=f"{given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '')}"),
-        hosts=hosts,
-    )
-
-
-_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")
-
-
-def _tasks_on_this_node(given: Variables, hosts: tuple[str, ...], *, world_size: int) -> tuple[str, int]:
-    """Return the number of tasks on this node, and the variable that says it, e.g. ``2(x3),1`` for each node."""
-    name = next((name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if name in given), "")
-    if not name:
-        if len(hosts) == 1:
-            return "SLURM_STEP_NODELIST", world_size
-        raise UsageError("started by srun, but SLURM_STEP_TASKS_PER_NODE is not set")
-    node = _reader(given, "srun")("SLURM_NODEID")
-    for count, times in _COUNTS.findall(given[name]):
-        if node < (nodes := int(times or 1)):
-            return name, int(count)
-        node -= nodes
-    raise UsageError(f"started by srun, but SLURM_NODEID={given['SLURM_NODEID']} is no node of {name}={given[name]}")
-
-
-def _hosts(given: Variables) -> tuple[str, ...]:
-    """Return the hosts of the job step, or of the job."""
-    name = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if given.get(name)), "")
-    try:
-        return tuple(hosts_of(given.get(name, "")))
-    except ValueError:
-        raise UsageError(f"{name}={given[name]}: not a node list of Slurm, such as gpu[01-03,7],login1") from None
-
-
-def _port(given: Variables, launcher: str, *, identity: str) -> int:
-    """Return MASTER_PORT, else a port that all ranks derive from the same job, and other jobs rarely share."""
-    if "MASTER_PORT" in given:
-        return _reader(given, launcher)("MASTER_PORT")
-    return _FIRST_PORT + zlib.crc32(identity.encode()) % _PORTS if identity.strip(".") else _DEFAULT_PORT
-
-
-def _reader(given: Variables, launcher: str) -> Callable[[str], int]:
-    """Return a function that reads a variable of a launcher as a number.
-
-    Raises:
-        UsageError: from that function, if the variable is missing or no number.
-    """
-
-    def number(name: str) -> int:
-        text = _text(given, launcher, name)
-        if not (text.isascii() and text.isdecimal()):
-            raise UsageError(f"started by {launcher}, but {name}={text} is not a number")
-        return int(text)
-
-    return number
-
-
-def _text(given: Variables, launcher: str, name: str) -> str:
-    if name not in given:
-        raise UsageError(f"started by {launcher}, but {name} is not set")
-    return given[name]
-
-
-def _checked(
-    given: Variables,
-    *,
-    rank: tuple[str, int],
-    world_size: tuple[str, int],
-    local_rank: tuple[str, int],
-    local_world_size: tuple[str, int],
-    **more: object,
-) -> OuterLauncher:
-    """Return the launcher, after a check that its variables, each with its name, go together.
-
-    Raises:
-        UsageError: two variables contradict each other; names both.
-    """
-    for (name, value), (limit, most) in ((rank, world_size), (local_rank, local_world_size)):
-        if value >= most:
-            raise UsageError(f"{name}={value} and {limit}={most} contradict each other: ranks count from 0")
-    if local_world_size[1] > world_size[1]:
-        raise UsageError(
-            f"{local_world_size[0]} says {local_world_size[1]} processes on this machine, but {world_size[0]} says "
-            f"{world_size[1]} in all"
-        )
-    # Scripts that were written for torch often export these; a rank that is the same for all tasks would hang.
-    for own, (name, value) in {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}.items():
-        if own in given and given[own] != str(value):
-            raise UsageError(f"{own}={given[own]} and {name}={value} contradict each other; unset {own}")
-    numbers = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
-    return OuterLauncher(**{name: value for name, (_, value) in numbers.items()}, **more)  # type: ignore[arg-type]
+    def _check(self, outer: OuterLauncher) -> None:
+        """Check that the variables go together; an error names both of two that don't."""
+        _, rank, world_size, local_rank, local_world_size = self._names
+        for value, name, most, limit in (
+            (outer.rank, rank, outer.world_size, world_size),
+            (outer.local_rank, local_rank, outer.local_world_size, local_world_size),
+        ):
+            if value >= most:
+                raise UsageError(f"{name}={value} and {limit}={most} contradict each other: ranks count from 0")
+        if outer.local_world_size > outer.world_size:
+            raise UsageError(
+                f"{local_world_size} says {outer.local_world_size} processes on this machine, but {world_size} says "
+                f"{outer.world_size} in all"
+            )
+        # Scripts that were written for torch often export these; a rank that is the same for all tasks would hang.
+        for own, name in zip(_TORCHRUN[1:4], self._names[1:4], strict=True):
+            exported, here = self._given.get(own), outer.variables[own]
+            if exported not in {None, here}:
+                raise UsageError(f"{own}={exported} and {name}={here} contradict each other; unset {own}")
