@@ -28,7 +28,7 @@ class OtherWorker:
 
     def poll(self) -> int | None:
         """Return 0 once it has ended or is lost, 1 once it has failed or is late; None while it runs."""
-        there = self._attempt.attendance
+        there = self._attempt
         if self._rank in {failure.rank.rank for failure in self._attempt.outcome().failures}:
             return 1
         if self._rank in there.ended | there.lost:
@@ -66,14 +66,14 @@ class OuterWorkers:
         if is_known or any(failure.origin == "rank" for failure in failures):
             return {}
         others = range(1, self._trial.workers)
-        return dict.fromkeys(self._attempt.attendance.await_ends(others, timeout_s=_LAST_REPORTS_S), "")
+        return dict.fromkeys(self._attempt.await_ends(others, timeout_s=_LAST_REPORTS_S), "")
 
     def outcome(self, losses: Mapping[int, str]) -> Outcome:
         """Return the outcome of the launch; ``losses`` says how workers were lost, by rank."""
         attempt = self._attempt
         late = f"it did not start within parallel.start_timeout_s ({self._timeout_s:g} s)"
         died = "its process was killed or crashed, or its node is unreachable"
-        others = {rank: died if rank in attempt.attendance.nodes else late for rank in losses if rank > 0}
+        others = {rank: died if rank in attempt.nodes else late for rank in losses if rank > 0}
         silent = {rank: how for rank, how in attempt.silent.items() if rank in losses}
         nodes = {facts.rank: facts.resources.node for facts in self._facts}
         return replace(attempt.outcome({**losses, **others, **silent}), nodes=nodes)

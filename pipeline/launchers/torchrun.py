@@ -83,11 +83,11 @@ class Launcher(base.Launcher):
                 arguments = [str(assignment), "--channel", str(channel)]
                 if outer is not None:
                     outer.start_others(address)
-                losses = self._run(trial, arguments, self._forks, lost=attempt.attendance.lost, outer=outer)
+                losses = self._run(trial, arguments, self._forks, lost=attempt.lost, outer=outer)
         finally:
             channel.unlink(missing_ok=True)
         # The last connections are read at the end of the block.
-        losses = losses or dict.fromkeys(attempt.attendance.lost, _how(0))
+        losses = losses or dict.fromkeys(attempt.lost, _how(0))
         return outer.outcome(losses) if outer is not None else attempt.outcome(losses)
 
     def _run(

@@ -16,7 +16,6 @@ import toys
 from pipeline.config.parallel import Parallel
 from pipeline.launchers import _outer_group as outer_group
 from pipeline.launchers import _outer_workers, torchrun
-from pipeline.launchers._attendance import Attendance
 from pipeline.launchers._outer_workers import OtherWorker, OuterWorkers
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.launchers.base import Attempt, Session
@@ -37,17 +36,15 @@ def failed(rank: int, origin: Origin = "rank") -> Failed:
     return Failed(trial="main", rank=Rank(rank=rank, world_size=3), error="", traceback="", origin=origin)
 
 
-def attendance(*events: AnyEvent) -> Attendance:
-    noted, passed = Attendance(), list[AnyEvent]()
-    note = noted.noting(passed.append)
+def attempt(*events: AnyEvent) -> Attempt:
+    made = Attempt(toys.trial(), session=SESSION, stop=StopRequest(), resize=StopRequest())
     for event in events:
-        note(event)
-    assert passed == list(events)
-    return noted
+        made.receive_sent(event)
+    return made
 
 
 def test_rank_that_hangs_up_before_its_end_is_lost() -> None:
-    there = attendance(heartbeat(1), heartbeat(2))
+    there = attempt(heartbeat(1), heartbeat(2))
     there.hung_up(2)
     assert there.lost == {2}
     assert there.await_ends([1, 2], timeout_s=1000) == {2}
@@ -55,17 +52,14 @@ def test_rank_that_hangs_up_before_its_end_is_lost() -> None:
 
 @pytest.mark.parametrize("last", [heartbeat(1, Phase.ENDED), failed(1, "lost_peer")], ids=["ended", "failed"])
 def test_rank_that_has_said_its_end_is_not_lost(last: AnyEvent) -> None:
-    there = attendance(heartbeat(1), last)
+    there = attempt(heartbeat(1), last)
     there.hung_up(1)
     assert there.lost == set()
     assert there.await_ends([1, 2], timeout_s=0) == {2}
 
 
 def worker_of(rank: int, *events: AnyEvent, starts_within_s: float = 1000) -> OtherWorker:
-    attempt = Attempt(toys.trial(), session=SESSION, stop=StopRequest(), resize=StopRequest())
-    for event in events:
-        attempt.attendance.noting(attempt.receive)(event)
-    return OtherWorker(rank, attempt=attempt, deadline=time.monotonic() + starts_within_s)
+    return OtherWorker(rank, attempt=attempt(*events), deadline=time.monotonic() + starts_within_s)
 
 
 def test_worker_of_another_rank_has_an_exit_code_like_those_that_are_started_here() -> None:
@@ -78,7 +72,7 @@ def test_worker_of_another_rank_has_an_exit_code_like_those_that_are_started_her
 
 def outer_workers(*events: AnyEvent) -> OuterWorkers:
     workers = object.__new__(OuterWorkers)
-    workers._attempt = worker_of(1, *events)._attempt
+    workers._attempt = attempt(*events)
     workers._trial, workers._timeout_s, workers._facts = toys.trial().model_copy(update={"workers": 3}), 7.0, ()
     return workers
 
