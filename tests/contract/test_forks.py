@@ -177,8 +177,10 @@ class TestHeadStart:
                 assert used is begun
                 assert not _head_start._begun
                 assert used._server.args[-1] == "torchmetrics"  # whose metric the experiment has
-                environment = Path(f"/proc/{used._server.pid}/environ").read_text().split("\0")
-                assert f"PYTHONHASHSEED={load(MLP).experiment.seed}" in environment
+                environment = Path(f"/proc/{used._server.pid}/environ")
+                while not environment.read_text():
+                    time.sleep(0.01)  # the kernel has not set it up
+                assert f"PYTHONHASHSEED={load(MLP).experiment.seed}" in environment.read_text().split("\0")
 
     def test_what_nobody_asked_for_is_ended(self) -> None:
         with _head_start.given(load(MLP, self.DDP).experiment):
