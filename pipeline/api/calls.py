@@ -23,7 +23,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.user_modules import check_not_importing
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.launchers import _head_start
-from pipeline.protocol.outer_launcher import outer_launcher
+from pipeline.planning.outer_launcher import outer_launcher
 from pipeline.recording import mlflow, waiting
 from pipeline.recording.terminal import Terminal
 from pipeline.report.report import Report

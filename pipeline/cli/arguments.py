@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
-from pipeline.protocol.outer_launcher import is_follower
+from pipeline.planning.outer_launcher import is_follower
 from pipeline.system import allocator, stages
 from pipeline.system.imports import undisturbed
 from pipeline.system.process import redirect_to_null

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from pipeline.config.load import ExperimentFile
 from pipeline.config.uris import without_credentials_in
-from pipeline.protocol.outer_launcher import outer_launcher
+from pipeline.planning.outer_launcher import outer_launcher
 
 
 @contextmanager

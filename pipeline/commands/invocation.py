@@ -16,10 +16,10 @@ from pipeline.driver import initial_weights, preflight
 from pipeline.driver.execute import execute, explained
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, UsageError
 from pipeline.launchers.base import Launcher, Session
+from pipeline.planning.outer_launcher import outer_launcher
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources, format_unfit
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
-from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult

@@ -13,9 +13,9 @@ from pipeline.driver.execute import explained
 from pipeline.driver.outer_run import check_workers, follow, leading
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.describe import describe, record
+from pipeline.planning.outer_launcher import is_follower
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.protocol.events import WEIGHTS
-from pipeline.protocol.outer_launcher import is_follower
 from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership

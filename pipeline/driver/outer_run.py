@@ -1,31 +1,36 @@
 """Runs within an outer launcher (``torchrun``, ``srun``, ``mpirun``): rank 0 leads, the other ranks follow.
 
-Rank 0's process is the driver, with journal, MLflow and terminal. The other ranks say nothing: they work on the trials
-that rank 0 assigns, and exit with its exit code.
+Rank 0's process is the driver, with journal, MLflow and terminal; it starts rank 0's worker. The processes of other
+ranks print nothing: each starts its rank's worker for the trials that rank 0 assigns, and exits with rank 0's code.
 """
 
+import gc
+import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Thread
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from pipeline.config.parallel import Parallel
 from pipeline.errors import PipelineError, Terminated, TrainingError, UsageError
+from pipeline.planning.outer_launcher import OuterLauncher, outer_launcher
 from pipeline.planning.plan import Plan
-from pipeline.protocol.outer_launcher import OuterLauncher, outer_launcher
+from pipeline.system.child import end_with_parent
 from pipeline.system.imports import undisturbed
-from pipeline.system.process import environment
+from pipeline.system.process import can_fork, environment
 from pipeline.system.signals import end_after, on_sigterm
 
 if TYPE_CHECKING:
-    from pipeline.protocol.channel.outbox import ChannelOutbox
-    from pipeline.worker.outer_group import Command, OuterGroup
+    from pipeline.launchers._outer_group import Command, OuterGroup
 
 _LAUNCHER = "torchrun"
 """Value of ``parallel.launcher`` for workers that an outer launcher has started: they have torchrun's variables."""
+_END_S = 3.0
+"""Seconds that a worker gets to end by itself once rank 0 sends the next command: it may wait for a GPU for ever."""
 
 
 @contextmanager
@@ -44,26 +49,18 @@ def leading(parallel: Parallel) -> Iterator[None]:
             f"parallel.launcher: is {parallel.launcher}, but {outer.name} started this process. "
             f"Add parallel.launcher={_LAUNCHER}, or start it with pipeline run alone."
         )
-    with environment(**outer.variables):
-        group, code = _group(outer, parallel), 1
-
-        def terminated(*_: object) -> None:
-            if not group.is_failing:  # else the launcher ends all ranks because one of them has died
-                raise Terminated
-
-        signal.signal(signal.SIGTERM, terminated)
-        try:
-            with group.hearing_stops():
-                yield
-            code = 0
-        except BaseException as error:
-            code = _exit_code(error)
-            raise
-        finally:
-            # The launcher may end this process as soon as another rank has exited; how the run ended is decided.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            with suppress(RuntimeError):  # the launcher that serves the store has ended
-                group.end(code)
+    group, code = _group(outer, parallel), 1
+    try:
+        yield
+        code = 0
+    except BaseException as error:
+        code = _exit_code(error)
+        raise
+    finally:
+        # The launcher may end this process as soon as another rank has exited; how the run ended is decided.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with suppress(RuntimeError):  # the launcher that serves the store has ended
+            group.end(code)
 
 
 def check_workers(plan: Plan) -> Plan:
@@ -91,7 +88,7 @@ def check_workers(plan: Plan) -> Plan:
 
 
 def follow(parallel: Parallel) -> None:
-    """Run this process as one of the workers of rank 0's trials.
+    """Start this rank's workers for rank 0's trials, until the end of the run.
 
     Raises:
         TrainingError: rank 0 has ended.
@@ -102,87 +99,82 @@ def follow(parallel: Parallel) -> None:
     assert outer is not None
     if parallel.launcher != _LAUNCHER:
         sys.exit(UsageError.exit_code)  # rank 0 says why
-    with environment(**outer.variables):
-        code = _Follower(outer, parallel).work()
+    stops: list[bool] = []
+    on_sigterm(lambda: stops.append(True))
+    group, worker = _group(outer, parallel), None
+    from torch.distributed import DistError
+
+    from pipeline.launchers._outer_ranks import own_facts
+
+    gone = f"rank {outer.rank} on {group.node} lost the connection to rank 0, which drives the run"
+    try:
+        group.publish(own_facts(group).model_dump_json())
+        while (command := group.next_command(has_to_stop=lambda: bool(stops))).trial:
+            _end(worker)
+            worker = _start_worker(command, group=group, gone=gone, parallel=parallel)
+    except (DistError, ConnectionError) as error:
+        raise TrainingError(gone) from error
+    except KeyboardInterrupt:  # a terminal sends it to all; rank 0 says how to continue
+        sys.exit(130)
+    finally:
+        _end(worker)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if code:
-        sys.exit(code)
+    if command.exit_code:
+        sys.exit(command.exit_code)
 
 
-class _Follower:
-    """A rank other than 0, from its first sign to the end of the run."""
+def _start_worker(command: "Command", *, group: "OuterGroup", gone: str, parallel: Parallel) -> BaseProcess:
+    """Start this rank's worker for a trial: forked from this process if that is safe, else a new one."""
+    from pipeline.protocol.trial import trial_from_json
+    from pipeline.worker.interfaces import LOOPBACK, address_facing, interface_variables
 
-    def __init__(self, outer: OuterLauncher, parallel: Parallel) -> None:
-        self._outer, self._parallel = outer, parallel
-        self._has_to_stop = False
-        self._group: OuterGroup | None = None
-        self._outbox: ChannelOutbox | None = None
-        """Channel to the driver while a trial runs."""
+    assert command.channel is not None
+    host, cpus = command.channel.host, trial_from_json(command.trial).cpus_per_worker
+    wanted = parallel.network_interface
+    network = interface_variables(address_facing(host), wanted=wanted) if host != LOOPBACK else {}
+    context = multiprocessing.get_context("fork" if can_fork() else "spawn")
+    worker = context.Process(target=_work, args=(command, gone, parallel.grace_s))  # type: ignore[attr-defined]
+    with environment(**group.variables(command, cpus=cpus), **network):
+        worker.start()
+    return worker  # type: ignore[no-any-return]
 
-    def work(self) -> int:
-        """Work on all trials; return the exit code of the run."""
-        on_sigterm(self._ask_to_stop)
-        self._group = group = _group(self._outer, self._parallel)
-        from torch.distributed import DistError
 
-        from pipeline.launchers._outer_ranks import own_facts
+def _work(command: "Command", gone: str, grace_s: float) -> None:
+    """Work on a trial, in a process of its own; at SIGTERM all ranks agree on a step to stop at."""
+    end_with_parent()
+    os.setsid()  # Ctrl-C is for the driver
+    gc.freeze()  # a collection would write to all of the memory that is shared with the parent
+    from threadpoolctl import threadpool_limits
 
-        if self._has_to_stop:
-            group.ask_to_stop()
-        gone = f"rank {group.rank.rank} on {group.rank.node} lost the connection to rank 0, which drives the run"
-        try:
-            group.publish(own_facts(group).model_dump_json())
-            while (command := group.next_command()).trial:
-                self._work_on(command, gone=gone)
-        except (DistError, ConnectionError) as error:
-            raise TrainingError(gone) from error
-        except KeyboardInterrupt:  # a terminal sends it to all; rank 0 says how to continue
-            sys.exit(130)
-        return command.exit_code
+    from pipeline.protocol.channel.outbox import ChannelOutbox
+    from pipeline.protocol.trial import trial_from_json
+    from pipeline.worker import main
 
-    def _work_on(self, command: "Command", *, gone: str) -> None:
-        with undisturbed():
-            from pipeline.worker import main
-        from pipeline.protocol.channel.outbox import ChannelOutbox
-        from pipeline.protocol.trial import trial_from_json
-        from pipeline.worker.interfaces import (
-            LOOPBACK,
-            address_facing,
-            connections_ended_by_failure,
-            interface_variables,
-        )
-        from pipeline.worker.process_group import abort_on_failure
+    assert command.channel is not None
+    threadpool_limits(int(os.environ["OMP_NUM_THREADS"]))  # libraries have read it before, when there was one
+    trial, rank = trial_from_json(command.trial), main.rank_from_environment()
+    with ChannelOutbox(command.channel, last_words=gone) as outbox, suppress(main.WorkerFailed):
 
-        assert self._group is not None
-        assert command.channel is not None
-        trial, host = trial_from_json(command.trial), command.channel.host
-        wanted = self._parallel.network_interface
-        own = interface_variables(address_facing(host), wanted=wanted) if host != LOOPBACK else {}
-        with environment(**own), ChannelOutbox(command.channel, last_words=gone) as outbox, suppress(main.WorkerFailed):
-            outbox.stop_asked |= self._has_to_stop
-            self._outbox = outbox
-            end = partial(main.end_process, outbox.close)
-            store = self._group.store(command)
-            freed = (
-                abort_on_failure(self._group.failures(command), end=end) if trial.device == "cuda" else nullcontext()
-            )
-            with connections_ended_by_failure(), freed:
-                main.run(trial, rank=self._group.rank_in(command), outbox=outbox, end=end, store=store)
-        self._outbox = None
+        def stop() -> None:
+            outbox.stop_asked = True
+            end_after(grace_s)
 
-    def _ask_to_stop(self) -> None:
-        """Stop at SIGTERM: all ranks agree on a step to stop at; the driver ends the run."""
-        self._has_to_stop = True
-        if self._outbox is not None:
-            self._outbox.stop_asked = True
-            end_after(self._parallel.grace_s, unless=lambda: self._outbox is None)
-        if self._group is not None:  # in a thread: the store may be in use where the signal came
-            Thread(target=self._group.ask_to_stop, name="stop-request", daemon=True).start()
+        on_sigterm(stop)
+        main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close))
+
+
+def _end(worker: BaseProcess | None) -> None:
+    """End a worker and its loader processes, if it doesn't end by itself."""
+    if worker is not None and worker.pid is not None:
+        worker.join(_END_S)
+        with suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.join()
 
 
 def _group(outer: OuterLauncher, parallel: Parallel) -> "OuterGroup":
     with undisturbed():
-        from pipeline.worker.outer_group import joined  # imports torch, which takes seconds
+        from pipeline.launchers._outer_group import joined  # imports torch, which takes seconds
     return joined(outer, timeout_s=parallel.start_timeout_s)
 
 

@@ -7,17 +7,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from pipeline.launchers._forkserver import ForkReply, ForkRequest
 from pipeline.system.process import TASKS
 
-_WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+WITHOUT_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Variables for libraries that start threads when imported, as OpenBLAS and pyarrow do: these can't be forked."""
 _SLOWER = "Workers now start as new processes, which takes longer. Results are not affected."
 _MODULE = "pipeline.worker.main"
-_MOST_BYTES = 2**16
 
 
 class Forks:
@@ -35,12 +34,12 @@ class Forks:
         self._codes: dict[int, int | None] = {}
         """Exit codes of forked workers by process id; None while they run."""
         self._forked_last = 0
-        self._unread = b""
         self._can_fork: bool | None = None  # until the server replies
         self._warning = ""
         if not TASKS.is_dir():
             return
         self._channel, theirs = socket.socketpair()
+        self._messages: Connection[Any, Any] = Connection(os.dup(self._channel.fileno()))
         with theirs:
             self._server = subprocess.Popen(  # noqa: S603 - our own interpreter
                 [sys.executable, "-m", "pipeline.launchers._forkserver", str(theirs.fileno()), *preload],
@@ -49,7 +48,7 @@ class Forks:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | _WITHOUT_THREADS,
+                env=os.environ | WITHOUT_THREADS,
             )
 
     def __enter__(self) -> Self:
@@ -62,6 +61,7 @@ class Forks:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._channel.close()
+            self._messages.close()
             self._server.kill()
             self._server.wait()
 
@@ -76,8 +76,7 @@ class Forks:
         files = [log.open("wb") for log in logs]
         try:
             numbers = [file.fileno() for file in files] or [1, 2]
-            order = ForkRequest(arguments=tuple(arguments), environment=ForkRequest.encoded(environment))
-            if (forked := self._forked(order, numbers)) is not None:
+            if (forked := self._forked(arguments, environment, files=numbers)) is not None:
                 return forked
             return subprocess.Popen(  # noqa: S603 - our own interpreter
                 [sys.executable, "-m", _MODULE, *arguments],
@@ -91,7 +90,7 @@ class Forks:
             for file in files:
                 file.close()
 
-    def _forked(self, order: ForkRequest, files: list[int]) -> "Forked | None":
+    def _forked(self, arguments: Sequence[str], environment: Mapping[str, str], *, files: list[int]) -> "Forked | None":
         """Return a worker forked from the server; None without a server, or if it can't fork."""
         if self._channel is None:
             return None
@@ -100,10 +99,9 @@ class Forks:
         if not self._can_fork:
             return None
         self._forked_last = 0
-        message = order.model_dump_json().encode() + b"\n"
         try:
-            sent = socket.send_fds(self._channel, [message], files)
-            self._channel.sendall(message[sent:])
+            socket.send_fds(self._channel, [b"+"], files)
+            self._messages.send((list(arguments), dict(environment)))
         except BrokenPipeError:
             self._lose()
         while self._can_fork and not self._forked_last:
@@ -121,29 +119,22 @@ class Forks:
         return self._codes[pid]
 
     def _receive(self, *, wait: bool = False) -> None:
-        """Process the server's replies; with ``wait``, block until there is one."""
-        assert self._channel is not None
-        while self._can_fork is not False:
+        """Process the server's messages; with ``wait``, block until there is one."""
+        while self._can_fork is not False and self._messages.poll(None if wait else 0.0):
             try:
-                said = self._channel.recv(_MOST_BYTES, 0 if wait else socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                said = b""
-            if not said:
+                message = self._messages.recv()
+            except (EOFError, ConnectionResetError):
                 self._lose()
                 return
             wait = False
-            *lines, self._unread = (self._unread + said).split(b"\n")
-            for each in map(ForkReply.model_validate_json, lines):
-                if each.can_fork is not None:
-                    self._can_fork = each.can_fork
-                    if not each.can_fork:
-                        why = f"importing {each.blocked_by} starts threads or opens a GPU"
-                        self._warning = f"Workers can't be forked: {why}. {_SLOWER}"
-                else:
-                    self._codes[each.pid] = each.exit_code
-                    self._forked_last = each.pid if each.exit_code is None else self._forked_last
+            if self._can_fork is None:
+                self._can_fork = not message
+                if message:
+                    why = f"importing {message} starts threads or opens a GPU"
+                    self._warning = f"Workers can't be forked: {why}. {_SLOWER}"
+                continue
+            pid, self._codes[pid] = message
+            self._forked_last = pid if self._codes[pid] is None else self._forked_last
 
     def _lose(self) -> None:
         """Count all workers as lost: the server, which alone learns how they end, was killed."""

@@ -1,22 +1,25 @@
 """Fork server: a process that imports once what all workers need, which takes seconds, and forks them.
 
-`pipeline.launchers._forks` starts it with one end of a socket; both sides send lines of JSON. The server first replies
-whether it can fork. It answers each `ForkRequest` with the id of the worker's process, and later with its exit code. It
-ends when the other end of the socket is closed; its workers learn of that through their own channel.
+`pipeline.launchers._forks` starts it with one end of a socket, and both sides send pickled tuples. The server first
+sends what prevents it from forking, if anything does. A request consists of the file descriptors of a worker's standard
+output and standard error, and then of its arguments and environment. The server sends the worker's process id and None,
+and later its process id and exit code. It ends when the other end of the socket is closed; its workers learn of that
+through their own channel.
 """
 
 import gc
 import importlib
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from pipeline.config.values import Frozen, WithEnvironment
 from pipeline.system.imports import undisturbed
 from pipeline.system.process import can_fork
 
@@ -26,84 +29,52 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MOST_BYTES = 2**16
 
 
-class ForkRequest(WithEnvironment):
-    """Request for a worker; its standard output and standard error are sent along as file descriptors."""
-
-    arguments: tuple[str, ...]
-
-
-class ForkReply(Frozen):
-    """Reply of the server."""
-
-    can_fork: bool | None = None
-    """Set in the first reply only."""
-    blocked_by: str = ""
-    """Library whose import started threads or opened a GPU, in the first reply."""
-    pid: int = 0
-    """Process id of a worker that was started or has ended."""
-    exit_code: int | None = None
-    """Exit code of a worker that has ended; negative for a signal."""
-
-
 class _Server:
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    def __init__(self, channel: socket.socket, *, messages: "Connection[Any, Any]") -> None:
+        self._channel, self._messages = channel, messages
         self._ended, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._wakeup = wakeup
 
-    def serve(self) -> ForkRequest | None:
+    def serve(self) -> tuple[list[str], dict[str, str]] | None:
         """Fork workers, report their exit codes; return the request in each worker, None in the server at its end."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            selector.register(self._ended, selectors.EVENT_READ)
-            while True:
-                ready = {key.fd for key, _ in selector.select()}
-                if self._ended in ready:
-                    os.read(self._ended, _MOST_BYTES)
-                    self._report_exits()
-                if self._channel.fileno() in ready:
-                    line, files = self._request()
-                    if not line:
-                        return None
-                    order = ForkRequest.model_validate_json(line)
-                    # Signals for a worker wait until it has its own handlers.
-                    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-                    if (pid := os.fork()) == 0:
-                        self._become_worker(files)
-                        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                        return order
+        while True:
+            ready, _, _ = select.select([self._channel.fileno(), self._ended], [], [])
+            if self._ended in ready:
+                os.read(self._ended, _MOST_BYTES)
+                self._report_exits()
+            if self._channel.fileno() in ready:
+                said, files, *_ = socket.recv_fds(self._channel, 1, 2)
+                if not said:
+                    return None
+                request = self._messages.recv()
+                # Signals for a worker wait until it has its own handlers.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+                if (pid := os.fork()) == 0:
+                    self._become_worker(files)
                     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                    for file in files:
-                        os.close(file)
-                    self._reply(ForkReply(pid=pid))
-
-    def _request(self) -> tuple[bytes, list[int]]:
-        """Return the next line and its file descriptors; an empty line at the end."""
-        line, files = b"", []
-        while not line.endswith(b"\n"):
-            part, sent, *_ = socket.recv_fds(self._channel, _MOST_BYTES, 2)
-            files += sent
-            if not part:
-                return b"", files
-            line += part
-        return line, files
+                    return request  # type: ignore[no-any-return]
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                for file in files:
+                    os.close(file)
+                self._reply(pid, None)
 
     def _report_exits(self) -> None:
         with suppress(ChildProcessError):  # no children are left
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._reply(ForkReply(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1])))
+                self._reply(ended[0], os.waitstatus_to_exitcode(ended[1]))
 
-    def _reply(self, reply: ForkReply) -> None:
+    def _reply(self, pid: int, exit_code: int | None) -> None:
         with suppress(BrokenPipeError):  # the driver has closed it; serve() ends next
-            self._channel.sendall(reply.model_dump_json(exclude_defaults=True).encode() + b"\n")
+            self._messages.send((pid, exit_code))
 
     def _become_worker(self, files: list[int]) -> None:
         signal.set_wakeup_fd(-1)
         for number in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._messages.close()
         for inherited in (self._channel.detach(), self._ended, self._wakeup):
             os.close(inherited)
         os.setsid()  # Ctrl-C is for the driver
@@ -130,12 +101,14 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     blocked_by = _preload((*PRELOADED, *sys.argv[2:]))
     gc.freeze()  # a collection in a worker would write to all of the shared memory
-    channel.sendall(ForkReply(can_fork=not blocked_by, blocked_by=blocked_by).model_dump_json().encode() + b"\n")
-    order = None if blocked_by else _Server(channel).serve()
-    if order is None:
+    messages: Connection[Any, Any] = Connection(os.dup(channel.fileno()))
+    messages.send(blocked_by)
+    request = None if blocked_by else _Server(channel, messages=messages).serve()
+    if request is None:
         return
-    order.enter()
-    sys.argv[1:] = order.arguments
+    sys.argv[1:], variables = request
+    os.environ.clear()
+    os.environ.update(variables)
     with suppress(OSError):  # a sandbox may forbid it, and it is only what ps, top and nvidia-smi call the rank
         Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     from threadpoolctl import threadpool_limits

@@ -11,8 +11,8 @@ from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN
 from pipeline.config.user_modules import hiding_library
-from pipeline.launchers._forks import Forks
-from pipeline.protocol.outer_launcher import outer_launcher
+from pipeline.launchers._forks import WITHOUT_THREADS, Forks
+from pipeline.planning.outer_launcher import is_follower
 from pipeline.system.process import environment
 
 _HASHES = "PYTHONHASHSEED"
@@ -33,7 +33,9 @@ def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
     """
     with ExitStack() as stack:
         hashes = {_HASHES: os.environ.get(_HASHES, str(experiment.seed % 2**32))}
-        if experiment.parallel.launcher == "torchrun" and outer_launcher() is None:
+        if experiment.parallel.launcher == "torchrun" and is_follower():
+            stack.enter_context(environment(**WITHOUT_THREADS))  # this process will be forked
+        elif experiment.parallel.launcher == "torchrun":
             stack.enter_context(environment(**hashes))
             stack.callback(_end_unused)
             _begun.append(Forks(find_libraries(experiment)))

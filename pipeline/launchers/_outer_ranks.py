@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
+from pipeline.launchers._outer_group import OuterGroup, joined
+from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.planning.resources import Placed, Resources, detect, usable_cores
 from pipeline.planning.visible_gpus import visible_gpus
-from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.system.imports import PACKAGE
-from pipeline.worker.outer_group import OuterGroup, joined
 
 _SHOWN = 3  # names of nodes
 
@@ -41,8 +41,8 @@ class RankFacts(Frozen):
 def own_facts(group: OuterGroup) -> RankFacts:
     """Return the facts about this rank."""
     return RankFacts(
-        rank=group.rank.rank,
-        local_rank=group.rank.local_rank,
+        rank=group.outer.rank,
+        local_rank=group.outer.local_rank,
         resources=detect(),
         cores=usable_cores(),
         gpus=visible_gpus(),

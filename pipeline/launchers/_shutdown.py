@@ -23,8 +23,6 @@ class StopRequest:
         """Time of the request, in seconds of `time.monotonic`."""
         self.why: BaseException = Terminated()
         """Exception that ends the run."""
-        self.is_moot: Callable[[], bool] = lambda: False
-        """Tells whether SIGTERM means nothing because the run fails anyway, e.g. since an outer launcher cleans up."""
         self._tell: list[Callable[[], None]] = []
 
     def ask(self, why: BaseException | None = None) -> None:
@@ -36,10 +34,6 @@ class StopRequest:
         self.why = why or self.why
         for tell in tuple(self._tell):
             tell()
-
-    def withdraw(self) -> None:
-        """Forget the request: it came only because the run had failed before."""
-        self.asked = False
 
     @contextmanager
     def telling(self, tell: Callable[[], None]) -> Iterator[None]:
@@ -81,7 +75,7 @@ def _sigterm_asks(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[]
     timers: list[threading.Timer] = []
 
     def handle(*_: object) -> None:
-        if stop.is_moot() or (stop.asked and time.monotonic() - stop.asked_at < SAME_S):
+        if stop.asked and time.monotonic() - stop.asked_at < SAME_S:
             return
         if stop.asked or not is_worth_it():
             raise Terminated

@@ -4,25 +4,26 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from pipeline.config.parallel import Parallel
-from pipeline.launchers._attendance import Attendance
 from pipeline.launchers._hang_detector import HangDetector
 from pipeline.launchers._shutdown import StopRequest
 from pipeline.planning.resources import Resources, UnfitNode
 from pipeline.protocol.channel.inbox import Inbox, Receive, inside, not_kept, replacing
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.events import AnyEvent, Finished, FirstStep
+from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Heartbeat, Phase
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
 
 if TYPE_CHECKING:
     from pipeline.cluster.draining import Departure
+
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +77,20 @@ class DirectOutbox:
 
 
 class Attempt:
-    """One launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of."""
+    """One launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of.
+
+    Workers in processes of their own send events and hang up while it listens, in any thread.
+    """
 
     def __init__(self, trial: Trial, *, session: Session, stop: StopRequest, resize: StopRequest) -> None:
-        self.silent: Mapping[int, str] = {}
-        """Reasons for which ranks of other nodes were lost, by rank."""
+        self.nodes: dict[int, str] = {}
+        """Nodes of the ranks that have come, by rank."""
+        self.ended: set[int] = set()
+        """Ranks that have ended in order, or have reported their failure."""
+        self.lost: set[int] = set()
+        """Ranks whose connection broke before they had ended."""
         self._trial = trial
-        self._detector: HangDetector | None = None
+        self._detector = HangDetector(trial, receive=self.receive)
         self._beside = {one.name for one in trial.compared_with} if isinstance(trial, Training) else set()
         self._session = session
         self._stop, self._resize = stop, resize
@@ -90,10 +98,14 @@ class Attempt:
         self._time_to_first_step: float | None = None
         self._outcome = Outcome()
         self._lock = threading.Lock()
-        self.outbox = self._direct_outbox(self.receive)
+        own = replace(session, receive=self.receive)
+        self.outbox = DirectOutbox(own, is_stopping=lambda: stop.asked)
         """Outbox for a worker in this process."""
-        self.attendance = Attendance()
-        """Ranks that have come and gone while this attempt listens."""
+
+    @property
+    def silent(self) -> Mapping[int, str]:
+        """Reasons for which silent ranks of other nodes count as lost, by rank."""
+        return self._detector.lost
 
     def receive(self, event: AnyEvent) -> None:
         """Forward an event of a worker, from any thread; if it can't be recorded, the run stops.
@@ -119,30 +131,48 @@ class Attempt:
     def listening(self, host: str) -> Iterator[Address]:
         """Open an inbox on an address of this machine; yield where workers connect to it.
 
-        Meanwhile hanging ranks are detected and stop requests are passed on to the workers. A worker in this process
-        is judged together with the others.
+        Meanwhile hanging ranks are detected and stop requests are passed on to the workers.
         """
-        self._detector = detector = HangDetector(self._trial, receive=self.receive)
-        receive = self.attendance.noting(detector.receive)
-        self.outbox = self._direct_outbox(receive)
-        ports = self._trial.experiment.parallel.ports
-        folder, hung_up = self._session.folder, self.attendance.hung_up
-        inbox = Inbox(host=host, receive=receive, folder=folder, ports=ports, hung_up=hung_up)
+        inbox = Inbox(
+            host=host,
+            receive=self.receive_sent,
+            folder=self._session.folder,
+            ports=self._trial.experiment.parallel.ports,
+            hung_up=self.hung_up,
+        )
         tell = inbox.ask_to_stop
-        with detector.watching(), inbox, self._stop.telling(tell), self._resize.telling(tell):
+        with self._detector.watching(), inbox, self._stop.telling(tell), self._resize.telling(tell):
             yield inbox.address
-        self.silent = detector.lost
+
+    def receive_sent(self, event: AnyEvent) -> None:
+        """Take an event that a worker has sent: note which ranks are there, and find those that hang."""
+        with self._lock:
+            if isinstance(event, Heartbeat):
+                self.nodes[event.rank.rank] = event.rank.node
+            if isinstance(event, Failed) or (isinstance(event, Heartbeat) and event.phase is Phase.ENDED):
+                self.ended.add(event.rank.rank)
+        self._detector.receive(event)
+
+    def hung_up(self, rank: int) -> None:
+        """Note that a rank has disconnected."""
+        with self._lock:
+            if rank not in self.ended:
+                self.lost.add(rank)
+
+    def await_ends(self, ranks: Iterable[int], *, timeout_s: float) -> set[int]:
+        """Wait until all of the ranks have ended, or one is lost; return the lost and, after a timeout, the missing."""
+        wanted, deadline = set(ranks), time.monotonic() + timeout_s
+        while (missing := wanted - self.ended) and not self.lost and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return set(self.lost) or missing
 
     def outcome(self, losses: Mapping[int, str] | None = None) -> Outcome:
         """Return the outcome; ``losses`` says how workers were lost, by rank."""
         reported = {failure.rank.rank for failure in self._outcome.failures}
-        if losses and self._detector is not None:
+        if losses:
             self._detector.report_stall_of(losses.keys() - reported)
-        nodes = self.attendance.nodes
-        return replace(self._outcome, losses=dict(losses or {}), nodes=dict(nodes), was_resized=self._resize.asked)
-
-    def _direct_outbox(self, receive: Receive) -> DirectOutbox:
-        return DirectOutbox(replace(self._session, receive=receive), is_stopping=lambda: self._stop.asked)
+        nodes, was_resized = dict(self.nodes), self._resize.asked
+        return replace(self._outcome, losses=dict(losses or {}), nodes=nodes, was_resized=was_resized)
 
 
 class Launcher(ABC):

@@ -1,14 +1,14 @@
 """Launcher for worker processes on this machine, with the environment variables of ``torchrun``.
 
 Workers are forked from a process that has imported torch, so that the first step comes sooner than under torch's
-elastic agent. A run that ``torchrun``, ``srun`` or ``mpirun`` itself started uses the processes that exist, see
-`pipeline.launchers._outer_ranks`: rank 0 is driver and worker, the other ranks are workers only.
+elastic agent. In a run that ``torchrun``, ``srun`` or ``mpirun`` started, this process starts rank 0's worker only. The
+processes of other ranks start theirs, see `pipeline.driver.outer_run`.
 """
 
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Self
@@ -17,18 +17,18 @@ from pipeline.config.parallel import Parallel
 from pipeline.errors import terminate
 from pipeline.launchers import _head_start, base
 from pipeline.launchers._forks import Forks, Process
-from pipeline.launchers._outer_launch import launch_on_all
+from pipeline.launchers._outer_group import joined
 from pipeline.launchers._outer_ranks import resources_of_all
+from pipeline.launchers._outer_workers import OtherWorker, OuterWorkers
 from pipeline.planning import resources
+from pipeline.planning.outer_launcher import outer_launcher
 from pipeline.planning.resources import Resources
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import Warned
-from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.signals import handled
 from pipeline.worker import rendezvous
-from pipeline.worker.outer_group import joined
 
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
@@ -49,8 +49,7 @@ class Launcher(base.Launcher):
         self.replaces_workers = self._outer is None
 
     def __enter__(self) -> Self:
-        if self._outer is None:
-            self._forks = self.held.enter_context(_head_start.forks())
+        self._forks = self.held.enter_context(_head_start.forks())
         return self
 
     @staticmethod
@@ -69,27 +68,36 @@ class Launcher(base.Launcher):
 
     def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launchers.base.Launcher`."""
-        attempt = self.attempt(trial)
-        if self._outer is not None:
+        attempt, outer = self.attempt(trial), None
+        if self._outer is not None and trial.workers > 1:
             group = joined(self._outer, timeout_s=trial.experiment.parallel.start_timeout_s)
-            return launch_on_all(trial, group=group, attempt=attempt, stop=self.stop)
+            outer = OuterWorkers(trial, group=group, attempt=attempt)
         assert self._forks is not None
         folder = self.session.folder / "trials"
         folder.mkdir(exist_ok=True)
         assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
         assignment.write_text(trial.model_dump_json(indent=1))
         try:
-            with attempt.listening(_LOOPBACK) as address:
+            with attempt.listening(outer.host if outer else _LOOPBACK) as address:
                 _write_secret(channel, address)
                 arguments = [str(assignment), "--channel", str(channel)]
-                losses = self._run(trial, arguments, self._forks, lost=attempt.attendance.lost)
+                if outer is not None:
+                    outer.start_others(address)
+                losses = self._run(trial, arguments, self._forks, lost=attempt.lost, outer=outer)
         finally:
             channel.unlink(missing_ok=True)
         # The last connections are read at the end of the block.
-        return attempt.outcome(losses or dict.fromkeys(attempt.attendance.lost, _how(0)))
+        losses = losses or dict.fromkeys(attempt.lost, _how(0))
+        return outer.outcome(losses) if outer is not None else attempt.outcome(losses)
 
     def _run(
-        self, trial: Trial, arguments: Sequence[str], forks: Forks, *, lost: Collection[int] = ()
+        self,
+        trial: Trial,
+        arguments: Sequence[str],
+        forks: Forks,
+        *,
+        lost: Collection[int] = (),
+        outer: OuterWorkers | None = None,
     ) -> dict[int, str]:
         """Run all ranks to their end; if some fail, end the others, and return how the failed ones ended, by rank.
 
@@ -98,26 +106,38 @@ class Launcher(base.Launcher):
             arguments: arguments of each rank's process.
             forks: starts the processes.
             lost: ranks that have disconnected before their end; it grows meanwhile.
+            outer: workers on the ranks of an outer launcher, if there is one: only rank 0's is started here.
         """
-        timeout = timedelta(seconds=trial.experiment.parallel.start_timeout_s)
-        store = rendezvous.opened(_LOOPBACK, 0, timeout=timeout)
+        if outer is not None:
+            variables = [outer.variables]
+        else:
+            timeout = timedelta(seconds=trial.experiment.parallel.start_timeout_s)
+            store = rendezvous.opened(_LOOPBACK, 0, timeout=timeout)  # until the end of this function
+            variables = [self._variables(trial, rank=rank, port=store.port) for rank in range(trial.workers)]
         ranks: list[Process] = []
         with _quitting_ends():
             try:
-                for rank in range(trial.workers):
-                    environment = os.environ | self._variables(trial, rank=rank, port=store.port)
+                for rank, own in enumerate(variables):
                     streams = () if self.session.verbose else ("stdout", "stderr")  # files are named as under Ray
                     logs = [self.session.log_folder(trial) / f"rank{rank}-{stream}.log" for stream in streams]
-                    ranks.append(forks.start(arguments, environment=environment, logs=logs))
+                    ranks.append(forks.start(arguments, environment=os.environ | own, logs=logs))
                 if warning := forks.take_warning():
                     self.session.receive(Warned(trial=trial.name, message=warning))
-                losses = _losses(ranks, lost=lost)
+                others = outer.others if outer else []
+                losses = _losses([*ranks, *others], lost=lost, meanwhile=lambda: self._pass_on_stop(outer))
             except BaseException as error:
                 _end(ranks, interrupted=isinstance(error, KeyboardInterrupt))
                 raise
         if losses:
             _end(ranks, patience_s=_LOSS_S)
+        if losses and outer is not None:
+            return losses | outer.find_lost(losses)
         return losses
+
+    def _pass_on_stop(self, outer: OuterWorkers | None) -> None:
+        """Treat a stop that another rank of an outer launcher asks for as SIGTERM to this process."""
+        if outer is not None and not self.stop.asked and outer.is_stop_asked():
+            signal.raise_signal(signal.SIGTERM)
 
     def _variables(self, trial: Trial, *, rank: int, port: int) -> dict[str, str]:
         """Return the environment variables that ``torchrun`` sets for a worker."""
@@ -138,7 +158,9 @@ class Launcher(base.Launcher):
         }
 
 
-def _losses(ranks: Sequence[Process], *, lost: Collection[int]) -> dict[int, str]:
+def _losses(
+    ranks: Sequence[Process | OtherWorker], *, lost: Collection[int], meanwhile: Callable[[], None] = lambda: None
+) -> dict[int, str]:
     """Wait until all ranks have ended, or one has failed; return how the failed ones ended, by rank.
 
     A lost rank has failed whatever its exit code is: its code, or a library, may call ``os._exit(0)``.
@@ -148,6 +170,7 @@ def _losses(ranks: Sequence[Process], *, lost: Collection[int]) -> dict[int, str
         failed = {rank: _how(code) for rank, code in codes.items() if code or (code == 0 and rank in lost)}
         if failed or None not in codes.values():
             return failed
+        meanwhile()
         time.sleep(_POLL_S)
 
 

@@ -11,9 +11,9 @@ from pipeline.config.parallel import Parallel
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
 from pipeline.planning.layout import Planner
+from pipeline.planning.outer_launcher import find_ignored_ranks
 from pipeline.planning.resources import Resources
 from pipeline.planning.scheduler_units import scheduler_units
-from pipeline.protocol.outer_launcher import find_ignored_ranks
 from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, Trial
 
 

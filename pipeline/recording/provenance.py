@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pipeline.config.summary import config_hash
 from pipeline.config.uris import without_credentials_in
+from pipeline.planning.outer_launcher import outer_launcher
 from pipeline.planning.plan import Plan
-from pipeline.protocol.outer_launcher import outer_launcher
 from pipeline.protocol.trial import Training, Trial
 
 

@@ -72,7 +72,7 @@ def call_in_child(function: Callable[[Report], T], *, receive: Report) -> T:
 
 def _call(function: Callable[[Report], object], sender: Connection, output: str) -> None:
     """Run the function in the child."""
-    _end_with_parent()
+    end_with_parent()
     log = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -89,7 +89,7 @@ def _call(function: Callable[[Report], object], sender: Connection, output: str)
         os._exit(code)  # whatever threads there are
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel kill this process when its parent is killed, on Linux; user code may wait for ever."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

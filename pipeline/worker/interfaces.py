@@ -7,8 +7,7 @@ loopback address, and ranks on several nodes never connect.
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 
 import psutil
 
@@ -31,30 +30,6 @@ def address_facing(host: str) -> str:
 def is_loopback(address: str) -> bool:
     """Return True if only this machine can reach an address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-@contextmanager
-def connections_ended_by_failure() -> Iterator[None]:
-    """If the block fails, shut down the TCP connections that were opened in it, for which other ranks wait.
-
-    DDP keeps the connections of its process group until the process ends, also after the group was destroyed. A worker
-    that outlives its failure would let the other ranks wait until ``parallel.timeout_s``.
-    """
-    before = set(_connections().values())
-    try:
-        yield
-    except BaseException:
-        for descriptor, ends in _connections().items():
-            if ends not in before:
-                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
-        raise
-
-
-def _connections() -> dict[int, tuple[object, object]]:
-    """Return the ends of this process's TCP connections, by file descriptor."""
-    those = psutil.Process().net_connections(kind="tcp")
-    return {each.fd: (each.laddr, each.raddr) for each in those if each.status == psutil.CONN_ESTABLISHED}
 
 
 def interface_variables(own: str, *, wanted: str | None) -> dict[str, str]:

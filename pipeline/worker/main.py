@@ -18,7 +18,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch._C._distributed_c10d import Store
 
 from pipeline.config import environment
 from pipeline.errors import ExperimentError, NonFiniteError, PipelineError, Stopped
@@ -57,18 +56,15 @@ _REQUEST_S = 1.0
 """Seconds after SIGTERM within which the driver's stop request must arrive; else the worker ends."""
 
 
+GPU_VARIABLE = "PIPELINE_GPU"
+"""Variable with the `Rank.gpu` of a worker, where the driver has chosen it."""
+
+
 class WorkerFailed(Exception):
     """The rank failed and has reported it to the driver."""
 
 
-def run(
-    trial: Trial,
-    *,
-    rank: Rank,
-    outbox: Outbox,
-    end: Callable[[], None] | None = None,
-    store: Store | None = None,
-) -> None:
+def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | None = None) -> None:
     """Run a trial on this rank; send its result or its error to the driver.
 
     Args:
@@ -76,7 +72,6 @@ def run(
         rank: the rank of this process.
         outbox: channel to the driver.
         end: ends this process when it hangs; None in the driver's own process, where a hang is only reported.
-        store: key-value store of the trial's ranks; by default that of the environment, see `rendezvous`.
 
     Raises:
         WorkerFailed: after the failure has been reported.
@@ -95,7 +90,7 @@ def run(
             allocator.keep_freed_memory(),
             report_progress_to(outbox.event, trial=trial.name),
             Watchdog(trial, rank=rank, outbox=outbox, end=end),
-            process_group(trial, rank=rank, store=store, end=end),
+            process_group(trial, rank=rank, end=end),
             new_loaders_closed(),
             report(),  # before the end of what is above, which may hang or fail in turn
             system_sampled(trial, rank, outbox) if samples else nullcontext(),
@@ -132,12 +127,14 @@ def end_process(close: Callable[[], None]) -> None:
 
 def rank_from_environment() -> Rank:
     """Return the rank that ``torchrun`` gave this process; rank 0 of 1 without ``torchrun``."""
+    gpu = os.environ.get(GPU_VARIABLE)
     return Rank(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         node=socket.gethostname(),
+        gpu=int(gpu) if gpu is not None else None,
     )
 
 

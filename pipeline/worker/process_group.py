@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from pipeline import registry
 from pipeline.errors import Stopped
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.system.background import in_background
 from pipeline.training.build import device_of
 from pipeline.training.rank_gpus import check_own_gpu
 from pipeline.worker import rendezvous
@@ -26,18 +24,15 @@ _NCCL_LATER_S = 60.0
 """Seconds that NCCL's timeout is longer than the hang detector's: at its end NCCL kills the process with SIGABRT."""
 _ABORT_S = 10.0
 """Seconds for an abort, and for what waits for it to end, after which the process ends."""
-_POLL_S = 0.5
-_aborting = threading.Lock()
 
 
 @contextmanager
-def process_group(trial: Trial, *, rank: Rank, store: Store | None, end: Callable[[], None] | None) -> Iterator[None]:
+def process_group(trial: Trial, *, rank: Rank, end: Callable[[], None] | None) -> Iterator[None]:
     """Join the process group of this trial's ranks, at the address that their launcher has set.
 
     Args:
         trial: the trial.
         rank: the rank of this process.
-        store: key-value store of the trial's ranks; by default that of the environment, see `rendezvous`.
         end: ends this process if the group can't be aborted; None in the driver's process, which continues.
     """
     strategy = registry.load("strategies", trial.strategy).Strategy
@@ -47,7 +42,7 @@ def process_group(trial: Trial, *, rank: Rank, store: Store | None, end: Callabl
     timeout = timedelta(seconds=trial.experiment.parallel.timeout_s)
     device = device_of(trial, rank=rank)
     uses_gpus = device.type == "cuda"
-    store = store or rendezvous.store(rank, timeout=timeout)
+    store = rendezvous.store(rank, timeout=timeout)
     check_own_gpu(device, rank=rank, store=store)
     dist.init_process_group(
         backend="nccl" if uses_gpus else "gloo",
@@ -74,27 +69,6 @@ def process_group(trial: Trial, *, rank: Rank, store: Store | None, end: Callabl
         gc.collect()
 
 
-@contextmanager
-def abort_on_failure(has_failed: Callable[[], bool], *, end: Callable[[], None] | None) -> Iterator[None]:
-    """Abort the process group once another rank has failed, for which NCCL's kernels inside the block wait.
-
-    Args:
-        has_failed: returns True once a rank has failed; called from a thread.
-        end: ends this process if it waits on; None in the driver's process.
-    """
-
-    def watch(done: threading.Event) -> None:
-        while not done.wait(_POLL_S):
-            if has_failed():
-                _abort(end)
-                if not done.wait(_ABORT_S) and end is not None:
-                    end()
-                return
-
-    with in_background(watch, name="failures"):
-        yield
-
-
 def _abort(end: Callable[[], None] | None) -> None:
     """Abort all groups, also if other ranks wait in a collective; end the process if that takes too long."""
     thread = threading.Thread(target=_abort_all, name="abort", daemon=True)
@@ -108,8 +82,7 @@ def _abort(end: Callable[[], None] | None) -> None:
 
 def _abort_all() -> None:
     try:
-        with _aborting:
-            if dist.is_initialized():
-                dist.distributed_c10d._abort_process_group()
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
     except Exception as error:  # noqa: BLE001 - the rank's own error counts, which has been reported
         _log.warning("the process group could not be aborted", exc_info=error)

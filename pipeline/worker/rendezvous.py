@@ -8,7 +8,7 @@ import socket
 from contextlib import closing
 from datetime import timedelta
 
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from pipeline.protocol.trial import Rank
 
@@ -33,9 +33,16 @@ def opened(host: str, port: int, *, timeout: timedelta, world_size: int | None =
 
 
 def store(rank: Rank, *, timeout: timedelta) -> Store:
-    """Return the store of this rank, which rank 0 opens unless its launcher has opened one, as ``torchrun`` does."""
+    """Return the store of this rank, which rank 0 opens unless its launcher has opened one, as ``torchrun`` does.
+
+    The trials of a run may share the launcher's store: each has a name of its own there.
+    """
     if rank.world_size == 1:
         return HashStore()
+    return PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), _joined(rank, timeout=timeout))
+
+
+def _joined(rank: Rank, *, timeout: timedelta) -> TCPStore:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return opened(host, port, timeout=timeout, world_size=rank.world_size)

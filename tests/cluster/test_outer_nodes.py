@@ -143,10 +143,11 @@ def test_node_that_is_cut_off_is_named(nodes: Nodes, cwd: Path) -> None:
 
 
 def _signal_rank(nodes: Nodes, node: int, number: int) -> None:
-    """Send a signal to the rank of a node, which may have loader processes and a writer to MLflow below it."""
-    (rank,) = [each for each in nodes.processes(node) if each.parent() is not None and _is_rank(each.cmdline())]
-    rank.send_signal(number)
+    """Send a signal to the task of a node, which may have a worker and a writer to MLflow below it."""
+    tasks = [each for each in nodes.processes(node) if each.parent() is not None and _is_task(each.cmdline())]
+    (task,) = [each for each in tasks if each.parent() not in tasks]
+    task.send_signal(number)
 
 
-def _is_rank(line: list[str]) -> bool:
+def _is_task(line: list[str]) -> bool:
     return line[1:4] == ["-m", "pipeline", "run"]

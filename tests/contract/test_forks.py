@@ -177,8 +177,10 @@ class TestHeadStart:
                 assert used is begun
                 assert not _head_start._begun
                 assert used._server.args[-1] == "torchmetrics"  # whose metric the experiment has
-                environment = Path(f"/proc/{used._server.pid}/environ").read_text().split("\0")
-                assert f"PYTHONHASHSEED={load(MLP).experiment.seed}" in environment
+                environment = Path(f"/proc/{used._server.pid}/environ")
+                while not environment.read_text():
+                    time.sleep(0.01)  # the kernel has not set it up
+                assert f"PYTHONHASHSEED={load(MLP).experiment.seed}" in environment.read_text().split("\0")
 
     def test_what_nobody_asked_for_is_ended(self) -> None:
         with _head_start.given(load(MLP, self.DDP).experiment):
@@ -191,10 +193,11 @@ class TestHeadStart:
         with _head_start.given(load(MLP, ["parallel.launcher=inprocess"]).experiment):
             assert not _head_start._begun
             assert "PYTHONHASHSEED" not in os.environ  # too late for this interpreter
-        for name, value in outer_torchrun().items():
+        for name, value in outer_torchrun(rank=1).items():
             monkeypatch.setenv(name, value)
         with _head_start.given(load(MLP, self.DDP).experiment):
             assert not _head_start._begun
+            assert os.environ["OMP_NUM_THREADS"] == "1", "this process itself will be forked"
 
 
 def test_threads_are_those_of_the_trial(forks: Forks, tmp_path: Path) -> None:

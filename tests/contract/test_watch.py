@@ -231,8 +231,8 @@ def test_an_abort_by_nccl_is_a_hang_of_the_rank_behind_and_no_lost_worker(
     session = Session(folder=tmp_path, receive=lambda _: None, parallel=trial.experiment.parallel)
     attempt = inprocess.Launcher(session).attempt(trial)
     with attempt.listening("127.0.0.1"):
-        attempt.outbox.event(beat(1, step=1, phase=Phase.FORWARD))
-        attempt.outbox.event(beat(0, step=1, phase=Phase.REPORTING, idle_s=idle_s))
+        attempt.receive_sent(beat(1, step=1, phase=Phase.FORWARD))
+        attempt.receive_sent(beat(0, step=1, phase=Phase.REPORTING, idle_s=idle_s))
     outcome = attempt.outcome({0: "killed by SIGABRT"})
     assert outcome.nodes == {0: "elsewhere", 1: "elsewhere"}
     assert outcome.has_only_lost_workers != is_hang

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from loss_curves import EXACT, Curves, assert_same, curves
 from outer import Ranks, losses, run_line, srun
@@ -119,14 +120,18 @@ def test_tasks_of_srun_train_what_one_process_does(cwd: Path, alone: dict[int, f
     assert any(isinstance(event, SystemMetrics) for event in ranks.events)
 
 
-@pytest.mark.parametrize("told", [[0], [1], [0, 1]], ids=["the driver", "the other rank", "both, as Slurm does"])
+@pytest.mark.parametrize(
+    "told", [[0], [1], [0, 1]], ids=["the driver", "the other rank", "all processes, as Slurm does"]
+)
 def test_sigterm_to_a_task_leaves_a_checkpoint_of_a_common_step(
     told: list[int], cwd: Path, alone: dict[int, float]
 ) -> None:
     with job(cwd) as ranks:
         ranks.await_step(30)
-        for rank in told:
-            ranks.processes[rank].send_signal(signal.SIGTERM)
+        tasks = [psutil.Process(ranks.processes[rank].pid) for rank in told]
+        workers = [each for task in tasks for each in task.children(recursive=True)] if len(told) > 1 else []
+        for process in (*tasks, *workers):
+            process.send_signal(signal.SIGTERM)
         ends = ranks.ended()
     assert [end.code for end in ends] == [143, 143], ends
     saved = max(event.step for event in ranks.events if isinstance(event, CheckpointSaved))

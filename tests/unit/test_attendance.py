@@ -1,11 +1,11 @@
-"""Which ranks have come and gone, and the connections of those that outlive their failure."""
+"""Which ranks have come and gone, and the workers that other processes of an outer launcher start."""
 
 # promise: variables of torchrun, srun, mpirun; those that contradict are named; resources and versions of all ranks
 
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.launchers import torchrun
-from pipeline.launchers._attendance import Attendance
+from pipeline.config.parallel import Parallel
+from pipeline.launchers import _outer_group as outer_group
+from pipeline.launchers import _outer_workers, torchrun
+from pipeline.launchers._outer_workers import OtherWorker, OuterWorkers
 from pipeline.launchers._shutdown import StopRequest
-from pipeline.launchers.base import Session
+from pipeline.launchers.base import Attempt, Session
+from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
-from pipeline.protocol.outer_launcher import OuterLauncher
 from pipeline.protocol.trial import Rank
-from pipeline.worker import interfaces, outer_group
+from pipeline.worker import interfaces
+
+SESSION = Session(folder=Path(), receive=lambda _: None, parallel=Parallel())
 
 
 def heartbeat(rank: int, phase: Phase = Phase.BUILDING) -> Heartbeat:
@@ -32,82 +36,62 @@ def failed(rank: int, origin: Origin = "rank") -> Failed:
     return Failed(trial="main", rank=Rank(rank=rank, world_size=3), error="", traceback="", origin=origin)
 
 
-def attendance(*events: AnyEvent) -> Attendance:
-    noted, passed = Attendance(), list[AnyEvent]()
-    note = noted.noting(passed.append)
+def attempt(*events: AnyEvent) -> Attempt:
+    made = Attempt(toys.trial(), session=SESSION, stop=StopRequest(), resize=StopRequest())
     for event in events:
-        note(event)
-    assert passed == list(events)
-    return noted
+        made.receive_sent(event)
+    return made
 
 
 def test_rank_that_hangs_up_before_its_end_is_lost() -> None:
-    there = attendance(heartbeat(1), heartbeat(2))
-    assert there.await_arrival([1, 2], timeout_s=0) == set()
-    assert there.trouble_at is None
+    there = attempt(heartbeat(1), heartbeat(2))
     there.hung_up(2)
     assert there.lost == {2}
-    assert there.trouble_at is not None
+    assert there.await_ends([1, 2], timeout_s=1000) == {2}
 
 
 @pytest.mark.parametrize("last", [heartbeat(1, Phase.ENDED), failed(1, "lost_peer")], ids=["ended", "failed"])
 def test_rank_that_has_said_its_end_is_not_lost(last: AnyEvent) -> None:
-    there = attendance(heartbeat(1), last)
+    there = attempt(heartbeat(1), last)
     there.hung_up(1)
     assert there.lost == set()
-    assert there.trouble_at is None
     assert there.await_ends([1, 2], timeout_s=0) == {2}
 
 
-def test_own_failure_of_a_rank_is_the_trouble() -> None:
-    assert attendance(heartbeat(1), failed(1)).trouble_at is not None
+def worker_of(rank: int, *events: AnyEvent, starts_within_s: float = 1000) -> OtherWorker:
+    return OtherWorker(rank, attempt=attempt(*events), deadline=time.monotonic() + starts_within_s)
 
 
-def test_arrival_ends_with_a_loss() -> None:
-    there = attendance(heartbeat(1))
-    there.hung_up(1)
-    assert there.await_arrival([1, 2], timeout_s=1000) == set()
-    assert attendance().await_arrival([1], timeout_s=0) == {1}
+def test_worker_of_another_rank_has_an_exit_code_like_those_that_are_started_here() -> None:
+    assert worker_of(1, heartbeat(1)).poll() is None
+    assert worker_of(1, heartbeat(1), heartbeat(1, Phase.ENDED)).poll() == 0
+    assert worker_of(1, heartbeat(1), failed(1, "lost_peer")).poll() == 1
+    assert worker_of(1, heartbeat(2)).poll() is None
+    assert worker_of(1, heartbeat(2), starts_within_s=0).poll() == 1
 
 
-def test_withdrawn_request_is_none() -> None:
-    stop = StopRequest()
-    stop.ask()
-    stop.withdraw()
-    assert not stop.asked
+def outer_workers(*events: AnyEvent) -> OuterWorkers:
+    workers = object.__new__(OuterWorkers)
+    workers._attempt = attempt(*events)
+    workers._trial, workers._timeout_s, workers._facts = toys.trial().model_copy(update={"workers": 3}), 7.0, ()
+    return workers
 
 
-@pytest.fixture
-def listening() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server
+def test_rank_that_another_one_has_failed_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_outer_workers, "_LAST_REPORTS_S", 0.0)
+    waits = (heartbeat(1), failed(0, "peer_timeout"), failed(2, "lost_peer"))
+    assert outer_workers(*waits).find_lost({0: "exit code 1"}).keys() == {1}
+    assert outer_workers(*waits, failed(1)).find_lost({0: "exit code 1"}) == {}, "its own failure is the reason"
+    assert outer_workers(*waits).find_lost({1: ""}) == {}, "it is known"
 
 
-def test_only_connections_of_what_failed_are_ended(listening: socket.socket) -> None:
-    address = listening.getsockname()
-    with socket.create_connection(address) as earlier, listening.accept()[0] as far_earlier:
-        ends: list[socket.socket] = []
-        with pytest.raises(ZeroDivisionError), interfaces.connections_ended_by_failure():
-            _connect_and_fail(listening, ends)
-        with ends[0], ends[1] as far:
-            far.settimeout(10)
-            assert far.recv(1) == b""
-        earlier.sendall(b"x")
-        assert far_earlier.recv(1) == b"x"
-
-
-def _connect_and_fail(listening: socket.socket, ends: list[socket.socket]) -> None:
-    ends += [socket.create_connection(listening.getsockname()), listening.accept()[0]]
-    raise ZeroDivisionError
-
-
-def test_connections_of_what_ended_well_stay(listening: socket.socket) -> None:
-    with interfaces.connections_ended_by_failure():
-        own = socket.create_connection(listening.getsockname())
-        far, _ = listening.accept()
-    with own, far:
-        own.sendall(b"x")
-        assert far.recv(1) == b"x"
+def test_lost_workers_of_other_ranks_have_come_or_were_late() -> None:
+    there = outer_workers(heartbeat(1)).outcome({0: "killed by SIGKILL", 1: "", 2: ""})
+    assert there.losses == {
+        0: "killed by SIGKILL",
+        1: "its process was killed or crashed, or its node is unreachable",
+        2: "it did not start within parallel.start_timeout_s (7 s)",
+    }
 
 
 def test_interface_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class Launcher(inprocess.Launcher):
             attempt.receive(finished("main", spread(190)))
             return attempt.outcome()
         beats = (heartbeat(rank, node=node) for rank, node in enumerate("ab"))
-        receive = attempt.attendance.noting(attempt.receive)
+        receive = attempt.receive_sent
         for event in (*beats, started("a", "b"), FirstStep(time=0.0), saved(20)):
             receive(event)
         self._await(lambda: self.resize.asked or self.stop.asked or self.looks > 3)

@@ -8,8 +8,8 @@ import pytest
 from outer import outer_torchrun, srun
 
 from pipeline.errors import UsageError
-from pipeline.protocol.outer_launcher import OuterLauncher, outer_launcher
-from pipeline.protocol.slurm_hosts import hosts_of
+from pipeline.planning.outer_launcher import OuterLauncher, outer_launcher
+from pipeline.planning.slurm_hosts import hosts_of
 
 
 def found(variables: dict[str, str]) -> OuterLauncher:

@@ -12,15 +12,17 @@ import torch
 import toys
 
 from pipeline.errors import ResourceError
+from pipeline.launchers import _outer_group as outer_group
+from pipeline.launchers._outer_group import Command, OuterGroup
 from pipeline.launchers._outer_ranks import RankFacts, combined, find_gpus, refuse_others
 from pipeline.planning.layout import Planner
+from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.outer_launcher import OuterLauncher
-from pipeline.protocol.trial import Rank, Reference, Training
+from pipeline.protocol.trial import Reference, Training
+from pipeline.system.process import environment
 from pipeline.training.build import device_of
-from pipeline.worker import outer_group
-from pipeline.worker.outer_group import Command, OuterGroup
+from pipeline.worker.main import rank_from_environment
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}
 
@@ -91,13 +93,14 @@ def test_a_rank_uses_the_gpu_that_it_got(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     group = object.__new__(OuterGroup)
-    group.rank = Rank(rank=2, world_size=4, local_rank=2, local_world_size=4, node="a")
+    group.outer, group._host = outer(rank=2, local_rank=2, local_world_size=4), "a"
     trial = toys.trial().model_copy(update={"device": "cuda", "devices_per_worker": 1})
 
-    given = group.rank_in(Command(number=0, gpus=(0, 0, 1, 1)))
-    assert device_of(trial, rank=given) == torch.device("cuda", 1)
-    nothing_free = group.rank_in(Command(number=0, gpus=(0, 1, None, None)))
-    with pytest.raises(ResourceError, match=r"rank 2 on a has no GPU: CUDA shows 2 GPUs to 4 ranks"):
+    with environment(**group.variables(Command(gpus=(0, 0, 1, 1)), cpus=1)):
+        assert device_of(trial, rank=rank_from_environment()) == torch.device("cuda", 1)
+    with environment(**group.variables(Command(gpus=(0, 1, None, None)), cpus=1)):
+        nothing_free = rank_from_environment()
+    with pytest.raises(ResourceError, match=r"rank 2 on .* has no GPU: CUDA shows 2 GPUs to 4 ranks"):
         device_of(trial, rank=nothing_free)
 
 
@@ -151,22 +154,29 @@ def test_ranks_ask_for_work_less_often_the_longer_they_wait(monkeypatch: pytest.
     """Otherwise hundreds of ranks would disturb rank 0, which measures the baseline meanwhile."""
 
     class Store:
-        now, asked = 0.0, 0
+        now, asked, has_stop = 0.0, 0, False
 
         def check(self, _: list[str]) -> bool:
             self.asked += 1
             return self.now >= 60
 
         def get(self, _: str) -> bytes:
-            return Command(number=0, trial="{}").model_dump_json().encode()
+            return Command(trial="{}").model_dump_json().encode()
+
+        def add(self, _: str, number: int) -> int:
+            return number
+
+        def set(self, key: str, _: str) -> None:
+            self.has_stop |= key == "stop"
 
         def sleep(self, seconds: float) -> None:
             self.now += seconds
 
     store, group = Store(), object.__new__(OuterGroup)
-    group._store, group._number = store, 0
+    group.outer, group._store, group._number = outer(), store, 0
     monkeypatch.setattr(outer_group, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
-    assert group.next_command().trial
+    assert group.next_command(has_to_stop=lambda: store.now > 30).trial
+    assert store.has_stop
     assert store.asked < 100
     assert store.now < 62, "it starts soon"
 

@@ -190,24 +190,12 @@ def test_a_group_of_gpus_outlasts_the_hang_detector_and_is_destroyed_at_a_stop(m
     monkeypatch.setattr(dist, "init_process_group", lambda **given: calls.append(given))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     trial = toys.trial(parallel={"timeout_s": 100}).model_copy(update={"strategy": "ddp"})
-    with pytest.raises(Stopped), process_group.process_group(trial, rank=Rank(), store=None, end=None):
+    with pytest.raises(Stopped), process_group.process_group(trial, rank=Rank(), end=None):
         raise Stopped
     given, end = calls
     assert (given["backend"], given["device_id"]) == ("nccl", torch.device("cuda", 1))
     assert given["timeout"] == timedelta(seconds=160)
     assert end == "destroyed"
-
-
-def test_a_rank_that_waits_for_a_failed_one_is_freed_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    aborted, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(process_group, "_POLL_S", 0.01)
-    monkeypatch.setattr(process_group, "_ABORT_S", 0.1)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", aborted.set)
-    answers = iter([False, True])
-    with process_group.abort_on_failure(lambda: next(answers), end=ended.set):
-        assert aborted.wait(10)
-        assert ended.wait(10)
 
 
 def test_the_rank_that_torchrun_gave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +225,9 @@ def test_a_rank_without_a_gpu_of_its_own_is_named(
     update = {"strategy": "ddp", "workers": 2, "device": "cuda", "devices_per_worker": 1}
     rank = Rank(local_rank=local_rank, world_size=2, local_world_size=4, node="node")
 
+    monkeypatch.setattr(process_group.rendezvous, "store", lambda *_, **__: store)
     with pytest.raises(worker.WorkerFailed):
-        worker.run(toys.trial().model_copy(update=update), rank=rank, outbox=outbox, store=store)
+        worker.run(toys.trial().model_copy(update=update), rank=rank, outbox=outbox)
 
     (failed,) = [event for event in outbox.events if isinstance(event, Failed)]
     assert failed.error.startswith(message)

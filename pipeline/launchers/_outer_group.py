@@ -1,16 +1,13 @@
 """The ranks that an outer launcher started, connected through torch's key-value store.
 
-Each rank tells rank 0, the driver, facts about itself. Rank 0 tells the other ranks which trial to work on next, and at
-last how the run ended. Any rank may ask for a stop.
+Each rank sends rank 0, the driver, facts about itself. Rank 0 sends the other ranks the next trial, and at last how the
+run ended. Any rank may ask for a stop.
 """
 
-import os
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from datetime import timedelta
 from functools import cache
 
@@ -18,12 +15,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
+from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.outer_launcher import OuterLauncher
-from pipeline.protocol.trial import Rank, Trial
-from pipeline.system.background import in_background
+from pipeline.protocol.trial import Trial
 from pipeline.worker import rendezvous
 from pipeline.worker.interfaces import LOOPBACK, address_facing, is_loopback
+from pipeline.worker.main import GPU_VARIABLE
 
 _POLL_S, _LONGEST_POLL_S = 0.1, 1.0
 _LISTEN_S = 0.5
@@ -34,20 +31,21 @@ _SHOWN = 8  # ranks, hosts
 
 
 class Command(Frozen):
-    """Message of rank 0 to the other ranks: the trial to work on, or the end of the run."""
+    """Message of rank 0 to the other ranks: the trial to start a worker for, or the end of the run."""
 
-    number: int
     trial: str = ""
     """JSON of the trial; empty at the end of the run."""
     channel: Address | None = None
     """Address of the trial's inbox."""
+    meeting: str = ""
+    """Name under which the trial's workers meet in the store."""
     gpus: tuple[int | None, ...] = ()
     """The trial's `Rank.gpu` of each rank."""
     exit_code: int = 0
 
 
 class OuterGroup:
-    """This rank's membership in the group; rank 0's is that of the driver."""
+    """This process's membership in the group; rank 0's is the driver's."""
 
     def __init__(self, outer: OuterLauncher, *, timeout_s: float) -> None:
         """Connect to the store, which rank 0 opens unless the launcher serves one.
@@ -56,19 +54,7 @@ class OuterGroup:
             ResourceError: rank 0's machine doesn't answer, or can't open the store.
         """
         self.outer = outer
-        self.rank = Rank(
-            rank=outer.rank,
-            local_rank=outer.local_rank,
-            world_size=outer.world_size,
-            local_world_size=outer.local_world_size,
-            node=socket.gethostname(),
-        )
-        self.lost: set[int] = set()
-        """Ranks that are known to be gone; for rank 0."""
-        self.is_failing = False
-        """True once a trial has failed; for rank 0."""
-        self.is_stopping: Callable[[], bool] = lambda: False
-        """Tells whether the driver has been asked to stop already, e.g. by the SIGTERM that all ranks got."""
+        self.node = socket.gethostname()
         self._timeout_s = timeout_s
         self._server = _opened(outer, timeout_s=timeout_s) if outer.is_driver and not outer.has_store else None
         self._host = _own_address(outer) if self._server is not None else outer.host
@@ -81,8 +67,8 @@ class OuterGroup:
         return address_facing(outer.host) if (outer := self.outer).has_several_nodes else LOOPBACK
 
     def publish(self, facts: str) -> None:
-        """Tell rank 0 facts about this rank."""
-        self._store.set(_node_key(self.rank.node), "")
+        """Send rank 0 facts about this rank."""
+        self._store.set(_node_key(self.node), "")
         self._store.set(f"facts/{self.outer.rank}", facts)
 
     def gathered(self) -> list[str]:
@@ -97,7 +83,7 @@ class OuterGroup:
             if time.monotonic() > deadline:
                 raise ResourceError(
                     f"{self.outer.name} started {self.outer.world_size} processes. {len(missing)} of them did not "
-                    f"reach rank 0 on {self.rank.node} within parallel.start_timeout_s ({self._timeout_s:g} s): "
+                    f"reach rank 0 on {self.node} within parallel.start_timeout_s ({self._timeout_s:g} s): "
                     f"rank {_join_some(sorted(missing))}"
                     + (f". No process came from {_join_some(silent)}." if (silent := self._silent_hosts()) else "")
                 )
@@ -110,78 +96,56 @@ class OuterGroup:
         return silent if len(silent) < len(self.outer.hosts) else []
 
     def assign(self, trial: Trial, channel: Address, *, gpus: tuple[int | None, ...]) -> Command:
-        """Assign a trial and GPUs to the other ranks. For rank 0."""
-        return self._tell(Command(number=self._number, trial=trial.model_dump_json(), channel=channel, gpus=gpus))
-
-    def rank_in(self, command: Command) -> Rank:
-        """Return this rank with its GPU in a command's trial."""
-        return self.rank.model_copy(update={"gpu": command.gpus[self.rank.rank]})
-
-    def retract(self, command: Command) -> None:
-        """Remove a command that all ranks have read: it contains the key of the trial's channel. For rank 0."""
-        self._store.delete_key(f"command/{command.number}")
+        """Have the other ranks start workers for a trial. For rank 0."""
+        meeting = f"{trial.name}-{self.outer.attempt}-{self._number}"
+        return self._send(Command(trial=trial.model_dump_json(), channel=channel, meeting=meeting, gpus=gpus))
 
     def end(self, exit_code: int) -> None:
         """Tell the other ranks how the run ended; wait a while until all that live know. For rank 0."""
-        self._tell(Command(number=self._number, exit_code=exit_code))
-        deadline = time.monotonic() + _FAREWELL_S
-        while self._store.add("gone", 0) < self.outer.world_size - 1 - len(self.lost) and time.monotonic() < deadline:
+        read, deadline = f"read/{self._number}", time.monotonic() + _FAREWELL_S
+        self._send(Command(exit_code=exit_code))
+        while self._store.add(read, 0) < self.outer.world_size - 1 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
-    def next_command(self) -> Command:
-        """Wait for rank 0's next command. For the other ranks.
+    def next_command(self, *, has_to_stop: Callable[[], bool] = lambda: False) -> Command:
+        """Wait for rank 0's next command; ask it to stop the run if this rank has to. For the other ranks.
 
         Raises:
             DistError: rank 0 or its store is gone.
         """
         key, start = f"command/{self._number}", time.monotonic()
         while not self._store.check([key]):  # less and less often: rank 0 answers all ranks while it measures
+            if has_to_stop():
+                self._store.set("stop", "")
             time.sleep(min(max(_POLL_S, 0.1 * (time.monotonic() - start)), _LONGEST_POLL_S))
         command = Command.model_validate_json(self._store.get(key))
+        if self._store.add(f"read/{self._number}", 1) == self.outer.world_size - 1:
+            self._store.delete_key(key)  # it contains the key of the trial's channel
         self._number += 1
-        if not command.trial:
-            self._store.add("gone", 1)
         return command
 
-    def store(self, command: Command) -> Store:
-        """Return the store of a command's process group."""
-        return PrefixStore(f"group/{command.number}", self._connected())
+    def is_stop_asked(self) -> bool:
+        """Return True once another rank has asked for a stop. For rank 0."""
+        with suppress(RuntimeError):  # the launcher that serves the store has ended
+            return bool(self._store.check(["stop"]))
+        return False
 
-    def failures(self, command: Command) -> Callable[[], bool]:
-        """Return a function that tells whether a rank has failed in a command's trial, for another thread."""
-        store, key = self._connected(), f"failed/{command.number}"  # a store answers one thread at a time
-        return lambda: store.check([key])
+    def variables(self, command: Command, *, cpus: int) -> dict[str, str]:
+        """Return the variables of this rank's worker in a command's trial: those of torchrun, and its GPU."""
+        gpu = command.gpus[self.outer.rank]
+        return (
+            self.outer.variables
+            | ({} if gpu is None else {GPU_VARIABLE: str(gpu)})
+            | {
+                "MASTER_ADDR": self._host,
+                "TORCHELASTIC_RUN_ID": command.meeting,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # opened by the driver, or by torchrun
+                "OMP_NUM_THREADS": str(cpus),
+            }
+        )
 
-    def note_failure(self, command: Command) -> None:
-        """Note that a rank has failed in a command's trial, from any thread. For rank 0."""
-        self._connected().set(f"failed/{command.number}", "1")
-
-    def ask_to_stop(self) -> None:
-        """Ask the driver to stop the run, from any thread; later calls change nothing."""
-        with suppress(Exception):  # the store is gone, and with it the run
-            self._store.set("stop", "1")
-
-    @contextmanager
-    def hearing_stops(self) -> Iterator[None]:
-        """Send SIGTERM to this process, the driver, once another rank has asked for a stop."""
-        store = self._connected()  # a store answers one thread at a time
-
-        def listen(done: threading.Event) -> None:
-            while not done.wait(_LISTEN_S):
-                try:
-                    is_asked = store.check(["stop"])
-                except Exception:  # noqa: BLE001 - the launcher that serves the store has ended
-                    return
-                if is_asked:
-                    if not self.is_stopping():  # a second SIGTERM would end the run without a checkpoint
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    return
-
-        with in_background(listen, name="stop-requests"):
-            yield
-
-    def _tell(self, command: Command) -> Command:
-        self._store.set(f"command/{command.number}", command.model_dump_json())
+    def _send(self, command: Command) -> Command:
+        self._store.set(f"command/{self._number}", command.model_dump_json())
         self._number += 1
         return command
 

@@ -1,0 +1,255 @@
+"""Launchers that start this command as several processes, read from their environment variables.
+
+``torchrun``, ``srun`` and ``mpirun`` start ``pipeline run`` once for each rank; rank 0's process is the driver.
+A shell inside an allocation, such as that of ``salloc`` or of a batch script, is no rank: ``srun`` alone sets the
+variables of a job step.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeline.errors import UsageError
+from pipeline.planning.slurm_hosts import first_in_host_file, hosts_of
+
+_LOOPBACK = "127.0.0.1"
+_DEFAULT_PORT = 29500
+_FIRST_PORT, _PORTS = 20000, 10000
+"""Ports below those that Linux gives to outgoing connections."""
+_COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterLauncher:
+    """The launcher that started this process, and the process's place among the others."""
+
+    name: str
+    """torchrun, srun or mpirun."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    """Name or address of rank 0's machine."""
+    port: int
+    """Port of the rendezvous at rank 0's machine."""
+    hosts: tuple[str, ...] = ()
+    """Names of the job's machines, rank 0's first; empty if the launcher does not name them."""
+    has_store: bool = False
+    """True if the launcher itself serves torch's key-value store at the port."""
+    attempt: str = "0"
+    """Number of the launch, which differs between restarts of all ranks that share a store."""
+
+    @property
+    def is_driver(self) -> bool:
+        """True for rank 0, whose process is the driver."""
+        return self.rank == 0
+
+    @property
+    def has_several_nodes(self) -> bool:
+        """True if some ranks are on other machines."""
+        return self.local_world_size < self.world_size
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of torchrun, which user code may read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
+    """Return the launcher that started this process as one of several, by default from its environment; None without.
+
+    Of nested launchers the inner one counts, e.g. torchrun under srun. A single process that srun or mpirun started
+    is None, too: it may start workers itself.
+
+    Raises:
+        UsageError: some variables of a launcher are missing, malformed, or contradict others.
+    """
+    given = os.environ if variables is None else variables
+    names = _find_names(given)
+    return _Reader(given, names).read() if names is not None else None
+
+
+def find_ignored_ranks(variables: Variables | None = None) -> str:
+    """Return the variables of several ranks that no known launcher has set, e.g. ``RANK=3, WORLD_SIZE=4``."""
+    given = os.environ if variables is None else variables
+    if given.get("WORLD_SIZE", "1") == "1" or outer_launcher(given) is not None:
+        return ""
+    return ", ".join(f"{name}={given[name]}" for name in ("RANK", "WORLD_SIZE") if name in given)
+
+
+def is_follower() -> bool:
+    """Return True in a rank other than 0 of an outer launcher, whose driver is another process."""
+    return (outer := outer_launcher()) is not None and not outer.is_driver
+
+
+class _Names(NamedTuple):
+    """Names of the variables in which a launcher says which of its processes this one is."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Names("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_PALS = _Names("mpirun", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+_HYDRA = _Names("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+"""MPICH and Intel MPI."""
+
+
+def _find_names(given: Variables) -> _Names | None:
+    """Return the variables of the innermost launcher; None without one."""
+    if "TORCHELASTIC_RUN_ID" in given:
+        return _TORCHRUN
+    if _OPEN_MPI.rank in given or _OPEN_MPI.world_size in given:
+        return _OPEN_MPI
+    srun = _find_names_of_srun(given)
+    if _PALS.rank not in given and _PALS.world_size not in given:
+        return srun
+    # srun --mpi=pmi2 also sets the variables of PMI.
+    if srun and [given.get(name) for name in srun[1:3]] == [given.get(name) for name in _PALS[1:3]]:
+        return srun
+    return _PALS if _PALS.local_rank in given else _HYDRA
+
+
+def _find_names_of_srun(given: Variables) -> _Names | None:
+    """Return the variables of a job step; a batch script and a shell of salloc have a SLURM_PROCID, but no step."""
+    steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")
+    if "SLURM_PROCID" not in given or not any(name in given for name in steps):
+        return None
+    # srun --preserve-env leaves the job's number of tasks in SLURM_NTASKS.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
+    counts = "SLURM_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" not in given else "SLURM_STEP_TASKS_PER_NODE"
+    return _Names("srun", "SLURM_PROCID", size, "SLURM_LOCALID", counts)
+
+
+class _Reader:
+    """Reads the variables of a launcher."""
+
+    def __init__(self, given: Variables, names: _Names) -> None:
+        self._given, self._names = given, names
+
+    def read(self) -> OuterLauncher | None:
+        """Return the launcher; None if it started a single process, unless it is torchrun.
+
+        Raises:
+            UsageError: a variable is missing or malformed, or two contradict each other.
+        """
+        names, is_torchrun = self._names, self._names is _TORCHRUN
+        world_size = self._number(names.world_size)
+        if world_size == 1 and not is_torchrun:  # runtimes leave some of the variables out then
+            return None
+        hosts = () if is_torchrun else self._hosts()
+        local_world_size = self._local_world_size(hosts, world_size=world_size)
+        if names.launcher == "srun" and local_world_size < world_size:
+            hosts = self._in_order_of_ranks(hosts)
+        outer = OuterLauncher(
+            name=names.launcher,
+            host=self._text("MASTER_ADDR") if is_torchrun else self._host(hosts, is_one=local_world_size >= world_size),
+            rank=self._number(names.rank),
+            world_size=world_size,
+            local_rank=self._number(names.local_rank),
+            local_world_size=local_world_size,
+            port=self._number("MASTER_PORT") if is_torchrun or "MASTER_PORT" in self._given else self._derived_port(),
+            hosts=hosts,
+            has_store=is_torchrun and self._given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=self._given.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchrun else "0",
+        )
+        self._check(outer)
+        return outer
+
+    def _text(self, name: str) -> str:
+        if name not in self._given:
+            raise UsageError(f"started by {self._names.launcher}, but {name} is not set")
+        return self._given[name]
+
+    def _number(self, name: str) -> int:
+        text = self._text(name)
+        if not (text.isascii() and text.isdecimal()):
+            raise UsageError(f"started by {self._names.launcher}, but {name}={text} is not a number")
+        return int(text)
+
+    def _local_world_size(self, hosts: tuple[str, ...], *, world_size: int) -> int:
+        """Return the number of processes on this node, which srun gives for each node, e.g. as ``2(x3),1``."""
+        name = self._names.local_world_size
+        if self._names.launcher != "srun":
+            return self._number(name)
+        if name not in self._given and len(hosts) == 1:
+            return world_size
+        counts, node = self._text(name), self._number("SLURM_NODEID")
+        each = [int(count) for count, times in _COUNTS.findall(counts) for _ in range(int(times or 1))]
+        if node >= len(each):
+            raise UsageError(f"started by srun, but SLURM_NODEID={node} is no node of {name}={counts}")
+        return each[node]
+
+    def _hosts(self) -> tuple[str, ...]:
+        """Return the hosts of the job step, or of the job."""
+        name = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if self._given.get(name)), "")
+        try:
+            return tuple(hosts_of(self._given.get(name, "")))
+        except ValueError:
+            text = self._given[name]
+            raise UsageError(f"{name}={text}: not a node list of Slurm, such as gpu[01-03,7],login1") from None
+
+    def _in_order_of_ranks(self, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the hosts, rank 0's first: a host file decides where it runs, and Slurm's node lists are sorted."""
+        if "SLURM_HOSTFILE" not in self._given or "MASTER_ADDR" in self._given:
+            return hosts
+        first = first_in_host_file(self._given["SLURM_HOSTFILE"])
+        return (first, *(host for host in hosts if host != first))
+
+    def _host(self, hosts: tuple[str, ...], *, is_one: bool) -> str:
+        """Return the host of rank 0."""
+        host = _LOOPBACK if is_one else self._given.get("MASTER_ADDR") or next(iter(hosts), "")
+        if host:
+            return host
+        if self._names.launcher == "srun":
+            raise UsageError("started by srun, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
+        raise UsageError(
+            "started by mpirun on several machines, but MASTER_ADDR is not set, the name or address of the first one; "
+            "write mpirun -x MASTER_ADDR=HOST ... (Open MPI) or mpirun -genv MASTER_ADDR HOST ... (MPICH, Intel MPI)"
+        )
+
+    def _derived_port(self) -> int:
+        """Return a port that all ranks derive from the same job, and other jobs rarely share."""
+        get = self._given.get
+        names = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+        identity = next(filter(None, map(get, names)), "")
+        if self._names.launcher == "srun":
+            identity = f"{get('SLURM_JOB_ID', '')}.{get('SLURM_STEP_ID', '')}".strip(".")
+        return _FIRST_PORT + zlib.crc32(identity.encode()) % _PORTS if identity else _DEFAULT_PORT
+
+    def _check(self, outer: OuterLauncher) -> None:
+        """Check that the variables go together; an error names both of two that don't."""
+        _, rank, world_size, local_rank, local_world_size = self._names
+        for value, name, most, limit in (
+            (outer.rank, rank, outer.world_size, world_size),
+            (outer.local_rank, local_rank, outer.local_world_size, local_world_size),
+        ):
+            if value >= most:
+                raise UsageError(f"{name}={value} and {limit}={most} contradict each other: ranks count from 0")
+        if outer.local_world_size > outer.world_size:
+            raise UsageError(
+                f"{local_world_size} says {outer.local_world_size} processes on this machine, but {world_size} says "
+                f"{outer.world_size} in all"
+            )
+        # Scripts that were written for torch often export these; a rank that is the same for all tasks would hang.
+        for own, name in zip(_TORCHRUN[1:4], self._names[1:4], strict=True):
+            exported, here = self._given.get(own), outer.variables[own]
+            if exported not in {None, here}:
+                raise UsageError(f"{own}={exported} and {name}={here} contradict each other; unset {own}")
