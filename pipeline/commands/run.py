@@ -20,8 +20,8 @@ from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership
 from pipeline.recording.terminal import Terminal
-from pipeline.report.numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
+from pipeline.report.row_numbers import COMPARED, metrics_of
 from pipeline.training.checkpoints.storage import Storage, address_of
 
 

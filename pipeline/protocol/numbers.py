@@ -1,6 +1,6 @@
 """Numbers of a trial, each defined once: trackers, JSON and tables take its names and its value from here.
 
-`MEASURED` and `STARTUP` are known when a trial ends. `pipeline.report.numbers` adds those that take other trials, or a
+`MEASURED` and `STARTUP` are known when a trial ends. `pipeline.report.row_numbers` adds those that take other trials, or a
 price, to compute.
 """
 

@@ -6,8 +6,8 @@ from statistics import mean
 from pipeline.report import Row
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.forecast import Predicted
-from pipeline.report.numbers import mfu, tflops, without_peak
 from pipeline.report.row_names import name_row
+from pipeline.report.row_numbers import mfu, tflops, without_peak
 from pipeline.report.sentences import find_main_row
 from pipeline.report.tables import Column, amount, training_s
 from pipeline.wording import figure

@@ -13,7 +13,7 @@ from pipeline.protocol.events import Evaluated
 from pipeline.protocol.trial_result import Best, Spread, Unsaved
 from pipeline.report import Advice, Row, Unmeasured
 from pipeline.report.forecast import Forecast, Predicted
-from pipeline.report.numbers import NUMBERS, PREDICTED
+from pipeline.report.row_numbers import NUMBERS, PREDICTED
 
 _FIRST = (
     *("title", "samples_per_second", "speedup", "efficiency", "same_training"),

@@ -13,9 +13,9 @@ from pipeline.protocol.trial_result import Spread
 from pipeline.report import Row, Unmeasured
 from pipeline.report.breakdown import PARTS, break_down, count_decimals
 from pipeline.report.forecast import Predicted
-from pipeline.report.numbers import NUMBERS
 from pipeline.report.ratios import ends_of, is_wide, value_of
 from pipeline.report.row_names import count_workers, label_row, name_row
+from pipeline.report.row_numbers import NUMBERS
 from pipeline.wording import duration, join_names
 
 UNEVEN = 1.1

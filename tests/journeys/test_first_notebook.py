@@ -35,7 +35,7 @@ def test_the_beginning_of_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: 
     """Up to where it starts workers; then what a user may well try next."""
     notebook = nbformat.read(ROOT / "docs" / "notebooks" / "first.ipynb", as_version=4)
     end = next(n for n, cell in enumerate(notebook.cells) if cell.source.startswith("## Two workers"))
-    more = ["alone", "import torch\nprint(torch.is_grad_enabled(), len(alone.history()))", REFUSED]
+    more = ["alone", "import torch\nprint(torch.is_grad_enabled(), len(alone.losses))", REFUSED]
     notebook.cells = [*notebook.cells[:end], *map(new_code_cell, more)]
 
     shown, trained, result, kernel, refused = executed(notebook, tmp_path, monkeypatch)

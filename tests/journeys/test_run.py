@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pytest
 import torch
 from mlflow import MlflowClient
@@ -108,10 +109,16 @@ def test_the_metric_is_there(main: Run, name: str) -> None:
     assert main.data.metrics[name] >= 0
 
 
-def test_the_loss_is_there_for_each_step(client: MlflowClient, main: Run) -> None:
-    history = client.get_metric_history(main.info.run_id, "train/loss")
+def test_the_loss_of_each_step_is_there(client: MlflowClient, main: Run) -> None:
+    """In a file; the curve has a few points a second, the last one at the end of the training."""
+    losses = np.load(client.download_artifacts(main.info.run_id, "losses.npy"))
+    history = {point.step: point.value for point in client.get_metric_history(main.info.run_id, "train/loss")}
 
-    assert sorted(metric.step for metric in history) == list(range(1, STEPS + 1))
+    assert losses.shape == (STEPS,)
+    assert np.isfinite(losses).all()
+    assert max(history) == STEPS
+    assert {23, 46, 69, 92} <= history.keys()  # the ends of the epochs
+    assert history[1] == losses[0]
 
 
 def test_evaluation_is_there_for_each_epoch(client: MlflowClient, main: Run) -> None:

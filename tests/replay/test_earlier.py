@@ -112,7 +112,7 @@ def test_a_checkpoint_of_before_is_gone_on_from_exactly(
     experiment = str(killed.folder / "experiment.yaml")
     with written_here():
         resume = ("--no-baseline", "--resume", killed.folder.name)
-        ended = command("run", experiment, *resume, *alone, "tracking.log_model=false")
+        ended = command("run", experiment, *resume, *alone, "tracking.log_model=false", "train.log_every_steps=1")
 
     assert ended.code == 0, ended.output
     assert [event.step for event in killed.all_of(Resumed)] == [newest]

@@ -17,7 +17,7 @@ from pipeline.commands.history.compared_figures import Figure, measured
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.protocol.trial_result import Energy, Flops
-from pipeline.report import Row, device, numbers
+from pipeline.report import Row, device, row_numbers
 from pipeline.report.peaks import peaks_of
 from pipeline.report.records import build_cell, columns
 from pipeline.report.report import Report
@@ -216,13 +216,13 @@ def flops(**of_sample: float) -> Flops:
 class TestOperationsPerSecond:
     def test_the_share_of_the_peak_of_all_devices(self) -> None:
         one = row(flops=flops(bf16=62.4e9))
-        assert numbers.tflops(one) == pytest.approx(62.4)
-        assert numbers.mfu(one) == pytest.approx(0.1)
+        assert row_numbers.tflops(one) == pytest.approx(62.4)
+        assert row_numbers.mfu(one) == pytest.approx(0.1)
         assert next(device.use(one)) == "62.4 TFLOP/s on 2 GPUs, 10% of their peak (MFU)"
 
     def test_each_arithmetic_has_its_own_peak(self) -> None:
         mixed = row(flops=flops(tf32=31.2e9, fp32=3.9e9))  # a tenth of the time each
-        assert numbers.mfu(mixed) == pytest.approx(0.2)
+        assert row_numbers.mfu(mixed) == pytest.approx(0.2)
 
     def test_a_share_is_a_lower_bound_if_something_was_not_counted(self) -> None:
         one = row(flops=Flops(of_sample={"bf16": 3e9}, uncounted=("mylib::scan",)))
@@ -233,7 +233,7 @@ class TestOperationsPerSecond:
     @pytest.mark.parametrize(("gpu", "name"), [("NVIDIA A10G", "bf16"), (A100, "complex64"), ("Tesla T4", "bf16")])
     def test_there_is_no_guess(self, gpu: str, name: str) -> None:
         one = row(gpu=gpu, flops=flops(**{name: 3e9}))
-        assert numbers.mfu(one) is None
+        assert row_numbers.mfu(one) is None
         assert next(device.use(one)) == f"3 TFLOP/s on 2 GPUs, no MFU: the peak of {gpu} in {name} is not known"
 
     def test_a_cpu_has_no_peak(self) -> None:
@@ -250,7 +250,7 @@ class TestOperationsPerSecond:
     def test_rows_that_counted_nothing_have_the_count_of_the_training(self) -> None:
         ends = [finished("main", spread(190), flops=flops(fp32=1e9)), finished("baseline", spread(100))]
         report = Report.of([samples.MAIN, BASELINE], ends, hardware=HARDWARE)
-        assert [numbers.tflops(each) for each in report.rows] == [pytest.approx(0.1), pytest.approx(0.19)]
+        assert [row_numbers.tflops(each) for each in report.rows] == [pytest.approx(0.1), pytest.approx(0.19)]
 
 
 class TestUtilization:

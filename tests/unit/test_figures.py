@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 
 from pipeline.recording.mlflow_entities import metric_name
-from pipeline.report.numbers import NUMBERS
+from pipeline.report.row_numbers import NUMBERS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

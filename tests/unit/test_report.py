@@ -26,10 +26,10 @@ from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops, Spread, StepParts, Unsaved
 from pipeline.report import Advice, publish
-from pipeline.report.numbers import NUMBERS
 from pipeline.report.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
 from pipeline.report.report_files import PAGE_NAME
+from pipeline.report.row_numbers import NUMBERS
 from pipeline.report.tables import Straggler, low_to_high
 
 

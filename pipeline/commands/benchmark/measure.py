@@ -15,8 +15,8 @@ from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.terminal import Terminal
 from pipeline.report import Unmeasured
-from pipeline.report.numbers import metrics_of
 from pipeline.report.report import Report
+from pipeline.report.row_numbers import metrics_of
 from pipeline.wording import counted
 
 NOT_REACHED = "the benchmark ended before it was measured"
