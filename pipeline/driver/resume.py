@@ -20,6 +20,7 @@ LATEST = "latest"
 _HOW_NOT_WHAT = (
     *("parallel.", "benchmark.", "loader.", "tracking.", "checkpoint.", "sweep"),
     *("train.compile", "train.cudnn_benchmark", "train.activation_checkpointing", "train.batch_size_per_worker"),
+    "train.log_every_steps",
 )
 """Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
 _STEP = "train.global_batch_size"

@@ -1,7 +1,7 @@
 """Numbers of a trial, each defined once: trackers, JSON and tables take its names and its value from here.
 
-`MEASURED` and `STARTUP` are known when a trial ends. `pipeline.report.row_numbers` adds those that take other trials, or a
-price, to compute.
+`MEASURED` and `STARTUP` are known when a trial ends. `pipeline.report.row_numbers` adds those that are computed with
+other trials or a price.
 """
 
 from collections.abc import Callable, Sequence

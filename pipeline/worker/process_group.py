@@ -63,6 +63,9 @@ def process_group(trial: Trial, *, rank: Rank, end: Callable[[], None] | None) -
         if has_failed:
             _abort(end)
         else:
+            # DDP's reducer, in a reference cycle, holds the group. A collection that frees it last would join the group's
+            # threads while it holds the interpreter's lock, for which one of them may wait: a deadlock.
+            gc.collect()
             dist.destroy_process_group()
         # DDP's reference cycles keep the group's threads alive; one of them that wants the interpreter after it has
         # shut down aborts the process.

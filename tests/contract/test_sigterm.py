@@ -21,6 +21,7 @@ from pipeline.training.order import SampleOrder
 @pytest.fixture
 def reading(request: pytest.FixtureRequest) -> Iterator[Iterator[object]]:
     """Batches that one process reads, started by the method that the test asks for."""
+    _others.update(multiprocessing.active_children())
     options = Loader(num_workers=1, prefetch_factor=1, persistent_workers=False)
     dataset = TensorDataset(torch.arange(40.0))
     loader = BatchLoader(dataset, options=options, collate=None, seed=1, device=torch.device("cpu"))
@@ -33,8 +34,12 @@ def reading(request: pytest.FixtureRequest) -> Iterator[Iterator[object]]:
     batches.close()  # type: ignore[attr-defined]
 
 
+_others: set[BaseProcess] = set()
+"""Processes that other tests have started."""
+
+
 def _loader() -> BaseProcess:
-    (process,) = multiprocessing.active_children()  # which leaves out the resource tracker that other tests started
+    (process,) = set(multiprocessing.active_children()) - _others
     return process
 
 

@@ -176,13 +176,13 @@ def test_a_model_that_does_not_match_is_told(run: Path) -> None:
 
 def test_changes_of_what_is_evaluated_are_told(run: Path) -> None:
     state = read_state(run)
-    file = opened(run, "data={_target_: toys.regression}", "train.log_every_steps=7", "parallel.timeout_s=99")
+    file = opened(run, "data={_target_: toys.regression}", "train.clip_grad_norm=7.0", "train.log_every_steps=7")
     plan = evaluating.make(file, state=state, checkpoint="6", split=None)
     (trial,) = plan.trials
     assert isinstance(trial, Evaluation)
     assert (trial.step, trial.split, trial.best) == (6, None, "")
     assert trial.changes == (
-        "data._target_ was toys.with_test, is now toys.regression", "train.log_every_steps was 1, is now 7"
+        "data._target_ was toys.with_test, is now toys.regression", "train.clip_grad_norm was None, is now 7.0"
     )  # fmt: skip
     assert [note.partition(": ")[2] for note in plan.notes] == list(trial.changes)
 

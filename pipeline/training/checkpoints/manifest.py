@@ -29,7 +29,7 @@ VALUES = "values.json"
 """File of all state but tensors."""
 _ASIDE: Mapping[str, Any] = {
     **dict.fromkeys(("name", "tracking", "benchmark", "checkpoint", "loader", "parallel", "sweep"), True),
-    "train": {"compile", "activation_checkpointing"},
+    "train": {"compile", "activation_checkpointing", "log_every_steps"},
 }
 _FOLDER = re.compile(r"step-(\d{8,})")
 
