@@ -63,7 +63,7 @@ def process_group(trial: Trial, *, rank: Rank, end: Callable[[], None] | None) -
         if has_failed:
             _abort(end)
         else:
-            # DDP's reducer, in a reference cycle, holds the group. A collection that frees it last would join the group's
+            # DDP's reducer, in a reference cycle, holds the group. A collection that frees it last joins the group's
             # threads while it holds the interpreter's lock, for which one of them may wait: a deadlock.
             gc.collect()
             dist.destroy_process_group()

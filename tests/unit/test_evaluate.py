@@ -182,7 +182,7 @@ def test_changes_of_what_is_evaluated_are_told(run: Path) -> None:
     assert isinstance(trial, Evaluation)
     assert (trial.step, trial.split, trial.best) == (6, None, "")
     assert trial.changes == (
-        "data._target_ was toys.with_test, is now toys.regression", "train.clip_grad_norm was None, is now 7.0"
+        "data._target_ was toys.with_test, is now toys.regression", "train.clip_grad_norm was null, is now 7.0"
     )  # fmt: skip
     assert [note.partition(": ")[2] for note in plan.notes] == list(trial.changes)
 
