@@ -36,6 +36,7 @@ from pipeline.training.metric_states import (
 )
 from pipeline.training.metrics import Drawable, read
 from pipeline.training.optimizers import evaluating
+from pipeline.training.parameter_names import listed
 from pipeline.training.watch import mark, waiting
 from pipeline.training.weighting import weighted
 
@@ -84,12 +85,17 @@ def prepare(context: TrainContext) -> None:
 
 
 def evaluate(
-    context: TrainContext, *, split: Split = "validation", show: Show | None = None, with_metrics: bool = True
+    context: TrainContext,
+    *,
+    split: Split = "validation",
+    show: Show | None = None,
+    warn: Callable[[str], None] | None = None,
+    with_metrics: bool = True,
 ) -> dict[str, float]:
     """Compute loss and metrics over a split, by name ("validation/loss"); empty without it. Collective.
 
-    ``show`` receives curves and large results, on all ranks. Some metrics need many samples: ``with_metrics=False``
-    leaves them out.
+    ``show`` receives curves and large results, ``warn`` what makes a metric doubtful, on all ranks. Some metrics need
+    many samples: ``with_metrics=False`` leaves them out.
     """
     if not context.batches.has(split):
         return {}
@@ -122,6 +128,13 @@ def evaluate(
             if show is not None:
                 show(name, curve)
         metrics.reset()
+        if shared.ambiguous and warn is not None:
+            warn(
+                f"{listed([f'metrics.{name}' for name in shared.ambiguous])}: some batches of the {split} set have "
+                "outputs between 0 and 1 only, and others do not. torchmetrics takes the former for probabilities and "
+                "the latter for logits, so the value depends on the batches. Let the model or the task return "
+                "probabilities, e.g. torch.sigmoid(logits)"
+            )
     values.update({f"{split}/{name}": value for name, value in own.values.items()})
     if isinstance(context.task, OwnEvaluation) and split == "validation":  # whose logs no check could know
         for key, metric in followed(context.experiment).items():

@@ -112,7 +112,8 @@ def evaluate_test(context: TrainContext, *, meter: Meter, best: Best | None) -> 
     step = best.step if best else meter.step
     epoch = math.ceil(step / context.order.steps_per_epoch)
     show = partial(reporting.curve, context=context, outbox=meter.outbox)
-    values = evaluate(context, split="test", show=lambda name, curve: show(f"test {name}", curve))
+    warn = partial(reporting.warn_of_metrics, context, meter.outbox)
+    values = evaluate(context, split="test", show=lambda name, curve: show(f"test {name}", curve), warn=warn)
     meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch)
 
 
@@ -250,7 +251,8 @@ def validate(context: TrainContext, *, step: int, epoch: int, meter: Meter) -> d
     """Evaluate after ``step`` steps; report the values, and tell them to what follows them. Collective."""
     pictures.log(context, meter.outbox, step=step)
     curves: dict[str, Drawable] = {}
-    values = evaluate(context, show=curves.__setitem__)
+    warn = partial(reporting.warn_of_metrics, context, meter.outbox)
+    values = evaluate(context, show=curves.__setitem__, warn=warn)
     meter.send([Point(name, step, value) for name, value in values.items()], step=step, epoch=epoch)
     if not values:
         return values

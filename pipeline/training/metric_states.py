@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 _Reduction = Callable[[Any], Any]
+_OF_PROBABILITIES = frozenset(("MulticlassPrecisionRecallCurve", "MulticlassCalibrationError", "MulticlassHingeLoss"))
+"""torchmetrics' classes of metrics of probabilities, and bases of such classes."""
 _OF_METRICS = frozenset(("training", "update", "compute", "sync_on_compute"))
 """Public attributes that torchmetrics sets."""
 
@@ -34,11 +36,18 @@ class SharedMetrics:
         self._metrics, self._rank, self._copies = metrics, rank, copies
         self._lists = ListLengths(metrics, rank=rank)
         self._inputs: dict[str, list[Any]] = {}
+        self._guessing = [name for name, one in metrics.items(copy_state=False) if _guesses(one)]
+        self._has = torch.zeros(2, dtype=torch.bool)  # a batch with outputs from 0 to 1 only, and another batch
+        self.ambiguous: Sequence[str] = ()
+        """Metrics that took some batches for probabilities and others for logits; known after `merge`."""
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Update all metrics with a batch, 16-bit floats converted to fp32."""
         given = in_full_precision((outputs, targets), copies=self._copies)
         self._metrics.update(*given)
+        if self._guessing and isinstance(outputs, Tensor) and outputs.is_floating_point():
+            is_outside = ((outputs < 0) | (outputs > 1)).any()
+            self._has = self._has.to(outputs.device) | torch.stack([~is_outside, is_outside])
         if self._rank.world_size == 1:
             return
         self._lists.note()
@@ -48,6 +57,9 @@ class SharedMetrics:
 
     def merge(self) -> None:
         """Give the metrics of every rank all samples, in the order of the set. Collective."""
+        if self._guessing:
+            found = gather(self._has.tolist(), rank=self._rank)
+            self.ambiguous = self._guessing if all(any(column) for column in zip(*found, strict=True)) else ()
         if self._rank.world_size == 1:
             return
         parts = _gathered(self._inputs, device=_each(self._metrics)[0].device, rank=self._rank)
@@ -59,6 +71,15 @@ class SharedMetrics:
             for given in _in_turn(part.get(name, ()) for part in parts):
                 metrics[name].update(*given)
         compute_alone(self._metrics)
+
+
+def _guesses(metric: nn.Module) -> bool:
+    """Return True if torchmetrics guesses in each batch whether outputs are probabilities or logits.
+
+    See its `normalize_logits_if_needed`; metrics of several classes that only compare outputs don't need to know.
+    """
+    names = {one.__name__ for one in type(metric).__mro__ if one.__module__.startswith("torchmetrics.classification")}
+    return any(name.startswith(("Binary", "Multilabel")) or name in _OF_PROBABILITIES for name in names)
 
 
 def in_full_precision(values: tuple[Any, Any], *, copies: bool = False) -> tuple[Any, Any]:

@@ -95,6 +95,12 @@ def warn_of_reading(context: TrainContext, outbox: Outbox) -> None:
         outbox.event(Warned(trial=context.trial.name, message=note, subject="reading"))
 
 
+def warn_of_metrics(context: TrainContext, outbox: Outbox, message: str) -> None:
+    """Warn once of metrics whose values are doubtful."""
+    if context.rank.is_first:
+        outbox.event(Warned(trial=context.trial.name, message=message, subject="metrics"))
+
+
 def changed_matmul_precision(context: TrainContext, outbox: Outbox) -> None:
     """Warn if code of the experiment has changed ``train.matmul_precision``."""
     declared, used = context.experiment.train.matmul_precision, matmul_precision()

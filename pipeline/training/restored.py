@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -69,6 +70,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
         context,
         split=split,
         show=lambda name, curve: reporting.curve(f"{split} {name}", curve, context=context, outbox=outbox),
+        warn=partial(reporting.warn_of_metrics, context, outbox),
     )
     for message in unsaved_state.find_stale(context, unsaved, split=split) if rank.is_first else ():
         outbox.event(Warned(trial=trial.name, message=message))

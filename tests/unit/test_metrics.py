@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import toys
-from torchmetrics import classification
+from torchmetrics import MetricCollection, classification
 from typer.testing import CliRunner
 
 from pipeline import cli
@@ -23,10 +23,12 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, NonFiniteError, TrainingError
 from pipeline.protocol.events import ArtifactSaved, Warned
+from pipeline.protocol.trial import Rank
 from pipeline.recording.terminal import Terminal
 from pipeline.training import metrics as metrics_of
 from pipeline.training.checkpoints.manifest import entries, step_of, verify
 from pipeline.training.checkpoints.storage import Storage
+from pipeline.training.metric_states import SharedMetrics
 
 MSE = "mse: {_target_: torchmetrics.MeanSquaredError}"
 SPECIFICITY = "rest: {_target_: torchmetrics.classification.MulticlassSpecificity, num_classes: 3}"
@@ -314,3 +316,37 @@ class TestWhatMetricsCompute:
         ]
         plain, tried = (files["model/weights.pt"] for files in weights)
         assert all(torch.equal(plain[name], tried[name]) for name in plain)
+
+
+# Probabilities or logits
+
+
+def test_metrics_that_guess_what_outputs_are_guess_the_same_in_each_batch() -> None:
+    """torchmetrics applies softmax to a batch with an output outside of 0 to 1, and to no other."""
+    collection = MetricCollection(
+        {
+            "auroc": classification.MulticlassAUROC(num_classes=3),
+            "accuracy": classification.MulticlassAccuracy(num_classes=3),
+        },
+        compute_groups=False,
+    )
+    within, beyond = torch.rand(8, 3), 5 * torch.randn(8, 3)
+    for batches, ambiguous in (([within, within], []), ([beyond], []), ([within, beyond], ["auroc"])):
+        shared = SharedMetrics(collection, rank=Rank())
+        for outputs in batches:
+            shared.update(outputs, torch.arange(8) % 3)
+        shared.merge()
+        assert list(shared.ambiguous) == ambiguous
+        collection.reset()
+
+
+def test_a_guess_that_differs_between_batches_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedMetrics, "merge", lambda self: setattr(self, "ambiguous", ["auroc"]))
+    _, outbox = toys.trained(
+        data={"_target_": "toys.classification"},
+        model={"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
+        loss={"_target_": "torch.nn.CrossEntropyLoss"},
+        metrics={"auroc": {"_target_": "torchmetrics.classification.MulticlassAUROC", "num_classes": 3}},
+    )
+    said = [event for event in outbox.events if isinstance(event, Warned) and event.subject == "metrics"]
+    assert {event.message.partition(":")[0] for event in said} == {"metrics.auroc"}
