@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import yaml
-from workloads import LOG_EVERY, SEED, WORKLOADS, Workload
+from workloads import SEED, WORKLOADS, Workload
 
 from pipeline.protocol.events import Finished, FirstStep, Metrics
-from pipeline.recording import journal
+from pipeline.recording import journal, loss_file
 
 HERE = Path(__file__).parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -84,13 +84,13 @@ class Ours:
         (path,) = folder.glob(f"runs/*/{journal.FILE_NAME}")
         events = list(journal.read(path))
         metrics = [event for event in events if isinstance(event, Metrics)]
-        losses = {p.step: p.value for event in metrics for p in event.points if p.name == "train/loss"}
-        per_epoch = max(losses) // WORKLOADS[workload].epochs
+        losses = loss_file.read(path.parent)
+        per_epoch = len(losses) // WORKLOADS[workload].epochs
         ends = {event.step: event.time for event in metrics if any(p.name == "train/loss" for p in event.points)}
         return Result(
             first_step=next(event.time for event in events if isinstance(event, FirstStep)),
             epochs=[ends[step] for step in sorted(ends) if step % per_epoch == 0],
-            losses=[losses[step] for step in sorted(losses)],
+            losses=losses,
             worker_peak_mb=max(next(e for e in events if isinstance(e, Finished)).result.peak_memory_mb),
         )
 
@@ -108,7 +108,7 @@ def experiment(work: Workload) -> dict[str, object]:
             else {"loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
         ),
         "optimizer": work.optimizer,
-        "train": {"epochs": work.epochs, "global_batch_size": work.batch, "log_every_steps": LOG_EVERY},
+        "train": {"epochs": work.epochs, "global_batch_size": work.batch},
         "checkpoint": {"keep": 0},
         "parallel": {"cpus_per_worker": 1},
         "tracking": {"uri": "sqlite:///../mlflow.db", "log_model": False},

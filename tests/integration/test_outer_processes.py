@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from launched import EACH_STEP
 from loss_curves import EXACT, Curves, assert_same, curves
 from outer import Ranks, losses, run_line, srun
 
@@ -41,7 +42,13 @@ def expected(launched: Callable[[str], Any]) -> Curves:
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The command itself as one of two processes that ``torchrun`` has started."""
     folder = tmp_path_factory.mktemp("torchrun")
-    overrides = ["parallel.launcher=torchrun", "train.precision=fp64", "train.epochs=2", "tracking.log_model=false"]
+    overrides = [
+        "parallel.launcher=torchrun",
+        "train.precision=fp64",
+        "train.epochs=2",
+        "tracking.log_model=false",
+        EACH_STEP,
+    ]
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     line += ["-m", "pipeline", "run", str(MLP), "--no-baseline", *overrides]
     done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
