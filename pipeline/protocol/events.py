@@ -27,6 +27,8 @@ EXAMPLE = "model/example.pt"
 """Path of a small batch of model inputs inside a run's folder."""
 REFERENCE = "model/reference.pt"
 """Path of the evaluated model's outputs for these inputs inside a run's folder."""
+LOSSES = "losses.npy"
+"""Path of the loss of every step inside a run's folder."""
 Origin = Literal["rank", "lost_peer", "peer_timeout"]
 """Origin of a rank's failure: the rank itself, a peer whose connection broke, or a peer that did not answer."""
 

@@ -10,7 +10,8 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-FILE_NAME = "losses.npy"
+from pipeline.protocol.events import LOSSES
+
 _HEADER_BYTES, _ITEM_BYTES = 128, 8
 _START = struct.Struct("<6sBBH")
 """Start of the file: magic string, version, length of the header. See numpy.lib.format, "Format Version 1.0"."""
@@ -25,7 +26,7 @@ def write(folder: Path, losses: Sequence[float], *, first: int) -> None:
     Raises:
         OSError: the file can't be written; carries its path.
     """
-    path = folder / FILE_NAME
+    path = folder / LOSSES
     try:
         with path.open("r+b" if path.exists() else "w+b") as file:
             known = _count(file.read(_HEADER_BYTES))
@@ -41,7 +42,7 @@ def write(folder: Path, losses: Sequence[float], *, first: int) -> None:
 def read(folder: Path) -> tuple[float, ...]:
     """Return the loss of each step; empty if the run has no such file, as runs of earlier versions."""
     try:
-        content = (folder / FILE_NAME).read_bytes()
+        content = (folder / LOSSES).read_bytes()
     except OSError:
         return ()
     values = array("d")

@@ -17,9 +17,9 @@ from pipeline.config.uris import without_credentials
 from pipeline.config.values import Direction
 from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interrupt
 from pipeline.planning.plan import Plan
-from pipeline.protocol.events import ArtifactSaved, RunClosed, RunOpened, TrialOpened
+from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.trial import Status, Training, Trial
-from pipeline.recording import loss_file, provenance
+from pipeline.recording import provenance
 from pipeline.recording.console import Console
 from pipeline.recording.folder import create, describe, explained, id_of, is_kept, killed, sweep_of
 from pipeline.recording.journal import FILE_NAME, ending, read
@@ -257,8 +257,8 @@ def _close(recorder: Recorder, *, end: RunClosed, has_failed: bool, warn: Callab
     try:
         try:
             artifact(LOG_NAME, recorder)
-            if (recorder.folder / loss_file.FILE_NAME).exists():
-                artifact(loss_file.FILE_NAME, recorder)
+            if (recorder.folder / LOSSES).exists():
+                artifact(LOSSES, recorder)
         finally:
             recorder.receive(end)
     except OSError as error:

@@ -121,6 +121,8 @@ class RunRecord(Frozen):
     """One process with all cores, if it was measured."""
     metrics: Mapping[str, float]
     """Last value of each metric of the training."""
+    losses: str
+    """File with the loss of every step, for ``numpy.load``; empty for a run of an earlier version."""
     best: Best | None = None
     """Step that weights and validation metrics are from, if ``checkpoint.best`` chose it."""
     unsaved: Unsaved | None = None

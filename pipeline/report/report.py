@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.config.values import Recorded
 from pipeline.planning.plan import restriction
 from pipeline.planning.scheduler_units import scheduler_units
-from pipeline.protocol.events import Evaluated, Finished
+from pipeline.protocol.events import LOSSES, Evaluated, Finished
 from pipeline.protocol.trial import Role, Training, Trial
 from pipeline.report import Advice, Row, Unmeasured, device, records, sentences, tables
 from pipeline.report.forecast import Forecast, Predicted
@@ -246,6 +246,7 @@ def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] =
         baseline=cells[first.trial] if first.role == "baseline" else None,
         references=tuple(cells[row.trial] for row in report.rows if row.role == "reference"),
         metrics=report.main.metrics,
+        losses=str(folder / LOSSES) if (folder / LOSSES).exists() else "",
         best=report.main.best,
         unsaved=report.main.unsaved,
         goodput=report.goodput.figures if report.goodput else None,

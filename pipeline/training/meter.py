@@ -117,7 +117,7 @@ class Meter:
         """Return the points of the first ``count`` steps since the last report, the first of which is ``first``."""
         every = self.trial.experiment.train.log_every_steps
         groups = group_steps(first, first + count - 1, size=None if every == "auto" else every)
-        return list(iter_points(columns, groups, skipped=self.finiteness.skipped))
+        return list(iter_points(columns, groups, skipped=set(self.finiteness.skipped)))
 
     def _rates(self, steps: range) -> dict[str, dict[int, float]]:
         """Return the learning rates of parameter groups, which nothing has changed in these steps."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import toys
 
-from pipeline.protocol.events import Metrics, Point
+from pipeline.protocol.events import LOSSES, Metrics, Point
 from pipeline.recording import loss_file
 from pipeline.recording.recorder import Recorder
 from pipeline.training import meter
@@ -73,7 +73,7 @@ def test_losses_are_kept_at_the_places_of_their_steps(tmp_path: Path) -> None:
     loss_file.write(tmp_path, [1.0, 2.0, 3.0], first=1)
     loss_file.write(tmp_path, [6.0], first=6)
     loss_file.write(tmp_path, [2.5], first=2)  # again, after a rollback
-    kept = np.load(tmp_path / loss_file.FILE_NAME)
+    kept = np.load(tmp_path / LOSSES)
     assert kept.dtype == np.float64
     assert kept.tolist()[:3] + kept.tolist()[5:] == [1.0, 2.5, 3.0, 6.0]
     assert np.isnan(kept[3:5]).all()
