@@ -23,6 +23,16 @@ def training_pass(context: TrainContext, micro_batch: MicroBatch, *, exchange: b
     return Pass(find)
 
 
+def late_pass() -> Pass:
+    """Return the pass of all training steps, which refuses tasks that gather in some batches only, see `Gathering`."""
+
+    def refuse() -> GlobalBatch:
+        message = "calls pipeline.tasks.gathered in a later batch, but not in the first; call it for every batch"
+        raise ExperimentError.of("task", message)
+
+    return Pass(refuse)
+
+
 def evaluation_pass(context: TrainContext, micro_batch: MicroBatch) -> Pass:
     """Return the pass of an evaluation, whose global batches are those of `Batches.evaluation`."""
 

@@ -30,6 +30,7 @@ from pipeline.training.costs import costs
 from pipeline.training.dry_run import compile_ahead, held_step
 from pipeline.training.evaluation import build_metrics, evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
+from pipeline.training.global_batch import late_pass
 from pipeline.training.matmul_precision import matmul_precision
 from pipeline.training.meter import Meter
 from pipeline.training.metrics import Drawable
@@ -198,11 +199,13 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
     begin = max(first, start)
     stream = meter.waits.timed(context.batches.training(epoch, first=begin - first))
     meter.clock.resume()
+    around = late_pass()
     for step in range(begin, last):
         mark_step(step)
         if step == start:
             coupling.note(context)
-        result = train_step(context, stream, step=step)
+        with around:
+            result = train_step(context, stream, step=step)
         mark(Phase.REPORTING)
         meter.add(result, samples=order.batch_size(step - first))
         if not result.has_updated:

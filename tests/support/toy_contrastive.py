@@ -119,3 +119,19 @@ CASES = {
     "weighted": case("OwnAgainstAll", weighted=True),
     "branching": case("OwnAgainstAll", weighted=False),
 }
+
+
+class Late(Similar):
+    """Compares the rank's own rows in its first batch, and gathers in all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        views, targets = batch
+        self.batches += model.training
+        found = [model(view) for view in views.unbind(1)]
+        first, second = found if self.batches < 2 else map(gathered, found)
+        loss = (first - second).square().mean() * self.temperature
+        return StepOutput(loss, views[:, 0], targets)

@@ -67,3 +67,9 @@ def test_without_communication_own_rows_stand_in_for_those_of_the_others() -> No
     found.sum().backward()
     assert torch.equal(found, torch.cat([rows, rows]))
     assert torch.equal(rows.grad, torch.ones(3, 2))
+
+
+def test_a_task_that_gathers_in_later_batches_only_is_refused() -> None:
+    """Its step was put together without the rows of other ranks."""
+    with pytest.raises(ExperimentError, match=r"task: calls pipeline.tasks.gathered in a later batch, but not in the"):
+        trained("Late")
