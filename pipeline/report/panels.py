@@ -78,7 +78,7 @@ def of_several(courses: Sequence[Course], *, best: int | None, metric: str | Non
 def _loss(axes: Axes, *, course: Course) -> None:
     series, dots = course.loss, course.validation.get(VALIDATION_LOSS)
     xs, ys = thinned(series.steps, series.values, buckets=BUCKETS)
-    axes.plot(xs, ys, color=LIGHT["accent"], lw=0.8, alpha=0.4, label="train, each step")
+    axes.plot(xs, ys, color=LIGHT["accent"], lw=0.8, alpha=0.4, label="train")
     _line(axes, series=_smooth(series), color=LIGHT["accent"], label="train, smoothed")
     values = [*series.values]
     if dots and dots.values:
