@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data import example_sentences
-from pipeline.protocol.events import Metrics, event_from_json
+from pipeline.recording import loss_file
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
@@ -60,12 +60,7 @@ def ours(folder: Path, name: str, *arguments: str) -> list[float]:
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (run,) = (folder / "runs").glob(f"*-{name}-*")
-    losses: dict[int, float] = {}
-    for line in (run / "events.jsonl").read_text().splitlines():
-        event = event_from_json(line)
-        points = event.points if isinstance(event, Metrics) else ()
-        losses |= {point.step: point.value for point in points if point.name == "train/loss"}
-    return [losses[step] for step in sorted(losses)]
+    return list(loss_file.read(run))
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "resumed"])

@@ -12,6 +12,7 @@ from recordings import JOURNALS, Recording, written_here
 from pipeline.protocol.events import Resumed
 
 Journal = Callable[[str], Recording]
+EACH_STEP = ("train.log_every_steps=1", "tracking.log_model=false")
 
 
 @pytest.mark.parametrize("name", ["killed-ema", "killed-fp16", "killed-optimizers"])
@@ -28,8 +29,8 @@ def test_state_of_before_is_resumed(
     experiment = str(killed.folder / "experiment.yaml")
 
     with written_here():
-        command("run", experiment, "--no-baseline", "tracking.log_model=false")
-        ended = command("run", experiment, "--no-baseline", "--resume", killed.folder.name, "tracking.log_model=false")
+        command("run", experiment, "--no-baseline", *EACH_STEP)
+        ended = command("run", experiment, "--no-baseline", "--resume", killed.folder.name, *EACH_STEP)
 
     assert ended.code == 0, ended.output
     assert [event.step for event in killed.all_of(Resumed)] == [newest]
