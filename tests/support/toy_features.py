@@ -41,7 +41,7 @@ class Task(nn.Module):
 _TASK = {"_target_": "toy_features.Task"}
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "clipping": {"train": {"clip_grad_norm": LIMIT}},
-    "skipping": {"train": {"on_nonfinite": "skip"}, "data": {"_target_": "toys.nudged", "by": math.nan}},
+    "skipping": {"train": {"on_nonfinite": "skip"}, "data": {"_target_": "toys.nudged", "by": math.inf}},
     "warm-up": {"train": {"lr_scaling": {"warmup_steps": WARMUP}}},
     "schedule": {"scheduler": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5}},
     "averages": {"train": {"ema": {"decay": DECAY}}},
