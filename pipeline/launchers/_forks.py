@@ -76,7 +76,7 @@ class Forks:
         files = [log.open("wb") for log in logs]
         try:
             numbers = [file.fileno() for file in files] or [1, 2]
-            if (forked := self._forked(arguments, environment, files=numbers)) is not None:
+            if (forked := self._fork(arguments, environment, files=numbers)) is not None:
                 return forked
             return subprocess.Popen(  # noqa: S603 - our own interpreter
                 [sys.executable, "-m", _MODULE, *arguments],
@@ -90,7 +90,7 @@ class Forks:
             for file in files:
                 file.close()
 
-    def _forked(self, arguments: Sequence[str], environment: Mapping[str, str], *, files: list[int]) -> "Forked | None":
+    def _fork(self, arguments: Sequence[str], environment: Mapping[str, str], *, files: list[int]) -> "Forked | None":
         """Return a worker forked from the server; None without a server, or if it can't fork."""
         if self._channel is None:
             return None

@@ -165,7 +165,7 @@ class _Reader:
             world_size=world_size,
             local_rank=self._number(names.local_rank),
             local_world_size=local_world_size,
-            port=self._number("MASTER_PORT") if is_torchrun or "MASTER_PORT" in self._given else self._derived_port(),
+            port=self._number("MASTER_PORT") if is_torchrun or "MASTER_PORT" in self._given else self._derive_port(),
             hosts=hosts,
             has_store=is_torchrun and self._given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=self._given.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchrun else "0",
@@ -225,7 +225,7 @@ class _Reader:
             "write mpirun -x MASTER_ADDR=HOST ... (Open MPI) or mpirun -genv MASTER_ADDR HOST ... (MPICH, Intel MPI)"
         )
 
-    def _derived_port(self) -> int:
+    def _derive_port(self) -> int:
         """Return a port that all ranks derive from the same job, and other jobs rarely share."""
         get = self._given.get
         names = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")

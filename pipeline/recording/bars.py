@@ -75,10 +75,10 @@ class LiveDisplay:
         self._live.stop()
 
     def _start(self) -> None:
-        self._live = Live(get_renderable=self._rendered, console=self._stdout, transient=True, refresh_per_second=8)
+        self._live = Live(get_renderable=self._render, console=self._stdout, transient=True, refresh_per_second=8)
         self._live.start(refresh=True)
 
-    def _rendered(self) -> Group:
+    def _render(self) -> Group:
         return Group(self._bars, *(line for line in self._below if line.plain))
 
     def _show_stage(self) -> None:

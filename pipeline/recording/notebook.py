@@ -43,7 +43,7 @@ class NotebookDisplay(LiveDisplay):
         page = rich.console.Console(
             file=io.StringIO(), record=True, width=self._stdout.width, force_jupyter=False, force_terminal=True
         )
-        page.print(self._rendered())
+        page.print(self._render())
         return page.export_html(inline_styles=True, code_format=_FORMAT)
 
 

@@ -92,7 +92,7 @@ class Recorder:
                 failure = error
             new = self._progress.new(event)
             if new is not None and not self._is_told(new):
-                failure = self._journaled(new) or failure
+                failure = self._append(new) or failure
                 for subscriber in self._subscribers:
                     subscriber.receive(new)
             if failure:
@@ -135,7 +135,7 @@ class Recorder:
         loss_file.write(self.folder, event.losses, first=event.step - event.steps + 1)
         return event.model_copy(update={"losses": ()})
 
-    def _journaled(self, event: AnyEvent) -> OSError | None:
+    def _append(self, event: AnyEvent) -> OSError | None:
         """Append an event to the journal; return the error if that fails."""
         try:
             if not isinstance(event, TRANSIENT):

@@ -27,16 +27,16 @@ def _parts_of(results: Sequence[TrialResult]) -> StepParts:
     held = [part.held_ms for part in parts if part.held_ms is not None]
     return StepParts(
         held_ms=_over(held) if held else None,
-        compute_ms=_known([part.compute_ms for part in parts]),
-        exposed_communication_ms=_known([part.exposed_communication_ms for part in parts]),
+        compute_ms=_find_median([part.compute_ms for part in parts]),
+        exposed_communication_ms=_find_median([part.exposed_communication_ms for part in parts]),
         data_wait_ms=median(part.data_wait_ms for part in parts),
-        rest_ms=_known([part.rest_ms for part in parts]),
+        rest_ms=_find_median([part.rest_ms for part in parts]),
         ranks=tuple(map(_over, zip(*(part.ranks for part in parts if part.ranks), strict=True))),
         nodes=parts[0].nodes,
     )
 
 
-def _known(values: Sequence[float | None]) -> float | None:
+def _find_median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
 

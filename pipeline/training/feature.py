@@ -1,4 +1,4 @@
-"""What one key of an experiment, or one kind of task, adds to a training."""
+"""Base class of features: each adds to a training what one key of the experiment, or one kind of task, asks for."""
 
 from collections.abc import Mapping
 from typing import Any, Self

@@ -18,7 +18,7 @@ from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Trial
 from pipeline.report import Advice
 from pipeline.report.advice import MOST, advise
-from pipeline.report.advice.rules import Case, Finding, exchange_gbit, pasted
+from pipeline.report.advice.rules import Case, Finding, exchange_gbit, format_overrides
 from pipeline.report.report import Report
 
 CUDA_2 = samples.trial("main", "main", strategy="ddp", workers=2, gpus=1)
@@ -129,7 +129,7 @@ def test_the_list_writes_each_key_once() -> None:
 )
 def test_what_to_paste_are_overrides(values: Mapping[str, Any]) -> None:
     tree = experiment().model_dump(exclude_unset=True)
-    assert not apply_overrides(shlex.split(pasted(values)), tree, {})
+    assert not apply_overrides(shlex.split(format_overrides(values)), tree, {})
     Experiment.model_validate(tree)
 
 

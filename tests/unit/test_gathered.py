@@ -14,7 +14,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.tasks import gathered
 from pipeline.tasks.gathering import GlobalBatch, Pass
-from pipeline.training import loop
+from pipeline.training import build, loop
 from pipeline.training.loop import train
 
 
@@ -73,3 +73,9 @@ def test_a_task_that_gathers_in_later_batches_only_is_refused() -> None:
     """Its step was put together without the rows of other ranks."""
     with pytest.raises(ExperimentError, match=r"task: calls pipeline.tasks.gathered in a later batch, but not in the"):
         trained("Late")
+
+
+def test_a_task_may_gather_whose_loss_was_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch before training shows if there are weights, but not if the task gathers."""
+    monkeypatch.setattr(build, "examine", lambda context: setattr(context, "gives_weight", False))
+    trained("Similar")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeline.config.schema import Experiment
 from pipeline.report import Advice, Row
 from pipeline.report.advice import rules
-from pipeline.report.advice.rules import Case, Finding, describe_part, pasted, scaled_rate
+from pipeline.report.advice.rules import Case, Finding, describe_part, format_overrides, scale_rate
 from pipeline.report.breakdown import has_consistent_parts
 from pipeline.report.claims import compare_rows
 from pipeline.report.loss_differences import explain_loss
@@ -97,7 +97,7 @@ def _others(case: Case, rows: Sequence[Row]) -> Iterator[Finding]:
     """Apply the rules that don't depend on a better row."""
     batch = rules.larger_batch(case)  # comes with its own change of the learning rate
     rate = None if batch else recommend_learning_rate(case, rows)
-    more = (rules.data_wait(case), rules.unused_search(case), rules.idle_cores(case, rows))
+    more = (rules.data_wait(case), rules.find_unused_search(case), rules.idle_cores(case, rows))
     yield from filter(None, [batch, rate, *more, rules.matmul_precision(case)])
 
 
@@ -246,7 +246,7 @@ def _change(experiment: Experiment, row: Row, *, size: int) -> Mapping[str, Any]
     after = -(-train.global_batch_size // (row.replicas * accumulation))
     if after < size and (not values or accumulation == 1):
         values |= experiment.batch_keys(size * row.replicas * accumulation)
-        values |= scaled_rate(experiment, base=train.global_batch_size)
+        values |= scale_rate(experiment, base=train.global_batch_size)
     return values
 
 
@@ -264,16 +264,16 @@ def recommend_learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
     scaling = train.lr_scaling
     if "base_batch_size" in scaling.model_fields_set and train.global_batch_size > scaling.base_batch_size:
         reason = f"The global batch size is {train.global_batch_size}, but the learning rate was chosen for"
-        values = scaled_rate(case.experiment, base=scaling.base_batch_size)
+        values = scale_rate(case.experiment, base=scaling.base_batch_size)
         return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None
     weak = [row for row in rows if row.scaling == "weak" and row.global_batch_size > train.global_batch_size]
     fastest = max(weak, key=lambda row: row.samples_per_second.median, default=None)
     if fastest is None or not fastest.is_faster_than(case.row):
         return None
-    values = scaled_rate(case.experiment, base=train.global_batch_size)
+    values = scale_rate(case.experiment, base=train.global_batch_size)
     reason = (
         f"{name_row(fastest)}: {rate(fastest.samples_per_second)} samples/s with a global batch size of "
         f"{fastest.global_batch_size}, for which the learning rate was not chosen"
     )
-    change = f"if you train with {pasted(case.experiment.batch_keys(fastest.global_batch_size))}"
+    change = f"if you train with {format_overrides(case.experiment.batch_keys(fastest.global_batch_size))}"
     return Finding(reason=reason, values=values, change=change) if values else None

@@ -90,7 +90,7 @@ class Finding(Frozen):
     @property
     def advice(self) -> Advice:
         """Finding in words."""
-        overrides = pasted(self.values)
+        overrides = format_overrides(self.values)
         change = f"{'set' if self.is_measured else 'try'} {overrides}" if overrides else ""
         return Advice(
             reason=self.reason,
@@ -103,12 +103,12 @@ class Finding(Frozen):
         )
 
 
-def pasted(values: Mapping[str, Any]) -> str:
+def format_overrides(values: Mapping[str, Any]) -> str:
     """Format keys and values for a shell, e.g. "train.global_batch_size=128 loader.num_workers=2"."""
     return shlex.join(override(key, value) for key, value in values.items())
 
 
-def scaled_rate(experiment: Experiment, *, base: int) -> dict[str, Any]:
+def scale_rate(experiment: Experiment, *, base: int) -> dict[str, Any]:
     """Return the keys that scale a learning rate chosen for global batches of ``base``; empty if the file scales it.
 
     The rule is linear for SGD (Goyal et al. 2017, arXiv 1706.02677) and the square root for Adam and its kin (Malladi
@@ -134,7 +134,7 @@ def larger_batch(case: Case) -> Finding | None:
         values["train.gradient_accumulation"] = 2 * train.gradient_accumulation
     return Finding(
         reason=_exchange(row),
-        values=values | scaled_rate(case.experiment, base=train.global_batch_size),
+        values=values | scale_rate(case.experiment, base=train.global_batch_size),
         change="a batch twice as large needs half as many synchronizations; check that the model trains as well",
         gain=row.share_of_communication / 2,
     )
@@ -164,7 +164,7 @@ def communication_hook(case: Case) -> Finding | None:
     )
 
 
-def unused_search(case: Case) -> Finding | None:
+def find_unused_search(case: Case) -> Finding | None:
     """Suggest ending ddp's search for unused parameters if all parameters are used, or the unused ones don't change."""
     row = case.row
     if row.strategy != "ddp" or not row.options.get("find_unused_parameters"):

@@ -1,4 +1,4 @@
-"""What a compiled model needs in a step (``train.compile``)."""
+"""Reported values of a compiled model (``train.compile``)."""
 
 from typing import Self
 

@@ -29,7 +29,7 @@ class Gathering(Feature):
     @override
     def around_gradients(self, parts: Parts) -> Parts:
         training = self._training
-        if training.gives_weight is not None and not training.gathers:
+        if training.log_names is not None and not training.gathers:  # the first batch of training has shown it
             return parts
 
         def forward(micro_batch: MicroBatch, batch: Any) -> StepOutput:

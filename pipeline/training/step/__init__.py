@@ -65,7 +65,7 @@ def _with_gradients(parts: Parts, training: TrainContext) -> Parts:
 
 
 def _first_step(parts: Parts, training: TrainContext, step: int, micro_batches: MicroBatches) -> Stepped:
-    """Take the first step, whose first output decides of what all steps consist.
+    """Take the first step, whose first output decides which functions all steps have.
 
     This output is checked by `forward`, and then passed on to the plain step.
     """
