@@ -82,7 +82,7 @@ class _Counted(NamedTuple):
 
 def _counted(context: TrainContext, held: HeldStep) -> _Counted:
     if context.strategy.devices == "all":  # DataParallel's threads would leave the counter
-        context = replace(context, wrapped=context.model)
+        context = replace(context, built=context.built._replace(wrapped=context.model), assembled={})
     counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
     tally = _Tally(context, counter)
     buffers = Buffers(context.whole)

@@ -54,7 +54,7 @@ def check_unchanged(context: "TrainContext", *, step: int) -> None:
     Raises:
         ExperimentError: code of the experiment has unfrozen, added or replaced parameters.
     """
-    known = context.trainable
+    known = context.built.trainable
     names = [name for name, one in find_trainable(context.model, context.learned).items() if known.get(name) is not one]
     if names:
         raise ExperimentError.of(

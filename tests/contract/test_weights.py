@@ -152,7 +152,7 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
     validation = evaluate(context)
     own = {
         name: [*values.tolist(), validation[f"validation/{name}"]]
-        for name, values in zip(context.log_names or (), logs, strict=True)
+        for name, values in zip(context.seen.log_names or (), logs, strict=True)
     }
     weights = {name: value.clone() for name, value in full_state_dict(context).items()}
     return Reached(total.tolist(), validation["validation/loss"], weights, _learned(context), own)

@@ -6,6 +6,7 @@ from pipeline.training.features.alternation import Alternation
 from pipeline.training.features.averaging import Averaging
 from pipeline.training.features.clipping import Clipping
 from pipeline.training.features.compiled import Compiled
+from pipeline.training.features.early_stopping import EarlyStopping
 from pipeline.training.features.gathered_rows import Gathering
 from pipeline.training.features.learned_gradients import LearnedGradients
 from pipeline.training.features.logged import Logged
@@ -29,6 +30,7 @@ FEATURES: tuple[type[Feature], ...] = (
     TaskSteps,  # order free
     Averaging,  # after Skipping: averages the statistics of BatchNorm that a skipped step has restored
     Rates,  # advances the schedule once it is known whether the optimizer has stepped
+    EarlyStopping,  # order free: wraps nothing
 )
 
 

@@ -89,7 +89,7 @@ def plain_step(parts: Parts, training: TrainContext, step: int, micro_batches: M
 
 def plain_parts(training: TrainContext, *, exchanges: bool) -> Parts:
     """Return the functions of a step without features."""
-    is_plain = not (training.gives_weight or training.log_names or training.batches.needs_placing)
+    is_plain = not (training.seen.gives_weight or training.seen.log_names or training.batches.needs_placing)
     return Parts(
         partial(seed, training),
         partial(_forward if is_plain else _forward_checked, training),
