@@ -15,7 +15,7 @@ class Saved(NamedTuple):
     step: int
     """Steps that were done."""
     epoch: int
-    """The epoch of this step, counted from 1."""
+    """Whole epochs that were done."""
     experiment: Mapping[str, Any]
     """Sections of the experiment that was trained."""
     has_other_rates: bool = False
@@ -26,7 +26,7 @@ class Feature:
     """Addition to a training. Each method is optional, and called on all ranks."""
 
     name: ClassVar[str] = ""
-    """Key of its state in a checkpoint; empty for the name of the class."""
+    """Key of a built-in feature's state in a checkpoint; others have the path of their class."""
     belongs_to_weights: ClassVar[bool] = False
     """True if its state is part of the trained weights, which are loaded to evaluate or export a checkpoint."""
     is_measured: ClassVar[bool] = True
@@ -91,4 +91,5 @@ class Feature:
 
 def name_of(feature: Feature) -> str:
     """Return the key of a feature's state in a checkpoint."""
-    return feature.name or type(feature).__name__
+    kind = type(feature)
+    return feature.name or f"{kind.__module__}.{kind.__qualname__}"

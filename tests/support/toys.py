@@ -27,7 +27,7 @@ from pipeline.training.loop import train
 
 Kind = TypeVar("Kind", bound=Feature)
 
-KINDS = ("contrastive", "detection", "features", "gans", "metrics", "orders", "streams")
+KINDS = ("contrastive", "detection", "features", "gans", "metrics", "orders", "own", "streams")
 """Modules toy_KIND that experiments may name, too."""
 SAMPLES = 22
 """Training samples of `regression`; doesn't divide by the usual batch of 8."""
