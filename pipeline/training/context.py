@@ -39,7 +39,7 @@ class Built(NamedTuple):
     wrapped: nn.Module
     """The model as its strategy wraps it."""
     optimizer: Optimizer
-    trainable: Mapping[str, nn.Parameter]
+    trainable: Named
     """Parameters that require a gradient, by name, see `pipeline.training.frozen`."""
     learned: nn.Module | None = None
     """Module with the task's own parameters and buffers; None if none of them changes in training."""

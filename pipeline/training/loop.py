@@ -219,7 +219,9 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
             meter.flush(step=step + 1, epoch=epoch + 1)
             if isinstance(context.trial, Training):
                 reporting.warn_of_reading(context, meter.outbox)
-                frozen.check_unchanged(context, step=step + 1)
+                frozen.check_unchanged(
+                    context.built.trainable, model=context.model, learned=context.learned, step=step + 1
+                )
                 after_report(context, step=step + 1, epoch=epoch + 1, meter=meter, manager=manager)
                 if context.is_over(step + 1):
                     break

@@ -37,7 +37,7 @@ from pipeline.training.evaluation import full_state_dict, resulting_weights
 from pipeline.training.example import example_of, reference_of
 from pipeline.training.exported_model import check_memory, export, trained_model
 from pipeline.training.learned import kept, trainable
-from pipeline.training.matmul_precision import matmul_precision
+from pipeline.training.matmul_precision import TF32_CAPABILITY, matmul_precision
 from pipeline.training.metrics import Drawable
 from pipeline.training.norms import local
 from pipeline.training.reference import Reference
@@ -46,8 +46,6 @@ from pipeline.wording import counted
 
 _PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
 _log = logging.getLogger(__name__)
-TF32_CAPABILITY = (8, 0)
-"""First compute capability with TF32, Ampere's: CUDA C++ Programming Guide, "Compute Capabilities"."""
 
 
 def start(context: TrainContext, outbox: Outbox) -> None:

@@ -28,7 +28,7 @@ from pipeline.training.build import build
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate, full_state_dict
 from pipeline.training.learned import held_by
-from pipeline.training.order import mix
+from pipeline.training.randomness import mix
 from pipeline.training.step import train_step
 
 TOLERANCE = 1e-12

@@ -28,8 +28,9 @@ from pipeline.training.example import example_of
 from pipeline.training.forward import accepted
 from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
-from pipeline.training.order import MicroBatch, SampleOrder, mix
+from pipeline.training.order import MicroBatch, SampleOrder
 from pipeline.training.placing import to_device
+from pipeline.training.randomness import mix
 from pipeline.training.sampled_data import digest_of
 from pipeline.training.step import train_step
 from pipeline.training.weighting import Denominator

@@ -15,8 +15,8 @@ from pipeline.training.context import TrainContext
 from pipeline.training.explained_errors import explain
 from pipeline.training.forward import accepted
 from pipeline.training.optimized import Optimized
-from pipeline.training.order import MicroBatch, mix
-from pipeline.training.randomness import seed_all
+from pipeline.training.order import MicroBatch
+from pipeline.training.randomness import mix, seed_all
 from pipeline.training.watch import mark
 
 _SENDING = nullcontext()
