@@ -1,7 +1,7 @@
 """State of a rank's training: what the loop works on, and what a checkpoint holds."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,7 @@ from pipeline.training.batches import Batches
 from pipeline.training.compilation import Stopwatch
 from pipeline.training.optimized import Optimized
 from pipeline.training.order import SampleOrder
+from pipeline.training.parameter_names import Named
 from pipeline.training.weighting import Boundary
 
 if TYPE_CHECKING:
