@@ -21,8 +21,8 @@ import torch
 
 from pipeline.config.schema import Loader
 from pipeline.data import Splits, arrays, tokens
-from pipeline.training.loader import BatchLoader
-from pipeline.training.order import SampleOrder
+from pipeline.training.batches.loader import BatchLoader
+from pipeline.training.batches.order import SampleOrder
 
 LIMIT_MB, DATA_MB = 320, 3200
 KINDS = ("arrays", "tokens", "loaded")

@@ -46,8 +46,8 @@ from pipeline.launchers.inprocess import Launcher
 from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.recorder import Recorder
-from pipeline.training.clock import synchronize
-from pipeline.training.randomness import mix
+from pipeline.training.meters.clock import synchronize
+from pipeline.training.ranks.randomness import mix
 
 RESULTS = Path(__file__).parent / "results"
 SEED, LOG_EVERY = 17, 10

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workloads import LOG_EVERY, SEED, WORKLOADS, build
 
-from pipeline.training.order import SampleOrder
-from pipeline.training.randomness import mix
+from pipeline.training.batches.order import SampleOrder
+from pipeline.training.ranks.randomness import mix
 
 
 class Job:

@@ -22,8 +22,8 @@ from pipeline.protocol.trial import Rank, Training
 from pipeline.system.imports import importable
 from pipeline.tasks import StepOutput
 from pipeline.training.build import build
-from pipeline.training.randomness import generators_kept
-from pipeline.training.yielded import combined, outputs
+from pipeline.training.ranks.randomness import generators_kept
+from pipeline.training.step.yielded import combined, outputs
 from pipeline.wording import format_parallel
 
 Source = str | PathLike[str] | Mapping[str, Any]

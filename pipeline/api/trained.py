@@ -19,9 +19,9 @@ from pipeline.protocol.events import WEIGHTS
 from pipeline.recording import runs
 from pipeline.recording.folder import EXPERIMENT_NAME
 from pipeline.system.imports import importable
-from pipeline.training.exported_model import trained_model
-from pipeline.training.placing import to_device
-from pipeline.training.reference import Reference
+from pipeline.training.batches.placing import to_device
+from pipeline.training.result.exported_model import trained_model
+from pipeline.training.result.reference import Reference
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pipeline.training.checkpoints.manifest import entry_of
 from pipeline.training.checkpoints.storage import Storage, address_of
 
 if TYPE_CHECKING:
-    from pipeline.training.portable import PortableModel
+    from pipeline.training.result.portable import PortableModel
 
 _FOR_ONNX = ("onnx", "onnxscript")
 """Packages that ONNX needs in addition to this project's."""
@@ -73,7 +73,7 @@ def _loaded(
 ) -> "tuple[Weights, PortableModel]":
     """Read the weights: those that the training left in the run's folder if they are meant, else a checkpoint's."""
     with undisturbed():
-        from pipeline.training import portable
+        from pipeline.training.result import portable
 
     if checkpoint is None and (ended := _result(file, state)) is not None:
         stages.begin("reading the weights")

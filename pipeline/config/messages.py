@@ -106,19 +106,20 @@ def _unknown(parts: tuple[Part, ...], shape: Shape, data: object) -> str:
     if new := renamed.KEYS.get(keys.join(parts)):
         return f"is called {new} now. To rewrite the file, use: pipeline check --fix FILE"
     fields = shape.fields(section)
-    if near := nearest(str(name), fields):
-        return f"unknown key; did you mean {near}?"
-    if elsewhere := _find_elsewhere(parts, shape, data):
-        return f"unknown key; did you mean {elsewhere}?"
+    meant = _find_argument(parts, shape, data) or nearest(str(name), fields) or _find_elsewhere(str(name), shape)
+    if meant:
+        return f"unknown key; did you mean {meant}?"
     return f"unknown key; {keys.join(section) or 'an experiment'} takes {', '.join(fields)}"
 
 
-def _find_elsewhere(parts: tuple[Part, ...], shape: Shape, data: object) -> str | None:
-    """Find the key of another section that an unknown key probably is: an argument in the file, or a known key."""
-    name = str(parts[-1])
-    for path, _ in keys.walk(data):
-        if path and path[-1] == name and shape.in_component(path):
-            return keys.join(path)
+def _find_argument(parts: tuple[Part, ...], shape: Shape, data: object) -> str | None:
+    """Find the argument in the file that has exactly the name of an unknown key."""
+    found = (path for path, _ in keys.walk(data) if path and path[-1] == parts[-1] and shape.in_component(path))
+    return next(map(keys.join, found), None)
+
+
+def _find_elsewhere(name: str, shape: Shape) -> str | None:
+    """Find the key of another section that an unknown key probably is."""
     if name in _OF_OPTIMIZERS and _OPTIMIZER in shape.fields(()):
         return f"{_OPTIMIZER}.{name}"
     known = {key.rpartition(".")[2]: key for key in reversed(tuple(shape.all_keys()))}

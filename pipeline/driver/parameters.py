@@ -43,7 +43,7 @@ def _names_parameters(experiment: Experiment) -> bool:
 
 def _mismatches(experiment: Experiment, initial: Weights | None, *, allowed: tuple[str, ...]) -> list[Problem]:
     with undisturbed():
-        from pipeline.training import frozen, parameter_groups, parts, several_optimizers, start_from
+        from pipeline.training.model import frozen, parameter_groups, parts, several_optimizers, start_from
 
     create = partial(components.build, allowed=allowed)
     start = experiment.train.start_from

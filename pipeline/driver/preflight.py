@@ -77,7 +77,7 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
         ExperimentError: a metric can't be built.
     """
     with undisturbed():
-        from pipeline.training import metrics
+        from pipeline.training.model import metrics
 
     late = {name for name, one in experiment.metrics.items() if deferred.runtime_values_in(one.model_dump_json())}
     early = {name: one for name, one in experiment.metrics.items() if name not in late}
@@ -141,7 +141,8 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
     if experiment.is_streamed:
         return None
     with undisturbed():
-        from pipeline.training import data_source, iterable_order, parts
+        from pipeline.training.batches import data_source, iterable_order
+        from pipeline.training.model import parts
 
     train, *held_out = parts.data(experiment, allowed=allowed)
     order = data_source.train_order(experiment, train, allowed=allowed)
@@ -206,14 +207,14 @@ def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
 
 def _direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -> Direction:
     with undisturbed():
-        from pipeline.training import metrics
+        from pipeline.training.model import metrics
 
     return metrics.direction(metric, mode, key=key, judges=judges)
 
 
 def _check_plateau(mode: str, experiment: Experiment, *, judges: Mapping[str, Any]) -> None:
     with undisturbed():
-        from pipeline.training import plateau
+        from pipeline.training.model import plateau
 
     plateau.check_direction(mode, experiment.train, judges=judges)
 

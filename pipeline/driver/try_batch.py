@@ -110,7 +110,7 @@ def _run(trial: BatchCheck, *, receive: Callable[[AnyEvent], None]) -> Outcome:
 def _needed_bytes(experiment: Experiment, *, allowed: tuple[str, ...]) -> int:
     """Return the size of weights, gradients and optimizer state; 0 for a model that can't be built without memory."""
     with undisturbed():
-        from pipeline.training import parts
+        from pipeline.training.model import parts
 
     try:
         model, _ = parts.outline(partial(components.build, allowed=allowed), experiment, with_task=False)

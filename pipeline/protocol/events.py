@@ -194,7 +194,7 @@ class Failed(Event):
     is_out_of_memory: bool = False
     """True if the rank ran out of memory; false in journals of earlier versions."""
     origin: Origin = "rank"
-    """Origin as seen by the rank, see `pipeline.training.torch_errors`."""
+    """Origin as seen by the rank, see `pipeline.training.ranks.torch_errors`."""
 
 
 class Phase(IntEnum):
@@ -384,7 +384,7 @@ class ModelExported(Event):
     program: str
     """Path of the program inside the run's folder. The file is removed once the tracking store has it."""
     samples: str
-    """Path of an .npz file with an example of inputs and outputs; see `pipeline.training.exported_model`."""
+    """Path of an .npz file with an example of inputs and outputs; see `pipeline.training.result.exported_model`."""
     torch: str
     """Version of torch that exported it."""
 

@@ -5,15 +5,14 @@ from collections.abc import Sequence
 
 from pipeline.protocol.events import Outbox
 from pipeline.protocol.trial import BatchCheck, Rank
-from pipeline.training import logs
+from pipeline.training.batches.order import MicroBatch
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import first_steps, group_by_step
-from pipeline.training.evaluation import evaluate
-from pipeline.training.evaluation import prepare as prepare_evaluation
+from pipeline.training.evaluation.held_out import evaluate
+from pipeline.training.evaluation.held_out import prepare as prepare_evaluation
 from pipeline.training.loop import check_built
-from pipeline.training.order import MicroBatch
-from pipeline.training.step import train_step
+from pipeline.training.step import logs, train_step
+from pipeline.training.step.dry_run import first_steps, group_by_step
 
 STEPS = 2
 """Steps to take: ddp raises an error about parameters without a gradient in the step after."""

@@ -16,25 +16,25 @@ from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Task
-from pipeline.training import (
+from pipeline.training.batches.data_source import Datasets, open_source, runtime
+from pipeline.training.batches.rank_batches import Batches
+from pipeline.training.checks.additivity import examine
+from pipeline.training.context import DTYPES, Built, TrainContext
+from pipeline.training.features import find_features
+from pipeline.training.model import (
     compilation,
     frozen,
     gradient_hooks,
     optimizers,
     parts,
-    rank_equality,
     recomputation,
     several_optimizers,
     start_from,
     synced_norms,
 )
-from pipeline.training.additivity import examine
-from pipeline.training.batches import Batches
-from pipeline.training.collectives import copy_from_first
-from pipeline.training.context import DTYPES, Built, TrainContext
-from pipeline.training.data_source import Datasets, open_source, runtime
-from pipeline.training.features import find_features
-from pipeline.training.learned import learned_by, take_from_first, trainable
+from pipeline.training.model.learned import learned_by, take_from_first, trainable
+from pipeline.training.ranks import rank_equality
+from pipeline.training.ranks.collectives import copy_from_first
 
 
 def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> TrainContext:

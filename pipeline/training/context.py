@@ -18,13 +18,13 @@ from pipeline.protocol.events import Loaded
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import InSteps, Task
-from pipeline.training import metrics, parts
-from pipeline.training.batches import Batches
-from pipeline.training.compilation import Stopwatch
-from pipeline.training.optimized import Optimized
-from pipeline.training.order import SampleOrder
-from pipeline.training.parameter_names import Named
-from pipeline.training.weighting import Boundary
+from pipeline.training.batches.order import SampleOrder
+from pipeline.training.batches.rank_batches import Batches
+from pipeline.training.batches.weighting import Boundary
+from pipeline.training.model import metrics, parts
+from pipeline.training.model.compilation import Stopwatch
+from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.parameter_names import Named
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -41,7 +41,7 @@ class Built(NamedTuple):
     """The model as its strategy wraps it."""
     optimizer: Optimizer
     trainable: Named
-    """Parameters that require a gradient, by name, see `pipeline.training.frozen`."""
+    """Parameters that require a gradient, by name, see `pipeline.training.model.frozen`."""
     learned: nn.Module | None = None
     """Module with the task's own parameters and buffers; None if none of them changes in training."""
     loaded: Loaded | None = None
@@ -49,7 +49,7 @@ class Built(NamedTuple):
     compiling: Stopwatch | None = None
     """Measures the time of torch.compile; None without it."""
     hooked: Sequence[str] = ()
-    """Parameters and modules of the model with hooks on gradients, see `pipeline.training.gradient_hooks`."""
+    """Parameters and modules of the model with hooks on gradients, see `pipeline.training.model.gradient_hooks`."""
 
 
 @dataclass(kw_only=True)

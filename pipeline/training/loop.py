@@ -17,27 +17,31 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import CellMeasurement, Measurement, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import coupling, flops, frozen, log_means, logs, pictures, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
-from pipeline.training.clock import Clock, Lap
-from pipeline.training.collectives import from_first, gather
-from pipeline.training.compared_trials import rates_over
+from pipeline.training.checks import coupling, log_means
+from pipeline.training.checks.nonfinite import check_weights
 from pipeline.training.context import TrainContext
-from pipeline.training.costs import costs
-from pipeline.training.dry_run import compile_ahead, held_step
-from pipeline.training.evaluation import build_metrics, evaluate
-from pipeline.training.evaluation import prepare as prepare_evaluation
-from pipeline.training.global_batch import late_pass
-from pipeline.training.matmul_precision import matmul_precision
-from pipeline.training.meter import Meter
-from pipeline.training.metrics import Drawable
-from pipeline.training.nonfinite import check_weights
-from pipeline.training.nvtx import annotated
-from pipeline.training.probe import Afterwards, plan_rounds, probe, record_trace, unused_parameters, waits
-from pipeline.training.step import train_step
-from pipeline.training.turns import estimate_seconds, measure_in_turn
-from pipeline.training.watch import mark, mark_step
+from pipeline.training.evaluation import pictures
+from pipeline.training.evaluation.held_out import build_metrics, evaluate
+from pipeline.training.evaluation.held_out import prepare as prepare_evaluation
+from pipeline.training.measuring import flops
+from pipeline.training.measuring.compared_trials import rates_over
+from pipeline.training.measuring.costs import costs
+from pipeline.training.measuring.probe import Afterwards, plan_rounds, probe, record_trace, unused_parameters, waits
+from pipeline.training.measuring.turns import estimate_seconds, measure_in_turn
+from pipeline.training.meters.clock import Clock, Lap
+from pipeline.training.meters.meter import Meter
+from pipeline.training.meters.nvtx import annotated
+from pipeline.training.model import frozen
+from pipeline.training.model.metrics import Drawable
+from pipeline.training.ranks.collectives import from_first, gather
+from pipeline.training.ranks.matmul_precision import matmul_precision
+from pipeline.training.ranks.watch import mark, mark_step
+from pipeline.training.result import reporting
+from pipeline.training.step import logs, train_step
+from pipeline.training.step.dry_run import compile_ahead, held_step
+from pipeline.training.step.global_batch import late_pass
 
 
 def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:

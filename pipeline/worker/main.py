@@ -40,14 +40,15 @@ from pipeline.system import allocator
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
 from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
-from pipeline.training import compilation, torch_errors
 from pipeline.training.batch_check import check_batch
-from pipeline.training.explained_errors import hint
-from pipeline.training.loader import new_loaders_closed
+from pipeline.training.batches.loader import new_loaders_closed
 from pipeline.training.loop import train
-from pipeline.training.matmul_precision import set_cudnn_benchmark, set_matmul_precision
-from pipeline.training.restored import evaluate_checkpoint
-from pipeline.training.watch import Watchdog, mark_failure
+from pipeline.training.model import compilation
+from pipeline.training.ranks import torch_errors
+from pipeline.training.ranks.matmul_precision import set_cudnn_benchmark, set_matmul_precision
+from pipeline.training.ranks.watch import Watchdog, mark_failure
+from pipeline.training.result.restored import evaluate_checkpoint
+from pipeline.training.step.explained_errors import hint
 from pipeline.worker.process_group import process_group
 from pipeline.worker.system_metrics import system_sampled
 

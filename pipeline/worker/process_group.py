@@ -16,7 +16,7 @@ from pipeline import registry
 from pipeline.errors import Stopped
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import device_of
-from pipeline.training.rank_gpus import check_own_gpu
+from pipeline.training.ranks.rank_gpus import check_own_gpu
 from pipeline.worker import rendezvous
 
 _log = logging.getLogger(__name__)

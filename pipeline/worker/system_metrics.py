@@ -15,7 +15,7 @@ import torch
 from pipeline.protocol.events import Outbox, Point, SystemMetrics
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.system.background import in_background
-from pipeline.training.rank_gpus import uuid_of
+from pipeline.training.ranks.rank_gpus import uuid_of
 
 INTERVAL_SECONDS = 5.0
 _MEGABYTE = 1e6

@@ -10,8 +10,8 @@ from torch import nn
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.trial import Rank
-from pipeline.training import compilation
-from pipeline.training.compilation import explained
+from pipeline.training.model import compilation
+from pipeline.training.model.compilation import explained
 from pipeline.worker import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -26,10 +26,10 @@ from pipeline.protocol.events import (
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
-from pipeline.training.evaluation import evaluation_module, full_state_dict
-from pipeline.training.norms import local
+from pipeline.training.evaluation.held_out import evaluation_module, full_state_dict
+from pipeline.training.ranks.collectives import from_first
+from pipeline.training.ranks.norms import local
 from pipeline.training.step import compute_gradients, train_step
 
 ROUNDED = 1e-12

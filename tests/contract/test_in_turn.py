@@ -19,8 +19,9 @@ from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Warned
 from pipeline.protocol.trial import Baseline, Rank, Training
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import loop, turns
+from pipeline.training import loop
 from pipeline.training.loop import train
+from pipeline.training.measuring import turns
 
 SLOT_S = 0.1
 MEASURE = {"rounds": 5, "time_budget_s": 60, "warmup_steps": 1, "steps": 2}

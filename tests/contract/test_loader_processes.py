@@ -18,8 +18,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.training.loader import BatchLoader, new_loaders_closed
-from pipeline.training.order import MicroBatch, SampleOrder
+from pipeline.training.batches.loader import BatchLoader, new_loaders_closed
+from pipeline.training.batches.order import MicroBatch, SampleOrder
 
 ORDER = SampleOrder(samples=11, global_batch_size=4, seed=5)
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.training.torch_errors import origin
+from pipeline.training.ranks.torch_errors import origin
 
 Group = dist.ProcessGroup
 Use = Callable[[], object]

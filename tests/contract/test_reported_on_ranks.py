@@ -22,15 +22,15 @@ from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Flops
-from pipeline.training import meter as meters
 from pipeline.training.build import build
-from pipeline.training.clock import Clock
-from pipeline.training.collectives import barrier
-from pipeline.training.dry_run import held_step
-from pipeline.training.flops import count
 from pipeline.training.loop import train
-from pipeline.training.meter import Meter
-from pipeline.training.probe import TRACED_STEPS
+from pipeline.training.measuring.flops import count
+from pipeline.training.measuring.probe import TRACED_STEPS
+from pipeline.training.meters import meter as meters
+from pipeline.training.meters.clock import Clock
+from pipeline.training.meters.meter import Meter
+from pipeline.training.ranks.collectives import barrier
+from pipeline.training.step.dry_run import held_step
 from pipeline.training.step.plain import Stepped
 
 COUNTED = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("fsdp", {})]

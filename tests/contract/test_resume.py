@@ -23,7 +23,6 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.training import collectives
 from pipeline.training.build import build
 from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints import storage as storage_module
@@ -31,10 +30,11 @@ from pipeline.training.checkpoints.manager import CheckpointManager
 from pipeline.training.checkpoints.manifest import entries, folder_name, verify
 from pipeline.training.checkpoints.state import restore
 from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.clock import Clock
-from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
-from pipeline.training.meter import Meter
+from pipeline.training.meters.clock import Clock
+from pipeline.training.meters.meter import Meter
+from pipeline.training.ranks import collectives
+from pipeline.training.ranks.collectives import from_first
 from pipeline.training.step import train_step
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pipeline.config.schema import Loader
-from pipeline.training.loader import BatchLoader, _start_method
-from pipeline.training.order import SampleOrder
+from pipeline.training.batches.loader import BatchLoader, _start_method
+from pipeline.training.batches.order import SampleOrder
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ COMPUTING_WITH_TWO_THREADS = """
 import multiprocessing, torch
 from pathlib import Path
 from pipeline.config.schema import Loader
-from pipeline.training.loader import BatchLoader
-from pipeline.training.order import SampleOrder
+from pipeline.training.batches.loader import BatchLoader
+from pipeline.training.batches.order import SampleOrder
 
 torch.set_num_threads(2)
 loader = BatchLoader(

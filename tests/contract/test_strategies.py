@@ -24,8 +24,8 @@ from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, Failed
 from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.training.build import build
+from pipeline.training.model.synced_norms import check_device
 from pipeline.training.step import train_step
-from pipeline.training.synced_norms import check_device
 from pipeline.worker import main
 
 NAMES = registry.names("strategies")

@@ -11,8 +11,8 @@ import toys
 
 from pipeline.config.schema import Loader
 from pipeline.data import arrays
-from pipeline.training.loader import BatchLoader
-from pipeline.training.order import SampleOrder
+from pipeline.training.batches.loader import BatchLoader
+from pipeline.training.batches.order import SampleOrder
 
 
 def losses(**sections: Any) -> list[float]:

@@ -19,8 +19,8 @@ from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
 from pipeline.protocol.trial import Rank
 from pipeline.system.process_start import seconds_after_boot
-from pipeline.training import watch
-from pipeline.training.watch import Watchdog, mark, mark_step, waiting
+from pipeline.training.ranks import watch
+from pipeline.training.ranks.watch import Watchdog, mark, mark_step, waiting
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 0.4

@@ -26,9 +26,9 @@ from pipeline.protocol.trial import Rank, Training, Trial
 from pipeline.tasks import LanguageModel
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
-from pipeline.training.evaluation import evaluate, full_state_dict
-from pipeline.training.learned import held_by
-from pipeline.training.randomness import mix
+from pipeline.training.evaluation.held_out import evaluate, full_state_dict
+from pipeline.training.model.learned import held_by
+from pipeline.training.ranks.randomness import mix
 from pipeline.training.step import train_step
 
 TOLERANCE = 1e-12

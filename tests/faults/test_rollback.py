@@ -11,7 +11,7 @@ from attempts import DDP, PATIENCE_S, Attempt, kill
 from census import compared, injected
 
 from pipeline.protocol.events import Resumed, TrialOpened, Warned
-from pipeline.training.order import SampleOrder
+from pipeline.training.batches.order import SampleOrder
 
 EPOCHS = 3
 """Each has one bad batch, and three rollbacks are the most."""

@@ -20,7 +20,7 @@ from pipeline.protocol.events import ModelExported, ModelSaved
 from pipeline.recording import journal as journals
 from pipeline.recording.sender import Sender
 from pipeline.recording.sync import sync
-from pipeline.training.exported_model import export, trained_model
+from pipeline.training.result.exported_model import export, trained_model
 
 KILLS = 30
 _WITH_IDS = ("mlflow.parentRunId", "mlflow.note.content")

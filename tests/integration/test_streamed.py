@@ -28,8 +28,8 @@ from pipeline.protocol.events import Metrics, Resumed, Warned
 from pipeline.recording import journal
 from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.recorder import Recorder
-from pipeline.training.order import StreamOrder
-from pipeline.training.stream import StreamLoader
+from pipeline.training.batches.order import StreamOrder
+from pipeline.training.batches.stream import StreamLoader
 
 FILES, HELD_OUT = [296, 160, 248, 72, 113], [7, 10]
 """Rows in each file: 889 to train on, in global batches of 24, of which the last of an epoch has 1."""
@@ -140,7 +140,7 @@ def series(events: list[Any], name: str = "train/loss") -> dict[int, float]:
 
 def by_hand() -> tuple[dict[int, float], dict[int, float]]:
     """Losses of training and validation in plain PyTorch: the rows in the order of the files, cut into batches."""
-    from pipeline.training.order import mix
+    from pipeline.training.batches.order import mix
 
     train, held_out = (
         [torch.from_numpy(np.concatenate(column)).double() for column in zip(*rows(counts, seed=seed), strict=True)]

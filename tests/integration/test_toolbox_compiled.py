@@ -12,7 +12,7 @@ from ranks import on_ranks
 
 from pipeline.protocol.events import Finished, Metrics
 from pipeline.protocol.trial import Rank
-from pipeline.training import probe
+from pipeline.training.measuring import probe
 from pipeline.worker import main
 
 pytestmark = pytest.mark.timeout(900)

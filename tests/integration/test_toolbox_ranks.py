@@ -17,8 +17,8 @@ from pipeline.protocol.events import (
     Resumed,
 )
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.training import probe
-from pipeline.training.collectives import from_first
+from pipeline.training.measuring import probe
+from pipeline.training.ranks.collectives import from_first
 
 STOPPED, STEPS = 5, 8
 EMA = ["train.ema={decay: 0.7, start_step: 2}", "optimizer._target_=torch.optim.AdamW"]

@@ -26,7 +26,7 @@ FAULTS = (
     Fault(
         "the sampler forgets the epoch",
         "each epoch has an order of its own",
-        "pipeline/training/order.py",
+        "pipeline/training/batches/order.py",
         'mix(self.seed, "order", epoch)',
         'mix(self.seed, "order", 0)',
         ("tests/unit/test_order.py",),
@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "an uneven share has the weight of an even one",
         "the same losses at any number of workers, uneven batches too",
-        "pipeline/training/order.py",
+        "pipeline/training/batches/order.py",
         "weight, is_last = len(part) / len(batch),",
         "weight, is_last = 1 / (world_size * len(parts)),",
         ("tests/unit/test_order.py",),
@@ -42,7 +42,7 @@ FAULTS = (
     Fault(
         "a rank validates on the samples of the others",
         "each validation sample counts once",
-        "pipeline/training/order.py",
+        "pipeline/training/batches/order.py",
         "torch.tensor_split(batch, world_size)[rank]",
         "batch[rank:]",
         ("tests/unit/test_order.py",),
@@ -90,7 +90,7 @@ FAULTS = (
     Fault(
         "a loss that is not finite goes unnoticed",
         "a NaN stops all ranks and names the step",
-        "pipeline/training/nonfinite.py",
+        "pipeline/training/checks/nonfinite.py",
         "            if not (math.isfinite(loss) and math.isfinite(norm)) and",
         "            if not (loss == loss or math.isfinite(norm) or norm == 0) and",
         ("tests/unit/test_training.py",),
@@ -98,7 +98,7 @@ FAULTS = (
     Fault(
         "a skipped step leaves its batch statistics behind",
         "a step that is skipped leaves no trace",
-        "pipeline/training/buffers.py",
+        "pipeline/training/model/buffers.py",
         "            buffer.copy_(before)",
         "            del buffer, before",
         ("tests/unit/test_skipped_steps.py",),
@@ -106,7 +106,7 @@ FAULTS = (
     Fault(
         "evaluation drops out",
         "evaluation neither trains nor drops out",
-        "pipeline/training/evaluation.py",
+        "pipeline/training/evaluation/held_out.py",
         "        module.eval()\n",
         "        module.train()\n",
         ("tests/unit/test_evaluation.py",),
@@ -114,7 +114,7 @@ FAULTS = (
     Fault(
         "metrics go on counting from epoch to epoch",
         "a metric is that of the validation set, each time",
-        "pipeline/training/evaluation.py",
+        "pipeline/training/evaluation/held_out.py",
         "        metrics.reset()\n",
         "",
         ("tests/unit/test_evaluation.py",),
@@ -130,7 +130,7 @@ FAULTS = (
     Fault(
         "warm-up is over at once",
         "train.lr_scaling warms up",
-        "pipeline/training/learning_rate.py",
+        "pipeline/training/model/learning_rate.py",
         "    if step >= scaling.warmup_steps:",
         "    if step >= 0:",
         ("tests/unit/test_training.py",),
@@ -259,7 +259,7 @@ FAULTS = (
     Fault(
         "the same trial begins every round",
         "drift of the machine affects baseline and training alike",
-        "pipeline/training/turns.py",
+        "pipeline/training/measuring/turns.py",
         "[order[:: -1 if index % 2 else 1] for index in range(rounds)]",
         "[order for _ in range(rounds)]",
         ("tests/unit/test_turns.py",),
@@ -267,7 +267,7 @@ FAULTS = (
     Fault(
         "measuring the speedup trains on",
         "the training's results are the same with and without a baseline",
-        "pipeline/training/compared_trials.py",
+        "pipeline/training/measuring/compared_trials.py",
         "            kept.enter_context(without_updates(self.context))\n",
         "",
         ("tests/unit/test_turns.py",),
@@ -339,7 +339,7 @@ FAULTS = (
     Fault(
         "loaders are left to the garbage collector",
         "loader processes end with their trial",
-        "pipeline/training/loader.py",
+        "pipeline/training/batches/loader.py",
         "            loader.close()\n",
         "            pass\n",
         ("tests/contract/test_loader_processes.py",),
@@ -347,7 +347,7 @@ FAULTS = (
     Fault(
         "buffers that ranks update on their own are not compared",
         "what trains otherwise on several workers is told",
-        "pipeline/training/coupling.py",
+        "pipeline/training/checks/coupling.py",
         "    names = differing(_buffers(context), rank=context.rank)\n",
         "    names: list[str] = []\n",
         ("tests/contract/test_coupled_ranks.py",),

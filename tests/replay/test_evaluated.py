@@ -22,7 +22,7 @@ from pipeline.recording import recorded_run
 from pipeline.recording.folder import read_state
 from pipeline.recording.recorded_run import open_trial
 from pipeline.recording.sync import sync
-from pipeline.training import restored
+from pipeline.training.result import restored
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 1}
 

@@ -20,8 +20,8 @@ from pipeline.recording import journal as journals
 from pipeline.recording.model_folder import Module, Program, signature
 from pipeline.recording.sync import sync
 from pipeline.system.memory_limits import MemoryLimit
-from pipeline.training import exported_model, reporting
 from pipeline.training.loop import train
+from pipeline.training.result import exported_model, reporting
 
 OWN = {"model_id", "model_uuid", "utc_time_created", "model_size_bytes", "artifact_path", "run_id"}
 """Fields that differ between equal models."""

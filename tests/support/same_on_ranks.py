@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.trial import Evaluation, Rank, Trial, Weights
-from pipeline.training import stream
+from pipeline.training.batches import stream
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train
-from pipeline.training.restored import evaluate_checkpoint
+from pipeline.training.result.restored import evaluate_checkpoint
 
 WHOLE, DIVIDED, RESUMED, CONTINUED = "whole", "in micro-batches", "resumed", "continued"
 BY_ONE, EVALUATED = "resumed by one", "evaluated"

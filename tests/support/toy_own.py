@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature, Saved
-from pipeline.training.optimized import Optimized
+from pipeline.training.model.optimized import Optimized
 from pipeline.training.step.plain import Parts, Stepped
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from toys import regression
 
 from pipeline.protocol.trial import Rank
-from pipeline.training.stream import Pass, RowStream
+from pipeline.training.batches.stream import Pass, RowStream
 
 SAMPLES = 22
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Spread
-from pipeline.training import collectives, probe, reporting
 from pipeline.training.loop import train
-from pipeline.training.probe import Afterwards
+from pipeline.training.measuring import probe
+from pipeline.training.measuring.probe import Afterwards
+from pipeline.training.ranks import collectives
+from pipeline.training.result import reporting
 
 
 class Unstable(nn.Linear):

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from pipeline.config.train import Ema
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
-from pipeline.training import loop, reporting
+from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
-from pipeline.training.evaluation import evaluate
+from pipeline.training.evaluation.held_out import evaluate
 from pipeline.training.features.averaging import Averages, Averaging
 from pipeline.training.loop import train
+from pipeline.training.result import reporting
 from pipeline.training.step import train_step
 
 DECAY = 0.8

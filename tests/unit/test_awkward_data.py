@@ -17,9 +17,9 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
-from pipeline.training.collation import Collation
+from pipeline.training.batches.collation import Collation
+from pipeline.training.batches.order import SampleOrder
 from pipeline.training.loop import train
-from pipeline.training.order import SampleOrder
 
 HERE = "test_awkward_data"
 WORLD = 3

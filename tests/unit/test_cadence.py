@@ -7,9 +7,9 @@ import toys
 
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.trial import Rank
-from pipeline.training import meter
 from pipeline.training.build import build
-from pipeline.training.meter import Cadence
+from pipeline.training.meters import meter
+from pipeline.training.meters.meter import Cadence
 
 LONG = {"data": {"_target_": "toys.regression", "samples": 400}}
 """100 steps in an epoch."""

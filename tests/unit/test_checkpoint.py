@@ -24,7 +24,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.training import meter
 from pipeline.training.checkpoints import manager as manager
 from pipeline.training.checkpoints.manifest import (
     FILE_NAME,
@@ -36,6 +35,7 @@ from pipeline.training.checkpoints.manifest import (
 )
 from pipeline.training.checkpoints.storage import Storage, address_of
 from pipeline.training.loop import train
+from pipeline.training.meters import meter
 
 TENSORS, VALUES = "state.safetensors", "values.json"
 STEPS = 6

@@ -11,10 +11,10 @@ from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import AnyEvent, Metrics, Point
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Spread
+from pipeline.training.batches.order import SampleOrder
 from pipeline.training.build import build
-from pipeline.training.clock import Clock, Lap
-from pipeline.training.meter import Meter
-from pipeline.training.order import SampleOrder
+from pipeline.training.meters.clock import Clock, Lap
+from pipeline.training.meters.meter import Meter
 from pipeline.training.step.plain import Stepped
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    monkeypatch.setattr("pipeline.training.clock.time.perf_counter", watch)
+    monkeypatch.setattr("pipeline.training.meters.clock.time.perf_counter", watch)
     return watch
 
 

@@ -17,8 +17,8 @@ from pipeline.report import Row
 from pipeline.report.sentences import describe_communication
 from pipeline.strategies.ddp import timed_of
 from pipeline.training.build import build
-from pipeline.training.clock import Lap
-from pipeline.training.communication import CommunicationMeter
+from pipeline.training.meters.clock import Lap
+from pipeline.training.meters.communication import CommunicationMeter
 
 STEPS = 10
 

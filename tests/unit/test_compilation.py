@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.training.clock import Clock
-from pipeline.training.compilation import Stopwatch
+from pipeline.training.meters.clock import Clock
+from pipeline.training.model.compilation import Stopwatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 

@@ -11,8 +11,8 @@ from torch import nn
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.training.build import build
-from pipeline.training.costs import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, costs, gradients
 from pipeline.training.loop import train
+from pipeline.training.measuring.costs import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, costs, gradients
 
 SLEEP_S = 0.02
 
@@ -37,7 +37,7 @@ def setup_of(**sections):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("pipeline.training.costs.BUDGET_SECONDS", 0.2)
+    monkeypatch.setattr("pipeline.training.measuring.costs.BUDGET_SECONDS", 0.2)
 
 
 def test_costs_are_measured_on_request():

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipeline.training.batches import MicroBatches
-from pipeline.training.clock import DataWait
-from pipeline.training.order import MicroBatch
+from pipeline.training.batches.order import MicroBatch
+from pipeline.training.batches.rank_batches import MicroBatches
+from pipeline.training.meters.clock import DataWait
 
 
 class Watch:
@@ -27,7 +27,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    monkeypatch.setattr("pipeline.training.clock.time.perf_counter", watch)
+    monkeypatch.setattr("pipeline.training.meters.clock.time.perf_counter", watch)
     return watch
 
 

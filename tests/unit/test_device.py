@@ -23,10 +23,10 @@ from pipeline.report.records import build_cell, columns
 from pipeline.report.report import Report
 from pipeline.training import loop
 from pipeline.training.build import build
-from pipeline.training.dry_run import held_step
-from pipeline.training.energy import EnergyMeter
-from pipeline.training.flops import count
-from pipeline.training.meter import GpuGauge
+from pipeline.training.measuring.flops import count
+from pipeline.training.meters.energy import EnergyMeter
+from pipeline.training.meters.meter import GpuGauge
+from pipeline.training.step.dry_run import held_step
 
 A100 = "NVIDIA A100-SXM4-40GB"
 

@@ -28,7 +28,7 @@ from pipeline.recording.recorder import Recorder
 from pipeline.recording.run_summary import summarized
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.restored import evaluate_checkpoint
+from pipeline.training.result.restored import evaluate_checkpoint
 
 ERROR = "metrics={error: {_target_: torchmetrics.regression.MeanAbsoluteError}}"
 HIGHEST = {"best": "validation/loss", "mode": "max", "keep": 2}

@@ -13,9 +13,9 @@ from torchmetrics.classification import MulticlassF1Score
 
 from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
-from pipeline.training.clock import Lap
-from pipeline.training.evaluation import evaluate
-from pipeline.training.probe import probe
+from pipeline.training.evaluation.held_out import evaluate
+from pipeline.training.measuring.probe import probe
+from pipeline.training.meters.clock import Lap
 
 
 def test_the_validation_loss_is_the_mean_over_all_samples() -> None:

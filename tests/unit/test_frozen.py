@@ -17,8 +17,8 @@ from pipeline.protocol.events import Started
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
-from pipeline.training.coupling import layers
-from pipeline.training.frozen import freeze, hold_statistics, stays_in_evaluation
+from pipeline.training.checks.coupling import layers
+from pipeline.training.model.frozen import freeze, hold_statistics, stays_in_evaluation
 
 NET = {"_target_": "toys.NormedNet"}
 BODY = {"freeze": ["body.*"]}

@@ -12,7 +12,7 @@ from pipeline.errors import ExperimentError
 from pipeline.models import GPT, MLP
 from pipeline.strategies import fsdp
 from pipeline.strategies._fsdp_groups import choose, describe
-from pipeline.training.order import SampleOrder, padded, padded_evaluation
+from pipeline.training.batches.order import SampleOrder, padded, padded_evaluation
 
 
 class Tied(nn.Module):

@@ -11,7 +11,7 @@ from pipeline.protocol.trial import Rank
 from pipeline.training.build import build
 from pipeline.training.checkpoints.state import restore, snapshot
 from pipeline.training.context import TrainContext
-from pipeline.training.optimizers import prefer_fused
+from pipeline.training.model.optimizers import prefer_fused
 from pipeline.training.step import train_step
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}

@@ -20,12 +20,13 @@ from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
-from pipeline.training import loop, rank_equality
+from pipeline.training import loop
+from pipeline.training.batches.iterable import IterableLoader
+from pipeline.training.batches.iterable_order import IterableOrder
+from pipeline.training.batches.order import SampleOrder, padded
 from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.iterable import IterableLoader
-from pipeline.training.iterable_order import IterableOrder
 from pipeline.training.loop import train
-from pipeline.training.order import SampleOrder, padded
+from pipeline.training.ranks import rank_equality
 
 ENDLESS = {"epochs": None, "steps": 9, "global_batch_size": 8}
 

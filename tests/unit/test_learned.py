@@ -16,14 +16,15 @@ from pipeline import registry
 from pipeline.errors import ExperimentError, NonFiniteError
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
-from pipeline.training import learned, loop
+from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints.state import State, restore, view
+from pipeline.training.checks.nonfinite import check_weights
 from pipeline.training.context import TrainContext
-from pipeline.training.evaluation import evaluate
+from pipeline.training.evaluation.held_out import evaluate
 from pipeline.training.features.averaging import Averaging
 from pipeline.training.loop import train
-from pipeline.training.nonfinite import check_weights
+from pipeline.training.model import learned
 
 LOSS = {"_target_": "toys.Uncertain"}
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.05}

@@ -9,8 +9,8 @@ import toys
 
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop
+from pipeline.training.batches.order import SampleOrder
 from pipeline.training.loop import train
-from pipeline.training.order import SampleOrder
 
 NO_LIMIT = 1e9
 """Of the gradient norm: clipping that changes nothing."""

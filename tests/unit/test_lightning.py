@@ -20,8 +20,8 @@ from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.tasks import Lightning
-from pipeline.training import log_means
 from pipeline.training.build import build
+from pipeline.training.checks import log_means
 from pipeline.training.loop import train
 
 

@@ -263,7 +263,7 @@ e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
 e.yaml:16: tracking.experiment: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set. \
 Set it, or write ${oc.env:PIPELINE_NOT_SET,default}.
 e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, sampler, loader, loss, task, \
-metrics, optimizer, scheduler, optimizers, schedulers, train, checkpoint, parallel, benchmark, tracking, sweep
+metrics, optimizer, scheduler, optimizers, schedulers, features, train, checkpoint, parallel, benchmark, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: checkpoint: is empty; write a mapping with keys from every_steps, every_minutes, keep, best, mode, directory
 command line: benchmark.configurations[6].workers=2: \

@@ -16,12 +16,12 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.training.dataset_epoch import find_datasets_with_epoch
-from pipeline.training.loader import BatchLoader, length
-from pipeline.training.order import MicroBatch
-from pipeline.training.placing import to_device
-from pipeline.training.randomness import mix, seed_all
-from pipeline.training.readers import fetcher
+from pipeline.training.batches.dataset_epoch import find_datasets_with_epoch
+from pipeline.training.batches.loader import BatchLoader, length
+from pipeline.training.batches.order import MicroBatch
+from pipeline.training.batches.placing import to_device
+from pipeline.training.batches.readers import fetcher
+from pipeline.training.ranks.randomness import mix, seed_all
 
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
 

@@ -13,10 +13,10 @@ from torch import ones
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
-from pipeline.training import log_means
 from pipeline.training.build import build
-from pipeline.training.evaluation import evaluate, prepare
-from pipeline.training.logs import agree, check, names_of
+from pipeline.training.checks import log_means
+from pipeline.training.evaluation.held_out import evaluate, prepare
+from pipeline.training.step.logs import agree, check, names_of
 
 TASK = {"_target_": "toys.Logged"}
 
@@ -123,7 +123,7 @@ def test_a_log_of_training_that_is_not_a_mean_is_marked_once() -> None:
 
 def test_ranks_with_other_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*names: tuple[str, ...] | None) -> tuple[str, ...]:
-        monkeypatch.setattr("pipeline.training.logs.gather", lambda own, *, rank: list(names))
+        monkeypatch.setattr("pipeline.training.step.logs.gather", lambda own, *, rank: list(names))
         return agree(names[0], rank=Rank(world_size=len(names)))
 
     assert told(None, ("kl",)) == ("kl",), "a rank without a batch"

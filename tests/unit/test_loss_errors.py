@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import ExperimentError
-from pipeline.training.explained_errors import hint
-from pipeline.training.explained_errors.losses import explain
+from pipeline.training.step.explained_errors import hint
+from pipeline.training.step.explained_errors.losses import explain
 
 ENTROPY = {"data": {"_target_": "toys.classification"}, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
 BILINEAR = {"_target_": "torch.nn.Bilinear", "in1_features": 3, "in2_features": 3, "out_features": 1}

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.data import arrays, tokens
 from pipeline.errors import ExperimentError
-from pipeline.training.readers import Rows, fetcher
+from pipeline.training.batches.readers import Rows, fetcher
 
 INPUTS = np.arange(60, dtype=np.float32).reshape(10, 3, 2)
 TARGETS = np.arange(10)

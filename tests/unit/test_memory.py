@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.protocol.trial import Rank
 from pipeline.training import build as building
-from pipeline.training.memory import check_free_memory, find_passing_bytes, free_training
+from pipeline.training.measuring.memory import check_free_memory, find_passing_bytes, free_training
 
 GPU = torch.device("cuda", 0)
 

@@ -17,8 +17,8 @@ from pipeline.config.load import load
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop
+from pipeline.training.batches.placing import to_device
 from pipeline.training.build import build
-from pipeline.training.placing import to_device
 
 NETWORK: dict[str, Any] = {
     "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 2},

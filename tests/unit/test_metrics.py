@@ -25,10 +25,10 @@ from pipeline.errors import ExperimentError, NonFiniteError, TrainingError
 from pipeline.protocol.events import ArtifactSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.recording.terminal import Terminal
-from pipeline.training import metrics as metrics_of
 from pipeline.training.checkpoints.manifest import entries, step_of, verify
 from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.metric_states import SharedMetrics
+from pipeline.training.evaluation.metric_states import SharedMetrics
+from pipeline.training.model import metrics as metrics_of
 
 MSE = "mse: {_target_: torchmetrics.MeanSquaredError}"
 SPECIFICITY = "rest: {_target_: torchmetrics.classification.MulticlassSpecificity, num_classes: 3}"
@@ -226,7 +226,7 @@ class TestWhatMetricsCompute:
         assert {row["class"] for row in mean} == {""}
 
     def test_a_large_result_becomes_a_table_and_a_picture(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pipeline.training.metrics._MOST_VALUES", 8)
+        monkeypatch.setattr("pipeline.training.model.metrics._MOST_VALUES", 8)
         confusion, recall = metric("MulticlassConfusionMatrix"), metric("MulticlassRecall", average="none")
         result, outbox = toys.trained(**CLASSES, metrics={"confusion": confusion, "recall": recall})
         assert not [name for name in result.metrics if "confusion" in name]

@@ -8,7 +8,7 @@ from ranges import ranges_of
 from torch.cuda import nvtx
 
 from pipeline.protocol.events import Warned
-from pipeline.training.watch import Phase, mark
+from pipeline.training.ranks.watch import Phase, mark
 
 
 def test_a_step_and_its_phases_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Started
 from pipeline.protocol.trial import Rank
 from pipeline.recording.trial_progress import facts
+from pipeline.training.batches.order import SampleOrder
+from pipeline.training.batches.own_order import order_of
 from pipeline.training.loop import train
-from pipeline.training.order import SampleOrder
-from pipeline.training.own_order import order_of
 
 ALLOWED = ("torch", "toys", "toy_orders")
 CLASSIFICATION: dict[str, Any] = {

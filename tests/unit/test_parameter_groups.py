@@ -21,11 +21,12 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.trial import Rank
-from pipeline.training import loop, parts
+from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints import state
 from pipeline.training.features.rates import Rates
-from pipeline.training.parameter_groups import divide
+from pipeline.training.model import parts
+from pipeline.training.model.parameter_groups import divide
 
 NET = {"_target_": "toys.NormedNet"}
 GROUPS = [{"match": ["*.bias", "body.1.*"], "weight_decay": 0.0}, {"match": "head.*", "lr": 0.01}]

@@ -10,8 +10,8 @@ import toys
 from pipeline.protocol.events import LOSSES, Metrics, Point
 from pipeline.recording import loss_file
 from pipeline.recording.recorder import Recorder
-from pipeline.training import meter
-from pipeline.training.points import group_steps, iter_points
+from pipeline.training.meters import meter
+from pipeline.training.meters.points import group_steps, iter_points
 
 LONG = {"data": {"_target_": "toys.regression", "samples": 400}}
 """100 steps in an epoch."""

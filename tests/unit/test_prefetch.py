@@ -11,9 +11,10 @@ import torch
 import toys
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from pipeline.training import batches, loader
-from pipeline.training.loader import Pair, _stream_for_copies, one_ahead, prefetched
-from pipeline.training.order import MicroBatch
+from pipeline.training.batches import loader
+from pipeline.training.batches import rank_batches as batches
+from pipeline.training.batches.loader import Pair, _stream_for_copies, one_ahead, prefetched
+from pipeline.training.batches.order import MicroBatch
 
 
 def pairs(count: int, *, seen: list[str], broken: int | None = None) -> Iterator[Pair]:

@@ -15,11 +15,11 @@ from torch._C._distributed_c10d import HashStore
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import StepParts
 from pipeline.training.build import build
-from pipeline.training.clock import Lap
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import held_step
 from pipeline.training.features.rates import Rates
-from pipeline.training.probe import probe, unused_parameters, waits
+from pipeline.training.measuring.probe import probe, unused_parameters, waits
+from pipeline.training.meters.clock import Lap
+from pipeline.training.step.dry_run import held_step
 
 FORWARD_MS, OPTIMIZER_MS = 20.0, 12.0
 BATCH = 8
@@ -41,7 +41,7 @@ class Watch:
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.training.probe.time.perf_counter", Watch())
+        patch.setattr("pipeline.training.measuring.probe.time.perf_counter", Watch())
         yield
 
 

@@ -17,7 +17,7 @@ from pipeline.protocol.trial import Rank
 from pipeline.strategies._blocks import repeated
 from pipeline.training import loop
 from pipeline.training.loop import train
-from pipeline.training.recomputation import apply, choose
+from pipeline.training.model.recomputation import apply, choose
 
 MODEL = {"_target_": "toys.Branches"}
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.005}

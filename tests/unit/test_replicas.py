@@ -14,10 +14,10 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import StepOutput
-from pipeline.training import parts
 from pipeline.training.build import build, device_of
-from pipeline.training.forward import accepted
-from pipeline.training.randomness import seed_all
+from pipeline.training.model import parts
+from pipeline.training.ranks.randomness import seed_all
+from pipeline.training.step.forward import accepted
 
 GPU = torch.device("cuda", 0)
 

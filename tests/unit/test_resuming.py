@@ -26,12 +26,12 @@ from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop
+from pipeline.training.batches.order import SampleOrder
 from pipeline.training.checkpoints import data_state
 from pipeline.training.checkpoints.encoding import join, split
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.checkpoints.state import State
 from pipeline.training.loop import train
-from pipeline.training.order import SampleOrder
 
 EVERY: dict[str, Any] = {"every_steps": 1, "keep": 100}
 STEPS = 6

@@ -9,10 +9,10 @@ import toys
 
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop
+from pipeline.training.batches.order import SampleOrder
 from pipeline.training.context import TrainContext
-from pipeline.training.evaluation import resulting_weights
+from pipeline.training.evaluation.held_out import resulting_weights
 from pipeline.training.loop import train
-from pipeline.training.order import SampleOrder
 
 BATCH, HOLE = 8, 5
 

@@ -23,7 +23,7 @@ from pipeline.protocol.events import Loaded, Resumed, Started
 from pipeline.protocol.trial import Rank, Training, Weights
 from pipeline.training import loop
 from pipeline.training.loop import train
-from pipeline.training.start_from import fit, renamed
+from pipeline.training.model.start_from import fit, renamed
 
 NET = {"_target_": "toys.NormedNet"}
 JOURNALS = Path(__file__).parents[1] / "journals"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
 from pipeline.protocol.trial import Rank
-from pipeline.training.data_digest import DataDigest, find_change
-from pipeline.training.data_source import open_source
-from pipeline.training.order import MicroBatch, StreamOrder, padded
-from pipeline.training.sampled_data import read_digest
-from pipeline.training.stream import Pass, RowStream, StreamLoader, joined_heads, received
+from pipeline.training.batches.data_digest import DataDigest, find_change
+from pipeline.training.batches.data_source import open_source
+from pipeline.training.batches.order import MicroBatch, StreamOrder, padded
+from pipeline.training.batches.sampled_data import read_digest
+from pipeline.training.batches.stream import Pass, RowStream, StreamLoader, joined_heads, received
 
 
 def order(rows: int, *, share: int, workers: int) -> StreamOrder:

@@ -19,8 +19,8 @@ from pipeline.errors import ExperimentError, NoMemoryError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.training.explained_errors import explained
-from pipeline.training.torch_errors import is_out_of_memory, origin
+from pipeline.training.ranks.torch_errors import is_out_of_memory, origin
+from pipeline.training.step.explained_errors import explained
 from pipeline.worker import main
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"

@@ -14,7 +14,7 @@ from pipeline.protocol.events import AnyEvent, ArtifactSaved
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.training.build import build
 from pipeline.training.loop import train
-from pipeline.training.probe import TRACED_STEPS, record_trace
+from pipeline.training.measuring.probe import TRACED_STEPS, record_trace
 
 NAME = "traces/main.json.gz"
 

@@ -23,17 +23,17 @@ from pipeline.protocol.events import Metrics, ModelExported, ModelSaved, Started
 from pipeline.protocol.trial import Rank
 from pipeline.tasks import StepOutput
 from pipeline.training import loop
+from pipeline.training.batches.order import MicroBatch, SampleOrder
+from pipeline.training.batches.placing import to_device
+from pipeline.training.batches.sampled_data import digest_of
+from pipeline.training.batches.weighting import Denominator
 from pipeline.training.build import build
-from pipeline.training.example import example_of
-from pipeline.training.forward import accepted
-from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
-from pipeline.training.order import MicroBatch, SampleOrder
-from pipeline.training.placing import to_device
-from pipeline.training.randomness import mix
-from pipeline.training.sampled_data import digest_of
+from pipeline.training.model.learning_rate import scaling_factor, warmup_factor
+from pipeline.training.ranks.randomness import mix
+from pipeline.training.result.example import example_of
 from pipeline.training.step import train_step
-from pipeline.training.weighting import Denominator
+from pipeline.training.step.forward import accepted
 
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""

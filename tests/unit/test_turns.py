@@ -27,11 +27,13 @@ from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Phase, Warned
 from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import compared_trials, loop, turns, watch
+from pipeline.training import loop
 from pipeline.training.build import build
-from pipeline.training.compared_trials import LEAST_STEPS, Player
 from pipeline.training.loop import train
-from pipeline.training.turns import FEWEST_PAIRS, LEAST_PAIRS, PATIENCE, SLOT_S, Schedule
+from pipeline.training.measuring import compared_trials, turns
+from pipeline.training.measuring.compared_trials import LEAST_STEPS, Player
+from pipeline.training.measuring.turns import FEWEST_PAIRS, LEAST_PAIRS, PATIENCE, SLOT_S, Schedule
+from pipeline.training.ranks import watch
 
 # How many, and how long
 

@@ -22,7 +22,7 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training import loop
 from pipeline.training.loop import train
-from pipeline.training.restored import evaluate_checkpoint
+from pipeline.training.result.restored import evaluate_checkpoint
 
 HERE = "test_unsaved_state"
 EVERY = {"every_steps": 1, "keep": 100}

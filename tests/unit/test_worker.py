@@ -21,7 +21,7 @@ import pipeline
 from pipeline.errors import Stopped
 from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics, Warned
 from pipeline.protocol.trial import Rank, Trial
-from pipeline.training.matmul_precision import set_exact_convolutions
+from pipeline.training.ranks.matmul_precision import set_exact_convolutions
 from pipeline.worker import main as worker
 from pipeline.worker import process_group, system_metrics
 from pipeline.worker.system_metrics import system_sampled

@@ -20,7 +20,7 @@ from pipeline.wording import last_line
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
-    from pipeline.training.stream import Pass, RowStream
+    from pipeline.training.batches.stream import Pass, RowStream
 
 
 class Facts(Frozen):
@@ -77,14 +77,14 @@ class Ingest:
 
 def receive(facts: Facts) -> None:
     """Give this rank's streams to its training, in a worker; all ranks must call it."""
-    from pipeline.training import stream  # imports torch
+    from pipeline.training.batches import stream  # imports torch
 
     stream.received.update({name: stream_of(ray.train.get_dataset_shard(name), name, facts) for name in facts.rows})
 
 
 def stream_of(shard: "DataIterator", name: str, facts: Facts) -> "RowStream":
     """Return Ray's part of a dataset as a stream of batches of tensors."""
-    from pipeline.training.stream import RowStream
+    from pipeline.training.batches.stream import RowStream
 
     def opened(rows: int) -> "Pass":
         return _passed(shard, rows=rows, columns=facts.columns)

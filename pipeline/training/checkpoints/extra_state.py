@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from pipeline.tasks import Supervised
+from pipeline.training.batches.iterable_order import offers_state
 from pipeline.training.context import TrainContext
-from pipeline.training.iterable_order import offers_state
-from pipeline.training.learned import held_by
+from pipeline.training.model.learned import held_by
 
 
 class TaskState:

@@ -31,12 +31,12 @@ from pipeline.training.checkpoints.state import (
 from pipeline.training.checkpoints.storage import Storage, check_free_space
 from pipeline.training.checkpoints.unsaved_state import UnsavedState
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
-from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
-from pipeline.training.dry_run import dry_run
-from pipeline.training.learned import trainable
-from pipeline.training.meter import Meter
-from pipeline.training.parameter_names import listed
+from pipeline.training.meters.meter import Meter
+from pipeline.training.model.learned import trainable
+from pipeline.training.model.parameter_names import listed
+from pipeline.training.ranks.collectives import from_first
+from pipeline.training.step.dry_run import dry_run
 
 _PATIENCE_S = 30.0
 """Seconds that training waits for the checkpoint being written when the next one is due."""

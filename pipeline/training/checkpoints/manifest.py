@@ -18,8 +18,8 @@ from pydantic import Field, ValidationError, field_serializer
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Direction, Frozen
+from pipeline.training.batches.data_digest import DataDigest
 from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.data_digest import DataDigest
 
 if TYPE_CHECKING:
     from pipeline.training.context import TrainContext

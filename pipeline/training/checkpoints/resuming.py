@@ -13,22 +13,22 @@ from torch.optim import Optimizer
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.protocol.trial import Training
+from pipeline.training.batches.data_digest import DataChange, find_change
 from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints.manifest import Entry, Manifest, entries, trained, verify
 from pipeline.training.checkpoints.state import State, is_sharded
 from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.collectives import (
+from pipeline.training.context import TrainContext
+from pipeline.training.feature import Saved
+from pipeline.training.model.several_optimizers import each_of
+from pipeline.training.ranks.collectives import (
     call_on_ranks,
     from_first,
     from_slow_first,
     gather,
     tensors_from_first,
 )
-from pipeline.training.context import TrainContext
-from pipeline.training.data_digest import DataChange, find_change
-from pipeline.training.feature import Saved
-from pipeline.training.rank_equality import hash_hint
-from pipeline.training.several_optimizers import each_of
+from pipeline.training.ranks.rank_equality import hash_hint
 
 Warn = Callable[[str], None]
 _METRIC = "scheduler_metric"

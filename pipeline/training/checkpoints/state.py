@@ -17,9 +17,9 @@ from pipeline.training.checkpoints.encoding import Json, join, split
 from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Saved, name_of
-from pipeline.training.learned import PREFIX, kept, trainable
-from pipeline.training.norms import local
-from pipeline.training.optimizers import has_modes
+from pipeline.training.model.learned import PREFIX, kept, trainable
+from pipeline.training.model.optimizers import has_modes
+from pipeline.training.ranks.norms import local
 
 _IMPLEMENTATION = ("fused", "foreach")
 """Settings of an optimizer that select its implementation, which the strategy decides on resuming."""

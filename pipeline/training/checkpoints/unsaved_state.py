@@ -12,15 +12,15 @@ from torch import nn
 
 from pipeline.config.targets import BUILT_IN
 from pipeline.tasks import InSteps
+from pipeline.training.batches.dataset_epoch import is_in_first_epoch
+from pipeline.training.batches.iterable_order import is_iterable
 from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.checkpoints.state import view
 from pipeline.training.context import TrainContext
-from pipeline.training.dataset_epoch import is_in_first_epoch
-from pipeline.training.iterable_order import is_iterable
-from pipeline.training.parameter_names import listed
-from pipeline.training.rank_equality import fingerprint
-from pipeline.training.reachable_state import Attribute, find_attributes
-from pipeline.training.several_optimizers import each_of
+from pipeline.training.model.parameter_names import listed
+from pipeline.training.model.reachable_state import Attribute, find_attributes
+from pipeline.training.model.several_optimizers import each_of
+from pipeline.training.ranks.rank_equality import fingerprint
 from pipeline.wording import first_line
 
 KEY = "unsaved"

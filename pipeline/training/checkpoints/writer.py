@@ -19,7 +19,7 @@ from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, best, kept, step_of
 from pipeline.training.checkpoints.state import State, count_bytes
 from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.collectives import on_all_ranks
+from pipeline.training.ranks.collectives import on_all_ranks
 
 _log = logging.getLogger(__name__)
 

@@ -16,21 +16,21 @@ from pipeline.config.reported import LEARNING_RATE
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
-from pipeline.training.batches import MicroBatches
+from pipeline.training.batches.order import MicroBatch
+from pipeline.training.batches.rank_batches import MicroBatches
 from pipeline.training.context import TrainContext
-from pipeline.training.explained_errors import explained
 from pipeline.training.feature import Feature
-from pipeline.training.forward import accepted
-from pipeline.training.global_batch import training_pass
-from pipeline.training.learned import exchange_gradients
-from pipeline.training.learning_rate import rates_by_metric
-from pipeline.training.logs import with_loss
-from pipeline.training.optimized import Optimized
-from pipeline.training.order import MicroBatch
-from pipeline.training.several_optimizers import Optimizers
+from pipeline.training.model.learned import exchange_gradients
+from pipeline.training.model.learning_rate import rates_by_metric
+from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.several_optimizers import Optimizers
+from pipeline.training.ranks.watch import mark
+from pipeline.training.step.explained_errors import explained
+from pipeline.training.step.forward import accepted
+from pipeline.training.step.global_batch import training_pass
+from pipeline.training.step.logs import with_loss
 from pipeline.training.step.plain import Parts, Stepped, seed
-from pipeline.training.watch import mark
-from pipeline.training.yielded import combined, outputs
+from pipeline.training.step.yielded import combined, outputs
 
 
 class Alternation(Feature):

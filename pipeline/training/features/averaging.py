@@ -14,8 +14,8 @@ from pipeline.config.train import Ema
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature, Saved
-from pipeline.training.learned import PREFIX
-from pipeline.training.norms import local
+from pipeline.training.model.learned import PREFIX
+from pipeline.training.ranks.norms import local
 from pipeline.training.step.plain import Parts, Stepped
 
 MUCH = 0.2

@@ -11,7 +11,7 @@ from typing_extensions import override
 from pipeline.config.reported import GRADIENT_NORM
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
-from pipeline.training.optimized import Optimized
+from pipeline.training.model.optimized import Optimized
 from pipeline.training.step.plain import Parts
 
 

@@ -7,10 +7,10 @@ from typing_extensions import override
 
 from pipeline.tasks import StepOutput
 from pipeline.tasks.gathering import Pass
+from pipeline.training.batches.order import MicroBatch
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
-from pipeline.training.global_batch import training_pass
-from pipeline.training.order import MicroBatch
+from pipeline.training.step.global_batch import training_pass
 from pipeline.training.step.plain import Parts
 
 

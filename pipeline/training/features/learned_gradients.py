@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
-from pipeline.training.learned import exchange_gradients, trainable
+from pipeline.training.model.learned import exchange_gradients, trainable
 from pipeline.training.step.plain import Parts
 
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 from pipeline.tasks import StepOutput
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
-from pipeline.training.logs import with_loss
+from pipeline.training.step.logs import with_loss
 from pipeline.training.step.plain import Parts
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from pipeline.tasks import StepOutput
+from pipeline.training.batches.order import MicroBatch
 from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.feature import Feature, Saved
-from pipeline.training.optimized import Optimized
-from pipeline.training.order import MicroBatch
+from pipeline.training.model.optimized import Optimized
 from pipeline.training.step.plain import Parts, Stepped
 
 

@@ -11,11 +11,11 @@ from pipeline.config.reported import LEARNING_RATE
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Outbox
 from pipeline.protocol.trial import BatchCheck
-from pipeline.training import plateau
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature, Saved
-from pipeline.training.learning_rate import advance_scheduler, rates_by_metric, warmup
-from pipeline.training.several_optimizers import build_scheduler
+from pipeline.training.model import plateau
+from pipeline.training.model.learning_rate import advance_scheduler, rates_by_metric, warmup
+from pipeline.training.model.several_optimizers import build_scheduler
 from pipeline.training.step.plain import Parts, Stepped
 
 _MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")

@@ -7,10 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from pipeline.protocol.trial import Training
-from pipeline.training.buffers import Buffers
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
-from pipeline.training.optimized import Optimized
+from pipeline.training.model.buffers import Buffers
+from pipeline.training.model.optimized import Optimized
 from pipeline.training.step.plain import Parts, Stepped
 
 

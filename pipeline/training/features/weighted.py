@@ -6,15 +6,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from pipeline.tasks import StepOutput
+from pipeline.training.batches.order import MicroBatch
+from pipeline.training.batches.weighting import Denominator
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
-from pipeline.training.order import MicroBatch
 from pipeline.training.step.plain import Parts
-from pipeline.training.weighting import Denominator
 
 
 class Weighted(Feature):
-    """Weighting of each micro-batch by what its loss is a mean of, see `pipeline.training.weighting`."""
+    """Weighting of each micro-batch by what its loss is a mean of, see `pipeline.training.batches.weighting`."""
 
     def __init__(self, training: TrainContext) -> None:
         self._training = training

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
-from pipeline.training.batches import MicroBatches
+from pipeline.training.batches.order import MicroBatch
+from pipeline.training.batches.rank_batches import MicroBatches
 from pipeline.training.context import TrainContext
-from pipeline.training.explained_errors import explain
-from pipeline.training.forward import forward
-from pipeline.training.optimized import Optimized
-from pipeline.training.order import MicroBatch
+from pipeline.training.model.optimized import Optimized
+from pipeline.training.ranks.watch import mark
+from pipeline.training.step.explained_errors import explain
+from pipeline.training.step.forward import forward
 from pipeline.training.step.plain import Parts, Stepped, plain_parts, plain_step
-from pipeline.training.watch import mark
 
 
 def train_step(training: TrainContext, stream: MicroBatches, *, step: int) -> Stepped:

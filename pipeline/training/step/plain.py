@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
-from pipeline.training.batches import MicroBatches
+from pipeline.training.batches.order import MicroBatch
+from pipeline.training.batches.rank_batches import MicroBatches
 from pipeline.training.context import TrainContext
-from pipeline.training.explained_errors import explain
-from pipeline.training.forward import accepted
-from pipeline.training.optimized import Optimized
-from pipeline.training.order import MicroBatch
-from pipeline.training.randomness import mix, seed_all
-from pipeline.training.watch import mark
+from pipeline.training.model.optimized import Optimized
+from pipeline.training.ranks.randomness import mix, seed_all
+from pipeline.training.ranks.watch import mark
+from pipeline.training.step.explained_errors import explain
+from pipeline.training.step.forward import accepted
 
 _SENDING = nullcontext()
 

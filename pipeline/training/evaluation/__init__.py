@@ -1,0 +1,1 @@
+"""Evaluation that counts each held-out sample once. Start at `held_out`."""

@@ -1,0 +1,1 @@
+"""Measurements after a training: the parts of a step, the speedup, operations and costs."""

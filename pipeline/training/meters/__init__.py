@@ -1,0 +1,1 @@
+"""What is measured and reported while a training runs. Start at `meter`."""

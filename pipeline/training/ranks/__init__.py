@@ -1,0 +1,1 @@
+"""What the ranks of a training share: collectives, seeds, comparisons, and the watch over hangs."""

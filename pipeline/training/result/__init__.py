@@ -1,0 +1,1 @@
+"""The result of a training: its weights, an example, the exported model, and what ranks report."""
