@@ -2,12 +2,14 @@
 
 # promise: all pairs of features of a step train as a loop in plain torch with both
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from toy_features import PAIRS, Loop, built
 
 from pipeline.training.features import FEATURES
-from pipeline.training.features.averaging import Averaging
 from pipeline.training.step import train_step
 
 
@@ -26,7 +28,7 @@ def test_they_train_as_a_loop_in_plain_torch(names: tuple[str, ...]) -> None:
     for own, by_hand in ((training.model, loop.model), (training.task, loop.task)):
         for name, value in by_hand.state_dict().items():
             torch.testing.assert_close(own.state_dict()[name], value, rtol=1e-12, atol=1e-12, msg=name)
-    for averaging in (one for one in training.features if isinstance(one, Averaging)):
+    for averaging in (one for one in training.features if one.name == "averages"):
         for name, average in loop.averages.items():
             torch.testing.assert_close(averaging.averages.tensors[name], average, rtol=1e-12, atol=1e-12, msg=name)
 
@@ -44,3 +46,22 @@ def test_a_plain_experiment_has_a_step_without_features() -> None:
 
 def test_each_feature_has_its_place_once() -> None:
     assert len(set(FEATURES)) == len(FEATURES)
+
+
+def test_a_step_that_failed_leaves_no_weights_of_its_losses() -> None:
+    names = ("weights", "accumulation")
+    training, twin = built(names), built(names)
+    streams = [one.batches.training(0) for one in (training, twin)]
+    for one, stream in zip((training, twin), streams, strict=True):
+        train_step(one, stream, step=0)
+    batches = list(streams[1])
+
+    def broken() -> Iterator[Any]:
+        yield batches[0]
+        raise OSError("unreadable")
+
+    with pytest.raises(OSError, match="unreadable"):
+        train_step(training, broken(), step=1)
+    training.optimizer.zero_grad()
+    losses = [train_step(one, iter(batches), step=1).loss for one in (training, twin)]
+    assert torch.equal(*losses)

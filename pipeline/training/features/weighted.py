@@ -10,7 +10,7 @@ from pipeline.training.batches.order import MicroBatch
 from pipeline.training.batches.weighting import Denominator
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
-from pipeline.training.step.plain import Parts
+from pipeline.training.step.plain import Parts, Stepped
 
 
 class Weighted(Feature):
@@ -31,6 +31,10 @@ class Weighted(Feature):
         if not training.seen.gives_weight:
             return parts
 
+        def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:
+            self._denominator = None  # a measured step may have failed half-way
+            return parts.step(final, training, number, micro_batches)
+
         def forward(micro_batch: MicroBatch, batch: Any) -> StepOutput:
             if training.seen.boundary is not None:
                 training.seen.boundary.clear()
@@ -49,4 +53,4 @@ class Weighted(Feature):
             assert denominator is not None
             return parts.complete(denominator.settle(loss, gradients=training.optimized.gradients()))
 
-        return parts._replace(forward=forward, weigh=weigh, complete=complete)
+        return parts._replace(step=step, forward=forward, weigh=weigh, complete=complete)
