@@ -17,8 +17,7 @@ from pipeline.protocol.events import AnyEvent, ArtifactSaved, ModelSaved
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording.journal import FILE_NAME
 from pipeline.recording.mlflow_run import MlflowRun
-from pipeline.recording.store import redacted
-from pipeline.wording import counted
+from pipeline.wording import counted, remove_credentials
 
 _ENVIRONMENT = {
     # MLflow's defaults let one call to a dead server block for four minutes; `persist` retries instead.
@@ -224,7 +223,7 @@ def _reason(error: BaseException) -> str:
         hint = f"; pip install {_PACKAGES[package]}"
     text = str(error) if isinstance(error, Exception) else repr(error)  # SystemExit(0), which is "0" as text
     line = (text or type(error).__name__).partition("\n")[0]
-    return redacted(line)[:300] + hint
+    return remove_credentials(line)[:300] + hint
 
 
 def _is_outage(error: Exception) -> bool:

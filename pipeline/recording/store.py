@@ -1,7 +1,6 @@
 """MLflow's tracking store by its URI: a SQLite file, a server, or another database; checks and links."""
 
 import os
-import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -15,7 +14,6 @@ from pipeline.recording import sqlite_store
 
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
 VIEW = "speedups"
 """Name of the view of runs that `pipeline.recording.mlflow_views` saves, in links to the table of runs."""
@@ -67,11 +65,6 @@ def with_credentials(uri: str) -> str:
     """
     current = os.environ.get("MLFLOW_TRACKING_URI", "")
     return current if without_credentials(current) == uri else uri
-
-
-def redacted(text: str) -> str:
-    """Remove the credentials from all URIs in a text."""
-    return _CREDENTIALS.sub("", text)
 
 
 def check_store(uri: str) -> str | None:

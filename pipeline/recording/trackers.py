@@ -16,7 +16,7 @@ from pipeline.config.schema import Experiment
 from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.recording import also, journal
 from pipeline.recording.recorder import Recorder
-from pipeline.recording.store import redacted
+from pipeline.wording import remove_credentials
 
 _PATIENCE_S = 60.0
 
@@ -94,7 +94,7 @@ class Attached:
         except BaseException as error:  # noqa: BLE001 - nothing of tracking may reach training, sys.exit() included
             # Without its traceback: exceptions of services quote URIs with their passwords.
             self.has_failed = True
-            said = redacted(" ".join(str(error).split()))[:300]
+            said = remove_credentials(" ".join(str(error).split()))[:300]
             self._warn(f"{self.name} raised {type(error).__name__}: {said}. It gets no further events. {self._remedy}")
         finally:
             self.done.set()
