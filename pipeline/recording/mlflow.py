@@ -27,7 +27,6 @@ from pipeline.recording.follow import INCOMPLETE, UNKNOWN_END, FollowTask
 from pipeline.recording.outcome import LINK_LABEL, TrackingOutcome
 from pipeline.recording.recorder import Recorder
 from pipeline.recording.store import is_server
-from pipeline.recording.terminal import Terminal
 from pipeline.system import stages
 from pipeline.wording import join_names
 
@@ -211,19 +210,19 @@ def flush(
     tracker: MlflowSubscriber | None,
     recorder: Recorder,
     *,
-    terminal: Terminal,
+    console: rich.console.Console,
     warn: Callable[[str], None],
 ) -> None:
     """Wait until the tracking store has all results, at most a minute or until Ctrl-C; say what is missing then."""
     stages.end()
     try:
-        if tracker and not _sent(tracker, _SILENT_SECONDS, console=terminal.progress) and (late := tracker.late):
+        if tracker and not _sent(tracker, _SILENT_SECONDS, console=console) and (late := tracker.late):
             verb = "have" if len(late) > 1 else "has"
             warn(
                 f"waiting until {join_names(late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
                 f"Ctrl-C ends the wait, pipeline sync {recorder.folder} sends the rest later"
             )
-            _sent(tracker, _DRAIN_SECONDS - _SILENT_SECONDS, console=terminal.progress)
+            _sent(tracker, _DRAIN_SECONDS - _SILENT_SECONDS, console=console)
     finally:
         if tracker and (others := [name for name in tracker.late if name != "MLflow"]):  # MLflow's outcome says so
             warn(f"not in {join_names(others)} yet: some results; send them with: pipeline sync {recorder.folder}")

@@ -127,7 +127,7 @@ def recorded(
         tracker = (
             _subscribe_mlflow(recorder, loggers, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
         )
-        stack.callback(flush, tracker, recorder, terminal=terminal, warn=warn)
+        stack.callback(flush, tracker, recorder, console=terminal.progress, warn=warn)
         for each in own:
             recorder.subscribe(each)
             stack.callback(each.close)
