@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from pipeline.report import chart, curves, pairs, picture, sweep_chart
 from pipeline.report.courses import Course
-from pipeline.report.html import Drawn
 from pipeline.report.picture import Draw
 from pipeline.report.report import Report
 from pipeline.report.report_files import CHART_NAME, CURVES_NAME, PAIRS_CHART_NAME, SWEEP_NAME, AnyReport
@@ -30,10 +29,9 @@ class Picture(NamedTuple):
     caption: str = ""
     """Explanation below the picture."""
 
-    def saved(self, folder: Path) -> Drawn:
-        """Save the picture as PNG and return it for the page."""
-        svg = picture.save(self.draw, folder / self.name, title=self.title, label=self.label)
-        return Drawn(svg, self.label, self.caption)
+    def save(self, folder: Path) -> str:
+        """Save the picture as PNG and return it as SVG for the page."""
+        return picture.save(self.draw, folder / self.name, title=self.title, label=self.label)
 
 
 def pictures(report: AnyReport, courses: Sequence[Course]) -> Iterator[Picture]:

@@ -48,7 +48,7 @@ def save(
         drawn: dict[str, html.Drawn] = {}
         for picture in drawings.pictures(report, curves):
             with _spared(folder / picture.name, warn):
-                drawn[picture.name] = picture.saved(folder)
+                drawn[picture.name] = html.Drawn(picture.save(folder), picture.label, picture.caption)
                 names.append(picture.name)
         html.save_page(report, folder / PAGE_NAME, about=about(), pictures=drawn)
         names.append(PAGE_NAME)
