@@ -24,7 +24,7 @@ import psutil
 
 from pipeline.planning.resources import detect
 from pipeline.protocol.events import AnyEvent, Finished, FirstStep, Metrics, RunClosed, RunOpened, Started, Trained
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 HERE = Path(__file__).parent
 LAUNCHERS = ("inprocess", "torchrun", "ray")

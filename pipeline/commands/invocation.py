@@ -23,20 +23,20 @@ from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged,
 from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording import provenance
-from pipeline.recording.console import Printable
-from pipeline.recording.folder import id_of
-from pipeline.recording.journal import FILE_NAME, read
+from pipeline.recording.journal import provenance
+from pipeline.recording.journal.folder import id_of
+from pipeline.recording.journal.journal import FILE_NAME, read
+from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.recorded_run import Membership, artifact, recorded
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.terminal import Terminal
-from pipeline.report import Row
+from pipeline.recording.terminal.console import Printable
+from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.advice import advise
-from pipeline.report.claims import classify_speedup
-from pipeline.report.goodput import Goodput, WallClock
+from pipeline.report.numbers.goodput import Goodput, WallClock
+from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
-from pipeline.report.tables import speedup
+from pipeline.report.text.claims import classify_speedup
+from pipeline.report.text.tables import speedup
 from pipeline.system import stages
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Started
 from pipeline.protocol.trial import Rank
-from pipeline.recording.trial_progress import facts
+from pipeline.recording.terminal.trial_progress import facts
 from pipeline.training.loop import train
 from pipeline.training.order import SampleOrder
 from pipeline.training.own_order import order_of

@@ -14,9 +14,9 @@ from pipeline.driver.checkpoint_choice import describe_missing_end
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Training
-from pipeline.recording import journal
-from pipeline.recording.folder import read_state
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import read_state
+from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.storage import Storage, address_of
 

@@ -13,10 +13,10 @@ from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording.terminal import Terminal
-from pipeline.report import Unmeasured
+from pipeline.recording.terminal.terminal import Terminal
+from pipeline.report.numbers.row import Unmeasured
+from pipeline.report.numbers.row_numbers import metrics_of
 from pipeline.report.report import Report
-from pipeline.report.row_numbers import metrics_of
 from pipeline.wording import counted
 
 NOT_REACHED = "the benchmark ended before it was measured"

@@ -8,7 +8,7 @@ from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.config.tracking_address import default_address
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError
-from pipeline.recording.store import check_store, is_server, resolve_uri, with_credentials
+from pipeline.recording.mlflow.store import check_store, is_server, resolve_uri, with_credentials
 from pipeline.wording import remove_credentials
 
 if TYPE_CHECKING:

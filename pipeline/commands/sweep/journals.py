@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipeline.commands.sweep.assignment import Record, folder_name
 from pipeline.config.reported import PREFIX
 from pipeline.protocol.events import STOPPED_EARLY, Finished, Metrics, ModelSaved, RunOpened, Started
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 from pipeline.report.swept import State, SweptTrial
 
 

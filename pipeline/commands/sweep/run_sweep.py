@@ -14,7 +14,7 @@ from pipeline.commands.sweep.planning import SweepPlan, make
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.resume import check_same, earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
-from pipeline.recording.terminal import Terminal, write
+from pipeline.recording.terminal.terminal import Terminal, write
 from pipeline.report.swept import LEFT, SweptReport
 from pipeline.system import stages
 

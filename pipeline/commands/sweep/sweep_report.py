@@ -17,7 +17,7 @@ from pipeline.config.sweep import Parameter
 from pipeline.config.uris import without_credentials_in
 from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
-from pipeline.recording.folder import id_of
+from pipeline.recording.journal.folder import id_of
 from pipeline.report.swept import CSV_NAME, FILE_NAME, Swept, SweptReport, SweptTrial, figure
 
 _WIDE_RANGE = 30

@@ -19,7 +19,7 @@ from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
 from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
 from pipeline.config.sweep import Sweep
-from pipeline.recording.terminal import write
+from pipeline.recording.terminal.terminal import write
 from pipeline.report.swept import LEFT, SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.system.process import environment

@@ -5,12 +5,9 @@ from collections.abc import Iterator
 
 from pipeline.config.reported import single_names
 from pipeline.protocol.trial import QUICK_STEPS
-from pipeline.report import FIRST_STEPS, Row
-from pipeline.report.claims import BUSY, Doubt, Outcome, classify_speedup, compare_rows, explain_doubt, headline
-from pipeline.report.loss_differences import format_most
-from pipeline.report.ratios import is_wide
+from pipeline.report.numbers.ratios import is_wide
+from pipeline.report.numbers.row import FIRST_STEPS, Row
 from pipeline.report.report import Report
-from pipeline.report.row_names import are_several, count_workers, name_row
 from pipeline.report.screens.screen_layout import (
     LABEL,
     WIDTH,
@@ -23,8 +20,11 @@ from pipeline.report.screens.screen_layout import (
     wrap,
 )
 from pipeline.report.screens.screen_tables import format_step_time, iter_tables
-from pipeline.report.sentences import format_advice, iter_metric_names, iter_training_notes
-from pipeline.report.tables import amount, efficiency, low_to_high
+from pipeline.report.text.claims import BUSY, Doubt, Outcome, classify_speedup, compare_rows, explain_doubt, headline
+from pipeline.report.text.loss_differences import format_most
+from pipeline.report.text.row_names import are_several, count_workers, name_row
+from pipeline.report.text.sentences import format_advice, iter_metric_names, iter_training_notes
+from pipeline.report.text.tables import amount, efficiency, low_to_high
 from pipeline.wording import counted, figure
 
 _MOST_NOTES = 3
