@@ -16,36 +16,14 @@ from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
 
-from pipeline.config.values import WithEnvironment
 from pipeline.protocol.events import RunClosed, event_from_json
 from pipeline.recording.mlflow.delivery import quiet
+from pipeline.recording.mlflow.follow_task import INCOMPLETE, UNKNOWN_END, FollowTask
 from pipeline.recording.mlflow.outcome import TrackingOutcome, link_of
 from pipeline.recording.mlflow.sender import Sender
 from pipeline.recording.mlflow.store import is_server
 
-UNKNOWN_END = b"\n"
-"""Second line if no end of the run is known."""
-INCOMPLETE = 3
-"""Exit code if something was not delivered."""
 _PUBLISH_S = 0.25
-
-
-class FollowTask(WithEnvironment):
-    """Task of the process: the journal to read and the places to send it to.
-
-    It isn't in the arguments of the process, since credentials may be in the URI and the environment.
-    """
-
-    folder: Path
-    """Folder of the run."""
-    log: Path
-    """File for the output of libraries."""
-    uri: str
-    """URI of the store with credentials; empty for the URI in the run's first event."""
-    adds: bool = False
-    """True if the run has ended, and keeps its status meanwhile."""
-    loggers: tuple[str, ...] = ()
-    """Loggers in addition to MLflow, see ``tracking.loggers``."""
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import rich.console
 from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
 from pipeline.recording.journal.folder import is_kept
 from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.mlflow.follow import INCOMPLETE, UNKNOWN_END, FollowTask
+from pipeline.recording.mlflow.follow_task import INCOMPLETE, UNKNOWN_END, FollowTask
 from pipeline.recording.mlflow.outcome import LINK_LABEL, TrackingOutcome
 from pipeline.recording.mlflow.store import is_server
 from pipeline.system import stages
