@@ -12,7 +12,7 @@ from pipeline.protocol.trial import Role, Training, Trial
 from pipeline.report.numbers import records
 from pipeline.report.numbers.forecast import Forecast, Predicted
 from pipeline.report.numbers.goodput import Goodput
-from pipeline.report.numbers.row import Advice, Row, Unmeasured
+from pipeline.report.numbers.row import Advice, Row, Unmeasured, find_main_row
 from pipeline.report.text import device, sentences, tables
 from pipeline.report.text.tables import ReportTable
 
@@ -130,8 +130,8 @@ class Report(Recorded):
 
     @property
     def main(self) -> Row:
-        """Row that the result is about, see `pipeline.report.text.sentences.find_main_row`."""
-        return sentences.find_main_row(self.rows)
+        """Row that the result is about, see `find_main_row`."""
+        return find_main_row(self.rows)
 
     @property
     def speedup(self) -> float | None:

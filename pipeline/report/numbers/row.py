@@ -266,6 +266,22 @@ class Advice(Recorded):
     """Reason for a screen that has shown the speedup already; may be empty."""
 
 
+def find_main_row(rows: Sequence[Row]) -> Row:
+    """Return the row that the result is about.
+
+    For a run this is the training; for a comparison the configuration with most workers, the fastest of several, or
+    else the baseline. The baseline's global batch goes before others, with which another training is measured.
+    """
+    if rows[-1].role == "main":
+        return rows[-1]
+    cells = [row for row in rows if row.role == "cell"]
+    return max(cells, key=lambda row: _merit(row, batch=rows[0].global_batch_size), default=rows[0])
+
+
+def _merit(row: Row, *, batch: int) -> tuple[bool, bool, int, float]:
+    return row.ratio is not None, row.global_batch_size == batch, row.replicas, row.speedup or 0.0
+
+
 def _precision(trial: Trial, result: TrialResult) -> str:
     """Return the lowest precision in which a trial computed, as its counted operations show."""
     declared = trial.experiment.train.precision

@@ -5,10 +5,9 @@ from statistics import mean
 
 from pipeline.report.numbers.breakdown import has_consistent_parts
 from pipeline.report.numbers.forecast import Predicted
-from pipeline.report.numbers.row import Row
+from pipeline.report.numbers.row import Row, find_main_row
 from pipeline.report.numbers.row_numbers import mfu, tflops, without_peak
 from pipeline.report.text.row_names import name_row
-from pipeline.report.text.sentences import find_main_row
 from pipeline.report.text.tables import Column, amount, training_s
 from pipeline.wording import figure
 

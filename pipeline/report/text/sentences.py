@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.config.reported import named, single_names
 from pipeline.protocol import estimates
 from pipeline.protocol.trial import QUICK_STEPS
-from pipeline.report.numbers.row import Advice, Row
+from pipeline.report.numbers.row import Advice, Row, find_main_row
 from pipeline.report.text.claims import BUSY, classify_speedup, compare_rows, describe_speedup, explain_doubt
 from pipeline.report.text.loss_differences import describe_losses, describe_share, find_statistics
 from pipeline.report.text.row_names import name_row
@@ -14,18 +14,6 @@ from pipeline.wording import counted, duration, figure
 
 _LOSS = "train/loss"
 _TEST, _VALIDATION = "test/", "validation/"
-
-
-def find_main_row(rows: Sequence[Row]) -> Row:
-    """Return the row that the result is about.
-
-    For a run this is the training; for a comparison the configuration with most workers, the fastest of several, or
-    else the baseline. The baseline's global batch goes before others, with which another training is measured.
-    """
-    if rows[-1].role == "main":
-        return rows[-1]
-    cells = [row for row in rows if row.role == "cell"]
-    return max(cells, key=lambda row: _merit(row, batch=rows[0].global_batch_size), default=rows[0])
 
 
 def describe_result(rows: Sequence[Row], *, is_quick: bool = False) -> str:
@@ -169,10 +157,6 @@ def _iter_doubts_of_measurement(rows: Sequence[Row], *, main: Row) -> Iterator[s
             "Other batch sizes: the global batch size is the batch size per device times the number of devices and of "
             "micro-batches. Losses are not comparable with the baseline's."
         )
-
-
-def _merit(row: Row, *, batch: int) -> tuple[bool, bool, int, float]:
-    return row.ratio is not None, row.global_batch_size == batch, row.replicas, row.speedup or 0.0
 
 
 def _describe_training(main: Row) -> str:
