@@ -20,7 +20,7 @@ from pipeline.planning.plan import Plan
 from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.trial import Status, Training, Trial
 from pipeline.recording.journal import provenance
-from pipeline.recording.journal.folder import create, describe, explained, id_of, is_kept, killed, sweep_of
+from pipeline.recording.journal.folder import create, explained, id_of, is_kept, killed, sweep_of
 from pipeline.recording.journal.journal import FILE_NAME, ending, read
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber, flush
@@ -121,7 +121,7 @@ def recorded(
             for console in consoles:
                 console.run.note_evaluation(event)
         end = _end_of(folder) if adds else None
-        files = () if adds else describe(plan.experiment, folder)
+        files = () if adds else provenance.describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
         loggers = plan.experiment.tracking.named_loggers
         tracker = (

@@ -11,13 +11,12 @@ from typing import Literal
 
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
-from pipeline.config.summary import to_yaml
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import REASONS_TO_KEEP, RunClosed, RunOpened, is_reason_to_keep
 from pipeline.protocol.trial import Status
-from pipeline.recording.journal import journal, provenance
+from pipeline.recording.journal import journal
 
 EXPERIMENT_NAME = "experiment.yaml"
 ENVIRONMENT_NAME = "environment.txt"
@@ -74,18 +73,6 @@ def trials_of(folder: Path) -> list[Path]:
     """Return the folders of a sweep's trials that have started, by number; empty if the run is no sweep."""
     there = (path.parent for path in folder.glob(f"trial-*/{journal.FILE_NAME}"))
     return sorted((each for each in there if is_trial(each.name)), key=lambda each: (len(each.name), each.name))
-
-
-def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
-    """Write the experiment and the list of installed packages; return the names of the files.
-
-    Raises:
-        OSError: a file can't be written; the file before it is kept.
-    """
-    text = to_yaml(experiment)
-    write_atomically(folder / EXPERIMENT_NAME, lambda path: path.write_text(text, encoding="utf-8"))
-    write_atomically(folder / ENVIRONMENT_NAME, provenance.write_environment)
-    return EXPERIMENT_NAME, ENVIRONMENT_NAME
 
 
 def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tuple[Path, RunOpened]]:

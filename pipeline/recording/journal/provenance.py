@@ -10,11 +10,13 @@ from email.parser import HeaderParser
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-from pipeline.config.summary import config_hash
+from pipeline.config.schema import Experiment
+from pipeline.config.summary import config_hash, to_yaml
 from pipeline.config.uris import without_credentials_in
 from pipeline.planning.outer_launcher import outer_launcher
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import Training, Trial
+from pipeline.recording.journal.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME, write_atomically
 
 
 def command() -> str:
@@ -69,6 +71,18 @@ def trial_params(trial: Trial) -> dict[str, str]:
 def hardware(plan: Plan) -> str:
     """Describe the machine in one line."""
     return ", ".join(part for part in (plan.resources.processor, plan.resources.summary) if part)
+
+
+def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
+    """Write the experiment and the list of installed packages; return the names of the files.
+
+    Raises:
+        OSError: a file can't be written; the file before it is kept.
+    """
+    text = to_yaml(experiment)
+    write_atomically(folder / EXPERIMENT_NAME, lambda path: path.write_text(text, encoding="utf-8"))
+    write_atomically(folder / ENVIRONMENT_NAME, write_environment)
+    return EXPERIMENT_NAME, ENVIRONMENT_NAME
 
 
 def write_environment(path: Path) -> None:

@@ -9,7 +9,7 @@ with all these cores.
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
@@ -17,12 +17,14 @@ from pipeline.config.renamed import NUMBERS
 from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
-from pipeline.protocol.events import Finished
 from pipeline.protocol.titles import Title
 from pipeline.protocol.trial import Role, Scaling, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.report.numbers.repeats import merge_repeats
 from pipeline.wording import counted
+
+if TYPE_CHECKING:
+    from pipeline.protocol.events import Finished
 
 LOSS_TOLERANCE: Mapping[str, float] = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 5e-2}
 """Largest difference of two loss series of the same training, by precision: sums in another order round differently.
@@ -97,7 +99,7 @@ class Row(TrialResult):
         return {**values, "slots": repeats} if len(repeats) > 1 else values
 
     @classmethod
-    def of(cls, trial: Trial, ends: Sequence[Finished]) -> "Row":
+    def of(cls, trial: Trial, ends: "Sequence[Finished]") -> "Row":
         """Build the row of a trial from its finished repeats, not yet compared with a baseline."""
         result = merge_repeats([end.result for end in ends])
         waits = [end.time_to_first_step_s for end in ends if end.time_to_first_step_s is not None]
