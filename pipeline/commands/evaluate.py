@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
+from pipeline.commands.invocation import invoked
+from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.config.benchmark_section import Configuration
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import resume

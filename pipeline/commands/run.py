@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from pipeline.commands.invocation import Invocation, invoked, planning
+from pipeline.commands.invocation import Invocation, invoked
+from pipeline.commands.preparation import planning
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import initial_weights, preflight
 from pipeline.driver import resume as recovery

@@ -6,7 +6,8 @@ The run has finished: it keeps its status and duration, also if the measurement 
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.commands.invocation import invoked, refuse_outer_launcher
+from pipeline.commands.invocation import invoked
+from pipeline.commands.preparation import refuse_outer_launcher
 from pipeline.commands.run import make, report
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment

@@ -8,7 +8,8 @@ from pathlib import Path
 from pipeline.commands.benchmark.batch_sizes import double_batch
 from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make_matrix
 from pipeline.commands.benchmark.predicted_rows import Predictor, iter_unpredicted
-from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
+from pipeline.commands.invocation import Invocation, invoked
+from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError
 from pipeline.protocol.trial import Trial

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pipeline.commands.invocation import Invocation, invoked, refuse_outer_launcher
+from pipeline.commands.invocation import Invocation, invoked
+from pipeline.commands.preparation import refuse_outer_launcher
 from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import TrialJob, folder_name
