@@ -23,10 +23,10 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
 from pipeline.recording.trackers.scalars import figures
-from pipeline.report.numbers.ratios import is_wide, times
 from pipeline.report.page import publish
 from pipeline.report.pictures import chart
 from pipeline.report.report import Report, comparison_json
+from pipeline.report.text.ratios import is_wide, times
 from pipeline.report.text.tables import efficiency, speedup
 
 Pairs = list[tuple[float, float]]

@@ -12,11 +12,11 @@ from pipeline.config.schema import Experiment
 from pipeline.report.advice import rules
 from pipeline.report.advice.rules import Case, Finding, describe_part, format_overrides, scale_rate
 from pipeline.report.numbers.breakdown import has_consistent_parts
-from pipeline.report.numbers.ratios import is_wide, times
 from pipeline.report.numbers.row import Advice, Row
 from pipeline.report.report import Report
 from pipeline.report.text.claims import compare_rows
 from pipeline.report.text.loss_differences import explain_loss
+from pipeline.report.text.ratios import is_wide, times
 from pipeline.report.text.row_names import count_workers, name_row
 from pipeline.report.text.tables import rate
 

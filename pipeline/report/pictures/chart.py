@@ -7,12 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.report.numbers.breakdown import PARTS, has_consistent_parts
-from pipeline.report.numbers.ratios import times
 from pipeline.report.numbers.row import Row, Unmeasured
 from pipeline.report.pictures.palette import LIGHT
 from pipeline.report.pictures.palette import PARTS as COLORS
 from pipeline.report.pictures.picture import Heading, add_headings, format_ticks, new_figure, shorten
 from pipeline.report.report import Report
+from pipeline.report.text.ratios import times
 from pipeline.report.text.row_names import label_row
 from pipeline.report.text.tables import amount, rate
 

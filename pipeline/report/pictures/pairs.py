@@ -9,11 +9,11 @@ import io
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.numbers.ratios import times
 from pipeline.report.numbers.row import Row
 from pipeline.report.pictures.palette import LIGHT
 from pipeline.report.pictures.picture import Heading, add_headings, format_ticks, new_figure
 from pipeline.report.report import Report
+from pipeline.report.text.ratios import times
 from pipeline.report.text.row_names import name_row
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from pipeline.config.reported import single_names
 from pipeline.protocol.trial import QUICK_STEPS
-from pipeline.report.numbers.ratios import is_wide
 from pipeline.report.numbers.row import FIRST_STEPS, Row
 from pipeline.report.report import Report
 from pipeline.report.screens.screen_layout import (
@@ -21,6 +20,7 @@ from pipeline.report.screens.screen_parts import format_doubt, format_invalid, f
 from pipeline.report.screens.screen_tables import format_step_time, iter_tables
 from pipeline.report.text.claims import BUSY, Doubt, Outcome, classify_speedup, compare_rows, explain_doubt, headline
 from pipeline.report.text.loss_differences import format_most
+from pipeline.report.text.ratios import is_wide
 from pipeline.report.text.row_names import are_several, count_workers, name_row
 from pipeline.report.text.sentences import format_advice, iter_metric_names, iter_training_notes
 from pipeline.report.text.tables import amount, efficiency, low_to_high

@@ -5,9 +5,9 @@ from typing import Literal, NamedTuple
 
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
-from pipeline.report.numbers.ratios import ends_of, format_level, format_slower, invert, is_wide, value_of
 from pipeline.report.numbers.row import Row
 from pipeline.report.text.loss_differences import explain_loss
+from pipeline.report.text.ratios import ends_of, format_level, format_slower, invert, is_wide, value_of
 from pipeline.report.text.row_names import are_several, count_workers, name_row
 from pipeline.wording import duration
 

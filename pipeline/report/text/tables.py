@@ -12,9 +12,9 @@ from pipeline.protocol.numbers import Number
 from pipeline.protocol.trial_result import Spread
 from pipeline.report.numbers.breakdown import PARTS, break_down, count_decimals
 from pipeline.report.numbers.forecast import Predicted
-from pipeline.report.numbers.ratios import ends_of, is_wide, value_of
 from pipeline.report.numbers.row import Row, Unmeasured
 from pipeline.report.numbers.row_numbers import NUMBERS
+from pipeline.report.text.ratios import ends_of, is_wide, value_of
 from pipeline.report.text.row_names import count_workers, label_row, name_row
 from pipeline.wording import duration, join_names
 
