@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.protocol.events import RunOpened, TrialOpened
-from pipeline.recording.mlflow.mlflow_entities import metric_name
-from pipeline.recording.mlflow.mlflow_names import name_run, name_trial
+from pipeline.recording.mlflow.mlflow_entities import metric_name, name_run, name_trial
 from pipeline.recording.mlflow.mlflow_views import (
     columns,
     save_runs_view,

@@ -1,4 +1,4 @@
-"""Conversion of events to MLflow's entities, cut to MLflow's limits. Nothing here calls the store."""
+"""Conversion of events to MLflow's entities and names, cut to MLflow's limits. Nothing here calls the store."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import mlflow_name, mlflow_names
-from pipeline.protocol.events import Event, Point, Started
+from pipeline.protocol.events import Event, Point, RunOpened, Started, TrialOpened
 from pipeline.protocol.numbers import is_of_whole_run
-from pipeline.wording import join_names
+from pipeline.wording import format_parallel, join_names
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Metric, Param, RunTag
@@ -36,6 +36,27 @@ On the page of a run MLflow orders the sections of charts by name alone: these c
 """
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 """MLflow's names of tags that its UI shows specially, by our names."""
+_EARLIER_RUNS = {"compare": "benchmark", "predict": "prediction", "tune-batch": "batch sizes"}
+"""Names of the runs of earlier commands."""
+
+
+def name_run(event: RunOpened) -> str:
+    """Name a run, e.g. "ddp, 2 workers" or "sweep"; ``tracking.run_name`` and the title of a sweep's trial come first.
+
+    The id of the run, the name of its folder, is a tag.
+    """
+    role = event.tags.get("role", "main")
+    if event.title or role != "main":
+        return event.title or _EARLIER_RUNS.get(role, role)
+    if "strategy" not in event.tags or "world_size" not in event.tags:  # a journal of an earlier version
+        return event.run
+    workers = format_parallel(event.tags["strategy"], int(event.tags["world_size"]))
+    return f"quick test: {workers}" if event.tags.get("quick") == "true" else workers
+
+
+def name_trial(event: TrialOpened) -> str:
+    """Name a measurement by its role, e.g. "baseline: 1 worker"."""
+    return f"{event.role}: {event.title}" if event.role in {"baseline", "reference"} else event.title
 
 
 def milliseconds(event: Event) -> int:

@@ -28,7 +28,6 @@ from pipeline.protocol.events import (
 from pipeline.protocol.links import Page, completed
 from pipeline.protocol.trial import EVALUATION
 from pipeline.recording.mlflow import mlflow_entities as entities
-from pipeline.recording.mlflow.mlflow_names import name_run, name_trial
 from pipeline.recording.mlflow.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
 from pipeline.recording.mlflow.mlflow_views import save_runs_view, save_trials_view, shared_params
 from pipeline.recording.mlflow.model import log_model
@@ -151,7 +150,7 @@ class MlflowRun:
         tags = {**source, **speedup, **event.tags}
         if event.sweep:
             tags |= {"mlflow.parentRunId": self._runs.of(event.sweep, trial=MAIN), "sweep": event.sweep}
-        self.run_id = self._runs.open(event, trial=MAIN, title=name_run(event), tags=tags)
+        self.run_id = self._runs.open(event, trial=MAIN, title=entities.name_run(event), tags=tags)
         self._errors = {}
         self._logs_model, self._is_member = event.logs_model, bool(event.sweep)
         is_sweep = event.tags.get("role") == "sweep"
@@ -170,7 +169,7 @@ class MlflowRun:
             self._describe(self.run_id, params=event.params, tags=event.tags)
             return
         tags = {"mlflow.parentRunId": self.run_id, **event.tags, "role": event.role}
-        run_id = self._runs.open(event, trial=event.trial, title=name_trial(event), tags=tags)
+        run_id = self._runs.open(event, trial=event.trial, title=entities.name_trial(event), tags=tags)
         self._children[event.trial] = run_id
         self._describe(run_id, params=event.params)
 
