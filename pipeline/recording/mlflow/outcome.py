@@ -78,14 +78,11 @@ def link_of(uri: str, outcome: TrackingOutcome) -> str:
     return f"{LINK_LABEL}{run_link(uri, outcome.experiment_id, outcome.run_id)}"
 
 
-def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> str:
-    """Return the places of a run's results, a line each.
-
-    Args:
-        folder: the run's folder.
-        uri: URI of its tracking store.
-        outcome: delivery of its results there; None if they weren't sent.
-    """
+def places_of(folder: Path, *, is_running: bool = False) -> str:
+    """Return the places of a run's results, a line each; a run that is running still sends them."""
+    opened = journal.opened(folder / journal.FILE_NAME)
+    outcome = TrackingOutcome.kept(folder)
+    uri = (outcome.uri if outcome else "") or (opened.tracking_uri if opened else "")
     lines = [f"run      {folder}"]
     if (folder / "report.html").exists():
         lines.append(f"report   {folder / 'report.html'}")
@@ -96,16 +93,6 @@ def where_to_look(folder: Path, uri: str, outcome: TrackingOutcome | None) -> st
             lines.append(f"trials   {runs_link(address, outcome.experiment_id, view=outcome.trials_view)}")
         lines.append(f"all runs {runs_link(address, outcome.experiment_id)}")
     lines += named_trackers.places(folder)
-    if outcome and not outcome.delivered:
+    if outcome and not outcome.delivered and not is_running:
         lines.append(outcome.message)
     return "\n".join(lines)
-
-
-def places_of(folder: Path, *, is_running: bool = False) -> str:
-    """Return the places of the results of a run, which still sends them if it is running; see `where_to_look`."""
-    opened = journal.opened(folder / journal.FILE_NAME)
-    own = opened.tracking_uri if opened else ""
-    outcome = TrackingOutcome.kept(folder)
-    if outcome and is_running:
-        outcome = outcome.model_copy(update={"delivered": True})
-    return where_to_look(folder, outcome.uri if outcome and outcome.uri else own, outcome)
