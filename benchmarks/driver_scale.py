@@ -171,7 +171,7 @@ def _receive(trial: Trial, recorder: Recorder, *, ranks: int, events: int) -> No
 
 def _sample(samples: list[Sample], counter: Counter, start: float, done: threading.Event) -> None:
     process = psutil.Process()
-    trackers = [each for each in process.children() if "recording.follow" in " ".join(each.cmdline())]
+    trackers = [each for each in process.children() if "mlflow.follow" in " ".join(each.cmdline())]
     while not done.wait(1.0):
         rss, tracker = (sum(each.memory_info().rss for each in those) / 2**20 for those in ([process], trackers))
         now = time.monotonic() - start

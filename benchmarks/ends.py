@@ -41,7 +41,7 @@ PARTS = {
 }
 _STAMPED = (RunOpened, Started, FirstStep, Trained, Finished, RunClosed)
 _ROLES = {
-    "recording.follow": "process for MLflow",
+    "mlflow.follow": "process for MLflow",
     "_forkserver": "fork server",
     "ray::RayTrainWorker": "rank",
     "ray::IDLE": "rank, not needed yet",

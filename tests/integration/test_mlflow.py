@@ -193,7 +193,7 @@ def deliver(folder: Path, events: list[AnyEvent], *, warn: Callable[[str], None]
 
 
 def mlflow_processes() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "recording.follow" in " ".join(each.cmdline())]
+    return [each for each in psutil.Process().children() if "mlflow.follow" in " ".join(each.cmdline())]
 
 
 def client_of(uri: str) -> MlflowClient:

@@ -130,7 +130,7 @@ def started_writer(timeout_s: float = 60) -> psutil.Process:
     """Wait for the one process that writes to MLflow; on a busy machine its command line is not there at once."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        there = [each for each in psutil.Process().children() if "recording.follow" in " ".join(each.cmdline())]
+        there = [each for each in psutil.Process().children() if "mlflow.follow" in " ".join(each.cmdline())]
         if len(there) == 1:
             return there[0]
         time.sleep(0.01)
