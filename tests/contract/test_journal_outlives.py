@@ -33,7 +33,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from pipeline.protocol.events import Warned
-from pipeline.recording.journal import Journal
+from pipeline.recording.journal.journal import Journal
 
 journal = Journal(Path(sys.argv[1]))
 for number in range(100):

@@ -365,7 +365,8 @@ def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(database: s
 def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path) -> None:
     """Killed, it can't tell anyone; nobody may be left who writes to a run that is resumed."""
     program = (
-        "import sys, time; from pathlib import Path; from pipeline.recording.mlflow import MlflowSubscriber\n"
+        "import sys, time; from pathlib import Path\n"
+        "from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber\n"
         "MlflowSubscriber(folder=Path(sys.argv[1]), log=Path(sys.argv[1]) / 'log.txt', warn=print)\n"
         "print('ready', flush=True); time.sleep(600)"
     )
@@ -418,7 +419,7 @@ def test_a_head_start_for_nothing_is_ended(database: str) -> None:
 
 def test_a_head_start_ends_with_a_driver_that_is_killed() -> None:
     program = (
-        "import time; from pipeline.recording.mlflow import head_start\n"
+        "import time; from pipeline.recording.mlflow.mlflow_subscriber import head_start\n"
         "with head_start('sqlite:///mlflow.db'): print('ready', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:

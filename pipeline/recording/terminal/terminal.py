@@ -75,7 +75,7 @@ def linked(text: str) -> Text:
 
 
 class PrintableTable(Protocol):
-    """Parts of a `pipeline.report.text.tables.Table` to print; a protocol, because recording may not import report."""
+    """Parts of a report's `ReportTable` to print; a protocol, because recording may not import report."""
 
     @property
     def title(self) -> str:
