@@ -47,7 +47,7 @@ from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.training.clock import synchronize
-from pipeline.training.order import mix
+from pipeline.training.randomness import mix
 
 RESULTS = Path(__file__).parent / "results"
 SEED, LOG_EVERY = 17, 10

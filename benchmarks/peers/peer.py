@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workloads import LOG_EVERY, SEED, WORKLOADS, build
 
-from pipeline.training.order import SampleOrder, mix
+from pipeline.training.order import SampleOrder
+from pipeline.training.randomness import mix
 
 
 class Job:

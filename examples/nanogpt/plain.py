@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from pipeline.data import characters
 from pipeline.models import GPT
-from pipeline.training.order import SampleOrder, mix
+from pipeline.training.order import SampleOrder
+from pipeline.training.randomness import mix
 
 SEED, STEPS, BATCH, PARTS, WARMUP = 17, 300, 32, 4, 20
 

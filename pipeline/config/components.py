@@ -23,6 +23,7 @@ _PASSED = {
     "optimizers": ("the model's parameters",),
     "scheduler": ("the optimizer",),
     "schedulers": ("the optimizer",),
+    "features": ("the training",),
     "tracking.loggers": ("the run's folder",),
     "sampler": ("the training set", "the epoch", "a generator"),
     "sampler.weights": ("the training set",),
@@ -151,6 +152,8 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
             yield f"loader.{name}", component
     for name, component in experiment.metrics.items():
         yield f"metrics.{name}", component
+    for number, component in enumerate(experiment.features):
+        yield keys.child("features", number), component
     yield from experiment.tracking.custom_loggers.items()
 
 

@@ -122,6 +122,10 @@ class Experiment(Section):
     updates in every fifth step only. ``clip_grad_norm`` replaces train.clip_grad_norm for this optimizer."""
     schedulers: Mapping[str, Component] = {}
     """Schedulers of ``optimizers``, by the same names, instead of ``scheduler``. An optimizer may have no scheduler."""
+    features: tuple[Component, ...] = ()
+    """Your own additions to the training. Each is any callable (training) that returns a
+    pipeline.training.feature.Feature, which may change steps, follow evaluations and save state in checkpoints. They
+    wrap the steps of all built-in features, the last one outermost (docs/extend.md)."""
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
@@ -149,9 +153,10 @@ class Experiment(Section):
         return experiment.model_copy(update={"train": filled})
 
     @model_serializer(mode="wrap")
-    def _without_several(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out several optimizers if there are none, so that experiments of before keep their hash."""
-        absent = ("optimizer", "scheduler") if self.optimizers else ("optimizers", "schedulers")
+    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out later keys that are not given, so that experiments of before keep their hash."""
+        absent = {"optimizer", "scheduler"} if self.optimizers else {"optimizers", "schedulers"}
+        absent |= set() if self.features else {"features"}
         return {name: value for name, value in write(self).items() if name not in absent}
 
     @property

@@ -73,14 +73,14 @@ def examine(context: TrainContext) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             _log.warning("the loss could not be checked", exc_info=error)
-            context.unexamined = (
+            context.seen.unexamined = (
                 f"the loss could not be checked: it raised {type(error).__name__} on {_count(context)} samples: "
                 f"{first_line(error)}. {_UNCHECKED}"
             )
     # A model's own loss is among its outputs; where labels are ignored it is a cross entropy, with gradients of 0.
-    if context.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
-        context.boundary = Boundary(context.wrapped)
-    context.gathers = whole_batch.is_used
+    if context.seen.gives_weight is not False and not (is_known(context.task) or isinstance(context.task, FromModel)):
+        context.seen.boundary = Boundary(context.wrapped)
+    context.seen.gathers = whole_batch.is_used
 
 
 class _Check:
@@ -99,21 +99,21 @@ class _Check:
         parts, started = self._parts(0), time.monotonic()
         draws = self._compute_draws(parts)
         seconds = time.monotonic() - started
-        context.gathers = self._pass.is_used
+        context.seen.gathers = self._pass.is_used
         if self._rows.is_unlike:  # the first step raises it
             return
         if parts.is_redrawn:
             seen = "the batches of loader.collate differ each time they are read"
-            context.unexamined = f"the loss could not be checked: {seen}. {_UNCHECKED}"
+            context.seen.unexamined = f"the loss could not be checked: {seen}. {_UNCHECKED}"
             return
         is_conclusive = self._check_draws(draws)
         if not is_divided:
             return
         if not is_conclusive:
-            context.unexamined = f"the loss could not be checked: it draws random numbers. {_UNCHECKED}"
+            context.seen.unexamined = f"the loss could not be checked: it draws random numbers. {_UNCHECKED}"
         elif not isfinite(draws[0].whole.sum):
             value = draws[0].whole.value
-            context.unexamined = f"the loss could not be checked: it is {value} for {count} samples. {_UNCHECKED}"
+            context.seen.unexamined = f"the loss could not be checked: it is {value} for {count} samples. {_UNCHECKED}"
         elif len(draws) == 1:
             try:
                 self._check_gradients(parts, seconds=seconds)
@@ -124,7 +124,7 @@ class _Check:
                     raise
                 _log.info("the gradients could not be checked", exc_info=error)
                 said = f"{type(error).__name__}: {first_line(error)}"
-                context.unexamined = (
+                context.seen.unexamined = (
                     f"the loss is a mean over the samples, but its gradients could not be checked: {said}"
                 )
         elif len(self._groups) > 1:  # not at changed weights: detectors sample as many proposals as they find there
@@ -152,19 +152,19 @@ class _Check:
         """Compare gradients, at changed weights and at the initial ones; ``seconds``: of the comparison without."""
         context = self._context
         if context.sharded is not None and context.strategy.compute_dtype is torch.float16:  # vanish without a scale
-            context.unexamined = (
+            context.seen.unexamined = (
                 "the loss is a mean over the samples, but its gradients were not checked. With fsdp they can't be "
                 "checked for fp16."
             )
             return
         if not self._has_time(3 * seconds, limit=_LIMIT_S):
             took = f"a batch of {_count(context)} samples takes {seconds / 4:.1f} s"
-            context.unexamined = (
+            context.seen.unexamined = (
                 f"the loss is a mean over the samples, but its gradients were not checked: {took}, which is too slow"
             )
             return
         if not any(self._is_checked_at(noise, parts) for noise in _NOISE):
-            context.unexamined = (
+            context.seen.unexamined = (
                 "the loss is a mean over the samples at the initial weights. It could not be checked at other weights, "
                 "where it raised an error or was not finite. At the initial weights all samples may have the same loss."
             )
@@ -237,9 +237,9 @@ class _Check:
             drawn = f", whose gradients differ by {draw.gradients:.1%}"
         seen = f"{values[0]} for {_count(context)} samples, {values[1]} and {values[2]} for its two parts{drawn}"
         how = "Return its divisor as StepOutput.weight" if context.experiment.task else _IN_A_TASK
-        if context.gathers and context.gives_weight:
+        if context.seen.gathers and context.seen.gives_weight:
             how = "Return the loss of all rows without StepOutput.weight"
-        if not context.gives_weight and _is_close(whole.value, sum(part.value for part in parts), 2 * tolerance):
+        if not context.seen.gives_weight and _is_close(whole.value, sum(part.value for part in parts), 2 * tolerance):
             raise _error(context, f"is a sum over the samples ({seen}); return the mean over the samples")
         if (several := _micro_batches(context)) > 1:
             raise _error(

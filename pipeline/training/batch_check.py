@@ -11,7 +11,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import first_steps, group_by_step
 from pipeline.training.evaluation import evaluate
 from pipeline.training.evaluation import prepare as prepare_evaluation
-from pipeline.training.loop import advance_by_epoch, check_built
+from pipeline.training.loop import check_built
 from pipeline.training.order import MicroBatch
 from pipeline.training.step import train_step
 
@@ -35,10 +35,8 @@ def check_batch(trial: BatchCheck, *, rank: Rank, outbox: Outbox) -> None:
     samples = _take_steps(context, trial)
     context.batches.limit_held_out(samples)
     prepare_evaluation(context)
-    _ = context.early_stopping  # built at the first access
     for split in ("validation", "test"):
         evaluate(context, split=split, with_metrics=False)
-    advance_by_epoch(context)
 
 
 def _take_steps(context: TrainContext, trial: BatchCheck) -> int:
@@ -50,7 +48,7 @@ def _take_steps(context: TrainContext, trial: BatchCheck) -> int:
         started = time.monotonic()
         train_step(context, context.batches.load(micro_batches), step=step)
         if not step:
-            context.log_names = logs.agree(context.log_names, rank=context.rank)
+            context.seen.log_names = logs.agree(context.seen.log_names, rank=context.rank)
             in_time = int(samples * _LIMIT_S / (time.monotonic() - started))
             samples = max(samples, min(in_time, trial.most_samples))
     return samples

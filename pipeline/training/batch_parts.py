@@ -238,7 +238,7 @@ def has_16_bits(context: TrainContext) -> bool:
 
 def _eager(context: TrainContext) -> AbstractContextManager[object]:
     """Disable compilation for batches of these sizes."""
-    return nullcontext() if context.compiling is None else torch.compiler.set_stance("force_eager")
+    return nullcontext() if context.built.compiling is None else torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
@@ -31,10 +29,9 @@ from pipeline.training import (
     synced_norms,
 )
 from pipeline.training.additivity import examine
-from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches
 from pipeline.training.collectives import copy_from_first
-from pipeline.training.context import DTYPES, TrainContext
+from pipeline.training.context import DTYPES, Built, TrainContext
 from pipeline.training.data_source import Datasets, open_source, runtime
 from pipeline.training.features import find_features
 from pipeline.training.learned import learned_by, take_from_first, trainable
@@ -52,72 +49,56 @@ def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> Trai
     device = device_of(trial, rank=rank)
     forget_memory(device)
     source = open_source(trial, rank=rank, device=device, datasets=datasets)
-    known = runtime(trial, order=source.order, rank=rank)
-    create = partial(components.build, allowed=trial.allowed, runtime=known)
+    create = partial(components.build, allowed=trial.allowed, runtime=runtime(trial, order=source.order, rank=rank))
     strategy = parts.strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(experiment.train.precision))
     is_sharded = isinstance(strategy, Sharded)
     keeps_compiled = datasets is not None
-    built = _build_model(create, trial, strategy=strategy, rank=rank, device=device, keeps_compiled=keeps_compiled)
+    model = _build_model(create, trial, strategy=strategy, rank=rank, device=device, keeps_compiled=keeps_compiled)
     task, learned = _build_task(create, experiment, rank=rank, device=device, is_sharded=is_sharded)
-    model = built.model
-    validates = source.validation is not None
-    is_by_step = experiment.train.scheduler_interval == "step"
-    advances = known["total_steps"] // (1 if is_by_step else known["steps_per_epoch"])
-    optimizer: Optimizer
-    scheduler: LRScheduler | None
-    if experiment.optimizers:
-        optimizer, scheduler = several_optimizers.build(
-            create, experiment, model=model, learned=learned, validates=validates, advances=advances
-        )
-    else:
-        optimizer = parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=is_sharded)
-        scheduler = parts.scheduler(create, experiment, optimizer=optimizer, validates=validates, advances=advances)
+    optimizer = several_optimizers.build_optimizer(
+        create, experiment, model=model.own, learned=learned, is_sharded=is_sharded
+    )
     optimizers.check_averaging(optimizer, trial=trial)
     context = TrainContext(
         trial=trial,
         rank=rank,
-        device=device,
         batches=Batches(source, experiment, rank=rank, device=device, strategy=strategy, task=task),
-        model=model,
-        wrapped=built.wrapped,
         strategy=strategy,
         task=task,
         create=create,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        scaler=torch.amp.GradScaler(device.type, enabled=experiment.train.precision == "fp16"),
-        compiling=built.stopwatch,
-        learned=learned,
-        trainable=frozen.find_trainable(model, learned),
-        loaded=built.loaded,
-        hooked=built.hooked,
-        averages=Averages(model, ema, learned=learned) if (ema := experiment.train.ema) is not None else None,
+        built=Built(
+            model=model.own,
+            wrapped=model.wrapped,
+            optimizer=optimizer,
+            trainable=frozen.find_trainable(model.own, learned),
+            learned=learned,
+            loaded=model.loaded,
+            compiling=model.compiling,
+            hooked=model.hooked,
+        ),
     )
+    context.features = find_features(context)
     key = "loss" if experiment.task is None else "task"
     for part in (context.task, getattr(context.task, "loss", None)):
         rank_equality.check_module(part, key=key, rank=rank)
     with context.other_logs():  # the model is in evaluation mode
         examine(context)
-    context.features = find_features(context)
     return context
 
 
-class _Built(NamedTuple):
-    """The model of a rank."""
+class _Model(NamedTuple):
+    """The model of a rank, see `Built`."""
 
-    model: nn.Module
+    own: nn.Module
     wrapped: nn.Module
-    """The model as its strategy wraps it."""
     loaded: Loaded | None
-    stopwatch: compilation.Stopwatch | None
-    """Counter of torch.compile's time; None without it."""
+    compiling: compilation.Stopwatch | None
     hooked: Sequence[str]
-    """Parameters and modules with hooks on gradients."""
 
 
 def _build_model(
     create: parts.Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device, keeps_compiled: bool
-) -> _Built:
+) -> _Model:
     """Build the model with the weights that it starts from, freeze, wrap and compile it. Collective.
 
     Raises:
@@ -148,7 +129,7 @@ def _build_model(
             overlaps=not recomputed,  # torch can't split a graph in which activations are recomputed
             keeps_compiled=keeps_compiled,
         )
-    return _Built(model, wrapped, loaded, stopwatch, hooked)
+    return _Model(model, wrapped, loaded, stopwatch, hooked)
 
 
 def _build_task(

@@ -1,32 +1,29 @@
 """State of a rank's training: what the loop works on, and what a checkpoint holds."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from pipeline.config.reported import source_of
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Direction, Mode
-from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Loaded
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.trial import Rank, Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import InSteps, Task
 from pipeline.training import metrics, parts
-from pipeline.training.averages import Averages
 from pipeline.training.batches import Batches
 from pipeline.training.compilation import Stopwatch
-from pipeline.training.early_stopping import KEY, EarlyStopping
 from pipeline.training.optimized import Optimized
 from pipeline.training.order import SampleOrder
+from pipeline.training.parameter_names import Named
 from pipeline.training.weighting import Boundary
 
 if TYPE_CHECKING:
@@ -35,30 +32,30 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(kw_only=True)
-class TrainContext:
-    """State of a rank's training. ``model`` is the user's module, ``wrapped`` the strategy's wrapper around it."""
+class Built(NamedTuple):
+    """What was built of the experiment's model and optimizer on a rank."""
 
-    trial: Trial
-    rank: Rank
-    device: torch.device
-    batches: Batches
     model: nn.Module
+    """The user's module."""
     wrapped: nn.Module
-    strategy: Strategy
-    task: Task
-    create: parts.Create
+    """The model as its strategy wraps it."""
     optimizer: Optimizer
-    scheduler: LRScheduler | None
-    scaler: torch.amp.GradScaler
-    compiling: Stopwatch | None = None
-    """Measures the time of torch.compile; None without it."""
-    averages: Averages | None = None
-    """Moving average of the weights; None without ``train.ema``."""
+    trainable: Named
+    """Parameters that require a gradient, by name, see `pipeline.training.frozen`."""
     learned: nn.Module | None = None
     """Module with the task's own parameters and buffers; None if none of them changes in training."""
     loaded: Loaded | None = None
     """Weights that the model started from; None without ``train.start_from``, and in a training that resumes."""
+    compiling: Stopwatch | None = None
+    """Measures the time of torch.compile; None without it."""
+    hooked: Sequence[str] = ()
+    """Parameters and modules of the model with hooks on gradients, see `pipeline.training.gradient_hooks`."""
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What the task was seen to return: at the check of its loss, and in the first batch of training."""
+
     gives_weight: bool | None = None
     """True if the task returns `StepOutput.weight`; None before its first batch."""
     log_names: tuple[str, ...] | None = None
@@ -69,22 +66,60 @@ class TrainContext:
     """Names of several optimizers in the order of the task's losses; None before its first batch."""
     unexamined: str = ""
     """Warning that the task's loss could not be checked to be a mean; empty if it was, or needs no check."""
-    hooked: Sequence[str] = ()
-    """Parameters and modules of the model with hooks on gradients, see `pipeline.training.gradient_hooks`."""
-    autocasts: bool = True
-    """False while the loss is checked to be a mean, in full precision."""
-    coupled: tuple[str, ...] = ()
-    """Coupling besides that of layers, as the first step showed, see `pipeline.training.coupling`."""
-    before_step: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of buffers before the first step, see `pipeline.training.coupling`."""
-    trainable: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that required a gradient when they were built, by name, see `pipeline.training.frozen`."""
     boundary: Boundary | None = None
     """Records the model's outputs, for user-defined tasks that return weights."""
+
+
+@dataclass(kw_only=True)
+class TrainContext:
+    """State of a rank's training."""
+
+    trial: Trial
+    rank: Rank
+    batches: Batches
+    strategy: Strategy
+    task: Task
+    create: parts.Create
+    built: Built
     features: tuple[Any, ...] = ()
-    """What the experiment adds to a step, each a `pipeline.training.feature.Feature`, in the order of wrapping."""
+    """What the experiment adds to a training, each a `pipeline.training.feature.Feature`, in the order of wrapping."""
+    seen: Seen = field(default_factory=Seen)
+    stop_reason: str = ""
+    """Reason why the training ends before its last step; empty if it does not. Equal on all ranks."""
+    autocasts: bool = True
+    """False while the loss is checked to be a mean, in full precision."""
     assembled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Steps of this training, with their functions put together, see `pipeline.training.step`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module."""
+        return self.built.model
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The model as its strategy wraps it."""
+        return self.built.wrapped
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of all parameters that are trained."""
+        return self.built.optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank, or the first of them."""
+        return self.strategy.device
+
+    @property
+    def learned(self) -> nn.Module | None:
+        """Module with the task's own parameters and buffers; None if none of them changes in training."""
+        return self.built.learned
+
+    @cached_property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The scaler of the loss, which is enabled for fp16 only."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.experiment.train.precision == "fp16")
 
     @property
     def experiment(self) -> Experiment:
@@ -124,11 +159,17 @@ class TrainContext:
     @contextmanager
     def other_logs(self) -> Iterator[None]:
         """Let the task log other values inside the block than in training."""
-        in_training, self.log_names = self.log_names, None
+        in_training, self.seen.log_names = self.seen.log_names, None
         try:
             yield
         finally:
-            self.log_names = in_training
+            self.seen.log_names = in_training
+
+    def begin_step(self, step: int) -> None:
+        """Give a task that depends on its place in the training the number of a step, counted from 0."""
+        if self.in_steps is not None:
+            epoch, since = divmod(step, self.order.steps_per_epoch)
+            self.in_steps.begin_step(step, epoch=epoch, batch=since * self.accumulation)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -160,20 +201,6 @@ class TrainContext:
         """Epochs of this trial; the last one may be incomplete."""
         return math.ceil(self.steps / self.order.steps_per_epoch)
 
-    @cached_property
-    def early_stopping(self) -> EarlyStopping | None:
-        """Early stopping of a training, built at the first access; None without ``train.early_stopping``.
-
-        Raises:
-            ExperimentError: there is no validation set, or the metric doesn't know which direction is better.
-        """
-        options = self.experiment.train.early_stopping
-        if options is None or not isinstance(self.trial, Training):
-            return None
-        if not self.batches.has_validation:
-            raise ExperimentError.of(KEY, f"monitors {options.metric}, but there is no validation set; remove it")
-        return EarlyStopping(options, direction=self.direction(options.metric, options.mode, key=f"{KEY}.metric"))
-
     def direction(self, metric: str, mode: Mode, *, key: str) -> Direction:
         """Return the direction in which a metric that ``key`` names is better.
 
@@ -187,7 +214,7 @@ class TrainContext:
 
     def is_over(self, steps: int) -> bool:
         """Return True if the trial ends after ``steps`` steps, the last evaluation included."""
-        return steps >= self.steps or (self.early_stopping is not None and self.early_stopping.has_stopped)
+        return steps >= self.steps or bool(self.stop_reason)
 
     def is_evaluation_step(self, steps: int) -> bool:
         """Return True if an evaluation is due after ``steps`` steps."""

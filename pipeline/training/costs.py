@@ -49,7 +49,7 @@ def costs(context: TrainContext) -> Costs:
     Raises:
         ExperimentError: the data is a stream, or has fewer samples than a global batch; the task gathers them.
     """
-    if context.gathers:
+    if context.seen.gathers:
         raise ExperimentError.of(
             "task",
             "calls pipeline.tasks.gathered, so that each worker compares all samples of a global batch. The cost of "

@@ -3,7 +3,7 @@
 Some layers are known by their type; buffers and random numbers show themselves in the first step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -37,38 +37,49 @@ def layers(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def note(context: TrainContext) -> None:
-    """Note the buffers before the first step, if each rank has several micro-batches in a step."""
-    if context.accumulation > 1:
-        context.before_step = prints(_buffers(context))
+class Coupling:
+    """Coupling besides that of layers, as the first step of this process shows it."""
 
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._before: Mapping[str, str] = {}
+        self.found: tuple[str, ...] = ()
+        """What depends on how ranks share a global batch."""
 
-def observe(context: TrainContext, outbox: Outbox, *, step: int) -> None:
-    """Note in the context what the step that was just taken shows to be coupled; warn of buffers. Collective."""
-    random = (RANDOM_NUMBERS,) if _has_drawn(context, step=step) else ()
-    names = differing(_buffers(context), rank=context.rank)
-    told = _listed(names)
-    context.coupled = (*random, *([told] if names else []))
-    if not context.rank.is_first or not isinstance(context.trial, Training):
-        return
-    if names:
-        one = len(names) == 1
-        message = (
-            f"model: {told} {'differs' if one else 'differ'} between workers. Each worker updates "
-            f"{'it' if one else 'them'} from its part of the batch, and only rank 0's value is saved. To use the whole "
-            f"batch, compute the update from pipeline.tasks.gathered(...)."
-        )
-        outbox.event(Warned(trial=context.trial.name, message=message))
-        return
-    now = prints(_buffers(context)) if context.before_step else {}
-    if changed := [name for name, value in context.before_step.items() if now.get(name) != value]:
-        message = (
+    def note(self) -> None:
+        """Note the buffers before the first step, if each rank has several micro-batches in a step."""
+        if self._context.accumulation > 1:
+            self._before = prints(_buffers(self._context))
+
+    def observe(self, outbox: Outbox, *, step: int) -> None:
+        """Find what the step that was just taken shows to be coupled; warn of buffers. Collective."""
+        context = self._context
+        random = (RANDOM_NUMBERS,) if _has_drawn(context, step=step) else ()
+        names = differing(_buffers(context), rank=context.rank)
+        self.found = (*random, *([_listed(names)] if names else []))
+        message = _explain_differing(names) if names else self._explain_changed()
+        if message and context.rank.is_first and isinstance(context.trial, Training):
+            outbox.event(Warned(trial=context.trial.name, message=message))
+
+    def _explain_changed(self) -> str:
+        now = prints(_buffers(self._context)) if self._before else {}
+        if not (changed := [name for name, value in self._before.items() if now.get(name) != value]):
+            return ""
+        return (
             f"model: {_listed(changed)} {'changes' if len(changed) == 1 else 'change'} in each forward pass. With "
-            f"train.gradient_accumulation this happens {context.accumulation} times in a step, each time for a part of "
-            "the batch. If the loss depends on it, training differs from training with the whole batch. Update it once "
-            "in a step, or remove train.gradient_accumulation."
+            f"train.gradient_accumulation this happens {self._context.accumulation} times in a step, each time for a "
+            "part of the batch. If the loss depends on it, training differs from training with the whole batch. Update "
+            "it once in a step, or remove train.gradient_accumulation."
         )
-        outbox.event(Warned(trial=context.trial.name, message=message))
+
+
+def _explain_differing(names: Sequence[str]) -> str:
+    one = len(names) == 1
+    return (
+        f"model: {_listed(names)} {'differs' if one else 'differ'} between workers. Each worker updates "
+        f"{'it' if one else 'them'} from its part of the batch, and only rank 0's value is saved. To use the whole "
+        "batch, compute the update from pipeline.tasks.gathered(...)."
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

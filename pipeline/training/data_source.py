@@ -148,7 +148,7 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
         evaluation_collate.check()
     rank_equality.check_data({"training": (train_loader, order.set_size), **there}, rank=rank)
     if experiment.sampler is not None:
-        rank_equality.check_order(order, rank=rank)
+        rank_equality.check_order(order.permutation(0).numpy(), rank=rank)
     return Source(
         train_loader,
         validation,

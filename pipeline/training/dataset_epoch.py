@@ -10,8 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeline.errors import TrainingError
 from pipeline.training.fetch import Unusable, failed
-from pipeline.training.order import MicroBatch, mix
-from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.training.order import MicroBatch
+from pipeline.training.randomness import generators_kept, mix, seed_all
 
 _CPU = torch.device("cpu")
 _EPOCHS: MutableMapping[Any, int] = WeakIdKeyDictionary()

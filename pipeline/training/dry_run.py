@@ -35,7 +35,7 @@ def dry_run(context: TrainContext, *, with_last: bool = False) -> None:
 
 def compile_ahead(context: TrainContext) -> None:
     """Compile for all sizes of training batches before the first step. Collective."""
-    if context.compiling is None:
+    if context.built.compiling is None:
         return
     is_read_in_sequence = context.order.is_stream  # an epoch's last step would take reading all of it
     dry_run(context, with_last=context.steps >= context.order.steps_per_epoch and not is_read_in_sequence)
@@ -59,7 +59,8 @@ def without_updates(context: TrainContext) -> Iterator[None]:
     """
     buffers = Buffers(context.whole)
     rates = [group["lr"] for group in context.optimizer.param_groups]
-    scheduler, context.scheduler = context.scheduler, None
+    features, assembled = context.features, context.assembled
+    context.features, context.assembled = tuple(one for one in features if one.is_measured), {}
     for group in context.optimizer.param_groups:
         group["lr"] = 0.0
     context.wrapped.train()
@@ -67,7 +68,7 @@ def without_updates(context: TrainContext) -> Iterator[None]:
         with weights_kept(context.optimizer):  # optimizers with modes change them at a learning rate of zero, too
             yield
     finally:
-        context.scheduler = scheduler
+        context.features, context.assembled = features, assembled
         for group, rate in zip(context.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         buffers.restore()

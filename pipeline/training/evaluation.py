@@ -4,7 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -79,7 +79,9 @@ def prepare(context: TrainContext) -> None:
         problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))
         if not problems:
             compute_alone(collection)  # of a batch that all ranks have
-            problems = list(_judged(collection, logs=context.log_names or (), follows=followed(context.experiment)))
+            problems = list(
+                _judged(collection, logs=context.seen.log_names or (), follows=followed(context.experiment))
+            )
     if problems:
         raise ExperimentError(problems)
 
@@ -111,13 +113,13 @@ def evaluate(
             learned.take_from_first(context.learned, rank=context.rank, buffers_only=True)
         with learned.evaluating(context.learned), own_evaluation(context, split=split) as own:
             sums = _over_own_samples(context, module, split=split, shared=shared, lists=own.lists)
-            names = ("loss", *(context.log_names or ()))
+            names = ("loss", *(context.seen.log_names or ()))
     if context.rank.world_size > 1:
         with waiting():
             dist.all_reduce(sums)
     mark(Phase.EVALUATING)
     weight, *means = sums.tolist()
-    if context.gives_weight:
+    if context.seen.gives_weight:
         means = [total / weight if weight else math.nan for total in means]  # the mean of an empty set
     values = {f"{split}/{name}": mean for name, mean in zip(names, means, strict=True)}
     if shared is not None and metrics is not None:
@@ -187,16 +189,12 @@ def own_evaluation(context: TrainContext, *, split: Split) -> Iterator[_OwnMetri
 def resulting_weights(context: TrainContext) -> Iterator[None]:
     """Give the model its resulting weights inside the block. Collective.
 
-    They are the averaged weights, or those of the optimizer's evaluation mode, if the training has either.
+    They are those of features, such as averages, or those of the optimizer's evaluation mode, if there are any.
     """
-    with evaluating(context.optimizer):
-        if context.averages is not None:
-            context.averages.exchange()
-        try:
-            yield
-        finally:
-            if context.averages is not None:
-                context.averages.exchange()
+    with evaluating(context.optimizer), ExitStack() as stack:
+        for feature in context.features:
+            stack.enter_context(feature.evaluating())
+        yield
 
 
 def evaluation_module(context: TrainContext) -> nn.Module:
@@ -234,11 +232,11 @@ def _over_own_samples(
     total: torch.Tensor | None = None
     samples, world_size = context.batches.size(split), context.rank.world_size
     with ProgressReporter("evaluating", total=samples, unit="samples", silent=not context.rank.is_first) as progress:
-        for micro_batch, batch in context.batches.evaluation(split, by_global_batch=context.gathers):
+        for micro_batch, batch in context.batches.evaluation(split, by_global_batch=context.seen.gathers):
             with evaluation_pass(context, micro_batch):
                 output = forward(context, module, batch)
             if micro_batch.weight:
-                value = with_loss(output.loss.double(), output, names=context.log_names or ())
+                value = with_loss(output.loss.double(), output, names=context.seen.log_names or ())
                 share = value * micro_batch.weight
                 part = pad(share, (1, 0)) if output.weight is None else weighted(value, output.weight)
                 total = part if total is None else total + part
@@ -248,8 +246,8 @@ def _over_own_samples(
                     lists.note()
             mark(Phase.EVALUATING)
             progress.by(len(micro_batch.indices) * world_size)
-    context.log_names = agree(context.log_names, rank=context.rank)
-    empty = torch.zeros(2 + len(context.log_names), dtype=torch.float64, device=context.device)
+    context.seen.log_names = agree(context.seen.log_names, rank=context.rank)
+    empty = torch.zeros(2 + len(context.seen.log_names), dtype=torch.float64, device=context.device)
     return empty if total is None else total
 
 

@@ -23,8 +23,7 @@ from pipeline.training.buffers import Buffers
 from pipeline.training.collectives import gather
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import HeldStep, forget_local_steps
-from pipeline.training.matmul_precision import matmul_precision
-from pipeline.training.reporting import TF32_CAPABILITY
+from pipeline.training.matmul_precision import TF32_CAPABILITY, matmul_precision
 from pipeline.training.step import compute_gradients
 from pipeline.wording import first_line
 
@@ -82,7 +81,7 @@ class _Counted(NamedTuple):
 
 def _counted(context: TrainContext, held: HeldStep) -> _Counted:
     if context.strategy.devices == "all":  # DataParallel's threads would leave the counter
-        context = replace(context, wrapped=context.model)
+        context = replace(context, built=context.built._replace(wrapped=context.model), assembled={})
     counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
     tally = _Tally(context, counter)
     buffers = Buffers(context.whole)

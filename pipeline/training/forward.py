@@ -20,7 +20,7 @@ def forward(context: TrainContext, module: nn.Module, batch: Any) -> StepOutput:
         ExperimentError: torch's loss can't be computed for what the model returned, loss, weight or a log isn't a
             scalar, or only some batches have a weight or a log.
     """
-    compute = _first_output if context.gives_weight is None else _output
+    compute = _first_output if context.seen.gives_weight is None else _output
     return accepted(context, compute(context, module, batch))
 
 
@@ -32,18 +32,18 @@ def accepted(context: TrainContext, output: StepOutput) -> StepOutput:
             raise ExperimentError.of("parallel.strategy", f"{message}. They cannot be combined exactly. Use ddp.")
         raise loss_error(context, f"returned {_shape(output.loss)}; it must be a scalar, the mean over the samples")
     gives_weight = output.weight is not None
-    if context.gives_weight is None:
-        context.gives_weight = gives_weight
+    if context.seen.gives_weight is None:
+        context.seen.gives_weight = gives_weight
         if gives_weight:
             context.batches.skip_row_checks()
-    elif context.gives_weight != gives_weight:
+    elif context.seen.gives_weight != gives_weight:
         raise loss_error(
             context, "returns StepOutput.weight for some batches and None for others; return it for all or none"
         )
-    if context.log_names is None:
-        context.log_names = logs.names_of(output.logs)
-    if output.logs or context.log_names:
-        logs.check(output.logs, names=context.log_names)
+    if context.seen.log_names is None:
+        context.seen.log_names = logs.names_of(output.logs)
+    if output.logs or context.seen.log_names:
+        logs.check(output.logs, names=context.seen.log_names)
     return output if output.weight is None else output._replace(weight=_weight(context, output.weight, output.loss))
 
 
@@ -72,8 +72,8 @@ def _weight(context: TrainContext, weight: object, loss: Tensor) -> Tensor:
     if not isinstance(weight, Tensor) or weight.ndim:
         raise loss_error(context, f"returned {_shape(weight)} as StepOutput.weight; it must be a scalar tensor")
     weight = weight.detach()
-    if context.boundary is not None:
-        context.boundary.note_weight(weight)
+    if context.seen.boundary is not None:
+        context.seen.boundary.note_weight(weight)
     if weight.is_cpu:  # a copy to a GPU would wait for it
         return loss.new_full((), float(weight), dtype=context.loss_dtype)
     return weight.to(loss.device, context.loss_dtype)

@@ -6,7 +6,6 @@ whose parameters are all frozen stays in evaluation mode: its statistics belong 
 
 from collections.abc import Sequence
 from types import MethodType
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,9 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.errors import ExperimentError, Problem
 from pipeline.training.learned import PREFIX
 from pipeline.training.parameter_names import Named, listed, matches, unmatched, with_aliases, without_match
-
-if TYPE_CHECKING:
-    from pipeline.training.context import TrainContext
 
 _KEY = "train.freeze"
 
@@ -48,14 +44,13 @@ def find_trainable(model: nn.Module, learned: nn.Module | None) -> Named:
     return {name: one for name, one in named if one.requires_grad}
 
 
-def check_unchanged(context: "TrainContext", *, step: int) -> None:
-    """Check after ``step`` steps that no parameter started to require a gradient, since no optimizer has it.
+def check_unchanged(known: Named, *, model: nn.Module, learned: nn.Module | None, step: int) -> None:
+    """Check after ``step`` steps that only the parameters of `find_trainable` at the start require a gradient.
 
     Raises:
         ExperimentError: code of the experiment has unfrozen, added or replaced parameters.
     """
-    known = context.trainable
-    names = [name for name, one in find_trainable(context.model, context.learned).items() if known.get(name) is not one]
+    names = [name for name, one in find_trainable(model, learned).items() if known.get(name) is not one]
     if names:
         raise ExperimentError.of(
             "model",

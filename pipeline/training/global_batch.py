@@ -17,7 +17,7 @@ def training_pass(context: TrainContext, micro_batch: MicroBatch, *, exchange: b
 
     def find() -> GlobalBatch:
         _refuse(context)
-        context.gathers = True
+        context.seen.gathers = True
         return _global_batch(context, micro_batch, communicates=exchange)
 
     return Pass(find)
@@ -38,7 +38,7 @@ def evaluation_pass(context: TrainContext, micro_batch: MicroBatch) -> Pass:
 
     def find() -> GlobalBatch:
         _refuse(context)
-        if not context.gathers:
+        if not context.seen.gathers:
             message = "calls pipeline.tasks.gathered in evaluation only; also call it in training"
             raise ExperimentError.of("task", message)
         return _global_batch(context, micro_batch, communicates=True)

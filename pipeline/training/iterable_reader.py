@@ -10,8 +10,7 @@ from pipeline.errors import TrainingError
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.training.fetch import failed
 from pipeline.training.iterable_order import stated_length
-from pipeline.training.order import mix
-from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.training.randomness import generators_kept, mix, seed_all
 
 _CPU = torch.device("cpu")
 

@@ -72,7 +72,9 @@ def check(context: TrainContext, outbox: Outbox) -> None:
     Raises:
         ExperimentError: an evaluation logs values that aren't means, or returns such a loss of its own.
     """
-    if type(context.task) in _WITHOUT_LOGS or context.gathers:  # an evaluation gathers whole batches at any world size
+    if (
+        type(context.task) in _WITHOUT_LOGS or context.seen.gathers
+    ):  # an evaluation gathers whole batches at any world size
         return
     try:
         with as_it_was(context) as module:
@@ -89,7 +91,7 @@ def check(context: TrainContext, outbox: Outbox) -> None:
     except Exception as error:  # noqa: BLE001 - user code may raise anything
         _log.warning("the logs could not be checked", exc_info=error)
         in_training, problems = [], []
-        if not context.unexamined:  # which says it already
+        if not context.seen.unexamined:  # which says it already
             said = f"{type(error).__name__}: {first_line(error)}"
             _warn(context, outbox, f"could not check that logs are means over the samples: {said}")
     problems = list(dict.fromkeys(one for part in gather(problems, rank=context.rank) for one in part))

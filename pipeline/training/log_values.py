@@ -49,7 +49,7 @@ class LoggedValues:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the values: the loss, then the logs."""
-        return ("loss", *(self._context.log_names or ()))
+        return ("loss", *(self._context.seen.log_names or ()))
 
     @property
     def is_redrawn(self) -> bool:
@@ -92,7 +92,7 @@ class LoggedValues:
         context = self._context
         seed_all(seed, device=context.device)
         output = forward(context, self._module, batch)
-        values = [output.loss, *(output.logs[name] for name in context.log_names or ())]
+        values = [output.loss, *(output.logs[name] for name in context.seen.log_names or ())]
         types = [value.dtype for value in values if value.is_floating_point()]
         self.rounding = max(self.rounding, *(torch.finfo(one).eps for one in types))
         weight = float(count) if output.weight is None else float(output.weight)

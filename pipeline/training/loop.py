@@ -12,14 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
 from pipeline.protocol.trial import CellMeasurement, Measurement, Rank, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
-from pipeline.training import coupling, flops, frozen, log_means, logs, pictures, plateau, reporting
+from pipeline.training import coupling, flops, frozen, log_means, logs, pictures, reporting
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
 from pipeline.training.clock import Clock, Lap
@@ -62,7 +60,7 @@ def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
 def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     trial = context.trial
     clock = Clock(
-        device=context.device, warmup_steps=trial.experiment.benchmark.warmup_steps, compiling=context.compiling
+        device=context.device, warmup_steps=trial.experiment.benchmark.warmup_steps, compiling=context.built.compiling
     )
     meter = Meter(context=context, clock=clock, outbox=outbox)
     manager = CheckpointManager(context, meter=meter, outbox=outbox)
@@ -103,8 +101,8 @@ def check_built(context: TrainContext, outbox: Outbox) -> None:
     reporting.start(context, outbox)
     reporting.changed_matmul_precision(context, outbox)
     if isinstance(context.trial, Training):
-        plateau.check(context)
-        reporting.averaging(context, outbox)
+        for feature in context.features:
+            feature.start(outbox)
         log_means.check(context, outbox)
 
 
@@ -126,7 +124,7 @@ def _result(context: TrainContext, meter: Meter, *, start: int) -> TrialResult:
         repeat=trial.repeat,
         steps=meter.step,
         epochs=math.ceil(meter.step / context.order.steps_per_epoch),
-        stopped_early=context.early_stopping.reason if context.early_stopping is not None else "",
+        stopped_early=context.stop_reason,
         whole_training=context.order.samples_in(meter.step if isinstance(trial, Training) else context.total_steps),
         samples_per_second=spread([lap.samples_per_second for lap in steady]),
         step_ms=spread([lap.step_ms for lap in steady]),
@@ -141,7 +139,7 @@ def _result(context: TrainContext, meter: Meter, *, start: int) -> TrialResult:
         matmul_precision=matmul_precision(),
         compile_s=reporting.compile_s(context),
         gradient_mb=reporting.gradient_mb(context.whole),
-        coupling=coupling.layers(context.model) + context.coupled,
+        coupling=coupling.layers(context.model) + meter.coupling.found,
         data_notes=context.batches.notes,
         losses=meter.first_losses,
         metrics=meter.reached,
@@ -203,7 +201,7 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
     for step in range(begin, last):
         mark_step(step)
         if step == start:
-            coupling.note(context)
+            meter.coupling.note()
         with around:
             result = train_step(context, stream, step=step)
         mark(Phase.REPORTING)
@@ -213,22 +211,24 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
         if step == start:
             reporting.first_step(context, meter.outbox)
             with meter.clock.stopped():
-                coupling.observe(context, meter.outbox, step=step)
+                meter.coupling.observe(meter.outbox, step=step)
                 manager.note_first_step()
-                context.log_names = logs.agree(context.log_names, rank=context.rank)
+                context.seen.log_names = logs.agree(context.seen.log_names, rank=context.rank)
                 prepare_evaluation(context)
         if meter.cadence.is_due(step + 1) or meter.finiteness.is_exhausted:
             meter.flush(step=step + 1, epoch=epoch + 1)
             if isinstance(context.trial, Training):
                 reporting.warn_of_reading(context, meter.outbox)
-                frozen.check_unchanged(context, step=step + 1)
+                frozen.check_unchanged(
+                    context.built.trainable, model=context.model, learned=context.learned, step=step + 1
+                )
                 after_report(context, step=step + 1, epoch=epoch + 1, meter=meter, manager=manager)
                 if context.is_over(step + 1):
                     break
 
 
 def after_report(context: TrainContext, *, step: int, epoch: int, meter: Meter, manager: CheckpointManager) -> None:
-    """Evaluate, advance an epoch-wise scheduler and save a checkpoint, each if it is due after ``step`` steps.
+    """Evaluate and save a checkpoint, each if it is due after ``step`` steps.
 
     Raises:
         Stopped: the driver asked for it; a checkpoint of this step is saved.
@@ -239,8 +239,6 @@ def after_report(context: TrainContext, *, step: int, epoch: int, meter: Meter, 
         return
     check_weights(context, step=step)
     values = validate(context, step=step, epoch=epoch, meter=meter) if evaluates else {}
-    if ends_epoch:
-        advance_by_epoch(context)
     best = values.get(context.experiment.checkpoint.best or "")
     if saves or best is not None or context.is_over(step):
         mark(Phase.SAVING)
@@ -260,17 +258,10 @@ def validate(context: TrainContext, *, step: int, epoch: int, meter: Meter) -> d
     if not values:
         return values
     meter.finiteness.judge_validation(values["validation/loss"], step=step, epoch=epoch)
-    plateau.advance(context, values)
-    if context.early_stopping is not None:
-        context.early_stopping.judge(from_first(lambda: values, rank=context.rank), step=step)
+    values = from_first(lambda: values, rank=context.rank)
+    more = {name: value for one in context.features for name, value in one.after_evaluation(values, step=step).items()}
+    meter.send([Point(name, step, value) for name, value in more.items()], step=step, epoch=epoch)
     if context.is_over(step):
         for name, curve in curves.items():
             reporting.curve(name, curve, context=context, outbox=meter.outbox)
     return values
-
-
-def advance_by_epoch(context: TrainContext) -> None:
-    """Advance the scheduler at the end of an epoch if ``train.scheduler_interval`` says so."""
-    scheduler, interval = context.scheduler, context.experiment.train.scheduler_interval
-    if scheduler is not None and interval == "epoch" and not isinstance(scheduler, ReduceLROnPlateau):
-        scheduler.step()

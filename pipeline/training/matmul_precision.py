@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+TF32_CAPABILITY = (8, 0)
+"""First compute capability with TF32, Ampere's: CUDA C++ Programming Guide, "Compute Capabilities"."""
+
 
 def matmul_precision() -> str:
     """Return the precision of fp32 matrix products: "highest", "high" (TF32) or "medium".

@@ -41,8 +41,8 @@ def free_training(context: TrainContext) -> None:
     context.optimizer.zero_grad(set_to_none=True)
     for optimizer in each_of(context.optimizer):
         optimizer.state.clear()
-    context.averages = None
-    context.wrapped = context.model  # DDP keeps buckets of gradients
+    context.features, context.assembled = (), {}  # averages of the weights
+    context.built = context.built._replace(wrapped=context.model)  # DDP keeps buckets of gradients
     for module in context.whole.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -54,6 +54,6 @@ def free_training(context: TrainContext) -> None:
                 parameter.data = parameter.new_empty(0)
             else:
                 module._parameters[name] = nn.Parameter(parameter.new_empty(0), requires_grad=False)
-    if context.compiling is not None:
+    if context.built.compiling is not None:
         torch._dynamo.reset()  # CUDA graphs keep memory
     forget_memory(context.device)

@@ -16,6 +16,7 @@ from pipeline.protocol.trial import Measurement, Training
 from pipeline.training.clock import Clock, DataWait, Lap
 from pipeline.training.communication import CommunicationMeter
 from pipeline.training.context import TrainContext
+from pipeline.training.coupling import Coupling
 from pipeline.training.energy import EnergyMeter
 from pipeline.training.learning_rate import rates_by_metric
 from pipeline.training.nonfinite import Finiteness
@@ -64,6 +65,7 @@ class Meter:
         self.cadence, self.gauge, self.waits = Cadence(context), GpuGauge(context.gpus), DataWait(context.device)
         self.communication = CommunicationMeter(context, self.outbox)
         self.energy = EnergyMeter(context)
+        self.coupling = Coupling(context)
         self.finiteness = Finiteness(trial=context.trial, rank=context.rank, order=context.order, outbox=self.outbox)
 
     def add(self, result: Stepped, *, samples: int) -> None:
@@ -89,7 +91,7 @@ class Meter:
         slowest = float(ranks[:, -len(waits) :].amax(0).mean())
         *sums, stop_asked, has_compiled, step_ms = ranks[:, : -len(alone)].sum(0).tolist()
         losses, *logs = [sums[first : first + steps] for first in range(0, own.numel(), steps)]
-        names = self.context.log_names or ()
+        names = self.context.seen.log_names or ()
         lap = replace(lap, data_wait_ms=slowest, own_wait_ms=mean(waits))
         self.step, self.stop_agreed = step, bool(stop_asked)
         self.clock.count(lap, is_disturbed=bool(has_compiled))

@@ -6,8 +6,7 @@ number, the step. MosaicML Streaming does the same for its own shard format; her
 `pipeline.training.own_order` has orders other than a shuffle.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -19,27 +18,10 @@ import torch
 from typing_extensions import override
 
 from pipeline.config.schema import Experiment
+from pipeline.training.randomness import mix
 
 Indices = npt.NDArray[np.int64]
 """Indices of samples, shape (samples,)."""
-
-
-def mix(*parts: int | str) -> int:
-    """Hash parts, such as seed, purpose and epoch, to a seed of 63 bits; adjacent numbers give unrelated seeds."""
-    text = ",".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def mixer(*parts: int | str) -> Callable[[int], int]:
-    """Return a function of a number that returns `mix` of these parts and the number, in half the time."""
-    prefix = hashlib.blake2b((",".join(map(str, parts)) + ",").encode(), digest_size=8)
-
-    def mixed(number: int) -> int:
-        whole = prefix.copy()
-        whole.update(b"%d" % number)
-        return int.from_bytes(whole.digest(), "little") >> 1
-
-    return mixed
 
 
 class MicroBatch(NamedTuple):

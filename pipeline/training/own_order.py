@@ -20,9 +20,9 @@ from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
 from pipeline.training import per_sample
 from pipeline.training.dataset_epoch import set_epoch
-from pipeline.training.order import Indices, SampleOrder, mix
+from pipeline.training.order import Indices, SampleOrder
 from pipeline.training.per_sample import Numbers, Reader
-from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.training.randomness import generators_kept, mix, seed_all
 
 EpochDraw = Callable[[int, torch.Generator], Indices]
 """Function that returns the indices of an epoch, counted from 0, with random numbers from a generator."""

@@ -28,8 +28,7 @@ from pipeline.tasks import Supervised, Task
 from pipeline.training import optimizers, parameter_groups
 from pipeline.training.learned import held_by, learned_by
 from pipeline.training.learning_rate import check_length, refuse_hidden_rates, scaling_factor, with_scaled_rates
-from pipeline.training.order import mix
-from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.training.randomness import generators_kept, mix, seed_all
 from pipeline.wording import counted
 
 Create = Callable[..., Any]

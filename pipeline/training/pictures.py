@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 from pipeline.protocol.events import ArtifactSaved, Outbox, Warned
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluation_module, resulting_weights
-from pipeline.training.order import mix
-from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.training.randomness import generators_kept, mix, seed_all
 from pipeline.wording import first_line
 
 _LEAST_PIXELS = 48

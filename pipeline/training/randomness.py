@@ -1,5 +1,6 @@
-"""Global random number generators that user code draws from: torch's, Python's and NumPy's."""
+"""Seeds, and the global random number generators that user code draws from: torch's, Python's and NumPy's."""
 
+import hashlib
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,24 @@ _FIRST = {
     "numpy": np.random.RandomState(_WATCHED).random_sample(),
 }
 """First number after that seed."""
+
+
+def mix(*parts: int | str) -> int:
+    """Hash parts, such as seed, purpose and epoch, to a seed of 63 bits; adjacent numbers give unrelated seeds."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def mixer(*parts: int | str) -> Callable[[int], int]:
+    """Return a function of a number that returns `mix` of these parts and the number, in half the time."""
+    prefix = hashlib.blake2b((",".join(map(str, parts)) + ",").encode(), digest_size=8)
+
+    def mixed(number: int) -> int:
+        whole = prefix.copy()
+        whole.update(b"%d" % number)
+        return int.from_bytes(whole.digest(), "little") >> 1
+
+    return mixed
 
 
 def seed_all(seed: int, *, device: torch.device | None = None) -> None:

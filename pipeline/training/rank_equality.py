@@ -12,13 +12,13 @@ from numbers import Number
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Rank
 from pipeline.training.collectives import gather
-from pipeline.training.order import SampleOrder
 
 _FEW = 4
 """Samples of each set to compare: sets that were split or shuffled differently differ in almost all samples."""
@@ -62,15 +62,14 @@ def check_data(sets: Mapping[str, tuple[Readable, int]], *, rank: Rank) -> None:
             raise _different_data(f"{place.partition('/')[0]} differs {_between(first, place, rank=rank)}")
 
 
-def check_order(order: SampleOrder, *, rank: Rank) -> None:
-    """Compare the order of the first epoch over the ranks. Collective.
+def check_order(indices: npt.NDArray[np.int64], *, rank: Rank) -> None:
+    """Compare the order of an epoch, shape (samples,), over the ranks. Collective.
 
     Raises:
         ExperimentError: it differs.
     """
     if rank.world_size == 1:
         return
-    indices = order.permutation(0).numpy()
     prints = [{"": print_} for print_ in gather(_digest("order", indices.shape, indices.tobytes()), rank=rank)]
     if _differing(prints):
         raise ExperimentError.of(

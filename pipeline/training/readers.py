@@ -15,8 +15,17 @@ from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError
 from pipeline.training.dataset_epoch import EpochReader, find_datasets_with_epoch
 from pipeline.training.fetch import Collate, Noted, Unusable, collated, failed, format_indices
-from pipeline.training.order import MicroBatch, mix, mixer
-from pipeline.training.randomness import GENERATORS, drawn_from, drawn_since, generators_kept, seed_generators, watch
+from pipeline.training.order import MicroBatch
+from pipeline.training.randomness import (
+    GENERATORS,
+    drawn_from,
+    drawn_since,
+    generators_kept,
+    mix,
+    mixer,
+    seed_generators,
+    watch,
+)
 from pipeline.training.rank_equality import fingerprint
 
 

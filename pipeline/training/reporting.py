@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.protocol.events import (
     EXAMPLE,
@@ -37,7 +37,7 @@ from pipeline.training.evaluation import full_state_dict, resulting_weights
 from pipeline.training.example import example_of, reference_of
 from pipeline.training.exported_model import check_memory, export, trained_model
 from pipeline.training.learned import kept, trainable
-from pipeline.training.matmul_precision import matmul_precision
+from pipeline.training.matmul_precision import TF32_CAPABILITY, matmul_precision
 from pipeline.training.metrics import Drawable
 from pipeline.training.norms import local
 from pipeline.training.reference import Reference
@@ -46,10 +46,6 @@ from pipeline.wording import counted
 
 _PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
 _log = logging.getLogger(__name__)
-TF32_CAPABILITY = (8, 0)
-"""First compute capability with TF32, Ampere's: CUDA C++ Programming Guide, "Compute Capabilities"."""
-MUCH = 0.2
-"""Share of the initial weights in the averages from which a warning is due."""
 
 
 def start(context: TrainContext, outbox: Outbox) -> None:
@@ -70,12 +66,12 @@ def start(context: TrainContext, outbox: Outbox) -> None:
                 data_name=context.experiment.data.target,
                 data_digest=context.batches.digest if isinstance(context.trial, Training) else "",
                 frozen=frozen.count(context.model) if context.experiment.train.freeze else 0,
-                loaded=context.loaded,
+                loaded=context.built.loaded,
             )
         )
         several = context.rank.world_size * context.accumulation
-        hooks = gradient_hooks.format_warning(context.hooked, micro_batches=several)
-        for message in filter(None, (context.unexamined, hooks)):
+        hooks = gradient_hooks.format_warning(context.built.hooked, micro_batches=several)
+        for message in filter(None, (context.seen.unexamined, hooks)):
             outbox.event(Warned(trial=context.trial.name, message=message))
 
 
@@ -114,19 +110,9 @@ def changed_matmul_precision(context: TrainContext, outbox: Outbox) -> None:
 
 def compile_s(context: TrainContext) -> float | None:
     """Return the compile time of the slowest rank in seconds; None if nothing is compiled. Collective."""
-    return max(gather(context.compiling.seconds, rank=context.rank)) if context.compiling is not None else None
-
-
-def averaging(context: TrainContext, outbox: Outbox) -> None:
-    """Warn if the training is too short for the averages to forget the initial weights."""
-    if context.averages is None or not context.rank.is_first:
-        return
-    if (share := context.averages.share_of_start(context.total_steps)) > MUCH:
-        message = (
-            f"train.ema: after {context.total_steps} steps, {int(100 * share)}% of the averages are still initial "
-            "weights. Lower the decay."
-        )
-        outbox.event(Warned(trial=context.trial.name, message=message))
+    return (
+        max(gather(context.built.compiling.seconds, rank=context.rank)) if context.built.compiling is not None else None
+    )
 
 
 def peak_memory_mb(context: TrainContext) -> tuple[float, ...]:
@@ -144,8 +130,8 @@ def held(context: TrainContext) -> Held:
     parameters = list(context.whole.parameters())
     gradients = [parameter for parameter in parameters if parameter.requires_grad]
     states = [value for state in context.optimizer.state.values() for value in state.values()]
-    averages = context.averages.tensors.values() if context.averages is not None else ()
-    tensors = [*parameters, *gradients, *averages, *(value for value in states if isinstance(value, torch.Tensor))]
+    states += [feature.state_dict() for feature in context.features]
+    tensors = [*parameters, *gradients, *(one for one in tree_leaves(states) if isinstance(one, torch.Tensor))]
     own = sum(part.numel() * part.element_size() for part in map(local, tensors)) / 2**20
     return Held(
         mb=tuple(gather(own, rank=context.rank)), cut=context.sharded.describe() if context.sharded is not None else ""

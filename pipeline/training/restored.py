@@ -20,7 +20,6 @@ from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate, full_state_dict, prepare, resulting_weights
-from pipeline.training.features.task_steps import begin_step
 from pipeline.training.order import StreamOrder
 
 
@@ -47,8 +46,8 @@ def restored(trial: Evaluation, *, rank: Rank) -> Restored:
     if isinstance(state, str):
         place = storage.place(manifest.name)
         raise TrainingError(f"{place} can't be used: {state}; set --checkpoint to another step")
-    restore_weights(context, state)
-    begin_step(context, step=manifest.step - 1)  # as when the training evaluated this step
+    restore_weights(context, state, saved=resuming.saved_of(manifest))
+    context.begin_step(manifest.step - 1)  # as when the training evaluated this step
     return Restored(context, manifest, state.values.get(unsaved_state.KEY) or {})
 
 

@@ -100,37 +100,49 @@ def each_of(optimizer: Optimizer) -> list[Optimizer]:
     return list(optimizer.named.values()) if isinstance(optimizer, Optimizers) else [optimizer]
 
 
-def build(
-    create: parts.Create,
-    experiment: Experiment,
-    *,
-    model: nn.Module,
-    learned: nn.Module | None,
-    validates: bool,
-    advances: int,
-) -> tuple[Optimizers, Schedulers | None]:
-    """Build the optimizers and schedulers of an experiment that has several, see `parts.scheduler`.
+def build_optimizer(
+    create: parts.Create, experiment: Experiment, *, model: nn.Module, learned: nn.Module | None, is_sharded: bool
+) -> Optimizer:
+    """Build the optimizer of an experiment, or the several that it has, joined; see `parts.optimizer`.
 
     Raises:
         ExperimentError: one can't be built or train its parameters, or the parameters aren't divided among them.
     """
+    if not experiment.optimizers:
+        return parts.optimizer(create, experiment, model=model, learned=learned, is_sharded=is_sharded)
     chosen = assign(model, experiment.optimizers, learned=learned)
     optimizers: dict[str, Optimizer] = {}
-    schedulers: dict[str, LRScheduler] = {}
     for name, own in experiment.by_optimizer.items():
         with _keys_of(name):
             optimizer = parts.optimizer(create, own, model=model, learned=learned, chosen=chosen[name])
             if has_modes(optimizer):
                 message = f"{type(optimizer).__name__} keeps a second set of weights, so it can't be one of several"
                 raise ExperimentError.of("optimizer", f"{message} optimizers; use another, e.g. torch.optim.Adam")
-            scheduler = parts.scheduler(create, own, optimizer=optimizer, validates=validates, advances=advances)
+        optimizers[name] = optimizer
+    return Optimizers(optimizers)
+
+
+def build_scheduler(
+    create: parts.Create, experiment: Experiment, *, optimizer: Optimizer, validates: bool, advances: int
+) -> LRScheduler | None:
+    """Build the scheduler of an experiment, or those of several optimizers, joined; see `parts.scheduler`.
+
+    Raises:
+        ExperimentError: one can't be built, or doesn't fit the training.
+    """
+    if not isinstance(optimizer, Optimizers):
+        return parts.scheduler(create, experiment, optimizer=optimizer, validates=validates, advances=advances)
+    schedulers: dict[str, LRScheduler] = {}
+    for name, own in experiment.by_optimizer.items():
+        with _keys_of(name):
+            one = optimizer.named[name]
+            scheduler = parts.scheduler(create, own, optimizer=one, validates=validates, advances=advances)
             if isinstance(scheduler, ReduceLROnPlateau):
                 message = "is a ReduceLROnPlateau, which is not supported with several optimizers"
                 raise ExperimentError.of("scheduler", f"{message}; use another scheduler")
-        optimizers[name] = optimizer
         if scheduler is not None:
             schedulers[name] = scheduler
-    return Optimizers(optimizers), Schedulers(schedulers) if schedulers else None
+    return Schedulers(schedulers) if schedulers else None
 
 
 def divide(model: nn.Module, experiment: Experiment, *, learned: nn.Module | None) -> None:

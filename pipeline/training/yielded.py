@@ -32,7 +32,7 @@ def outputs(context: TrainContext, module: nn.Module, batch: Any) -> Iterator[St
         if output is None:
             break
         names.append(_checked(context, output))
-        known = context.losses_of
+        known = context.seen.losses_of
         if known is not None and tuple(names) != known[: len(names)]:
             raise _refused(
                 f"yielded losses for {', '.join(names)}, but for {', '.join(known)} in the first batch; yield the same "
@@ -42,7 +42,7 @@ def outputs(context: TrainContext, module: nn.Module, batch: Any) -> Iterator[St
     declared = context.experiment.optimizers
     if missing := [name for name in declared if name not in names]:
         raise _refused(f"yielded no loss for optimizers.{missing[0]}; yield one for each optimizer, for every batch")
-    context.losses_of = tuple(names)
+    context.seen.losses_of = tuple(names)
 
 
 def combined(parts: Sequence[StepOutput]) -> StepOutput:

@@ -28,7 +28,7 @@ from pipeline.training.build import build
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate, full_state_dict
 from pipeline.training.learned import held_by
-from pipeline.training.order import mix
+from pipeline.training.randomness import mix
 from pipeline.training.step import train_step
 
 TOLERANCE = 1e-12
@@ -152,7 +152,7 @@ def _trained(trial: Trial, rank: Rank) -> Reached:
     validation = evaluate(context)
     own = {
         name: [*values.tolist(), validation[f"validation/{name}"]]
-        for name, values in zip(context.log_names or (), logs, strict=True)
+        for name, values in zip(context.seen.log_names or (), logs, strict=True)
     }
     weights = {name: value.clone() for name, value in full_state_dict(context).items()}
     return Reached(total.tolist(), validation["validation/loss"], weights, _learned(context), own)

@@ -138,8 +138,8 @@ FAULTS = (
     Fault(
         "the scheduler is not restored",
         "resuming is exact, its schedule too",
-        "pipeline/training/checkpoints/state.py",
-        '        _load("scheduler", context.scheduler, parts["scheduler"])',
+        "pipeline/training/features/rates.py",
+        "        self.scheduler.load_state_dict(dict(state))",
         "        pass",
         ("tests/unit/test_resuming.py", "tests/replay/test_earlier.py"),
     ),
@@ -147,7 +147,8 @@ FAULTS = (
         "the optimizer's memory is not restored",
         "resuming is exact, momentum too",
         "pipeline/training/checkpoints/state.py",
-        '    _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))\n    _restore_strides',
+        '    _load("optimizer", context.optimizer.load_state_dict, _numbered(context, parts["optimizer"]))\n'
+        "    _restore_strides",
         '    _numbered(context, parts["optimizer"])\n    _restore_strides',
         ("tests/unit/test_resuming.py", "tests/replay/test_earlier.py"),
     ),

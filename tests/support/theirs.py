@@ -23,8 +23,7 @@ from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
 from pipeline.protocol.trial import Baseline, Rank
 from pipeline.training.build import build
-from pipeline.training.order import mix
-from pipeline.training.randomness import generators_kept, seed_all
+from pipeline.training.randomness import generators_kept, mix, seed_all
 
 Epochs = list[list[int]]
 

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -21,9 +21,13 @@ from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.protocol.trial import Baseline, Measurement, Rank, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
+from pipeline.training.context import TrainContext
+from pipeline.training.feature import Feature
 from pipeline.training.loop import train
 
-KINDS = ("contrastive", "detection", "features", "gans", "metrics", "orders", "streams")
+Kind = TypeVar("Kind", bound=Feature)
+
+KINDS = ("contrastive", "detection", "features", "gans", "metrics", "orders", "own", "streams")
 """Modules toy_KIND that experiments may name, too."""
 SAMPLES = 22
 """Training samples of `regression`; doesn't divide by the usual batch of 8."""
@@ -90,6 +94,12 @@ def trained(*, max_steps: int | None = None, **sections: Any) -> tuple[TrialResu
 
 
 # Data
+
+
+def feature(context: TrainContext, kind: type[Kind]) -> Kind:
+    """Return the feature of a kind that a training has."""
+    (found,) = (one for one in context.features if isinstance(one, kind))
+    return found
 
 
 def regression(validation: int = 10, samples: int = SAMPLES) -> tuple[Dataset[Any], Dataset[Any] | None]:

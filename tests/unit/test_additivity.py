@@ -48,7 +48,7 @@ def test_a_loss_that_compares_samples_is_refused_where_a_step_has_several_micro_
 def test_a_task_that_divides_by_something_else_must_say_so() -> None:
     with pytest.raises(ExperimentError, match=r"task: is not the mean .*Return its divisor as StepOutput\.weight"):
         built(**BOXES, task={"_target_": "weighed.Uncounted"}, accumulation=2)
-    assert built(**BOXES, task={"_target_": "weighed.Detection"}, accumulation=2).gives_weight
+    assert built(**BOXES, task={"_target_": "weighed.Detection"}, accumulation=2).seen.gives_weight
 
 
 TAGGER = {"model": {"_target_": "weighed.tagger"}, "loss": None}
@@ -82,7 +82,7 @@ def test_a_mean_over_something_else_is_refused_where_few_samples_do_not_show_it(
 @pytest.mark.parametrize("task", ["weighed.Tagging", "pipeline.tasks.LanguageModel"])
 def test_a_weighted_mean_is_taken_where_samples_differ_most(task: str, precision: str) -> None:
     sections = TAGGER | {"data": {"_target_": "weighed.padded_later"}, "train": {"precision": precision}}
-    assert built(accumulation=2, task={"_target_": task}, **sections).unexamined == ""
+    assert built(accumulation=2, task={"_target_": task}, **sections).seen.unexamined == ""
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_weight_that_can_not_be_used_is_refused(task: str, what: str) -> None:
 
 @pytest.mark.parametrize("loss", ["weighed.per_sample", "weighed.drawn"])
 def test_a_mean_is_taken_with_and_without_random_numbers(loss: str) -> None:
-    assert built(loss={"_target_": loss}, accumulation=2).unexamined == ""
+    assert built(loss={"_target_": loss}, accumulation=2).seen.unexamined == ""
 
 
 @pytest.mark.parametrize(("of", "what"), [("summed", "is a sum over the"), ("contrasted", "is not the mean over the")])
@@ -110,12 +110,12 @@ def test_a_loss_that_draws_random_numbers_is_judged_by_its_mean(of: str, what: s
 
 
 def test_a_loss_that_fails_at_changed_weights_is_taken_with_a_warning() -> None:
-    said = built(**LINE, loss={"_target_": "weighed.of_zeros"}, accumulation=2).unexamined
+    said = built(**LINE, loss={"_target_": "weighed.of_zeros"}, accumulation=2).seen.unexamined
     assert said.startswith("the loss is a mean over the samples at the initial weights")
 
 
 def test_noise_that_only_gradients_show_is_no_other_loss() -> None:
-    assert built(**LINE, loss={"_target_": "weighed.noisy_inside"}, accumulation=2).unexamined == ""
+    assert built(**LINE, loss={"_target_": "weighed.noisy_inside"}, accumulation=2).seen.unexamined == ""
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -124,7 +124,7 @@ def test_padding_and_a_collate_that_draws_are_no_other_loss(draws: bool) -> None
     sections = {"model": {"_target_": "weighed.SummedWords"}, "data": {"_target_": "weighed.sentences"}}
     collate = {"_target_": "weighed.pad_sentences", "draws": draws}
     loss = {"_target_": "torch.nn.CrossEntropyLoss"}
-    assert built(**sections, loss=loss, loader={"collate": collate}, accumulation=2).unexamined == ""
+    assert built(**sections, loss=loss, loader={"collate": collate}, accumulation=2).seen.unexamined == ""
 
 
 @pytest.mark.parametrize("how", ["always", "rarely", "always own", "fields", "fields own"])
@@ -134,7 +134,7 @@ def test_a_loss_is_not_blamed_for_what_a_collate_draws(how: str) -> None:
     for seed in range(3):
         loader = {"collate": {"_target_": "weighed.mixing", "how": how}, "evaluation_collate": plain}
         context = built(**(task if "fields" in how else {}), loader=loader, accumulation=2, seed=seed)
-        assert context.unexamined == (UNLIKE if "fields" in how else "")
+        assert context.seen.unexamined == (UNLIKE if "fields" in how else "")
 
 
 UNLIKE = (
@@ -146,16 +146,16 @@ UNLIKE = (
 def test_a_loss_that_draws_random_numbers_may_be_a_little_off() -> None:
     """As those of detectors are, which sample proposals."""
     noisy = {"_target_": "weighed.noisy", "of": "compared", "noise": 0.01}
-    assert built(loss=noisy, accumulation=2).unexamined == ""
+    assert built(loss=noisy, accumulation=2).seen.unexamined == ""
 
 
 @pytest.mark.parametrize(
     ("loss", "why"), [("weighed.swinging", "it draws random numbers"), ("weighed.undefined", "it is nan for 5 samples")]
 )
 def test_a_loss_whose_draws_tell_nothing_is_taken_with_a_warning(loss: str, why: str) -> None:
-    said = built(loss={"_target_": loss}, accumulation=2).unexamined
+    said = built(loss={"_target_": loss}, accumulation=2).seen.unexamined
     assert said.startswith(f"the loss could not be checked: {why}")
-    assert built(loss={"_target_": loss}).unexamined == ""
+    assert built(loss={"_target_": loss}).seen.unexamined == ""
 
 
 def test_nothing_is_left_of_the_trial() -> None:
@@ -180,7 +180,7 @@ def test_torchs_own_losses_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> Non
     supervised = Supervised.__call__
     monkeypatch.setattr(Supervised, "__call__", lambda *given: calls.append(1) or supervised(*given))
 
-    assert built().gives_weight is None
+    assert built().seen.gives_weight is None
     assert not calls
 
 
@@ -230,8 +230,8 @@ def test_a_loss_that_fails_on_few_samples_is_told_of() -> None:
     """It may be a sum, which would train something else on more workers, and nobody has seen it."""
     context = built(loss={"_target_": "weighed.of_many"})
 
-    assert context.unexamined.startswith("the loss could not be checked: it raised ValueError on 5 samples")
-    assert built(loss={"_target_": "weighed.compared"}).unexamined == ""
+    assert context.seen.unexamined.startswith("the loss could not be checked: it raised ValueError on 5 samples")
+    assert built(loss={"_target_": "weighed.compared"}).seen.unexamined == ""
 
 
 def test_the_warning_reaches_the_user_before_the_first_step() -> None:

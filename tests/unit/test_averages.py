@@ -14,10 +14,10 @@ from pipeline.config.train import Ema
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
 from pipeline.training import loop, reporting
-from pipeline.training.averages import Averages
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate
+from pipeline.training.features.averaging import Averages, Averaging
 from pipeline.training.loop import train
 from pipeline.training.step import train_step
 
@@ -56,8 +56,8 @@ def test_averages_are_those_of_the_definition(start_step: int) -> None:
     context = build(toys.trial(**MODEL, train=settings(start_step=start_step)), rank=Rank())
     expected = by_hand(context, steps=3, start_step=start_step)
     trained = {name: own.clone() for name, own in context.model.state_dict().items()}
-    assert context.averages is not None
-    context.averages.exchange()
+    held = toys.feature(context, Averaging).averages
+    held.exchange()
     averages = context.model.state_dict()
 
     for name, own in expected.items():
@@ -67,7 +67,7 @@ def test_averages_are_those_of_the_definition(start_step: int) -> None:
     assert averages["blocks.0.mask"].tolist() == [0.0, float("-inf")]  # a mean of infinities would be NaN
     assert averages["blocks.0.norm.num_batches_tracked"] == 3
 
-    context.averages.exchange()
+    held.exchange()
     for name, own in trained.items():
         assert torch.equal(context.model.state_dict()[name], own)
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_without_them_begins_with_its_weights(tmp_path: Path) -> No
 def test_a_decay_that_is_too_slow_for_the_training_is_warned_of(decay: float, shares: list[list[str]]) -> None:
     context = build(toys.trial(train={"ema": {"decay": decay}}), rank=Rank())  # six steps
     outbox = toys.Kept()
-    reporting.averaging(context, outbox)
+    toys.feature(context, Averaging).start(outbox)
 
     messages = [event.message for event in outbox.events if isinstance(event, Warned)]
     assert [re.findall(r"[0-9]+%", message) for message in messages] == shares

@@ -79,12 +79,12 @@ def test_the_model_stays_as_it_is():
         scheduler={"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5},
     )
     before = {name: value.clone() for name, value in context.model.state_dict().items()}
-    scheduler = context.scheduler
+    features = context.features
     found = costs(context)
     assert all(torch.equal(before[name], value) for name, value in context.model.state_dict().items())
     assert all(parameter.grad is None for parameter in context.model.parameters())
     assert [group["lr"] for group in context.optimizer.param_groups] == [0.05]
-    assert context.scheduler is scheduler
+    assert context.features is features
     assert found.buffer_bytes == 2 * 4 * 8 + 8  # mean and variance in fp64, and a counter
 
 

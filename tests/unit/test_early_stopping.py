@@ -17,7 +17,7 @@ from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.early_stopping import EarlyStopping
+from pipeline.training.features.early_stopping import Patience
 from pipeline.training.loop import train
 
 UNTIL_FLAT = {"epochs": 20, "early_stopping": {"patience": 2, "min_delta": 0.02}}
@@ -37,7 +37,7 @@ def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialRe
 
 
 def judged(values: list[float], *, direction: Any = "min", **options: Any) -> list[bool]:
-    stopping, stopped = EarlyStopping(Options(**options), direction=direction), []
+    stopping, stopped = Patience(Options(**options), direction=direction), []
     for step, value in enumerate(values, start=1):
         stopping.judge({"validation/loss": value}, step=step)
         stopped.append(stopping.has_stopped)

@@ -21,6 +21,7 @@ from pipeline.training.build import build
 from pipeline.training.checkpoints.state import State, restore, view
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import evaluate
+from pipeline.training.features.averaging import Averaging
 from pipeline.training.loop import train
 from pipeline.training.nonfinite import check_weights
 
@@ -99,8 +100,7 @@ def test_trying_and_evaluating_leave_a_loss_as_it_is() -> None:
 
 def test_averages_are_of_all_that_is_trained() -> None:
     context = built(train={"ema": {"decay": 0.5}})
-    assert context.averages is not None
-    assert list(context.averages.tensors) == ["weight", "bias", "task:scale"]
+    assert list(toys.feature(context, Averaging).averages.tensors) == ["weight", "bias", "task:scale"]
 
 
 def test_a_checkpoint_of_before_has_nothing_of_it_and_can_be_resumed() -> None:

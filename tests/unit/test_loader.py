@@ -18,9 +18,9 @@ from pipeline.config.schema import Loader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.dataset_epoch import find_datasets_with_epoch
 from pipeline.training.loader import BatchLoader, length
-from pipeline.training.order import MicroBatch, mix
+from pipeline.training.order import MicroBatch
 from pipeline.training.placing import to_device
-from pipeline.training.randomness import seed_all
+from pipeline.training.randomness import mix, seed_all
 from pipeline.training.readers import fetcher
 
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))

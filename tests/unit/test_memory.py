@@ -58,13 +58,13 @@ def test_a_training_that_is_freed_holds_no_memory() -> None:
     for parameter in context.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     context.optimizer.step()
-    model, context.wrapped = context.model, nn.Sequential(context.model)
+    model, context.built = context.model, context.built._replace(wrapped=nn.Sequential(context.model))
     free_training(context)
     assert [*model.parameters(), *model.buffers()]
     assert not any(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not context.optimizer.state
-    assert context.averages is None
+    assert not context.features
     assert context.wrapped is model
 
 

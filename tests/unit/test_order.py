@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.order import MicroBatch, SampleOrder, mix
+from pipeline.training.order import MicroBatch, SampleOrder
+from pipeline.training.randomness import mix
 
 orders = st.builds(
     SampleOrder, samples=st.integers(1, 70), global_batch_size=st.integers(1, 20), seed=st.integers(0, 2**40)

@@ -24,6 +24,7 @@ from pipeline.protocol.trial import Rank
 from pipeline.training import loop, parts
 from pipeline.training.build import build
 from pipeline.training.checkpoints import state
+from pipeline.training.features.rates import Rates
 from pipeline.training.parameter_groups import divide
 
 NET = {"_target_": "toys.NormedNet"}
@@ -85,8 +86,9 @@ def test_scaling_warmup_and_schedulers_apply_to_all_groups() -> None:
         rank=Rank(),
     )
     context.optimizer.step()
-    assert context.scheduler is not None
-    context.scheduler.step()
+    scheduler = toys.feature(context, Rates).scheduler
+    assert scheduler is not None
+    scheduler.step()
 
     assert [group["lr"] for group in context.optimizer.param_groups] == pytest.approx([0.1, 0.1, 0.01])
 

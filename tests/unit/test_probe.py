@@ -18,6 +18,7 @@ from pipeline.training.build import build
 from pipeline.training.clock import Lap
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import held_step
+from pipeline.training.features.rates import Rates
 from pipeline.training.probe import probe, unused_parameters, waits
 
 FORWARD_MS, OPTIMIZER_MS = 20.0, 12.0
@@ -128,9 +129,10 @@ def test_long_steps_are_measured_in_fewer_rounds() -> None:
 def test_it_leaves_scheduler_and_learning_rate_alone() -> None:
     ready = context(scheduler={"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 6})
     before = ready.optimizer.param_groups[0]["lr"]
-    assert ready.scheduler is not None
+    scheduler = toys.feature(ready, Rates).scheduler
+    assert scheduler is not None
     measured(ready, laps(step_ms=1.0))  # many more than 6 steps
-    assert ready.scheduler.last_epoch == 0
+    assert scheduler.last_epoch == 0
     assert ready.optimizer.param_groups[0]["lr"] == before > 0
 
 

@@ -69,7 +69,7 @@ def test_each_loss_trains_its_own_parameters_in_the_order_of_a_loop_in_plain_tor
         model.zero_grad()
 
         result = train_step(context, stream, step=step)
-        assert context.log_names == ("loss_critic", "loss_generator", "score")
+        assert context.seen.log_names == ("loss_critic", "loss_generator", "score")
         assert result.loss[:3].tolist() == pytest.approx([(one + other).item(), one.item(), other.item()], rel=1e-12)
         reported = {name: each for feature in context.features for name, each in feature.take_columns().items()}
         assert reported.get("learning_rate_generator") == ({step + 1: rate} if step % every == 0 else None)

@@ -206,7 +206,7 @@ def test_a_layer_that_ddp_gets_two_gradients_of_is_named() -> None:
     try:
         model = DistributedDataParallel(Reentrant())
         loss = model(torch.ones(2, 3)).sum()
-        context: Any = SimpleNamespace(trainable=dict(model.module.named_parameters()))
+        context: Any = SimpleNamespace(built=SimpleNamespace(trainable=dict(model.module.named_parameters())))
         with pytest.raises(ExperimentError) as info, explained(context):
             loss.backward()
     finally:

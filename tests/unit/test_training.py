@@ -28,8 +28,9 @@ from pipeline.training.example import example_of
 from pipeline.training.forward import accepted
 from pipeline.training.learning_rate import scaling_factor, warmup_factor
 from pipeline.training.loop import train
-from pipeline.training.order import MicroBatch, SampleOrder, mix
+from pipeline.training.order import MicroBatch, SampleOrder
 from pipeline.training.placing import to_device
+from pipeline.training.randomness import mix
 from pipeline.training.sampled_data import digest_of
 from pipeline.training.step import train_step
 from pipeline.training.weighting import Denominator
@@ -152,10 +153,10 @@ def test_a_weight_on_the_cpu_is_not_read_from_the_device() -> None:
     """The meta device, which has no values, stands for a GPU. torch warns of reading a number that has a gradient."""
     weight = torch.tensor(3.0, requires_grad=True)
     context = build(toys.trial(loss=None, task={"_target_": "toys.Exponential", "is_weighted": True}), rank=Rank())
-    assert context.boundary is not None
+    assert context.seen.boundary is not None
     context.wrapped(INPUTS.double())
     output = accepted(context, StepOutput(torch.ones((), device="meta"), None, None, weight))
-    denominator = Denominator(micro_batches=1, is_shared=False, boundary=context.boundary)
+    denominator = Denominator(micro_batches=1, is_shared=False, boundary=context.seen.boundary)
     loss, factor = denominator.counted(output, MicroBatch(0, [0], weight=1.0, is_last=True))
     assert {loss.device.type, factor.device.type} == {"meta"}
 

@@ -18,14 +18,22 @@ from pipeline.training.build import device_of
 from pipeline.training.checkpoints import data_state, resuming, unsaved_state
 from pipeline.training.checkpoints.manifest import Manifest, describe, entries, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
-from pipeline.training.checkpoints.state import State, count_bytes, is_sharded, restore, restore_weights, snapshot, view
+from pipeline.training.checkpoints.state import (
+    State,
+    count_bytes,
+    is_sharded,
+    restore,
+    restore_features,
+    restore_weights,
+    snapshot,
+    view,
+)
 from pipeline.training.checkpoints.storage import Storage, check_free_space
 from pipeline.training.checkpoints.unsaved_state import UnsavedState
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
 from pipeline.training.collectives import from_first
 from pipeline.training.context import TrainContext
 from pipeline.training.dry_run import dry_run
-from pipeline.training.features.task_steps import begin_step
 from pipeline.training.learned import trainable
 from pipeline.training.meter import Meter
 from pipeline.training.parameter_names import listed
@@ -121,7 +129,11 @@ class CheckpointManager:
         if self._storage is None or not self._resumes:
             return 0
         found = resuming.newest(self._context, self._storage, warn=self._warn)
-        if found is None and self._context.loaded is None and self._context.experiment.train.start_from is not None:
+        if (
+            found is None
+            and self._context.built.loaded is None
+            and self._context.experiment.train.start_from is not None
+        ):
             raise ExperimentError.of(
                 "train.start_from",
                 f"was not loaded because the run resumes, but {self._storage.address} has no usable checkpoint. Start "
@@ -147,7 +159,8 @@ class CheckpointManager:
         restore(self._context, found.state)
         self._warn_of_missing(found.state)
         data_state.restore_position(self._context, found.state, step=manifest.step, warn=self._warn)
-        overrides.apply(self._context, manifest=manifest, warn=self._warn)
+        saved = overrides.apply(self._context, manifest=manifest, warn=self._warn)
+        restore_features(self._context, found.state, saved=saved)
         self._restored = found.state.values.get(unsaved_state.KEY) or {}  # older checkpoints have none
         self._meter.restore(found.state.values["meter"], is_over=self._context.is_over(manifest.step))
         if self._writer is not None:
@@ -236,8 +249,8 @@ class CheckpointManager:
             self._warn(f"the best checkpoint, {place}, can't be used: {state}. The result has the last step's weights.")
             return None
         self.notes = from_first(lambda: self._stale(manifest, state), rank=context.rank)
-        restore_weights(context, state)
-        begin_step(context, step=manifest.step - 1)  # as when this step was evaluated
+        restore_weights(context, state, saved=resuming.saved_of(manifest))
+        context.begin_step(manifest.step - 1)  # as when this step was evaluated
         values = {name: value for name, value in state.values["meter"]["latest"].items() if name.startswith(PREFIX)}
         epoch = math.ceil(manifest.step / manifest.steps_per_epoch)
         return Best(metric=key, value=manifest.metric, step=manifest.step, epoch=epoch, metrics=values)

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.protocol.trial import Training
@@ -27,13 +26,11 @@ from pipeline.training.collectives import (
 )
 from pipeline.training.context import TrainContext
 from pipeline.training.data_digest import DataChange, find_change
-from pipeline.training.learning_rate import advance_scheduler
+from pipeline.training.feature import Saved
 from pipeline.training.rank_equality import hash_hint
 from pipeline.training.several_optimizers import each_of
 
 Warn = Callable[[str], None]
-_MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-"""State of a plateau scheduler, as opposed to its settings."""
 _METRIC = "scheduler_metric"
 
 
@@ -195,10 +192,9 @@ def _check(context: TrainContext, manifest: Manifest) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """Settings of optimizer, scheduler and task from the experiment file, kept while a checkpoint is restored."""
+    """Settings of optimizer and task from the experiment file, kept while a checkpoint is restored."""
 
     groups: list[dict[str, Any]]
-    scheduler: dict[str, Any] | None
     constants: dict[str, Tensor]
     """Buffers of the loss or task."""
 
@@ -211,21 +207,27 @@ class Overrides:
         return cls(
             groups=copy.deepcopy(groups),
             constants={name: one.clone() for name, one in _buffers(context).items()},
-            scheduler=copy.deepcopy(context.scheduler.state_dict()) if context.scheduler is not None else None,
         )
 
-    def apply(self, context: TrainContext, *, manifest: Manifest, warn: Callable[[str], None]) -> None:
+    def apply(self, context: TrainContext, *, manifest: Manifest, warn: Callable[[str], None]) -> Saved:
         """Apply the settings over those of the restored checkpoint, if the experiment file has changed since.
 
-        A changed scheduler is advanced to the restored step: a learning rate is a function of the steps done.
+        Raises:
+            ExperimentError: only one of them has a scheduler.
         """
         now, then = trained(context.experiment), manifest.experiment
         if any(now.get(key) != then.get(key) for key in ("loss", "task")):
             for name, buffer in _buffers(context).items():
                 buffer.copy_(self.constants[name])
-        follows_a_metric = isinstance(context.scheduler, ReduceLROnPlateau)
-        if _settings(now) == _settings(then) and (follows_a_metric or _length(now) == _length(then)):
-            return
+        if _has_schedule(now) != _has_schedule(then):
+            raise ExperimentError.of(
+                "scheduler",
+                "is either in the experiment or in the checkpoint, not in both. Restore the experiment of the "
+                "checkpoint.",
+            )
+        saved = saved_of(manifest)
+        if _settings(now) == _settings(then) and _length(now) == _length(then):
+            return saved
         is_another = _classes(now) != _classes(then)
         counters = set().union(*() if is_another else map(_counters, each_of(context.optimizer)))
         for group, written in zip(context.optimizer.param_groups, self.groups, strict=True):
@@ -234,22 +236,16 @@ class Overrides:
             for optimizer in each_of(context.optimizer):
                 optimizer.state.clear()
             warn(f"the optimizer class differs from {manifest.name}, so the optimizer starts without state")
-        if context.scheduler is not None and self.scheduler is not None:
-            self._reschedule(context, manifest=manifest)
+        return saved._replace(has_other_rates=True)
 
-    def _reschedule(self, context: TrainContext, *, manifest: Manifest) -> None:
-        assert context.scheduler is not None
-        assert self.scheduler is not None
-        restored = context.scheduler.state_dict()
-        if isinstance(context.scheduler, ReduceLROnPlateau):  # it follows a metric, whose history isn't saved
-            is_the_same = manifest.experiment["train"].get(_METRIC) == context.experiment.train.scheduler_metric
-            seen = {key: restored[key] for key in _MEMORY} if is_the_same else {}
-            context.scheduler.load_state_dict({**self.scheduler, **seen})
-            return
-        context.scheduler.load_state_dict(self.scheduler)
-        by_epoch = context.experiment.train.scheduler_interval == "epoch"
-        for _ in range(manifest.epoch if by_epoch else manifest.step):
-            advance_scheduler(context.scheduler, is_skipped=True)
+
+def saved_of(manifest: Manifest) -> Saved:
+    """Return what features are told of a checkpoint."""
+    return Saved(manifest.step, manifest.epoch, manifest.experiment)
+
+
+def _has_schedule(experiment: Mapping[str, Any]) -> bool:
+    return bool(experiment.get("scheduler") or experiment.get("schedulers"))
 
 
 def _counters(optimizer: Optimizer) -> set[str]:

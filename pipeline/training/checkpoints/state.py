@@ -5,7 +5,8 @@ resume from it. torch's own `get_state_dict` does the same, but takes an optimiz
 state yet (plain SGD never has any) and refuses parameters without state (unused ones).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from pipeline.errors import ExperimentError
 from pipeline.training.checkpoints.encoding import Json, join, split
 from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.context import TrainContext
+from pipeline.training.feature import Saved, name_of
 from pipeline.training.learned import PREFIX, kept, trainable
 from pipeline.training.norms import local
 from pipeline.training.optimizers import has_modes
@@ -55,11 +57,8 @@ def view(context: TrainContext) -> State:
         "model": model,
         "buffers": {name: own for name, own in _buffers(context.model).items() if name not in model},
         "optimizer": _named(context),
-        "scheduler": context.scheduler.state_dict() if context.scheduler is not None else None,
-        "scaler": context.scaler.state_dict(),
         "task": kept(context.learned, trained=context.trained) if context.learned is not None else None,
-        "averages": dict(context.averages.tensors) if context.averages is not None else None,
-        "early_stopping": context.early_stopping.state_dict() if context.early_stopping is not None else None,
+        **{name_of(one): own for one in context.features if (own := one.state_dict()) is not None},
     }
     tensors: dict[str, Tensor] = {}
     values = {name: split(part, name=name, tensors=tensors) for name, part in parts.items()}
@@ -79,30 +78,32 @@ def restore(context: TrainContext, state: State) -> None:
     """Load a state into the context.
 
     Raises:
-        ExperimentError: model, optimizer or scheduler don't match those of the checkpoint.
+        ExperimentError: model or optimizer don't match those of the checkpoint.
     """
     parts = join(state.values, state.tensors)
     _load_weights(context, parts)
-    _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
+    _load("optimizer", context.optimizer.load_state_dict, _numbered(context, parts["optimizer"]))
     _restore_strides(context)
-    if (context.scheduler is None) != (parts["scheduler"] is None):
-        raise ExperimentError.of(
-            "scheduler",
-            "is either in the experiment or in the checkpoint, not in both. Restore the experiment of the checkpoint.",
-        )
-    if context.scheduler is not None:
-        _load("scheduler", context.scheduler, parts["scheduler"])
-    if context.scaler.is_enabled() and parts["scaler"]:
-        _load("scaler", context.scaler, parts["scaler"])
-    if context.early_stopping is not None and (counted := parts.get("early_stopping")):
-        context.early_stopping.load_state_dict(counted)
-    _load("metrics", MetricStates(context), parts.get("metrics") or {})
+    _load("metrics", MetricStates(context).load_state_dict, parts.get("metrics") or {})
     for name, parameter in zip(_names(context), context.trained, strict=True):
         if name in (parts.get("frozen") or ()):
             parameter.requires_grad = False
 
 
-def restore_weights(context: TrainContext, state: State) -> None:
+def restore_features(context: TrainContext, state: State, *, saved: Saved, of_weights_only: bool = False) -> None:
+    """Load the states of the context's features, once model and optimizer are as they continue.
+
+    Raises:
+        ExperimentError: one doesn't fit.
+    """
+    parts = join(state.values, state.tensors)
+    for feature in context.features:
+        if feature.belongs_to_weights or not of_weights_only:
+            name = name_of(feature)
+            _load(name, partial(feature.load_state_dict, saved=saved), parts.get(name))
+
+
+def restore_weights(context: TrainContext, state: State, *, saved: Saved) -> None:
     """Load what a result consists of: weights, buffers, averages, and the optimizer if it keeps weights of its own.
 
     Raises:
@@ -111,17 +112,18 @@ def restore_weights(context: TrainContext, state: State) -> None:
     parts = join(state.values, state.tensors)
     _load_weights(context, parts)
     if has_modes(context.optimizer):
-        _load("optimizer", context.optimizer, _numbered(context, parts["optimizer"]))
+        _load("optimizer", context.optimizer.load_state_dict, _numbered(context, parts["optimizer"]))
         _restore_strides(context)
+    restore_features(context, state, saved=saved, of_weights_only=True)
 
 
 def _load_weights(context: TrainContext, parts: Mapping[str, Any]) -> None:
-    _load("model", context.model, parts["model"])
+    _load("model", context.model.load_state_dict, parts["model"])
     _load_buffers(context.model, parts.get("buffers") or {})  # older checkpoints have none
     _load_learned(context, parts.get("task"))
-    _load(_task_key(context), TaskState(context), parts.get("task_state") or {})  # older checkpoints have none
-    if context.averages is not None:
-        context.averages.load(parts.get("averages") or context.model.state_dict())  # saved by a run without averages
+    _load(
+        _task_key(context), TaskState(context).load_state_dict, parts.get("task_state") or {}
+    )  # older checkpoints have none
 
 
 @torch.no_grad()
@@ -167,12 +169,11 @@ def is_sharded(context: TrainContext) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in context.model.parameters())
 
 
-def _load(key: str, part: Any, state: Any) -> None:
+def _load(key: str, load: Callable[[Any], object], state: Any) -> None:
     try:
-        part.load_state_dict(state)
+        load(state)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # what torch raises if it doesn't fit
-        place = "train.precision" if key == "scaler" else key
-        raise ExperimentError.of(place, f"doesn't match its state in the checkpoint: {error}") from error
+        raise ExperimentError.of(key, f"doesn't match its state in the checkpoint: {error}") from error
 
 
 def _restore_strides(context: TrainContext) -> None:
@@ -252,10 +253,10 @@ def _frozen(context: TrainContext) -> list[str]:
 def empty_like(context: TrainContext, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
     """Allocate tensors to load into, by name: sharded like the parameter they belong to, if they have its shape."""
     parameters = dict(context.model.named_parameters())
-    direct = ("model/", "buffers/", "task/", "averages/")
 
     def place(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        owner = parameters.get(name.split("/")[1 if name.startswith(direct) else 2])
+        # After the part's name, but for the optimizer, whose states are a part's part.
+        owner = next((parameters[part] for part in name.split("/")[1:3] if part in parameters), None)
         if owner is not None and hasattr(owner, "device_mesh") and owner.size() == size:
             return torch.empty_like(owner, dtype=dtype)
         return torch.empty(size, dtype=dtype)

@@ -102,7 +102,7 @@ def _explain_unused_parameters(error: Exception, context: TrainContext, _: Any) 
     """Name the parameters that DDP waited for in the step before, as far as it names them."""
     if not _is_of_ddp(error, _UNUSED):
         return None
-    known, found = list(context.trainable), _INDICES.search(str(error))
+    known, found = list(context.built.trainable), _INDICES.search(str(error))
     names = [known[int(index)] for index in found[1].split()] if found else []
     if frozen := [name for name, one in context.model.named_parameters() if name in names and not one.requires_grad]:
         return ExperimentError.of(
@@ -123,7 +123,7 @@ def _explain_double_gradients(error: Exception, context: TrainContext, _: Any) -
     if not _is_of_ddp(error, _TWICE):
         return None
     found = _TWICE_INDEX.search(str(error))
-    layer = list(context.trainable)[int(found[1])].rpartition(".")[0] if found else "a layer"
+    layer = list(context.built.trainable)[int(found[1])].rpartition(".")[0] if found else "a layer"
     return ExperimentError.of(
         "parallel.options.static_graph",
         f"is false, but one backward pass computes the gradients of {layer or 'the model'} twice, as "

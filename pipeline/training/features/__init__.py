@@ -1,11 +1,14 @@
 """The features of a training, and their order around a step's functions: the last one is outermost."""
 
+from pipeline.config import keys
+from pipeline.errors import ExperimentError
 from pipeline.training.context import TrainContext
-from pipeline.training.feature import Feature
+from pipeline.training.feature import Feature, name_of
 from pipeline.training.features.alternation import Alternation
 from pipeline.training.features.averaging import Averaging
 from pipeline.training.features.clipping import Clipping
 from pipeline.training.features.compiled import Compiled
+from pipeline.training.features.early_stopping import EarlyStopping
 from pipeline.training.features.gathered_rows import Gathering
 from pipeline.training.features.learned_gradients import LearnedGradients
 from pipeline.training.features.logged import Logged
@@ -29,10 +32,25 @@ FEATURES: tuple[type[Feature], ...] = (
     TaskSteps,  # order free
     Averaging,  # after Skipping: averages the statistics of BatchNorm that a skipped step has restored
     Rates,  # advances the schedule once it is known whether the optimizer has stepped
+    EarlyStopping,  # order free: wraps nothing
 )
 
 
 def find_features(training: TrainContext) -> tuple[Feature, ...]:
-    """Return the features that a training has, in their order."""
-    found = (kind.of(training) for kind in FEATURES)
-    return tuple(feature for feature in found if feature is not None)
+    """Return the features that a training has, in their order: those of the section ``features`` come last.
+
+    Raises:
+        ExperimentError: a feature can't be built, or is there twice.
+    """
+    built_in = (kind.of(training) for kind in FEATURES)
+    features = [feature for feature in built_in if feature is not None]
+    for number, component in enumerate(training.experiment.features):
+        key = keys.child("features", number)
+        feature = training.create(component, training, key=key)
+        if not isinstance(feature, Feature):
+            message = f"is a {type(feature).__name__}, not a pipeline.training.feature.Feature; derive it from Feature"
+            raise ExperimentError.of(key, message)
+        if name_of(feature) in map(name_of, features):
+            raise ExperimentError.of(key, f"is a second {name_of(feature)}; list each feature once")
+        features.append(feature)
+    return tuple(features)

@@ -155,7 +155,7 @@ def _loss(context: TrainContext, runs: Sequence[_Run]) -> Tensor:
     total: Tensor | None = None
     for run in runs:
         output = accepted(context, combined(run.done))
-        value = with_loss(output.loss.to(context.loss_dtype), output, names=context.log_names or ())
+        value = with_loss(output.loss.to(context.loss_dtype), output, names=context.seen.log_names or ())
         share = value * run.micro_batch.weight
         total = share if total is None else total + share
     assert total is not None  # each step has a micro-batch

@@ -17,7 +17,7 @@ class Compiled(Feature):
     @override
     @classmethod
     def of(cls, training: TrainContext) -> Self | None:
-        return cls() if training.compiling is not None else None
+        return cls() if training.built.compiling is not None else None
 
     @override
     def around_gradients(self, parts: Parts) -> Parts:

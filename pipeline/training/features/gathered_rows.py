@@ -29,7 +29,9 @@ class Gathering(Feature):
     @override
     def around_gradients(self, parts: Parts) -> Parts:
         training = self._training
-        if training.log_names is not None and not training.gathers:  # the first batch of training has shown it
+        if (
+            training.seen.log_names is not None and not training.seen.gathers
+        ):  # the first batch of training has shown it
             return parts
 
         def forward(micro_batch: MicroBatch, batch: Any) -> StepOutput:

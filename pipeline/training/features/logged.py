@@ -25,7 +25,7 @@ class Logged(Feature):
 
     @override
     def around_gradients(self, parts: Parts) -> Parts:
-        if not (names := self._training.log_names):
+        if not (names := self._training.seen.log_names):
             return parts
 
         def value(loss: Tensor, output: StepOutput) -> Tensor:

@@ -1,13 +1,14 @@
 """Mixed precision (``train.precision``): autocast around the task, and the loss scale of fp16."""
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 from typing_extensions import override
 
 from pipeline.tasks import StepOutput
 from pipeline.training.context import DTYPES, TrainContext
-from pipeline.training.feature import Feature
+from pipeline.training.feature import Feature, Saved
 from pipeline.training.optimized import Optimized
 from pipeline.training.order import MicroBatch
 from pipeline.training.step.plain import Parts, Stepped
@@ -36,6 +37,8 @@ class Autocast(Feature):
 
 class Scaled(Feature):
     """Scaling of the loss, so that small fp16 gradients don't vanish; the optimizer leaves out steps that overflow."""
+
+    name: ClassVar[str] = "scaler"
 
     def __init__(self, training: TrainContext) -> None:
         self._training = training
@@ -66,3 +69,12 @@ class Scaled(Feature):
             return stepped
 
         return parts._replace(update=update, step=step)
+
+    @override
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._training.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, saved: Saved) -> None:
+        if state:  # else saved with another precision
+            self._training.scaler.load_state_dict(dict(state))

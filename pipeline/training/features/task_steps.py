@@ -9,13 +9,6 @@ from pipeline.training.feature import Feature
 from pipeline.training.step.plain import Parts, Stepped
 
 
-def begin_step(training: TrainContext, *, step: int) -> None:
-    """Give a task that depends on its place in the training the number of a step, counted from 0."""
-    if (task := training.in_steps) is not None:
-        epoch, since = divmod(step, training.order.steps_per_epoch)
-        task.begin_step(step, epoch=epoch, batch=since * training.accumulation)
-
-
 class TaskSteps(Feature):
     """Call of the task before the batches of a step are read."""
 
@@ -27,7 +20,7 @@ class TaskSteps(Feature):
     @override
     def around_update(self, parts: Parts) -> Parts:
         def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:
-            begin_step(training, step=number)
+            training.begin_step(number)
             return parts.step(final, training, number, micro_batches)
 
         return parts._replace(step=step)

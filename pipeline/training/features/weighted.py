@@ -28,19 +28,19 @@ class Weighted(Feature):
     @override
     def around_gradients(self, parts: Parts) -> Parts:
         training = self._training
-        if not training.gives_weight:
+        if not training.seen.gives_weight:
             return parts
 
         def forward(micro_batch: MicroBatch, batch: Any) -> StepOutput:
-            if training.boundary is not None:
-                training.boundary.clear()
+            if training.seen.boundary is not None:
+                training.seen.boundary.clear()
             return parts.forward(micro_batch, batch)
 
         def weigh(micro_batch: MicroBatch, output: StepOutput) -> tuple[Tensor, Any]:
             self._denominator = self._denominator or Denominator(
                 micro_batches=training.accumulation,
                 is_shared=parts.exchanges and training.rank.world_size > 1,
-                boundary=training.boundary,
+                boundary=training.seen.boundary,
             )
             return self._denominator.counted(output, micro_batch)
 

@@ -42,7 +42,7 @@ def compute_gradients(training: TrainContext, stream: MicroBatches, *, exchanges
 
 def _assemble(training: TrainContext, name: str, *, exchanges: bool, updates: bool) -> Any:
     """Put the functions of a step together: the plain ones, with the training's features around them."""
-    is_known = training.log_names is not None
+    is_known = training.seen.log_names is not None
     parts = plain_parts(training, exchanges=exchanges)
     if not is_known and not training.experiment.optimizers:  # whose step checks each output
         parts = parts._replace(forward=partial(_forward_first, training), step=_first_step)

@@ -15,8 +15,8 @@ from pipeline.training.context import TrainContext
 from pipeline.training.explained_errors import explain
 from pipeline.training.forward import accepted
 from pipeline.training.optimized import Optimized
-from pipeline.training.order import MicroBatch, mix
-from pipeline.training.randomness import seed_all
+from pipeline.training.order import MicroBatch
+from pipeline.training.randomness import mix, seed_all
 from pipeline.training.watch import mark
 
 _SENDING = nullcontext()
@@ -89,7 +89,7 @@ def plain_step(parts: Parts, training: TrainContext, step: int, micro_batches: M
 
 def plain_parts(training: TrainContext, *, exchanges: bool) -> Parts:
     """Return the functions of a step without features."""
-    is_plain = not (training.gives_weight or training.log_names or training.batches.needs_placing)
+    is_plain = not (training.seen.gives_weight or training.seen.log_names or training.batches.needs_placing)
     return Parts(
         partial(seed, training),
         partial(_forward if is_plain else _forward_checked, training),

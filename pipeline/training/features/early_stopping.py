@@ -1,18 +1,59 @@
-"""Early stopping: the decision to end a training whose validation metric no longer improves."""
+"""Early stopping (``train.early_stopping``): the end of a training whose validation metric no longer improves."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
+
+from typing_extensions import override
 
 from pipeline.config.train import EarlyStopping as Options
 from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Training
+from pipeline.training.context import TrainContext
+from pipeline.training.feature import Feature, Saved
 from pipeline.wording import counted, figure
 
 KEY = "train.early_stopping"
 
 
-class EarlyStopping:
+class EarlyStopping(Feature):
+    """End of a training after evaluations without improvement."""
+
+    name: ClassVar[str] = "early_stopping"
+
+    def __init__(self, training: TrainContext, options: Options) -> None:
+        direction = training.direction(options.metric, options.mode, key=f"{KEY}.metric")
+        self._training, self._patience = training, Patience(options, direction=direction)
+
+    @override
+    @classmethod
+    def of(cls, training: TrainContext) -> Self | None:
+        options = training.experiment.train.early_stopping
+        if options is None or not isinstance(training.trial, Training):
+            return None
+        if not training.batches.has_validation:
+            raise ExperimentError.of(KEY, f"monitors {options.metric}, but there is no validation set; remove it")
+        return cls(training, options)
+
+    @override
+    def after_evaluation(self, values: Mapping[str, float], *, step: int) -> Mapping[str, float]:
+        self._patience.judge(values, step=step)
+        self._training.stop_reason = self._patience.reason
+        return {}
+
+    @override
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._patience.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, saved: Saved) -> None:
+        if state:
+            self._patience.load_state_dict(state)
+            self._training.stop_reason = self._patience.reason
+
+
+class Patience:
     """Evaluations without improvement, counted alike on all ranks and kept in checkpoints."""
 
     def __init__(self, options: Options, *, direction: Direction) -> None:

@@ -1,0 +1,88 @@
+"""Features that a user could add to a training."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pipeline.training.context import TrainContext
+from pipeline.training.feature import Feature, Saved
+from pipeline.training.optimized import Optimized
+from pipeline.training.step.plain import Parts, Stepped
+
+
+class Halved(Feature):
+    """Gradients of half the size."""
+
+    def __init__(self, training: TrainContext) -> None:
+        self.training = training
+
+    def around_update(self, parts: Parts) -> Parts:
+        def update(step: int, optimized: Optimized) -> bool:
+            for gradient in optimized.gradients():
+                gradient /= 2
+            return parts.update(step, optimized)
+
+        return parts._replace(update=update)
+
+
+class Mean(Feature):
+    """Mean of the weights after each step, which are evaluated and saved as the result."""
+
+    belongs_to_weights: ClassVar[bool] = True
+
+    def __init__(self, training: TrainContext) -> None:
+        self.training, self.steps = training, 0
+        self.means = {name: one.detach().clone() for name, one in training.model.named_parameters()}
+
+    def around_update(self, parts: Parts) -> Parts:
+        def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:
+            stepped = parts.step(final, training, number, micro_batches)
+            self.steps += 1
+            for name, one in training.model.named_parameters():
+                self.means[name].lerp_(one.detach(), 1 / self.steps)
+            return stepped
+
+        return parts._replace(step=step)
+
+    def take_columns(self) -> Mapping[str, Mapping[int, Any]]:
+        return {"averaged": {self.steps: float(self.steps)}}
+
+    def after_evaluation(self, values: Mapping[str, float], *, step: int) -> Mapping[str, float]:
+        return {"means/steps": self.steps, "means/loss": values["validation/loss"]}
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        own = dict(self.training.model.named_parameters())
+        kept: dict[str, Tensor] = {name: one.detach().clone() for name, one in own.items()}
+        with torch.no_grad():
+            for name, one in own.items():
+                one.copy_(self.means[name])
+            yield
+            for name, one in own.items():
+                one.copy_(kept[name])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"steps": self.steps, "means": self.means}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, saved: Saved) -> None:
+        if state is not None:
+            self.steps, self.means = state["steps"], dict(state["means"])
+
+
+class Ending(Feature):
+    """End of the training after an evaluation."""
+
+    def __init__(self, training: TrainContext, *, after: int) -> None:
+        self.training, self.after = training, after
+
+    def after_evaluation(self, values: Mapping[str, float], *, step: int) -> Mapping[str, float]:
+        if step >= self.after:
+            self.training.stop_reason = f"{step} steps are enough"
+        return {}
+
+
+def no_feature(training: TrainContext) -> int:
+    return training.steps
