@@ -35,10 +35,11 @@ from pipeline.planning.resources import detect
 from pipeline.protocol.channel.inbox import Inbox
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.trial import Trial
-from pipeline.recording import journal, mlflow
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.mlflow import mlflow_subscriber
 from pipeline.recording.recorded_run import open_trial, recorded
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal.terminal import Terminal
 
 HERE = Path(__file__).parent
 _SENDERS = 4
@@ -126,7 +127,7 @@ def simulate(folder: Path, *, ranks: int, events: int, tracked: bool) -> Result:
         load(HERE.parent / "experiments" / "mlp.yaml", overrides).experiment, detect(), with_baseline=False
     )
     terminal = Terminal.on(rich.console.Console(file=io.StringIO()))
-    mlflow._DRAIN_SECONDS = 24 * 3600.0  # a run gives MLflow a minute and leaves the rest to `pipeline sync`
+    mlflow_subscriber._DRAIN_SECONDS = 24 * 3600.0  # a run gives MLflow a minute and leaves the rest to `pipeline sync`
     counter, samples, done = Counter(), list[Sample](), threading.Event()
     start = time.monotonic()
     watcher = threading.Thread(target=_sample, args=(samples, counter, start, done))
@@ -170,7 +171,7 @@ def _receive(trial: Trial, recorder: Recorder, *, ranks: int, events: int) -> No
 
 def _sample(samples: list[Sample], counter: Counter, start: float, done: threading.Event) -> None:
     process = psutil.Process()
-    trackers = [each for each in process.children() if "recording.follow" in " ".join(each.cmdline())]
+    trackers = [each for each in process.children() if "mlflow.follow" in " ".join(each.cmdline())]
     while not done.wait(1.0):
         rss, tracker = (sum(each.memory_info().rss for each in those) / 2**20 for those in ([process], trackers))
         now = time.monotonic() - start

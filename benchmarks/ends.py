@@ -24,7 +24,7 @@ import psutil
 
 from pipeline.planning.resources import detect
 from pipeline.protocol.events import AnyEvent, Finished, FirstStep, Metrics, RunClosed, RunOpened, Started, Trained
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 HERE = Path(__file__).parent
 LAUNCHERS = ("inprocess", "torchrun", "ray")
@@ -41,7 +41,7 @@ PARTS = {
 }
 _STAMPED = (RunOpened, Started, FirstStep, Trained, Finished, RunClosed)
 _ROLES = {
-    "recording.follow": "process for MLflow",
+    "mlflow.follow": "process for MLflow",
     "_forkserver": "fork server",
     "ray::RayTrainWorker": "rank",
     "ray::IDLE": "rank, not needed yet",

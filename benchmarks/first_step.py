@@ -29,7 +29,7 @@ from pipeline.launchers._ray import interface
 from pipeline.models import MLP
 from pipeline.planning.resources import detect
 from pipeline.protocol.events import FirstStep, RunOpened, Started, TrialOpened
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 HERE = Path(__file__).parent
 _STAMPS = "FIRST_STEP_STAMPS"

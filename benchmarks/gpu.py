@@ -45,7 +45,7 @@ from pipeline.launchers.base import Session
 from pipeline.launchers.inprocess import Launcher
 from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording.recorder import Recorder
+from pipeline.recording.journal.recorder import Recorder
 from pipeline.training.meters.clock import synchronize
 from pipeline.training.ranks.randomness import mix
 

@@ -37,8 +37,8 @@ from pipeline.planning.layout import Planner
 from pipeline.protocol.events import Failed, Finished, event_from_json
 from pipeline.protocol.trial import CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link, TrialResult
-from pipeline.report.link import fit
-from pipeline.report.prediction import Workload, predict
+from pipeline.report.numbers.link import fit
+from pipeline.report.numbers.prediction import Workload, predict
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "prediction.json"

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline import cli
 from pipeline.commands import invocation
-from pipeline.recording import mlflow
+from pipeline.recording.mlflow import mlflow_subscriber
 
 _recorded = invocation.recorded
 
@@ -16,5 +16,5 @@ def _untracked(*given: Any, **more: Any) -> Any:
 
 if __name__ == "__main__":
     invocation.recorded = _untracked
-    mlflow.head_start = lambda _: nullcontext()
+    mlflow_subscriber.head_start = lambda _: nullcontext()
     cli.main()

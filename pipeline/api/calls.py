@@ -24,8 +24,9 @@ from pipeline.config.user_modules import check_not_importing
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.launchers import _head_start
 from pipeline.planning.outer_launcher import outer_launcher
-from pipeline.recording import mlflow, waiting
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.mlflow import mlflow_subscriber
+from pipeline.recording.terminal import waiting
+from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
@@ -178,7 +179,7 @@ def _started(
             file = Experiment.load(experiment, *overrides).file
             check_libraries(launcher=file.experiment.parallel.launcher, before_user_code=False)
             uri = file.experiment.tracking.uri
-            with _head_start.given(file.experiment, verbose=verbose), mlflow.head_start(uri):
+            with _head_start.given(file.experiment, verbose=verbose), mlflow_subscriber.head_start(uri):
                 yield file
     except KeyboardInterrupt as error:
         raise type(error) from None  # without the way through our code

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Self
 
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.numbers import is_of_whole_run
-from pipeline.recording import journal, loss_file
-from pipeline.recording.outcome import TrackingOutcome, places_of
-from pipeline.report import Row
-from pipeline.report.html import fragment
+from pipeline.recording.journal import journal, loss_file
+from pipeline.recording.mlflow.outcome import TrackingOutcome, places_of
+from pipeline.report.numbers.row import Row
+from pipeline.report.page.html import fragment
 from pipeline.report.report import Report
 from pipeline.report.report_files import CHART_NAME
 

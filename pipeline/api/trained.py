@@ -16,8 +16,8 @@ from pipeline.config.targets import allowed_packages
 from pipeline.driver.execute import explained
 from pipeline.errors import UsageError
 from pipeline.protocol.events import WEIGHTS
-from pipeline.recording import runs
-from pipeline.recording.folder import EXPERIMENT_NAME
+from pipeline.recording.journal import runs
+from pipeline.recording.journal.folder import EXPERIMENT_NAME
 from pipeline.system.imports import importable
 from pipeline.training.batches.placing import to_device
 from pipeline.training.result.exported_model import trained_model

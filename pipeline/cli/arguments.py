@@ -20,7 +20,7 @@ from pipeline.system.process import redirect_to_null
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile
-    from pipeline.recording.terminal import Terminal
+    from pipeline.recording.terminal.terminal import Terminal
 
 FileArgument = Annotated[
     str,
@@ -118,8 +118,8 @@ def opened(
     Raises:
         ExperimentError: the file is wrong; raised before torch is imported, so that a typo is reported at once.
     """
-    from pipeline.recording import waiting
-    from pipeline.recording.terminal import Terminal
+    from pipeline.recording.terminal import waiting
+    from pipeline.recording.terminal.terminal import Terminal
     from pipeline.system.leftovers import Leftovers
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
@@ -153,13 +153,13 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     with interruptible(), undisturbed():
         from pipeline.config.hidden_libraries import check_libraries
         from pipeline.launchers import _head_start
-        from pipeline.recording import mlflow
+        from pipeline.recording.mlflow import mlflow_subscriber
 
     with interruptible(), ExitStack() as begun:
         begun.enter_context(allocator.huge_pages())
         begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
         if not is_follower():
-            begun.enter_context(mlflow.head_start(file.experiment.tracking.uri))
+            begun.enter_context(mlflow_subscriber.head_start(file.experiment.tracking.uri))
         try:
             with undisturbed():
                 importlib.import_module("pipeline.commands.run")  # and torch with it

@@ -74,7 +74,7 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     """Print the plan of a run; a download of its data shows its progress."""
     import rich.console
 
-    from pipeline.recording.console import progress_on
+    from pipeline.recording.terminal.console import progress_on
 
     stages.begin("importing torch")
     with undisturbed():

@@ -33,8 +33,8 @@ def check(
     import rich.console
 
     from pipeline.commands.check import iter_checks
-    from pipeline.recording import waiting
-    from pipeline.recording.console import progress_on
+    from pipeline.recording.terminal import waiting
+    from pipeline.recording.terminal.console import progress_on
 
     errors: dict[str, PipelineError] = {}
     for word in files:

@@ -10,7 +10,7 @@ from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeline.recording.run_summary import RunSummary
+    from pipeline.recording.journal.run_summary import RunSummary
 
 RunArgument = Annotated[
     str,
@@ -47,8 +47,8 @@ def list_(
     from pydantic import TypeAdapter
 
     from pipeline.commands.history.run_list import show_runs, sorted_runs
-    from pipeline.recording import runs
-    from pipeline.recording.run_summary import RunSummary
+    from pipeline.recording.journal import runs
+    from pipeline.recording.journal.run_summary import RunSummary
 
     found = list(runs.summaries(directory, with_unstarted=every))
     if sort and found:
@@ -79,9 +79,9 @@ def show(
     from pipeline.commands.history import running
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import result_of
-    from pipeline.recording.console import print_report
-    from pipeline.recording.outcome import places_of
-    from pipeline.recording.terminal import headed, linked
+    from pipeline.recording.mlflow.outcome import places_of
+    from pipeline.recording.terminal.console import print_report
+    from pipeline.recording.terminal.terminal import headed, linked
 
     console = rich.console.Console(highlight=False)
     summary = _found(run, directory)
@@ -134,8 +134,8 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="PORT", help="Port on localhost.")] = 5000,
 ) -> None:
     """Serve the MLflow UI with the results on localhost."""
-    from pipeline.recording.store import resolve_uri
-    from pipeline.recording.ui import serve
+    from pipeline.recording.mlflow.store import resolve_uri
+    from pipeline.recording.mlflow.ui import serve
 
     serve(resolve_uri(store, base=Path.cwd()), port=port, ready=_open)
 
@@ -156,9 +156,9 @@ def sync(
     """Send a run, or a sweep and its trials, to the tracking server, without duplicates."""
     import rich.console
 
-    from pipeline.recording import runs
-    from pipeline.recording.console import progress_on
-    from pipeline.recording.sync import sync_with_trials
+    from pipeline.recording.journal import runs
+    from pipeline.recording.mlflow.sync import sync_with_trials
+    from pipeline.recording.terminal.console import progress_on
 
     folder, store = runs.find(run, directory), _store(to) if to is not None else ""
     with progress_on(rich.console.Console(highlight=False, stderr=True)):
@@ -170,7 +170,7 @@ def sync(
 
 def _store(to: str) -> str:
     from pipeline.config.uris import problem_of, without_credentials
-    from pipeline.recording.store import resolve_uri
+    from pipeline.recording.mlflow.store import resolve_uri
 
     if problem := problem_of(to):
         raise UsageError(f"--to {without_credentials(to)}: {problem}")
@@ -179,7 +179,7 @@ def _store(to: str) -> str:
 
 def _open(address: str) -> None:
     """Print a link to the runs of each experiment, since MLflow opens with its pages for GenAI."""
-    from pipeline.recording.ui import pages
+    from pipeline.recording.mlflow.ui import pages
 
     try:
         links = [f"{experiment}: {link}" for experiment, link in pages(address)]
@@ -189,8 +189,8 @@ def _open(address: str) -> None:
 
 
 def find_trained(run: str, directory: Path) -> Path:
-    """Find a run whose model is used, see `pipeline.recording.runs.find_trained`; print its note."""
-    from pipeline.recording import runs
+    """Find a run whose model is used, see `pipeline.recording.journal.runs.find_trained`; print its note."""
+    from pipeline.recording.journal import runs
 
     folder, note = runs.find_trained(run, directory)
     if note:
@@ -199,8 +199,8 @@ def find_trained(run: str, directory: Path) -> Path:
 
 
 def _found(run: str, directory: Path) -> "RunSummary":
-    from pipeline.recording import runs
-    from pipeline.recording.run_summary import summarized
+    from pipeline.recording.journal import runs
+    from pipeline.recording.journal.run_summary import summarized
 
     folder = runs.find(run, directory)
     if (summary := summarized(folder)) is None:

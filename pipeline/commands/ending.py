@@ -6,12 +6,13 @@ from pathlib import Path
 import rich.console
 
 from pipeline.errors import UsageError
-from pipeline.recording import also, journal, runs
-from pipeline.recording.console import Printable, print_report, print_screen, print_verdict
-from pipeline.recording.folder import id_of, is_kept
-from pipeline.recording.outcome import TrackingOutcome, places_of
-from pipeline.recording.store import is_server, resolve_uri, ui_address
-from pipeline.recording.terminal import Terminal, linked
+from pipeline.recording.journal import journal, runs
+from pipeline.recording.journal.folder import id_of, is_kept
+from pipeline.recording.mlflow.outcome import TrackingOutcome, places_of
+from pipeline.recording.mlflow.store import is_server, resolve_uri, ui_address
+from pipeline.recording.terminal.console import Printable, print_report, print_screen, print_verdict
+from pipeline.recording.terminal.terminal import Terminal, linked
+from pipeline.recording.trackers import named_trackers
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
 
@@ -59,7 +60,7 @@ def find_places(folder: Path) -> Places:
         page=str(page) if page.is_file() else "",
         mlflow=_describe_store(folder, opened.tracking_uri if opened else ""),
         command=opened.command if opened else "",
-        others=tuple(also.places(folder)),
+        others=tuple(named_trackers.places(folder)),
     )
 
 

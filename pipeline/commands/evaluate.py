@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.commands.invocation import invoked, planning, refuse_outer_launcher
+from pipeline.commands.invocation import invoked
+from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.config.benchmark_section import Configuration
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import resume
@@ -11,8 +12,8 @@ from pipeline.driver.checkpoint_choice import choose, ended_training
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
 from pipeline.protocol.trial import Evaluation, Split
-from pipeline.recording.folder import RunState, id_of, read_state
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.journal.folder import RunState, id_of, read_state
+from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.evaluated import EvaluationReport
 
 

@@ -16,8 +16,8 @@ from pipeline.errors import UsageError
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, Started
 from pipeline.protocol.trial import Evaluation
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording import journal
-from pipeline.recording.folder import RunState, id_of, read_state
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import RunState, id_of, read_state
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 from pipeline.training.checkpoints.manifest import entry_of

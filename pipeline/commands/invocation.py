@@ -13,61 +13,31 @@ from pipeline.commands.ending import print_end
 from pipeline.commands.interruption import continuable
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import initial_weights, preflight
-from pipeline.driver.execute import execute, explained
-from pipeline.errors import ExperimentError, PipelineError, ResourceError, UsageError
+from pipeline.driver.execute import execute
+from pipeline.errors import ExperimentError, PipelineError
 from pipeline.launchers.base import Launcher, Session
-from pipeline.planning.outer_launcher import outer_launcher
 from pipeline.planning.plan import Plan
-from pipeline.planning.resources import Resources, format_unfit
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
 from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording import provenance
-from pipeline.recording.console import Printable
-from pipeline.recording.folder import id_of
-from pipeline.recording.journal import FILE_NAME, read
+from pipeline.recording.journal import provenance
+from pipeline.recording.journal.folder import id_of
+from pipeline.recording.journal.journal import FILE_NAME, read
+from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.recorded_run import Membership, artifact, recorded
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.terminal import Terminal
-from pipeline.report import Row
+from pipeline.recording.terminal.console import Printable
+from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.advice import advise
-from pipeline.report.claims import classify_speedup
-from pipeline.report.goodput import Goodput, WallClock
+from pipeline.report.numbers.goodput import Goodput, WallClock
+from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
-from pipeline.report.tables import speedup
+from pipeline.report.text.claims import classify_speedup
+from pipeline.report.text.tables import speedup
 from pipeline.system import stages
 
 _log = logging.getLogger(__name__)
-
-
-def refuse_outer_launcher(command: str) -> None:
-    """Raise UsageError in a process that ``torchrun``, ``srun`` or ``mpirun`` started as one of several."""
-    if (outer := outer_launcher()) is not None:
-        raise UsageError(f"pipeline {command} starts its workers itself: call it without {outer.name}")
-
-
-@contextmanager
-def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[tuple[str, ...], Resources]]:
-    """Check the file, yield the packages that it may name and the resources; give problems their line in the file.
-
-    A run that ``resumes`` has its weights from a checkpoint, so those that it started from may be gone.
-
-    Raises:
-        ExperimentError: the file is wrong.
-        ResourceError: the machine or the cluster is too small, or can't be reached.
-    """
-    stages.begin("importing torch, checking the experiment")
-    allowed, parallel = preflight.check(file, with_weights=not resumes), file.experiment.parallel
-    if parallel.launcher == "ray" and parallel.cluster:
-        stages.begin(f"connecting to Ray at {parallel.cluster}")
-    resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
-    try:
-        with explained(file):
-            yield allowed, resources
-    except ResourceError as error:
-        raise ResourceError("\n".join([str(error), *format_unfit(resources.unfit.values())])) from error
 
 
 class _Results:
@@ -256,7 +226,7 @@ def invoked(
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
-    """Find the weights that the trials start from; a run that resumes may go without, see `planning`."""
+    """Find the weights that the trials start from; a run that resumes may go without, see `preparation.planning`."""
     try:
         return initial_weights.find(plan.experiment)
     except ExperimentError:

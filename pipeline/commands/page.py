@@ -8,13 +8,13 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from pipeline.recording import journal
-from pipeline.recording.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
-from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.store import is_server, run_page, ui_address
-from pipeline.report import publish
-from pipeline.report.about import About
-from pipeline.report.courses import Course, courses
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
+from pipeline.recording.mlflow.outcome import TrackingOutcome
+from pipeline.recording.mlflow.store import is_server, run_page, ui_address
+from pipeline.report.numbers.courses import Course, courses
+from pipeline.report.page import publish
+from pipeline.report.page.about import About
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.swept import SweptReport

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from pipeline.commands.invocation import Invocation, invoked, planning
+from pipeline.commands.invocation import Invocation, invoked
+from pipeline.commands.preparation import planning
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import initial_weights, preflight
 from pipeline.driver import resume as recovery
@@ -17,11 +18,11 @@ from pipeline.planning.outer_launcher import is_follower
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.protocol.events import WEIGHTS
 from pipeline.protocol.trial import Training, Trial
-from pipeline.recording.journal import FILE_NAME, read
+from pipeline.recording.journal.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal.terminal import Terminal
+from pipeline.report.numbers.row_numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
-from pipeline.report.row_numbers import COMPARED, metrics_of
 from pipeline.training.checkpoints.storage import Storage, address_of
 
 

@@ -8,8 +8,8 @@ from pipeline.config.load import ExperimentFile
 from pipeline.driver import preflight
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import Finished
-from pipeline.recording import journal
-from pipeline.recording.folder import RunState, id_of
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import RunState, id_of
 from pipeline.training.checkpoints.manifest import Manifest, best, entries, step_of
 from pipeline.training.checkpoints.storage import Storage, address_of
 

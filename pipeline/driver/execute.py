@@ -14,8 +14,8 @@ from pipeline.launchers.base import Launcher
 from pipeline.protocol.events import Finished, Trained, Warned
 from pipeline.protocol.trial import Training, Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
+from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.recorded_run import open_trial
-from pipeline.recording.recorder import Recorder
 
 MOST_ROLLBACKS = 3
 """Limit: skipping batches doesn't help a training that keeps becoming non-finite."""

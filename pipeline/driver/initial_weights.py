@@ -7,8 +7,8 @@ from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.protocol.events import WEIGHTS, Finished
 from pipeline.protocol.trial import Weights
-from pipeline.recording import journal, runs
-from pipeline.recording.folder import id_of, read_state, trials_of
+from pipeline.recording.journal import journal, runs
+from pipeline.recording.journal.folder import id_of, read_state, trials_of
 from pipeline.wording import did_you_mean
 
 _KEY = "train.start_from"

@@ -7,8 +7,8 @@ from pipeline.config.summary import flatten
 from pipeline.config.train import Train
 from pipeline.driver.checkpoint_choice import describe_missing_end
 from pipeline.errors import UsageError
-from pipeline.recording.folder import RunState
-from pipeline.recording.outcome import TrackingOutcome
+from pipeline.recording.journal.folder import RunState
+from pipeline.recording.mlflow.outcome import TrackingOutcome
 from pipeline.training.checkpoints.storage import Storage, address_of
 
 LENGTHS = ("train.epochs", "train.steps", "train.early_stopping")

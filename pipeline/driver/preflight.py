@@ -24,7 +24,7 @@ from pipeline.config.values import Direction, Mode
 from pipeline.driver import parameters
 from pipeline.errors import ExperimentError, Problem, refusals
 from pipeline.planning.describe import DataSizes
-from pipeline.recording import also
+from pipeline.recording.trackers import named_trackers
 from pipeline.system.imports import undisturbed
 
 _LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
@@ -48,7 +48,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
     problems += _temporary_folder_problems(file.experiment)
-    problems += also.problems(file.experiment.tracking.loggers)
+    problems += named_trackers.problems(file.experiment.tracking.loggers)
     if rejected := _find_rejected(file, allowed=allowed):
         error = file.explain(dict.fromkeys([*problems, *rejected]))
         raise ExperimentError(list_once(error.problems, allowed=allowed))

@@ -11,8 +11,8 @@ from pipeline.config.summary import flatten
 from pipeline.driver.longer import LENGTHS, differences, is_longer, refuse_finished
 from pipeline.errors import Problem, UsageError
 from pipeline.protocol.events import RunOpened, TrialOpened
-from pipeline.recording import journal, runs
-from pipeline.recording.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
+from pipeline.recording.journal import journal, runs
+from pipeline.recording.journal.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
 
 LATEST = "latest"
 """Value of ``--resume``: see `newest`."""

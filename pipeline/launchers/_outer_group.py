@@ -17,10 +17,9 @@ from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
 from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import GPU_VARIABLE, Trial
 from pipeline.worker import rendezvous
 from pipeline.worker.interfaces import LOOPBACK, address_facing, is_loopback
-from pipeline.worker.main import GPU_VARIABLE
 
 _POLL_S, _LONGEST_POLL_S = 0.1, 1.0
 _LISTEN_S = 0.5

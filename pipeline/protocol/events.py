@@ -159,7 +159,7 @@ class Metrics(Event):
     steps: int = 0
     """Training steps since the last report; 0 if the event has no training metrics."""
     losses: tuple[float, ...] = ()
-    """Loss of each of these steps of a training, for `pipeline.recording.loss_file`; the journal has them not."""
+    """Loss of each of these steps of a training, for `pipeline.recording.journal.loss_file`, not for the journal."""
 
 
 class SystemMetrics(Event):

@@ -1,7 +1,7 @@
 """Numbers of a trial, each defined once: trackers, JSON and tables take its names and its value from here.
 
-`MEASURED` and `STARTUP` are known when a trial ends. `pipeline.report.row_numbers` adds those that are computed with
-other trials or a price.
+`MEASURED` and `STARTUP` are known when a trial ends. `pipeline.report.numbers.row_numbers` adds those that are computed
+with other trials or a price.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Number(Generic[_Source]):
     metric: str = ""
     """Name as a metric in journals and trackers; empty if it is not logged.
 
-    MLflow has ``time/`` and ``memory/`` under ``workers/``, see `pipeline.recording.mlflow_entities`.
+    MLflow has ``time/`` and ``memory/`` under ``workers/``, see `pipeline.recording.mlflow.mlflow_entities`.
     """
     title: str = ""
     """Title of its column in the report's table of resources, with the unit; empty if that table has none."""

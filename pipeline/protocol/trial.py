@@ -263,6 +263,10 @@ def trial_from_json(text: str | bytes) -> Trial:
     return ROLES[json.loads(text)["role"]].model_validate_json(text)
 
 
+GPU_VARIABLE = "PIPELINE_GPU"
+"""Variable with the `Rank.gpu` of a worker, where the driver has chosen it."""
+
+
 class Rank(Frozen):
     """Position of a process among the workers of a trial."""
 

@@ -19,15 +19,15 @@ from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interr
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.trial import Status, Training, Trial
-from pipeline.recording import provenance
-from pipeline.recording.console import Console
-from pipeline.recording.folder import create, describe, explained, id_of, is_kept, killed, sweep_of
-from pipeline.recording.journal import FILE_NAME, ending, read
-from pipeline.recording.mlflow import MlflowSubscriber, flush
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.store import check_store, resolve_uri
-from pipeline.recording.terminal import Terminal, linked
-from pipeline.recording.trackers import attach
+from pipeline.recording.journal import provenance
+from pipeline.recording.journal.folder import create, explained, id_of, is_kept, killed, sweep_of
+from pipeline.recording.journal.journal import FILE_NAME, ending, read
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber, flush
+from pipeline.recording.mlflow.store import check_store, resolve_uri
+from pipeline.recording.terminal.console import Console
+from pipeline.recording.terminal.terminal import Terminal, linked
+from pipeline.recording.trackers.attached import attach
 from pipeline.system import stages
 
 LOG_NAME = "log.txt"
@@ -121,13 +121,13 @@ def recorded(
             for console in consoles:
                 console.run.note_evaluation(event)
         end = _end_of(folder) if adds else None
-        files = () if adds else describe(plan.experiment, folder)
+        files = () if adds else provenance.describe(plan.experiment, folder)
         own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
         loggers = plan.experiment.tracking.named_loggers
         tracker = (
             _subscribe_mlflow(recorder, loggers, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
         )
-        stack.callback(flush, tracker, recorder, terminal=terminal, warn=warn)
+        stack.callback(flush, tracker, recorder, console=terminal.progress, warn=warn)
         for each in own:
             recorder.subscribe(each)
             stack.callback(each.close)

@@ -8,12 +8,12 @@ from pipeline.config.reported import named
 from pipeline.config.values import Frozen
 from pipeline.protocol.events import Evaluated
 from pipeline.protocol.trial import Evaluation, Split, Trial
-from pipeline.report.tables import ReportTable
+from pipeline.report.text.tables import ReportTable
 from pipeline.wording import figure
 
 
 class EvaluationReport(Frozen):
-    """Values of a checkpoint on a held-out set; `pipeline.recording.console` prints it."""
+    """Values of a checkpoint on a held-out set; `pipeline.recording.terminal.console` prints it."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 

@@ -9,10 +9,12 @@ from pipeline.planning.plan import restriction
 from pipeline.planning.scheduler_units import scheduler_units
 from pipeline.protocol.events import LOSSES, Evaluated, Finished
 from pipeline.protocol.trial import Role, Training, Trial
-from pipeline.report import Advice, Row, Unmeasured, device, records, sentences, tables
-from pipeline.report.forecast import Forecast, Predicted
-from pipeline.report.goodput import Goodput
-from pipeline.report.tables import ReportTable
+from pipeline.report.numbers import records
+from pipeline.report.numbers.forecast import Forecast, Predicted
+from pipeline.report.numbers.goodput import Goodput
+from pipeline.report.numbers.row import Advice, Row, Unmeasured, find_main_row
+from pipeline.report.text import device, sentences, tables
+from pipeline.report.text.tables import ReportTable
 
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
 
@@ -128,8 +130,8 @@ class Report(Recorded):
 
     @property
     def main(self) -> Row:
-        """Row that the result is about, see `pipeline.report.sentences.find_main_row`."""
-        return sentences.find_main_row(self.rows)
+        """Row that the result is about, see `find_main_row`."""
+        return find_main_row(self.rows)
 
     @property
     def speedup(self) -> float | None:
@@ -236,7 +238,7 @@ class Report(Recorded):
 
 
 def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] = ()) -> str:
-    """Return a run with later evaluations as JSON, see `pipeline.report.records.RunRecord`."""
+    """Return a run with later evaluations as JSON, see `pipeline.report.numbers.records.RunRecord`."""
     cells = {row.trial: records.build_cell(row) for row in report.rows}
     first = report.rows[0]
     record = records.RunRecord(
@@ -257,7 +259,7 @@ def run_json(report: Report, folder: Path, *, evaluations: Iterable[Evaluated] =
 
 
 def comparison_json(report: Report) -> str:
-    """Return a comparison as JSON, see `pipeline.report.records.ComparisonRecord`."""
+    """Return a comparison as JSON, see `pipeline.report.numbers.records.ComparisonRecord`."""
     reference = next((row for row in report.rows if row.role == "reference"), None)
     entries = (*report.entries, *report.predicted)
     record = records.ComparisonRecord(

@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 
 from pipeline.config.values import Frozen
 from pipeline.protocol.links import link
-from pipeline.report.tables import ReportTable
+from pipeline.report.text.tables import ReportTable
 from pipeline.wording import figure as rounded
 
 FILE_NAME = "sweep.json"

@@ -35,7 +35,7 @@ from pipeline.protocol.events import (
     event_to_json,
 )
 from pipeline.protocol.progress import report_progress_to
-from pipeline.protocol.trial import BatchCheck, Evaluation, Rank, Training, Trial, trial_from_json
+from pipeline.protocol.trial import GPU_VARIABLE, BatchCheck, Evaluation, Rank, Training, Trial, trial_from_json
 from pipeline.system import allocator
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
 from pipeline.system.process import raise_limit_of_open_files
@@ -55,10 +55,6 @@ from pipeline.worker.system_metrics import system_sampled
 _log = logging.getLogger(__name__)
 _REQUEST_S = 1.0
 """Seconds after SIGTERM within which the driver's stop request must arrive; else the worker ends."""
-
-
-GPU_VARIABLE = "PIPELINE_GPU"
-"""Variable with the `Rank.gpu` of a worker, where the driver has chosen it."""
 
 
 class WorkerFailed(Exception):

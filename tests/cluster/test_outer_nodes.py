@@ -17,7 +17,7 @@ from outer import PATIENCE_S, Ranks, losses, run_line, srun
 from projects import project
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed, Started, SystemMetrics
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,8 +20,8 @@ from pipeline.launchers.base import Session
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, Metrics, Resumed
-from pipeline.recording import journal
-from pipeline.recording.recorder import Recorder
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.recorder import Recorder
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -17,9 +17,9 @@ from recordings import Recording, Store, copied, recording
 
 from pipeline.config.load import load
 from pipeline.protocol.events import ModelExported, ModelSaved
-from pipeline.recording import journal as journals
-from pipeline.recording.sender import Sender
-from pipeline.recording.sync import sync
+from pipeline.recording.journal import journal as journals
+from pipeline.recording.mlflow.sender import Sender
+from pipeline.recording.mlflow.sync import sync
 from pipeline.training.result.exported_model import export, trained_model
 
 KILLS = 30

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 from pipeline.models import resnet18
 from pipeline.planning import resources
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Warned
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 from pipeline.tasks import StepOutput
 
 pytestmark = NEEDS_GPU

@@ -18,8 +18,8 @@ from pipeline.planning import resources
 from pipeline.planning.plan import make_plan
 from pipeline.protocol.events import AnyEvent, Failed, Finished, event_from_json
 from pipeline.protocol.trial import Trial
-from pipeline.report import Advice
 from pipeline.report.advice import advise
+from pipeline.report.numbers.row import Advice
 from pipeline.report.report import Report
 
 DDP = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data import example_sentences
-from pipeline.recording import loss_file
+from pipeline.recording.journal import loss_file
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {

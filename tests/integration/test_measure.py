@@ -9,7 +9,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pipeline.protocol.events import Finished, Metrics
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 from pipeline.report.report import Report
 
 TWO = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun", "benchmark.time_budget_s=8"]

@@ -40,16 +40,16 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
-from pipeline.recording.delivery import quiet
-from pipeline.recording.journal import FILE_NAME, Journal
-from pipeline.recording.mlflow import MlflowSubscriber, head_start
-from pipeline.recording.mlflow_run import MlflowRun
-from pipeline.recording.outcome import TrackingOutcome, places_of
+from pipeline.recording.journal.journal import FILE_NAME, Journal
+from pipeline.recording.mlflow.delivery import quiet
+from pipeline.recording.mlflow.mlflow_run import MlflowRun
+from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber, head_start
+from pipeline.recording.mlflow.outcome import TrackingOutcome, places_of
+from pipeline.recording.mlflow.store import check_store, resolve_uri, run_link, runs_link
+from pipeline.recording.mlflow.sync import sync
+from pipeline.recording.mlflow.ui import pages, serve
 from pipeline.recording.recorded_run import open_trial, recorded
-from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link
-from pipeline.recording.sync import sync
-from pipeline.recording.terminal import Terminal
-from pipeline.recording.ui import pages, serve
+from pipeline.recording.terminal.terminal import Terminal
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:For backward compatibility, 'str' dtypes:DeprecationWarning",  # MLflow's log_table on pandas 3
@@ -193,7 +193,7 @@ def deliver(folder: Path, events: list[AnyEvent], *, warn: Callable[[str], None]
 
 
 def mlflow_processes() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "recording.follow" in " ".join(each.cmdline())]
+    return [each for each in psutil.Process().children() if "mlflow.follow" in " ".join(each.cmdline())]
 
 
 def client_of(uri: str) -> MlflowClient:
@@ -365,7 +365,8 @@ def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(database: s
 def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path) -> None:
     """Killed, it can't tell anyone; nobody may be left who writes to a run that is resumed."""
     program = (
-        "import sys, time; from pathlib import Path; from pipeline.recording.mlflow import MlflowSubscriber\n"
+        "import sys, time; from pathlib import Path\n"
+        "from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber\n"
         "MlflowSubscriber(folder=Path(sys.argv[1]), log=Path(sys.argv[1]) / 'log.txt', warn=print)\n"
         "print('ready', flush=True); time.sleep(600)"
     )
@@ -401,7 +402,9 @@ def test_what_the_process_says_before_its_order_is_in_the_log(
     database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journaled(tmp_path, [opened(database, "broken"), metrics(0)])
-    monkeypatch.setattr("pipeline.recording.mlflow._START", "import sys; sys.exit('a broken installation')")
+    monkeypatch.setattr(
+        "pipeline.recording.mlflow.mlflow_subscriber._START", "import sys; sys.exit('a broken installation')"
+    )
     with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=warnings_told.append)) as subscriber:
         subscriber.finish(timeout_s=60)
     assert "a broken installation" in (tmp_path / "log.txt").read_text()
@@ -416,7 +419,7 @@ def test_a_head_start_for_nothing_is_ended(database: str) -> None:
 
 def test_a_head_start_ends_with_a_driver_that_is_killed() -> None:
     program = (
-        "import time; from pipeline.recording.mlflow import head_start\n"
+        "import time; from pipeline.recording.mlflow.mlflow_subscriber import head_start\n"
         "with head_start('sqlite:///mlflow.db'): print('ready', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
@@ -449,7 +452,7 @@ def checked_by_nobody(uri: str) -> str:
     program = """
 import os, sys
 from pipeline.errors import ResourceError
-from pipeline.recording.store import check_store
+from pipeline.recording.mlflow.store import check_store
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
@@ -486,7 +489,7 @@ def test_the_ui_answers_on_its_port_and_goes_without_a_trace(database: str, tmp_
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    program = f"""from pipeline.recording.ui import serve
+    program = f"""from pipeline.recording.mlflow.ui import serve
 serve({database!r}, port={port}, ready=lambda address: print(address, flush=True))"""
     outcome = deliver(tmp_path, [opened(database, "ui"), RunClosed(time=T0, status="FINISHED")], warn=print)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:

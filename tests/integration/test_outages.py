@@ -27,14 +27,14 @@ from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import ArtifactSaved, Metrics, Point, RunClosed
 from pipeline.protocol.trial import Status
-from pipeline.recording import journal
-from pipeline.recording import mlflow_entities as entities
-from pipeline.recording.folder import read_state, runs_named
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import read_state, runs_named
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.mlflow import mlflow_entities as entities
+from pipeline.recording.mlflow.sync import sync
 from pipeline.recording.recorded_run import artifact, open_trial, recorded
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.scalars import scalars
-from pipeline.recording.sync import sync
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.terminal.terminal import Terminal
+from pipeline.recording.trackers.scalars import scalars
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 DOWN, UP = "doesn't accept results (", "accepts results again"
@@ -447,8 +447,8 @@ def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Prox
 
 
 def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.recording.mlflow._DRAIN_SECONDS", 2.0)
-    monkeypatch.setattr("pipeline.recording.mlflow._SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("pipeline.recording.mlflow.mlflow_subscriber._DRAIN_SECONDS", 2.0)
+    monkeypatch.setattr("pipeline.recording.mlflow.mlflow_subscriber._SILENT_SECONDS", 0.5)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     run = Recording(proxy.uri, tmp_path)
     with run.training() as training:

@@ -28,7 +28,7 @@ from pipeline.protocol.events import (
     SystemMetrics,
     Warned,
 )
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 

@@ -9,7 +9,7 @@ from pipeline.protocol.events import (
     CheckpointSaved,
     Event,
 )
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 from pipeline.training.checkpoints.manifest import folder_name
 
 

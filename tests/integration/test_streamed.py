@@ -25,9 +25,9 @@ from pipeline.launchers.base import Session
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import Metrics, Resumed, Warned
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.recorded_run import open_trial
-from pipeline.recording.recorder import Recorder
 from pipeline.training.batches.order import StreamOrder
 from pipeline.training.batches.stream import StreamLoader
 

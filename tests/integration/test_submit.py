@@ -21,7 +21,7 @@ from slurm import Slurm
 from stores import free_port
 
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Event, Metrics, Resumed, RunClosed
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pipeline.protocol.events import AnyEvent, Metrics, RunClosed
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 TRACEBACK = "Traceback (most recent call last)"
 

@@ -11,7 +11,7 @@ from subprocess import Popen
 import psutil
 
 from pipeline.protocol.events import RunClosed
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 TIMEOUT_S = 5.0
 PATIENCE_S = 120.0

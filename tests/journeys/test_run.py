@@ -22,7 +22,7 @@ from stores import free_port
 from pipeline.config.load import load
 from pipeline.config.summary import config_hash, flatten
 from pipeline.protocol.events import Finished, RunClosed, RunOpened, TrialOpened
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 from pipeline.report.report import Report
 
 pytestmark = [

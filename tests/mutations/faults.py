@@ -195,7 +195,7 @@ FAULTS = (
     Fault(
         "an event is delivered twice",
         "no point is there twice",
-        "pipeline/recording/recorder.py",
+        "pipeline/recording/journal/recorder.py",
         "                subscriber.receive(new)",
         "                subscriber.receive(new)\n                subscriber.receive(new)",
         ("tests/unit/test_recorder.py",),
@@ -203,7 +203,7 @@ FAULTS = (
     Fault(
         "steps that are done again are recorded again",
         "no point of a resumed run is there twice",
-        "pipeline/recording/recorder.py",
+        "pipeline/recording/journal/recorder.py",
         "point.step > known[series]:",
         "point.step >= known[series]:",
         ("tests/unit/test_recorder.py",),
@@ -211,7 +211,7 @@ FAULTS = (
     Fault(
         "the MLflow writer blocks the step",
         "tracking can't hurt training",
-        "pipeline/recording/mlflow.py",
+        "pipeline/recording/mlflow/mlflow_subscriber.py",
         "        if isinstance(event, RunClosed):",
         "        self._done.wait(0.2)\n        if isinstance(event, RunClosed):",
         ("tests/replay/test_writer.py",),
@@ -219,7 +219,7 @@ FAULTS = (
     Fault(
         "a point has the time at which it is sent",
         "pipeline sync adds nothing twice",
-        "pipeline/recording/mlflow_entities.py",
+        "pipeline/recording/mlflow/mlflow_entities.py",
         "    return round(event.time * 1000)",
         "    import time\n\n    return round(time.time() * 1000)",
         ("tests/replay/test_sent.py",),
@@ -227,7 +227,7 @@ FAULTS = (
     Fault(
         "a killed run is FINISHED in MLflow",
         "a killed driver's run ends as KILLED",
-        "pipeline/recording/folder.py",
+        "pipeline/recording/journal/folder.py",
         '    return RunClosed(time=at, status="KILLED",',
         '    return RunClosed(time=at, status="FINISHED",',
         ("tests/replay/test_sent.py::test_a_killed_run_ends_with_its_last_event_and_goes_on_when_it_is_resumed",),
@@ -235,7 +235,7 @@ FAULTS = (
     Fault(
         "a torn line stays in the journal",
         "a killed driver loses at most its last event",
-        "pipeline/recording/journal.py",
+        "pipeline/recording/journal/journal.py",
         "        os.truncate(path, start)",
         "        os.truncate(path, path.stat().st_size)",
         ("tests/unit/test_journal.py",),
@@ -243,7 +243,7 @@ FAULTS = (
     Fault(
         "baseline and main are swapped in the speedup",
         "speedup is the training's throughput over the baseline's",
-        "pipeline/report/__init__.py",
+        "pipeline/report/numbers/row.py",
         "pairs = list(zip(self.repeats, other.repeats, strict=False))",
         "pairs = list(zip(other.repeats, self.repeats, strict=False))",
         ("tests/unit/test_report.py", "tests/unit/test_estimates.py"),
@@ -275,7 +275,7 @@ FAULTS = (
     Fault(
         "efficiency forgets the devices",
         "efficiency is speedup over the ratio of devices",
-        "pipeline/report/__init__.py",
+        "pipeline/report/numbers/row.py",
         "ratios.value / (self.device_count / baseline.device_count)",
         "ratios.value",
         ("tests/unit/test_report.py",),
@@ -299,7 +299,7 @@ FAULTS = (
     Fault(
         "progress stands in the JSON document",
         "--json prints one document and nothing else",
-        "pipeline/recording/terminal.py",
+        "pipeline/recording/terminal/terminal.py",
         "        stdout = stderr if as_json else",
         "        stdout = stderr if as_json and quiet else",
         ("tests/replay/test_played.py::test_scripts_get_one_document_and_nothing_else",),
@@ -355,7 +355,7 @@ FAULTS = (
     Fault(
         "the worst trial of a sweep is the best",
         "a sweep names its best trial",
-        "pipeline/commands/sweep/sweep_report.py",
+        "pipeline/commands/sweep/journals.py",
         '    pick = min if direction == "min" else max',
         '    pick = max if direction == "min" else min',
         ("tests/unit/test_best_trial.py",),

@@ -13,7 +13,7 @@ import yaml
 from recordings import Recording, Store
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.recording import journal as journals
+from pipeline.recording.journal import journal as journals
 
 Journal = Callable[[str], Recording]
 

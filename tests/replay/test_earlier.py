@@ -23,12 +23,12 @@ from pipeline.protocol.events import (
     event_from_json,
     event_to_json,
 )
-from pipeline.recording.console import Console
-from pipeline.recording.folder import read_state
-from pipeline.recording.journal import FILE_NAME, read
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.terminal import Terminal
-from pipeline.report.goodput import WallClock
+from pipeline.recording.journal.folder import read_state
+from pipeline.recording.journal.journal import FILE_NAME, read
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.terminal.console import Console
+from pipeline.recording.terminal.terminal import Terminal
+from pipeline.report.numbers.goodput import WallClock
 
 Journal = Callable[[str], Recording]
 NAMES = sorted(path.name for path in JOURNALS.iterdir() if (path / "events.jsonl").exists())

@@ -17,11 +17,11 @@ from pipeline.commands.invocation import Invocation
 from pipeline.errors import TrainingError
 from pipeline.protocol.events import Evaluated
 from pipeline.protocol.trial import Trial
-from pipeline.recording import journal as journals
 from pipeline.recording import recorded_run
-from pipeline.recording.folder import read_state
+from pipeline.recording.journal import journal as journals
+from pipeline.recording.journal.folder import read_state
+from pipeline.recording.mlflow.sync import sync
 from pipeline.recording.recorded_run import open_trial
-from pipeline.recording.sync import sync
 from pipeline.training.result import restored
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 1}

@@ -15,9 +15,9 @@ from recordings import Recording
 
 from pipeline.commands.history import running
 from pipeline.protocol.events import Evaluated, Finished, FirstStep, Metrics, ModelSaved, RunOpened, TrialOpened
-from pipeline.recording.journal import FILE_NAME, Journal
-from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.sync import sync
+from pipeline.recording.journal.journal import FILE_NAME, Journal
+from pipeline.recording.mlflow.outcome import TrackingOutcome
+from pipeline.recording.mlflow.sync import sync
 
 Recorded = Callable[[str], Recording]
 ENDS = {

@@ -16,9 +16,9 @@ from recordings import Store
 
 from pipeline.protocol.events import WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
 from pipeline.protocol.trial import Rank
-from pipeline.recording import journal as journals
-from pipeline.recording.model_folder import Module, Program, signature
-from pipeline.recording.sync import sync
+from pipeline.recording.journal import journal as journals
+from pipeline.recording.mlflow.model_folder import Module, Program, signature
+from pipeline.recording.mlflow.sync import sync
 from pipeline.system.memory_limits import MemoryLimit
 from pipeline.training.loop import train
 from pipeline.training.result import exported_model, reporting

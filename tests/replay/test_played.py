@@ -17,10 +17,10 @@ from recordings import JOURNALS, Store
 from pipeline.driver import preflight
 from pipeline.errors import interrupt
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
-from pipeline.recording.journal import FILE_NAME, is_open, read
+from pipeline.recording.journal.journal import FILE_NAME, is_open, read
 from pipeline.report.report import Report
-from pipeline.report.row_names import label_row
-from pipeline.report.tables import speedup
+from pipeline.report.text.row_names import label_row
+from pipeline.report.text.tables import speedup
 from pipeline.system.signals import handled
 
 Play = Callable[..., Any]

@@ -17,10 +17,10 @@ from pipeline.config.load import load
 from pipeline.config.summary import config_hash, flatten
 from pipeline.protocol.events import Failed, Finished, RunClosed, RunOpened
 from pipeline.protocol.links import link
-from pipeline.recording.mlflow_entities import metric_name
-from pipeline.recording.mlflow_run import MlflowRun
-from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.sync import sync
+from pipeline.recording.mlflow.mlflow_entities import metric_name
+from pipeline.recording.mlflow.mlflow_run import MlflowRun
+from pipeline.recording.mlflow.outcome import TrackingOutcome
+from pipeline.recording.mlflow.sync import sync
 from pipeline.report.report import Report
 
 pytestmark = [

@@ -19,11 +19,11 @@ from recordings import JOURNALS, Recording, Store
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
-from pipeline.recording import delivery, mlflow_run
-from pipeline.recording import journal as journals
-from pipeline.recording.mlflow import MlflowSubscriber
-from pipeline.recording.sender import Sender
-from pipeline.recording.sync import sync
+from pipeline.recording.journal import journal as journals
+from pipeline.recording.mlflow import delivery, mlflow_run
+from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber
+from pipeline.recording.mlflow.sender import Sender
+from pipeline.recording.mlflow.sync import sync
 
 Journal = Callable[[str], Recording]
 BLOCKED_S = 0.1
@@ -130,11 +130,11 @@ def started_writer(timeout_s: float = 60) -> psutil.Process:
     """Wait for the one process that writes to MLflow; on a busy machine its command line is not there at once."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        there = [each for each in psutil.Process().children() if "recording.follow" in " ".join(each.cmdline())]
+        there = [each for each in psutil.Process().children() if "mlflow.follow" in " ".join(each.cmdline())]
         if len(there) == 1:
             return there[0]
         time.sleep(0.01)
-    pytest.fail(f"no process of pipeline.recording.follow within {timeout_s:g} s")
+    pytest.fail(f"no process of pipeline.recording.mlflow.follow within {timeout_s:g} s")
 
 
 def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from command import Ended, started
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 STEPS = 240
 """60 epochs of 4 steps, the last of each smaller."""

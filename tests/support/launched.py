@@ -20,9 +20,9 @@ from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.recorded_run import open_trial
-from pipeline.recording.recorder import Recorder
 
 IN_FP32 = ("inprocess", "torchrun")
 """Launchers that train in fp32, too: one with a process and one with many."""

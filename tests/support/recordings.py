@@ -15,9 +15,9 @@ from filelock import FileLock
 from pipeline.config.renamed import translate
 from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.protocol.trial import ROLES, Trial
-from pipeline.recording.journal import FILE_NAME, read
-from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.sender import Sender
+from pipeline.recording.journal.journal import FILE_NAME, read
+from pipeline.recording.mlflow.outcome import TrackingOutcome
+from pipeline.recording.mlflow.sender import Sender
 
 if TYPE_CHECKING:  # importing MLflow takes seconds, which tests without a store needn't spend
     from mlflow import MlflowClient
@@ -179,12 +179,12 @@ def written_here() -> Iterator[None]:
     """Inside, commands write to MLflow in this process: another one takes seconds to import it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipeline.recording.recorded_run.MlflowSubscriber", _WriterHere)
-        patch.setattr("pipeline.recording.mlflow.head_start", lambda uri: nullcontext())
+        patch.setattr("pipeline.recording.mlflow.mlflow_subscriber.head_start", lambda uri: nullcontext())
         yield
 
 
 class _WriterHere:
-    """What the process of `pipeline.recording.follow` does, at once and in this one."""
+    """What the process of `pipeline.recording.mlflow.follow` does, at once and in this one."""
 
     late: tuple[str, ...] = ()
 

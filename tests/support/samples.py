@@ -7,7 +7,7 @@ from pipeline.config.values import Component
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import ROLES, Role, Scaling, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
-from pipeline.report import Unmeasured
+from pipeline.report.numbers.row import Unmeasured
 from pipeline.report.report import Report
 from pipeline.report.swept import Swept, SweptReport, SweptTrial
 

@@ -12,8 +12,8 @@ from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, RunClosed, TrialOpened
 from pipeline.protocol.trial import Rank, Status
-from pipeline.recording import provenance
-from pipeline.recording.journal import FILE_NAME, Journal
+from pipeline.recording.journal import provenance
+from pipeline.recording.journal.journal import FILE_NAME, Journal
 from pipeline.recording.recorded_run import _opened
 from pipeline.training.loop import train
 

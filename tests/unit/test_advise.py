@@ -16,9 +16,9 @@ from pipeline.config.schema import Experiment
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Trial
-from pipeline.report import Advice
 from pipeline.report.advice import MOST, advise
 from pipeline.report.advice.rules import Case, Finding, exchange_gbit, format_overrides
+from pipeline.report.numbers.row import Advice
 from pipeline.report.report import Report
 
 CUDA_2 = samples.trial("main", "main", strategy="ddp", workers=2, gpus=1)

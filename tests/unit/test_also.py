@@ -24,7 +24,7 @@ from pipeline.protocol.events import (
     RunOpened,
     SystemMetrics,
 )
-from pipeline.recording import also
+from pipeline.recording.trackers import named_trackers
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 
@@ -64,7 +64,7 @@ A_RUN: list[AnyEvent] = [
 
 def written(name: str, folder: Path, events: Sequence[AnyEvent] = A_RUN) -> None:
     """Write a run as the process beside training does."""
-    tracker = also.build(name, folder)
+    tracker = named_trackers.build(name, folder)
     for event in events:
         tracker.receive(event)
     tracker.close()
@@ -174,4 +174,4 @@ class TestTensorBoard:
         assert main.Tensors("summary")[0].tensor_proto.string_val[0] == b"**1.7x** of single"
         (picture,) = main.Images("speedup.png")
         assert (picture.width, picture.height, picture.encoded_image_string) == (2, 1, pixel)
-        assert list(also.places(tmp_path)) == [f"tensorboard --logdir {tmp_path / 'tensorboard'}"]
+        assert list(named_trackers.places(tmp_path)) == [f"tensorboard --logdir {tmp_path / 'tensorboard'}"]

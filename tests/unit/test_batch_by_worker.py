@@ -19,7 +19,7 @@ from pipeline.planning.describe import DataSizes, describe
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import RunOpened
-from pipeline.recording.folder import RunState
+from pipeline.recording.journal.folder import RunState
 
 MACHINE = Resources(cpus=8, memory_mb=1024, node="laptop")
 GOOD: dict[str, Any] = {

@@ -18,8 +18,8 @@ from pipeline.config.overrides import apply_overrides
 from pipeline.config.schema import Experiment
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import CellMeasurement
-from pipeline.report import Advice
 from pipeline.report.advice import advise
+from pipeline.report.numbers.row import Advice
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places

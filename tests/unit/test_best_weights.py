@@ -19,8 +19,8 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Finished, ModelSaved, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording.console import _format_finished
-from pipeline.report.records import table_json
+from pipeline.recording.terminal.console import _format_finished
+from pipeline.report.numbers.records import table_json
 from pipeline.report.report import Report
 from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import Manifest, folder_name

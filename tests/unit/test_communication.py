@@ -13,8 +13,8 @@ from samples import MAIN, spread
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import Communication
-from pipeline.report import Row
-from pipeline.report.sentences import describe_communication
+from pipeline.report.numbers.row import Row
+from pipeline.report.text.sentences import describe_communication
 from pipeline.strategies.ddp import timed_of
 from pipeline.training.build import build
 from pipeline.training.meters.clock import Lap

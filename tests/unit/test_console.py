@@ -28,10 +28,10 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.protocol.trial import Rank
-from pipeline.recording import notebook
-from pipeline.recording.console import Console, print_report
-from pipeline.recording.terminal import OptionalConsole, Terminal
-from pipeline.recording.trial_progress import facts
+from pipeline.recording.terminal import notebook
+from pipeline.recording.terminal.console import Console, print_report
+from pipeline.recording.terminal.terminal import OptionalConsole, Terminal
+from pipeline.recording.terminal.trial_progress import facts
 from pipeline.report.report import Report
 
 RAY = MAIN.model_copy(update={"launcher": "ray"})

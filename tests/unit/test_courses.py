@@ -14,7 +14,7 @@ from pipeline.protocol.events import (
     Started,
     TrialOpened,
 )
-from pipeline.report.courses import Course, bucket_size, courses, direction, smoothed, thinned
+from pipeline.report.numbers.courses import Course, bucket_size, courses, direction, smoothed, thinned
 
 STEP_S = 0.5
 

@@ -34,8 +34,8 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording import journal
-from pipeline.recording.recorder import Recorder
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.recorder import Recorder
 
 SPOT = Departure(node="b", label="b (10.0.0.2)", seconds=29.6, has_driver=False)
 NOTICE = "b (10.0.0.2) is being drained and ends in 30 s"

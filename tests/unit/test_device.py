@@ -17,10 +17,12 @@ from pipeline.commands.history.compared_figures import Figure, measured
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import CellMeasurement, Rank
 from pipeline.protocol.trial_result import Energy, Flops
-from pipeline.report import Row, device, row_numbers
-from pipeline.report.peaks import peaks_of
-from pipeline.report.records import build_cell, columns
+from pipeline.report.numbers import row_numbers
+from pipeline.report.numbers.peaks import peaks_of
+from pipeline.report.numbers.records import build_cell, columns
+from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
+from pipeline.report.text import device
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.measuring.flops import count

@@ -17,8 +17,8 @@ from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Finished, Metrics, Point, Trained, TrialOpened, Warned
 from pipeline.protocol.trial import Rank, Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording import journal
-from pipeline.recording.recorder import Recorder
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.recorder import Recorder
 
 RESULT = finished("main", spread(190.0)).result
 

@@ -22,11 +22,12 @@ from samples import report as run_report
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
-from pipeline.recording.scalars import figures
-from pipeline.report import chart, publish
-from pipeline.report.ratios import is_wide, times
+from pipeline.recording.trackers.scalars import figures
+from pipeline.report.page import publish
+from pipeline.report.pictures import chart
 from pipeline.report.report import Report, comparison_json
-from pipeline.report.tables import efficiency, speedup
+from pipeline.report.text.ratios import is_wide, times
+from pipeline.report.text.tables import efficiency, speedup
 
 Pairs = list[tuple[float, float]]
 
@@ -406,7 +407,7 @@ def test_a_chart_that_can_t_be_drawn_costs_itself_and_a_line(tmp_path: Path, mon
     def fails(*_: object) -> None:
         raise ValueError("no such font")
 
-    monkeypatch.setattr("pipeline.report.chart.draw", fails)
+    monkeypatch.setattr("pipeline.report.pictures.chart.draw", fails)
     told: list[str] = []
     ends: list[Finished] = [finished("main", spread(190))]
     written = publish.save(Report.of([MAIN], ends, hardware=HARDWARE), tmp_path, warn=told.append)

@@ -22,10 +22,10 @@ from pipeline.driver.longer import differences
 from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.protocol.events import Evaluated, Metrics, RunClosed, RunOpened, TrialOpened, Warned
 from pipeline.protocol.trial import EVALUATION, Evaluation, Rank, Trial
-from pipeline.recording import journal
-from pipeline.recording.folder import read_state
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.run_summary import summarized
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import read_state
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.journal.run_summary import summarized
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.result.restored import evaluate_checkpoint

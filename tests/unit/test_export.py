@@ -33,8 +33,8 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, Finished, ModelSaved
-from pipeline.recording import journal
-from pipeline.recording.model_folder import Module
+from pipeline.recording.journal import journal
+from pipeline.recording.mlflow.model_folder import Module
 from pipeline.training.checkpoints.manifest import folder_name
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 2}

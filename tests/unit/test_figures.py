@@ -5,8 +5,8 @@ import re
 import runpy
 from pathlib import Path
 
-from pipeline.recording.mlflow_entities import metric_name
-from pipeline.report.row_numbers import NUMBERS
+from pipeline.recording.mlflow.mlflow_entities import metric_name
+from pipeline.report.numbers.row_numbers import NUMBERS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -13,7 +13,7 @@ from pipeline.commands.doctor.examination import Examination, show
 from pipeline.commands.doctor.node_network import MeasuredLink
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial_result import AllReduce, Link
-from pipeline.report.link import transfer_ms
+from pipeline.report.numbers.link import transfer_ms
 
 HERE = facts_here().model_copy(
     update={

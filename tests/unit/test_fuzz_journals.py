@@ -26,10 +26,10 @@ from pipeline.config.summary import to_yaml
 from pipeline.driver.resume import LATEST, changes, earlier, left_out
 from pipeline.errors import PipelineError
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened, TrialOpened, event_to_json
-from pipeline.recording import journal
-from pipeline.recording.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
-from pipeline.recording.journal import FILE_NAME
-from pipeline.recording.store import check_store, resolve_uri
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
+from pipeline.recording.journal.journal import FILE_NAME
+from pipeline.recording.mlflow.store import check_store, resolve_uri
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.training.checkpoints.manifest import Manifest, StoredFile, parse
 

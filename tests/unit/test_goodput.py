@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.trial import Rank
-from pipeline.report.goodput import Goodput, WallClock
+from pipeline.report.numbers.goodput import Goodput, WallClock
 
 DAY = 86400.0
 

@@ -14,10 +14,11 @@ import pytest
 from samples import BASELINE, HARDWARE, MAIN, comparison, finished, in_turn, report, spread
 
 from pipeline.protocol.trial_result import Best, Communication, StepParts
-from pipeline.report import Advice, publish
-from pipeline.report.about import About
-from pipeline.report.goodput import Goodput
-from pipeline.report.html import Drawn, fragment, save_page
+from pipeline.report.numbers.goodput import Goodput
+from pipeline.report.numbers.row import Advice
+from pipeline.report.page import publish
+from pipeline.report.page.about import About
+from pipeline.report.page.html import Drawn, fragment, save_page
 from pipeline.report.report import Report
 
 

@@ -8,9 +8,9 @@ from typing import IO
 import pytest
 import rich.console
 
-from pipeline.recording import mlflow
-from pipeline.recording.outcome import TrackingOutcome, link_of
-from pipeline.recording.terminal import linked
+from pipeline.recording.mlflow import mlflow_subscriber
+from pipeline.recording.mlflow.outcome import TrackingOutcome, link_of
+from pipeline.recording.terminal.terminal import linked
 
 ADDRESS = "http://127.0.0.1:5000/#/experiments/1/runs/0f3a?workflowType=machine_learning"
 OPENED = TrackingOutcome(experiment_id="1", run_id="0f3a", delivered=True)
@@ -18,12 +18,14 @@ OPENED = TrackingOutcome(experiment_id="1", run_id="0f3a", delivered=True)
 
 def subscribed(
     folder: Path, stdout: IO[bytes], monkeypatch: pytest.MonkeyPatch
-) -> tuple[mlflow.MlflowSubscriber, list[str]]:
+) -> tuple[mlflow_subscriber.MlflowSubscriber, list[str]]:
     """A subscriber whose process says what is in ``stdout``, and the runs that it has told of."""
     process = SimpleNamespace(stdin=io.BytesIO(), stdout=stdout, wait=lambda: 0, kill=lambda: None, returncode=0)
-    monkeypatch.setattr(mlflow, "_begun", [mlflow._Process(process, io.BytesIO())])
+    monkeypatch.setattr(mlflow_subscriber, "_begun", [mlflow_subscriber._Process(process, io.BytesIO())])
     told: list[str] = []
-    subscriber = mlflow.MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=pytest.fail, opened=told.append)
+    subscriber = mlflow_subscriber.MlflowSubscriber(
+        folder=folder, log=folder / "log.txt", warn=pytest.fail, opened=told.append
+    )
     return subscriber, told
 
 
@@ -41,7 +43,7 @@ def test_a_run_is_told_as_soon_as_the_store_has_it(tmp_path: Path, monkeypatch: 
 def test_the_end_of_a_run_names_all_places_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "replies").write_bytes(REPLIES)
     with (tmp_path / "replies").open("rb") as replies:
-        monkeypatch.setattr(mlflow.MlflowSubscriber, "_listen", lambda *_: None)  # until the run has ended
+        monkeypatch.setattr(mlflow_subscriber.MlflowSubscriber, "_listen", lambda *_: None)  # until the run has ended
         subscriber, told = subscribed(tmp_path, replies, monkeypatch)
         subscriber.finish(0)
         monkeypatch.undo()
@@ -54,7 +56,7 @@ def test_what_an_earlier_session_has_sent_says_nothing_of_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     OPENED.keep(tmp_path)
-    monkeypatch.setattr(mlflow.MlflowSubscriber, "_listen", lambda *_: None)  # the process says nothing
+    monkeypatch.setattr(mlflow_subscriber.MlflowSubscriber, "_listen", lambda *_: None)  # the process says nothing
     subscriber, _ = subscribed(tmp_path, io.BytesIO(), monkeypatch)
     killed = TrackingOutcome.kept(tmp_path)
     assert killed is not None

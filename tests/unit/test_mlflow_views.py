@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from pipeline.protocol.events import RunOpened, TrialOpened
-from pipeline.recording.mlflow_entities import metric_name
-from pipeline.recording.mlflow_names import name_run, name_trial
-from pipeline.recording.mlflow_views import columns, save_runs_view, save_trials_view, shared_params, varied_params
-from pipeline.recording.store import run_page, runs_link, sweep_view
+from pipeline.recording.mlflow.mlflow_entities import metric_name, name_run, name_trial
+from pipeline.recording.mlflow.mlflow_views import (
+    columns,
+    save_runs_view,
+    save_trials_view,
+    shared_params,
+    varied_params,
+)
+from pipeline.recording.mlflow.store import run_page, runs_link, sweep_view
 
 PARAMS = {"metrics.accuracy._target_": "torchmetrics.Accuracy", "name": "lab", "train.epochs": "3"}
 SWEEP = {

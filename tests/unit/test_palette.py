@@ -8,7 +8,7 @@ from math import dist
 
 import pytest
 
-from pipeline.report.palette import DARK, LIGHT, LINES, PARTS
+from pipeline.report.pictures.palette import DARK, LIGHT, LINES, PARTS
 
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency", IEEE
 # Transactions on Visualization and Computer Graphics 15(6): the matrices of severity 1.0, for linear RGB.

@@ -20,10 +20,11 @@ from matplotlib.transforms import Bbox
 from samples import DDP_4, HARDWARE, MAIN, comparison, finished, in_turn, report, spread, swept, trial
 
 from pipeline.protocol.events import Finished
-from pipeline.report import Unmeasured, chart, curves, pairs, sweep_chart
-from pipeline.report.courses import Course, Pause, Series, Window
-from pipeline.report.palette import LIGHT
-from pipeline.report.picture import STYLE, Draw, save, shorten
+from pipeline.report.numbers.courses import Course, Pause, Series, Window
+from pipeline.report.numbers.row import Unmeasured
+from pipeline.report.pictures import chart, curves, pairs, sweep_chart
+from pipeline.report.pictures.palette import LIGHT
+from pipeline.report.pictures.picture import STYLE, Draw, save, shorten
 from pipeline.report.report import Report
 
 LONG = "deepspeed_zero_stage_3_with_offloaded_optimizer_states"

@@ -8,8 +8,8 @@ import pytest
 import toys
 
 from pipeline.protocol.events import LOSSES, Metrics, Point
-from pipeline.recording import loss_file
-from pipeline.recording.recorder import Recorder
+from pipeline.recording.journal import loss_file
+from pipeline.recording.journal.recorder import Recorder
 from pipeline.training.meters import meter
 from pipeline.training.meters.points import group_steps, iter_points
 

@@ -25,12 +25,13 @@ from pipeline.config import renamed
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops, Spread, StepParts, Unsaved
-from pipeline.report import Advice, publish
-from pipeline.report.pairs import table as pairs_table
+from pipeline.report.numbers.row import Advice
+from pipeline.report.numbers.row_numbers import NUMBERS
+from pipeline.report.page import publish
+from pipeline.report.pictures.pairs import table as pairs_table
 from pipeline.report.report import Report, run_json
 from pipeline.report.report_files import PAGE_NAME
-from pipeline.report.row_numbers import NUMBERS
-from pipeline.report.tables import Straggler, low_to_high
+from pipeline.report.text.tables import Straggler, low_to_high
 
 
 def compare(main: Trial, *, main_at: Spread, baseline_at: Spread) -> Report:

@@ -12,9 +12,9 @@ from pipeline.driver import longer, resume
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.protocol.events import Metrics, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
-from pipeline.recording.folder import RunState
-from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.recorder import Recorder
+from pipeline.recording.journal.folder import RunState
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.mlflow.outcome import TrackingOutcome
 
 FILE = """\
 name: same

@@ -20,10 +20,10 @@ from pipeline.config.renamed import NUMBERS
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.trial import Status
-from pipeline.recording import runs
-from pipeline.recording.journal import FILE_NAME
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.run_summary import summarized
+from pipeline.recording.journal import runs
+from pipeline.recording.journal.journal import FILE_NAME
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.journal.run_summary import summarized
 from pipeline.report.report_files import REPORT_NAME
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()

@@ -7,8 +7,8 @@ from torch import nn
 
 from pipeline.errors import UsageError
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link
-from pipeline.report.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
-from pipeline.report.prediction import Workload, at_pace, fill_buckets, predict
+from pipeline.report.numbers.link import broadcast_ms, fit, latency_ms, parse, transfer_ms
+from pipeline.report.numbers.prediction import Workload, at_pace, fill_buckets, predict
 
 MB = 1_000_000
 PERFECT = Link(latency_us=0, bandwidth_gbit=1e12)

@@ -19,10 +19,10 @@ from samples import HARDWARE, in_turn, spread, trial
 from pipeline.config.parallel import Parallel
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
-from pipeline.recording.console import print_report
+from pipeline.recording.terminal.console import print_report
 from pipeline.report.advice import advise
 from pipeline.report.evaluated import EvaluationReport
-from pipeline.report.goodput import Goodput
+from pipeline.report.numbers.goodput import Goodput
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places

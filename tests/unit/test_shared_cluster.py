@@ -19,7 +19,7 @@ from pipeline.config.load import load
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, Started
-from pipeline.recording.journal import FILE_NAME, Journal
+from pipeline.recording.journal.journal import FILE_NAME, Journal
 from pipeline.recording.recorded_run import Membership, _status
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"

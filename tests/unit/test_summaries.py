@@ -7,8 +7,9 @@ import pytest
 from matplotlib.axes import Axes
 from samples import swept
 
-from pipeline.report import publish, sweep_chart
-from pipeline.report.palette import LIGHT
+from pipeline.report.page import publish
+from pipeline.report.pictures import sweep_chart
+from pipeline.report.pictures.palette import LIGHT
 
 
 def dots(axes: Axes) -> list[str]:

@@ -12,7 +12,7 @@ from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
 from pipeline.config.load import load
 from pipeline.config.sweep import Sweep
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
-from pipeline.recording.journal import FILE_NAME, Journal
+from pipeline.recording.journal.journal import FILE_NAME, Journal
 
 METRIC = "validation/loss"
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"

@@ -20,8 +20,8 @@ from pipeline.planning.describe import DataSizes, describe
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Trial
-from pipeline.recording.console import _format_finished
-from pipeline.recording.scalars import figures
+from pipeline.recording.terminal.console import _format_finished
+from pipeline.recording.trackers.scalars import figures
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.manifest import trained
 

@@ -10,8 +10,8 @@ from pipeline.config.load import load
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Advanced, AnyEvent, Warned
-from pipeline.recording.recorder import Recorder
-from pipeline.recording.trackers import Attached
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.trackers.attached import Attached
 
 
 class Notes:

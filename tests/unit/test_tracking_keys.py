@@ -17,7 +17,7 @@ from pipeline.planning.describe import describe
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import ModelSaved
-from pipeline.recording import provenance
+from pipeline.recording.journal import provenance
 
 
 def tracked(**tracking: Any) -> Any:

@@ -13,7 +13,7 @@ from pipeline import Experiment, Trained
 from pipeline.config.summary import to_yaml
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunClosed, RunOpened
-from pipeline.recording.recorder import Recorder
+from pipeline.recording.journal.recorder import Recorder
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.trial import Rank, Training
-from pipeline.recording.run_progress import RunProgress
-from pipeline.recording.trial_progress import TrialProgress, clock, figures, fitted, left
+from pipeline.recording.terminal.run_progress import RunProgress
+from pipeline.recording.terminal.trial_progress import TrialProgress, clock, figures, fitted, left
 
 DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}
 

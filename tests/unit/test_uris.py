@@ -11,9 +11,9 @@ from pipeline.config.schema import Checkpoint
 from pipeline.config.tracking_section import Tracking
 from pipeline.config.uris import problem_of
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded
-from pipeline.recording.ui import serve
+from pipeline.recording.mlflow.outcome import TrackingOutcome
+from pipeline.recording.mlflow.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded
+from pipeline.recording.mlflow.ui import serve
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ The run has finished: it keeps its status and duration, also if the measurement 
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.commands.invocation import invoked, refuse_outer_launcher
+from pipeline.commands.invocation import invoked
+from pipeline.commands.preparation import refuse_outer_launcher
 from pipeline.commands.run import make, report
 from pipeline.config.load import ExperimentFile
 from pipeline.config.schema import Experiment
@@ -14,9 +15,9 @@ from pipeline.driver.checkpoint_choice import describe_missing_end
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Training
-from pipeline.recording import journal
-from pipeline.recording.folder import read_state
-from pipeline.recording.terminal import Terminal
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import read_state
+from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.storage import Storage, address_of
 

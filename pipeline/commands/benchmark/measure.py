@@ -8,15 +8,16 @@ from pathlib import Path
 from pipeline.commands.benchmark.batch_sizes import double_batch
 from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make_matrix
 from pipeline.commands.benchmark.predicted_rows import Predictor, iter_unpredicted
-from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
+from pipeline.commands.invocation import Invocation, invoked
+from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording.terminal import Terminal
-from pipeline.report import Unmeasured
+from pipeline.recording.terminal.terminal import Terminal
+from pipeline.report.numbers.row import Unmeasured
+from pipeline.report.numbers.row_numbers import metrics_of
 from pipeline.report.report import Report
-from pipeline.report.row_numbers import metrics_of
 from pipeline.wording import counted
 
 NOT_REACHED = "the benchmark ended before it was measured"

@@ -10,12 +10,12 @@ from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Scaling, Trial
 from pipeline.protocol.trial_result import Costs, Link, Spread, StepParts
-from pipeline.report import Row, Unmeasured
-from pipeline.report.device import compute_cost
-from pipeline.report.forecast import Check, Forecast, Predicted
-from pipeline.report.link import fit, parse
-from pipeline.report.prediction import MOST_WORKERS, Prediction, Workload, at_pace, compute_ms, predict
+from pipeline.report.numbers.forecast import Check, Forecast, Predicted
+from pipeline.report.numbers.link import fit, parse
+from pipeline.report.numbers.prediction import MOST_WORKERS, Prediction, Workload, at_pace, compute_ms, predict
+from pipeline.report.numbers.row import Row, Unmeasured
 from pipeline.report.report import Report
+from pipeline.report.text.device import compute_cost
 
 if TYPE_CHECKING:
     from pipeline.strategies.ddp import Options

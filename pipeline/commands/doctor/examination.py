@@ -15,8 +15,8 @@ from pipeline.commands.doctor.node_network import MeasuredLink
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
-from pipeline.recording.terminal import headed, print_report_table
-from pipeline.report.tables import Column, from_columns
+from pipeline.recording.terminal.terminal import headed, print_report_table
+from pipeline.report.text.tables import Column, from_columns
 from pipeline.wording import counted
 
 Say = Callable[[str], None]

@@ -16,8 +16,8 @@ from pipeline.commands.doctor.check_result import CheckResult, by_node
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
 from pipeline.protocol.trial_result import AllReduce, Link
-from pipeline.report.link import Backend, fit, latency_ms, transfer_ms
-from pipeline.report.tables import amount
+from pipeline.report.numbers.link import Backend, fit, latency_ms, transfer_ms
+from pipeline.report.text.tables import amount
 from pipeline.wording import last_line
 
 _LOOPBACK = "127.0.0.1"

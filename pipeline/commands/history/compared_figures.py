@@ -9,8 +9,8 @@ from pydantic import ConfigDict
 from pipeline.config.values import Direction, Frozen
 from pipeline.protocol.events import RunOpened
 from pipeline.protocol.trial_result import Spread
-from pipeline.report import Row
-from pipeline.report.courses import direction
+from pipeline.report.numbers.courses import direction
+from pipeline.report.numbers.row import Row
 
 _MANY = 10.0  # ratio from which a multiple is easier to read than percent
 _SAME_MEMORY = 0.005

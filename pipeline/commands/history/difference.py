@@ -13,9 +13,9 @@ from pipeline.config.renamed import translate_params
 from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunOpened
-from pipeline.recording.folder import ENVIRONMENT_NAME
-from pipeline.recording.run_summary import RunSummary, last_opened
-from pipeline.recording.terminal import print_table, write
+from pipeline.recording.journal.folder import ENVIRONMENT_NAME
+from pipeline.recording.journal.run_summary import RunSummary, last_opened
+from pipeline.recording.terminal.terminal import print_table, write
 from pipeline.wording import figure
 
 _TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")

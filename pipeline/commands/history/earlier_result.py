@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.recording.run_summary import RunSummary
-from pipeline.report.tables import ReportTable
+from pipeline.recording.journal.run_summary import RunSummary
+from pipeline.report.text.tables import ReportTable
 from pipeline.wording import figure
 
 FILES: Mapping[str, str] = {"predict": "prediction.json", "tune-batch": "tuning.json"}
@@ -16,7 +16,7 @@ FILES: Mapping[str, str] = {"predict": "prediction.json", "tune-batch": "tuning.
 
 @dataclass(frozen=True)
 class EarlierResult:
-    """A result to print, see `pipeline.recording.console.Printable`."""
+    """A result to print, see `pipeline.recording.terminal.console.Printable`."""
 
     opening: tuple[str, ...]
     tables: tuple[ReportTable, ...]

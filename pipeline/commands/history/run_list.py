@@ -9,10 +9,10 @@ from rich.text import Text
 
 from pipeline.config.reported import PREFIX
 from pipeline.errors import UsageError
-from pipeline.recording.run_summary import RunSummary, is_number, value_of
-from pipeline.recording.terminal import listing, print_table, width_of
-from pipeline.report.claims import NOT_VALID
-from pipeline.report.ratios import ends_of, times
+from pipeline.recording.journal.run_summary import RunSummary, is_number, value_of
+from pipeline.recording.terminal.terminal import listing, print_table, width_of
+from pipeline.report.text.claims import NOT_VALID
+from pipeline.report.text.ratios import ends_of, times
 from pipeline.wording import did_you_mean, duration, figure
 
 _STYLES = {"RUNNING": "cyan", "FAILED": "red", "KILLED": "yellow"}

@@ -10,8 +10,8 @@ import rich.console
 from pipeline.commands.history.earlier_result import FILES, read_earlier
 from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
-from pipeline.recording.console import Printable, print_report, print_verdict
-from pipeline.recording.run_summary import RunSummary
+from pipeline.recording.journal.run_summary import RunSummary
+from pipeline.recording.terminal.console import Printable, print_report, print_verdict
 from pipeline.report.report import Report, comparison_json, run_json
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.report.screens import format_screen

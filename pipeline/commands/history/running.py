@@ -10,10 +10,10 @@ import rich.console
 from rich.text import Text
 
 from pipeline.config.values import Frozen
-from pipeline.recording import journal
-from pipeline.recording.folder import id_of, trials_of
-from pipeline.recording.run_progress import RunProgress
-from pipeline.recording.trial_progress import LOSS, VALIDATION, fitted, left
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import id_of, trials_of
+from pipeline.recording.terminal.run_progress import RunProgress
+from pipeline.recording.terminal.trial_progress import LOSS, VALIDATION, fitted, left
 from pipeline.wording import counted, duration
 
 _OLD_S = 30.0  # least age from which a report is told as old

@@ -8,7 +8,7 @@ from jinja2 import Environment, StrictUndefined
 
 from pipeline.commands.submit.request import CLOSING_S, Request, cpus_of_worker, gpus_of_worker
 from pipeline.errors import UsageError
-from pipeline.recording.journal import FILE_NAME
+from pipeline.recording.journal.journal import FILE_NAME
 
 _LEAST_NOTICE_S = 120
 SlurmLauncher = Literal["ray", "torchrun", "srun"]

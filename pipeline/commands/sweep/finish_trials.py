@@ -12,10 +12,10 @@ import psutil
 
 from pipeline.commands.sweep.journals import has_begun
 from pipeline.errors import PipelineError
-from pipeline.recording import journal
-from pipeline.recording.folder import trials_of
-from pipeline.recording.outcome import TrackingOutcome
-from pipeline.recording.sync import sync
+from pipeline.recording.journal import journal
+from pipeline.recording.journal.folder import trials_of
+from pipeline.recording.mlflow.outcome import TrackingOutcome
+from pipeline.recording.mlflow.sync import sync
 from pipeline.system import stages
 from pipeline.wording import counted
 

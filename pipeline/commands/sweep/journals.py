@@ -1,14 +1,15 @@
-"""State and evaluations of a sweep's trials, read from their folders."""
+"""State and evaluations of a sweep's trials, read from their folders, and the best of the trials."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.commands.sweep.assignment import Record, folder_name
 from pipeline.config.reported import PREFIX
+from pipeline.config.values import Direction
 from pipeline.protocol.events import STOPPED_EARLY, Finished, Metrics, ModelSaved, RunOpened, Started
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 from pipeline.report.swept import State, SweptTrial
 
 
@@ -48,6 +49,14 @@ class Follower:
                 for point in event.points:
                     if point.name == self._metric:
                         yield Evaluation(event.epoch, point.step, point.value)
+
+
+def records(sweep: Path) -> Iterator[Record]:
+    """Yield the records of the trials that have started, by number."""
+    number = 1
+    while (record := Record.read(sweep / folder_name(number))) is not None:
+        yield record
+        number += 1
 
 
 def find_trial(sweep: Path, record: Record, *, metric: str) -> SweptTrial:
@@ -130,3 +139,14 @@ def describe_early_stop(folder: Path) -> str:
     record = Record.read(folder)
     stopped_after = record.stopped_after if record is not None else None
     return f"{STOPPED_EARLY} after epoch {stopped_after}" if stopped_after is not None else ""
+
+
+def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | None:
+    """Return the best of the trials that were trained to their end, the first of equal ones; None if there is none.
+
+    Trials that were stopped early were worse than another trial.
+    """
+    values = {one.number: one.value for one in trials if one.state == "finished" and one.value is not None}
+    whole = [one for one in trials if not math.isnan(values.get(one.number, math.nan))]
+    pick = min if direction == "min" else max
+    return pick(whole, key=lambda one: values[one.number]) if whole else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline.commands.invocation import planning
+from pipeline.commands.preparation import planning
 from pipeline.commands.sweep.assignment import Record
 from pipeline.config.load import ExperimentFile
 from pipeline.config.sweep import Parameter, Sweep

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pipeline.commands.invocation import Invocation, invoked, refuse_outer_launcher
+from pipeline.commands.invocation import Invocation, invoked
+from pipeline.commands.preparation import refuse_outer_launcher
 from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import TrialJob, folder_name
@@ -14,7 +15,7 @@ from pipeline.commands.sweep.planning import SweepPlan, make
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.resume import check_same, earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
-from pipeline.recording.terminal import Terminal, write
+from pipeline.recording.terminal.terminal import Terminal, write
 from pipeline.report.swept import LEFT, SweptReport
 from pipeline.system import stages
 

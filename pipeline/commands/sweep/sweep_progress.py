@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.values import Direction
-from pipeline.recording.trial_progress import clock
+from pipeline.recording.terminal.trial_progress import clock
 from pipeline.report.swept import SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.wording import counted

@@ -1,35 +1,25 @@
 """Report of a sweep: the state of its trials, in the terminal, in files, in the tracking store."""
 
-import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from time import time
 
 from pipeline.commands.invocation import Invocation
-from pipeline.commands.sweep.assignment import Record, folder_name
-from pipeline.commands.sweep.journals import find_trial, model_of
+from pipeline.commands.sweep.assignment import folder_name
+from pipeline.commands.sweep.journals import best_of, find_trial, model_of, records
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.config.load import ExperimentFile
 from pipeline.config.overrides import override
 from pipeline.config.sweep import Parameter
 from pipeline.config.uris import without_credentials_in
-from pipeline.config.values import Direction
 from pipeline.protocol.events import ModelSaved, Tagged
-from pipeline.recording.folder import id_of
+from pipeline.recording.journal.folder import id_of
 from pipeline.report.swept import CSV_NAME, FILE_NAME, Swept, SweptReport, SweptTrial, figure
 
 _WIDE_RANGE = 30
 """Ratio of the largest to the smallest listed value from which a picture's axis is logarithmic."""
-
-
-def records(sweep: Path) -> Iterator[Record]:
-    """Yield the records of the trials that have started, by number."""
-    number = 1
-    while (record := Record.read(sweep / folder_name(number))) is not None:
-        yield record
-        number += 1
 
 
 def report(plan: SweepPlan, invocation: Invocation) -> SweptReport:
@@ -42,17 +32,6 @@ def report(plan: SweepPlan, invocation: Invocation) -> SweptReport:
         invocation.recorder.receive(event)
     invocation.save({FILE_NAME: result.model_dump_json(indent=1) + "\n", CSV_NAME: result.to_csv()})
     return result
-
-
-def best_of(trials: Sequence[SweptTrial], direction: Direction) -> SweptTrial | None:
-    """Return the best of the trials that were trained to their end, the first of equal ones; None if there is none.
-
-    Trials that were stopped early were worse than another trial.
-    """
-    values = {one.number: one.value for one in trials if one.state == "finished" and one.value is not None}
-    whole = [one for one in trials if not math.isnan(values.get(one.number, math.nan))]
-    pick = min if direction == "min" else max
-    return pick(whole, key=lambda one: values[one.number]) if whole else None
 
 
 def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path) -> Swept:

@@ -59,7 +59,7 @@ def train(job: TrialJob, record: Record) -> None:
     with undisturbed():
         from pipeline.commands import run
     from pipeline.recording.recorded_run import Membership
-    from pipeline.recording.terminal import Terminal
+    from pipeline.recording.terminal.terminal import Terminal
 
     folder = job.folder_of(record.number)
     member = Membership(

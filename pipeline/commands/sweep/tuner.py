@@ -12,14 +12,13 @@ from ray.tune.search import Searcher
 
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.commands.invocation import Invocation
-from pipeline.commands.sweep import sweep_report
 from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
-from pipeline.commands.sweep.journals import find_trial, reached
+from pipeline.commands.sweep.journals import best_of, find_trial, reached, records
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
 from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
 from pipeline.config.sweep import Sweep
-from pipeline.recording.terminal import write
+from pipeline.recording.terminal.terminal import write
 from pipeline.report.swept import LEFT, SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.system.process import environment
@@ -129,7 +128,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
             f"trial {found.number}: {found.state}{' before' if is_earlier else ''}{why}; {self._describe(found)}",
         )
         ended = self._progress.ended_trials
-        if found.state == "finished" and (best := sweep_report.best_of(ended, self._plan.direction)) is not None:
+        if found.state == "finished" and (best := best_of(ended, self._plan.direction)) is not None:
             values = reached(self._invocation.folder / folder_name(best.number))
             self._invocation.log(values, step=len(ended), epoch=len(ended))
 
@@ -151,7 +150,7 @@ def make_searcher(plan: SweepPlan, folder: Path) -> Searcher | None:
         return None
     from pipeline.commands.sweep.searchers import SweepSearch
 
-    begun = [record.values for record in sweep_report.records(folder)]
+    begun = [record.values for record in records(folder)]
     return SweepSearch(plan.sweep, begun, direction=plan.direction, seed=plan.seed)
 
 

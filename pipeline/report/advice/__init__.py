@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.config.schema import Experiment
-from pipeline.report import Advice, Row
 from pipeline.report.advice import rules
 from pipeline.report.advice.rules import Case, Finding, describe_part, format_overrides, scale_rate
-from pipeline.report.breakdown import has_consistent_parts
-from pipeline.report.claims import compare_rows
-from pipeline.report.loss_differences import explain_loss
-from pipeline.report.ratios import is_wide, times
+from pipeline.report.numbers.breakdown import has_consistent_parts
+from pipeline.report.numbers.row import Advice, Row
 from pipeline.report.report import Report
-from pipeline.report.row_names import count_workers, name_row
-from pipeline.report.tables import rate
+from pipeline.report.text.claims import compare_rows
+from pipeline.report.text.loss_differences import explain_loss
+from pipeline.report.text.ratios import is_wide, times
+from pipeline.report.text.row_names import count_workers, name_row
+from pipeline.report.text.tables import rate
 
 MOST = 5
 """Largest number of recommendations."""

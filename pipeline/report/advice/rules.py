@@ -12,10 +12,10 @@ from typing import Any
 from pipeline.config.overrides import override
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
-from pipeline.report import Advice, Row
-from pipeline.report.breakdown import has_consistent_parts
-from pipeline.report.row_names import name_row
-from pipeline.report.tables import Straggler, amount
+from pipeline.report.numbers.breakdown import has_consistent_parts
+from pipeline.report.numbers.row import Advice, Row
+from pipeline.report.text.row_names import name_row
+from pipeline.report.text.tables import Straggler, amount
 from pipeline.wording import counted
 
 EXPOSED = 0.2

@@ -3,16 +3,16 @@
 import shlex
 from collections.abc import Iterator
 
-from pipeline.report import Row
-from pipeline.report.claims import classify_speedup, describe_speedup, explain_doubt, headline
-from pipeline.report.ratios import is_wide
+from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
-from pipeline.report.row_names import name_row
-from pipeline.report.screens.run_screen import format_doubt, format_invalid, format_places, shorten_hardware
 from pipeline.report.screens.screen_layout import Block, Places, assemble_first_fit, label, label_command, wrap
+from pipeline.report.screens.screen_parts import format_doubt, format_invalid, format_places, shorten_hardware
 from pipeline.report.screens.screen_tables import format_step_times, iter_tables
-from pipeline.report.sentences import find_fastest
-from pipeline.report.tables import amount, efficiency
+from pipeline.report.text.claims import classify_speedup, describe_speedup, explain_doubt, headline
+from pipeline.report.text.ratios import is_wide
+from pipeline.report.text.row_names import name_row
+from pipeline.report.text.sentences import find_fastest
+from pipeline.report.text.tables import amount, efficiency
 from pipeline.wording import counted
 
 _FEW_REPEATS = 10

@@ -5,15 +5,9 @@ from collections.abc import Iterator
 
 from pipeline.config.reported import single_names
 from pipeline.protocol.trial import QUICK_STEPS
-from pipeline.report import FIRST_STEPS, Row
-from pipeline.report.claims import BUSY, Doubt, Outcome, classify_speedup, compare_rows, explain_doubt, headline
-from pipeline.report.loss_differences import format_most
-from pipeline.report.ratios import is_wide
+from pipeline.report.numbers.row import FIRST_STEPS, Row
 from pipeline.report.report import Report
-from pipeline.report.row_names import are_several, count_workers, name_row
 from pipeline.report.screens.screen_layout import (
-    LABEL,
-    WIDTH,
     Block,
     Places,
     assemble,
@@ -22,9 +16,14 @@ from pipeline.report.screens.screen_layout import (
     label_command,
     wrap,
 )
+from pipeline.report.screens.screen_parts import format_doubt, format_invalid, format_places, shorten_hardware
 from pipeline.report.screens.screen_tables import format_step_time, iter_tables
-from pipeline.report.sentences import format_advice, iter_metric_names, iter_training_notes
-from pipeline.report.tables import amount, efficiency, low_to_high
+from pipeline.report.text.claims import BUSY, Doubt, Outcome, classify_speedup, compare_rows, explain_doubt, headline
+from pipeline.report.text.loss_differences import format_most
+from pipeline.report.text.ratios import is_wide
+from pipeline.report.text.row_names import are_several, count_workers, name_row
+from pipeline.report.text.sentences import format_advice, iter_metric_names, iter_training_notes
+from pipeline.report.text.tables import amount, efficiency, low_to_high
 from pipeline.wording import counted, figure
 
 _MOST_NOTES = 3
@@ -58,28 +57,6 @@ def format_screen(report: Report, places: Places) -> tuple[str, ...]:
     ]
     tables = iter_tables(report, places) if has_table else [(Block(()), Block(()))]
     return assemble_first_fit([*above, table, *between, losses, *below] for table, losses in tables)
-
-
-def format_places(places: Places) -> tuple[str, ...]:
-    """Return where the report is, and the commands that show more."""
-    page = label("Report", places.page) if places.page else label("Folder", places.folder)
-    words = ["pipeline", "show", places.run, "--full"]
-    more = " ".join(words)
-    together = f"{more}    MLflow: {places.mlflow}"
-    if places.mlflow and len(together) <= WIDTH - LABEL:
-        return (*page, *label("More", together), *places.others)
-    mlflow = label("MLflow", places.mlflow) if places.mlflow else ()
-    return (*page, *label_command("More", words), *mlflow, *places.others)
-
-
-def shorten_hardware(hardware: str) -> str:
-    """Return the cores and GPUs of a description of the hardware, e.g. "2 CPU cores, no GPU"."""
-    parts = hardware.split(", ")
-    cores = next((part for part in parts if part.endswith((" core", " cores")) and part[0].isdigit()), "")
-    if not cores:
-        return hardware
-    gpus = next((part for part in parts if part == "no GPU" or " x " in part), "")
-    return ", ".join(filter(None, [cores.replace(" core", " CPU core"), gpus]))
 
 
 def _title(report: Report) -> str:
@@ -127,32 +104,6 @@ def format_metrics(row: Row) -> tuple[str, ...]:
     shown = ", ".join(f"{name} {figure(row.metrics[name])}" for name in names[:_MOST_METRICS])
     when = "last epoch" if row.best is None else f"weights of step {row.best.step:,}, the best {row.best.metric}"
     return (f"{shown} ({when})",) if shown else ()
-
-
-def format_doubt(doubt: Doubt | None, places: Places) -> Iterator[str]:
-    """Yield why a speedup is inconclusive, and what to do next."""
-    if doubt is None:
-        return
-    yield from label("REASON", doubt.reason)
-    if doubt.command:
-        file = next(iter(shlex.split(places.command)[2:]), "FILE")
-        words = {"RUN": places.run, "FILE": file}
-        yield from label("NEXT", doubt.remedy)
-        yield from label_command("", ["pipeline", *(words.get(word, word) for word in doubt.command.split())])
-
-
-def format_invalid(outcome: Outcome, places: Places) -> Iterator[str]:
-    """Yield what to check if a loss differs and nothing explains that."""
-    if outcome != "invalid":
-        return
-    yield from label(
-        "CHECK",
-        "Code in your model, loss or dataset that depends on the rank, or random numbers from your own generators",
-    )
-    settings = {"train.precision": "fp64", "train.epochs": "1"}
-    given = shlex.split(places.command) or ["pipeline", "run", "FILE"]
-    words = [shlex.quote(word) for word in given if word.partition("=")[0] not in settings]
-    yield from label_command("CONFIRM", [*words, *(f"{key}={value}" for key, value in settings.items())])
 
 
 def _use(report: Report) -> Iterator[str]:

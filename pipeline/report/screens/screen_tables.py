@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.report import Row, Unmeasured
-from pipeline.report.breakdown import PARTS, break_down, count_decimals, has_consistent_parts
-from pipeline.report.claims import classify_speedup
-from pipeline.report.forecast import Predicted
-from pipeline.report.loss_differences import describe_loss
-from pipeline.report.ratios import format_level, is_wide, value_of
+from pipeline.report.numbers.breakdown import PARTS, break_down, count_decimals, has_consistent_parts
+from pipeline.report.numbers.forecast import Predicted
+from pipeline.report.numbers.row import Row, Unmeasured
 from pipeline.report.report import Report
-from pipeline.report.row_names import count_workers, label_row
 from pipeline.report.screens.screen_layout import Block, Column, Places, lay_out, wrap
-from pipeline.report.tables import amount, efficiency, speedup, step_parts, training_s
+from pipeline.report.text.claims import classify_speedup
+from pipeline.report.text.loss_differences import describe_loss
+from pipeline.report.text.ratios import format_level, is_wide, value_of
+from pipeline.report.text.row_names import count_workers, label_row
+from pipeline.report.text.tables import amount, efficiency, speedup, step_parts, training_s
 from pipeline.wording import counted, duration
 
 Entry = Row | Unmeasured | Predicted

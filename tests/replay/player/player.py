@@ -33,7 +33,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording import journal
+from pipeline.recording.journal import journal
 
 _WORKERS = (
     Started, FirstStep, Metrics, SystemMetrics, Warned, Failed, Finished, ModelSaved, CheckpointSaved, Resumed

@@ -1,0 +1,41 @@
+"""What a command does before it plans its trials: check the file, and find the resources that there are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pipeline import registry
+from pipeline.config.load import ExperimentFile
+from pipeline.driver import preflight
+from pipeline.driver.execute import explained
+from pipeline.errors import ResourceError, UsageError
+from pipeline.planning.outer_launcher import outer_launcher
+from pipeline.planning.resources import Resources, format_unfit
+from pipeline.system import stages
+
+
+def refuse_outer_launcher(command: str) -> None:
+    """Raise UsageError in a process that ``torchrun``, ``srun`` or ``mpirun`` started as one of several."""
+    if (outer := outer_launcher()) is not None:
+        raise UsageError(f"pipeline {command} starts its workers itself: call it without {outer.name}")
+
+
+@contextmanager
+def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[tuple[str, ...], Resources]]:
+    """Check the file, yield the packages that it may name and the resources; give problems their line in the file.
+
+    A run that ``resumes`` has its weights from a checkpoint, so those that it started from may be gone.
+
+    Raises:
+        ExperimentError: the file is wrong.
+        ResourceError: the machine or the cluster is too small, or can't be reached.
+    """
+    stages.begin("importing torch, checking the experiment")
+    allowed, parallel = preflight.check(file, with_weights=not resumes), file.experiment.parallel
+    if parallel.launcher == "ray" and parallel.cluster:
+        stages.begin(f"connecting to Ray at {parallel.cluster}")
+    resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
+    try:
+        with explained(file):
+            yield allowed, resources
+    except ResourceError as error:
+        raise ResourceError("\n".join([str(error), *format_unfit(resources.unfit.values())])) from error

@@ -1,0 +1,1 @@
+"""Folder of a run with its journal: written, found, read and summarized."""

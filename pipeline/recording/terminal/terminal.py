@@ -1,0 +1,165 @@
+"""Output of a command on the terminal: its streams, chosen by ``--json`` and ``--quiet``, and tables laid out by rich.
+
+No cell of a table is ever cut, in a narrow terminal or in a pipe. What rich doesn't do is done here: heads in two lines
+that leave figures unbroken, and hanging indents.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import override
+
+from pipeline.system.process import redirect_to_null
+
+_ADDRESS = r"https?://\S+"
+_ANY_WIDTH = 10_000
+_NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that figures need not
+Item = TypeVar("Item")
+
+
+class OptionalConsole(Console):
+    """Console that is silent once no one reads it, e.g. after ``pipeline run FILE | head``: training continues."""
+
+    @override
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        redirect_to_null(self.file.fileno())  # Python flushes the stream when it exits
+
+
+class Terminal(NamedTuple):
+    """Consoles of a command by kind of output."""
+
+    progress: Console
+    """Progress; silent with ``--quiet``."""
+    result: Console
+    """Results for people; not on standard output with ``--json``."""
+    warnings: Console
+    """Warnings; never silent."""
+
+    @classmethod
+    def of(cls, *, as_json: bool = False, quiet: bool = False) -> "Terminal":
+        """Return the consoles of a command.
+
+        Args:
+            as_json: standard output is one JSON document; all else goes to standard error.
+            quiet: no progress; warnings go to standard error.
+        """
+        stderr = OptionalConsole(highlight=False, stderr=True)
+        stdout = stderr if as_json else OptionalConsole(highlight=False)
+        silent = Console(quiet=True)
+        if not quiet:
+            return cls(progress=stdout, result=stdout, warnings=stdout)
+        return cls(progress=silent, result=silent if as_json else stdout, warnings=stderr)
+
+    @classmethod
+    def on(cls, console: Console) -> "Terminal":
+        """Return one console for all output, e.g. a log's."""
+        return cls(progress=console, result=console, warnings=console)
+
+
+def write(stdout: Console, text: str, *, style: str = "") -> None:
+    """Print a line; a terminal wraps it between words, a log file gets it unbroken for grep."""
+    stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
+
+
+def linked(text: str) -> Text:
+    """Make the addresses in a text links, for terminals that have them; to be printed with ``soft_wrap``."""
+    shown = Text(text)
+    shown.highlight_regex(_ADDRESS, lambda address: f"link {address}")
+    return shown
+
+
+class PrintableTable(Protocol):
+    """Parts of a report's `ReportTable` to print; a protocol, because recording may not import report."""
+
+    @property
+    def title(self) -> str:
+        """Line above the table; may be empty."""
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """Names of the columns."""
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """Cells, a tuple for each row."""
+
+    @property
+    def emphasis(self) -> int | None:
+        """Index of the row printed in bold, if any."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines below the table."""
+
+
+def print_report_table(report_table: PrintableTable, *, console: Console) -> None:
+    """Print a table of figures, the title above and the notes below."""
+    if report_table.title:
+        console.print(Text(report_table.title, style="bold"))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for index, name in enumerate(report_table.header):
+        table.add_column(_in_two_lines(name), justify="right" if index else "left", vertical="bottom", overflow="fold")
+    for index, (name, *cells) in enumerate(report_table.rows):
+        lines = textwrap.fill(name, _NAME_WIDTH, subsequent_indent="  ", break_long_words=False)
+        table.add_row(*map(Text, (lines, *cells)), style="bold" if index == report_table.emphasis else "")
+    print_table(table, console=console)
+    if report_table.notes:
+        console.print(headed(["", *report_table.notes], width=console.width))
+
+
+def listing(
+    columns: Sequence[tuple[str, Callable[[Item], str]]],
+    items: Iterable[Item],
+    *,
+    style: Callable[[Item], str] = lambda _: "",
+    right_aligned: Sequence[str] = (),
+) -> Table:
+    """Build a table with a line for each item; its cells never wrap, since a broken id can't be copied.
+
+    Args:
+        columns: name and text of each column.
+        items: what the lines are about.
+        style: rich style of an item's line.
+        right_aligned: names of columns with figures.
+    """
+    table = Table(box=None, pad_edge=False)
+    for name, _ in columns:
+        table.add_column(name, no_wrap=True, justify="right" if name in right_aligned else "left")
+    for item in items:
+        table.add_row(*(Text(cell(item)) for _, cell in columns), style=style(item))
+    return table
+
+
+def print_table(table: Table, *, console: Console) -> None:
+    """Print a table without cutting a cell.
+
+    A terminal folds cells that are too wide, except those of ``no_wrap`` columns; a pipe gets each row whole.
+    """
+    if not console.is_terminal or all(column.no_wrap for column in table.columns):
+        table.width = width_of(table, console)
+    console.print(table, crop=False)
+
+
+def width_of(table: Table, console: Console) -> int:
+    """Measure the characters in a line that a table needs to print each row whole."""
+    return console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
+
+
+def headed(lines: Sequence[str], *, width: int) -> Text:
+    """Wrap lines between words; the first is bold."""
+    wrapped = [textwrap.fill(line, width, subsequent_indent="  ") for line in lines]
+    return Text("\n").join(Text(line, style="" if index else "bold") for index, line in enumerate(wrapped))
+
+
+def _in_two_lines(name: str) -> str:
+    """Break a column's name into at most two lines, as narrow as possible."""
+    longest = max(map(len, name.split()))
+    return next(
+        lines for width in range(longest, len(name) + 1) if (lines := textwrap.fill(name, width)).count("\n") < 2
+    )

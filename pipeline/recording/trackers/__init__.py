@@ -1,0 +1,1 @@
+"""Trackers other than MLflow: those of other packages, and those of ours, a module each."""

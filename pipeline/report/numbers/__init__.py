@@ -1,0 +1,1 @@
+"""Numbers of a report: what was measured, compared, predicted and recorded."""
