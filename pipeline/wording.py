@@ -1,12 +1,10 @@
 """Wording shared by messages: figures, counted nouns, durations, the name that was probably meant, lines of errors."""
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 
 _PLAIN_TO = 1e15
 """Magnitude from which figures have an exponent."""
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 
 
 def figure(value: float, *, digits: int = 4) -> str:
@@ -70,11 +68,6 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's message, or its type; Ray's messages end with what matters."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-
-
-def remove_credentials(text: str) -> str:
-    """Remove user names and passwords from all URIs in a text, such as the message of another library's error."""
-    return _CREDENTIALS.sub("", text)
 
 
 def _plain(word: str) -> str:

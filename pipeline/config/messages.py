@@ -12,10 +12,10 @@ from pipeline.config import keys, removed, renamed
 from pipeline.config.dialect import Loader
 from pipeline.config.jsonschema import Schema, Shape
 from pipeline.config.keys import Part
+from pipeline.config.uris import without_credentials
 from pipeline.errors import MOST_PROBLEMS, Problem
 from pipeline.wording import did_you_mean, nearest
 
-_CREDENTIALS = re.compile(r"(?<=://).*@")  # also in malformed URIs, which `without_credentials` can't parse
 _LONGEST = 60
 _OPTIMIZER, _OF_OPTIMIZERS = "optimizer", ("lr", "momentum", "weight_decay", "betas")
 """Arguments that most optimizers take, whether a file names them or not."""
@@ -58,8 +58,8 @@ def shown(value: object) -> str:
 
 
 def cut(value: object) -> str:
-    """Return the repr of a value, cut to a readable length."""
-    text = repr(value)
+    """Return the repr of a value without credentials, cut to a readable length."""
+    text = repr(without_credentials(value) if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
@@ -94,8 +94,7 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape, data
             given = details["input"]
             if remedy := _find_remedy(given, parts):
                 return remedy
-            written = _CREDENTIALS.sub("", given) if isinstance(given, str) else given
-            return f"is {shown(written)}; {details['ctx']['error']}"
+            return f"is {shown(given)}; {details['ctx']['error']}"
     return _wrong(details["input"], parts, shape)
 
 

@@ -2,12 +2,22 @@
 
 import re
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import unquote_plus, urlsplit
 
 SQLITE = "sqlite:///"
-_SECRET = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
-"""Query parameters whose values are secret."""
-_URI = re.compile(r"[\w+.-]+://\S+")
+_SECRET = re.compile(r"pass|pwd|secret|token|key|odbc_connect", re.IGNORECASE)
+"""Query parameters whose values are secret; that of odbc_connect is a list of parameters."""
+_DATABASE = r"(?:postgres|mysql|mssql)[\w+]*://"
+_HOST_AND_PORT = r"(?:\[[^\]/@]*\]|[^:/?#@\[]*)(?::\d*)?"
+_CREDENTIALS = re.compile(
+    rf"({_DATABASE}|://(?!{_HOST_AND_PORT}/))[^:/]*(?::[^@]*)?@(?:.*@)?", re.IGNORECASE | re.DOTALL
+)
+"""User name and password, as SQLAlchemy's ``make_url`` reads them: after a colon, the first slash doesn't end them.
+Except in a database's URI, ``HOST:PORT/`` is what it looks like, so that a path may contain an @."""
+_CLOSING = ")]}>'\"`,.;:"
+"""Characters that belong to the text around a URI."""
+_URI = re.compile(rf"(?<![\w+.-])[\w+.-]+://(?:[^\s:/\[]*:(?!\d+[{re.escape(_CLOSING)}]*(?:[/\s]|$))\S[^@\n]*@)?\S*")
+"""A URI in a text. Its password may contain spaces, unless it looks like a port."""
 
 
 def expand_home(path: str) -> str:
@@ -27,23 +37,32 @@ def expand_home(path: str) -> str:
 
 
 def without_credentials(uri: str) -> str:
-    """Return the URI without user name, password and secret query parameters, fit to be shown and stored."""
-    try:
-        parts = urlsplit(uri)
-    except ValueError:  # malformed brackets
-        scheme, mark, rest = uri.partition("://")
-        return f"{scheme}{mark}{rest.rpartition('@')[2]}"
-    if parts.netloc and _SECRET.search(parts.query):  # databases accept credentials there, too
-        kept = [(name, value) for name, value in parse_qsl(parts.query) if not _SECRET.search(name)]
-        parts = parts._replace(query=urlencode(kept))
-    elif "@" not in parts.netloc:
+    """Return the URI without user name, password and secret query parameters, fit to be shown and stored.
+
+    A password may contain any character. Where that is ambiguous, all before the last @ is removed.
+    """
+    if "://" not in uri:
         return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    address, mark, query = _CREDENTIALS.sub(r"\1", uri).partition("?")
+    parameters = query.split("&")
+    kept = [each for each in parameters if not _SECRET.search(unquote_plus(each.rpartition("=")[0]))]
+    return f"{address}{mark}{'&'.join(kept)}" if kept else address
+
+
+def has_password(uri: str) -> bool:
+    """Return True if the URI contains a password before its host."""
+    found = _CREDENTIALS.search(uri)
+    return found is not None and ":" in found[0].partition("://")[2]
 
 
 def without_credentials_in(text: str) -> str:
-    """Return a text, such as an argument of a command, with all its URIs as `without_credentials` returns them."""
-    return _URI.sub(lambda found: without_credentials(found[0]), text)
+    """Return a text, such as the message of an error, with all its URIs as `without_credentials` returns them."""
+    return _URI.sub(_replace_uri, text)
+
+
+def _replace_uri(found: re.Match[str]) -> str:
+    uri = found[0].rstrip(_CLOSING)
+    return f"{without_credentials(uri)}{found[0][len(uri) :]}"
 
 
 def problem_of(uri: str) -> str:

@@ -324,8 +324,8 @@ FAULTS = (
         "a password is written down",
         "credentials are in no file of a run",
         "pipeline/config/uris.py",
-        '    elif "@" not in parts.netloc:\n        return uri\n',
-        "    else:\n        return uri\n",
+        'address, mark, query = _CREDENTIALS.sub(r"\\1", uri).partition("?")',
+        'address, mark, query = uri.partition("?")',
         ("tests/unit/test_checkpoint.py::TestStorage::test_with_a_password_is_refused_and_not_repeated",),
     ),
     Fault(

@@ -6,10 +6,9 @@ from urllib.parse import urlsplit
 
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.config.tracking_address import default_address
-from pipeline.config.uris import without_credentials
+from pipeline.config.uris import without_credentials, without_credentials_in
 from pipeline.errors import ResourceError
 from pipeline.recording.mlflow.store import check_store, is_server, resolve_uri, with_credentials
-from pipeline.wording import remove_credentials
 
 if TYPE_CHECKING:
     import requests
@@ -41,11 +40,11 @@ def check_tracking(uri: str, *, client: str | None) -> CheckResult:
     try:
         warning = check_store(uri)
     except ResourceError as error:
-        what, _, fix = remove_credentials(str(error)).removesuffix(".").rpartition(". ")
+        what, _, fix = without_credentials_in(str(error)).removesuffix(".").rpartition(". ")
         return CheckResult(subject=_SUBJECT, status="problem", what=what, fix=fix)
     if warning is not None:
         fix = f"from here, curl {shown.rstrip('/')}/health; to start the server, mlflow server --host ... --port ..."
-        return CheckResult(subject=_SUBJECT, status="warning", what=remove_credentials(warning), fix=fix)
+        return CheckResult(subject=_SUBJECT, status="warning", what=without_credentials_in(warning), fix=fix)
     if not is_server(uri):
         return CheckResult(subject=_SUBJECT, status="ok", what=f"{shown} can be written")
     return _server(with_credentials(uri), shown=shown, client=client)
@@ -108,5 +107,5 @@ def _ask(uri: str, path: str) -> "requests.Response":
             get_default_host_creds(uri), path, "GET", max_retries=0, timeout=_TIMEOUT_S, raise_on_status=False
         )
     except (MlflowException, OSError) as error:
-        raise ResourceError(f"doesn't answer ({remove_credentials(str(error)).splitlines()[0]})") from None
+        raise ResourceError(f"doesn't answer ({without_credentials_in(str(error)).splitlines()[0]})") from None
     return answer

@@ -12,12 +12,12 @@ from threading import Event as Flag
 
 from rich.filesize import decimal
 
-from pipeline.config.uris import without_credentials
+from pipeline.config.uris import without_credentials, without_credentials_in
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, ModelSaved
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.recording.journal.journal import FILE_NAME
 from pipeline.recording.mlflow.mlflow_run import MlflowRun
-from pipeline.wording import counted, remove_credentials
+from pipeline.wording import counted
 
 _ENVIRONMENT = {
     # MLflow's defaults let one call to a dead server block for four minutes; `persist` retries instead.
@@ -223,7 +223,7 @@ def _reason(error: BaseException) -> str:
         hint = f"; pip install {_PACKAGES[package]}"
     text = str(error) if isinstance(error, Exception) else repr(error)  # SystemExit(0), which is "0" as text
     line = (text or type(error).__name__).partition("\n")[0]
-    return remove_credentials(line)[:300] + hint
+    return without_credentials_in(line)[:300] + hint
 
 
 def _is_outage(error: Exception) -> bool:

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
+from pipeline.config.uris import without_credentials_in
 from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.trackers import named_trackers
-from pipeline.wording import remove_credentials
 
 _PATIENCE_S = 60.0
 
@@ -95,7 +95,7 @@ class Attached:
         except BaseException as error:  # noqa: BLE001 - nothing of tracking may reach training, sys.exit() included
             # Without its traceback: exceptions of services quote URIs with their passwords.
             self.has_failed = True
-            said = remove_credentials(" ".join(str(error).split()))[:300]
+            said = without_credentials_in(" ".join(str(error).split()))[:300]
             self._warn(f"{self.name} raised {type(error).__name__}: {said}. It gets no further events. {self._remedy}")
         finally:
             self.done.set()

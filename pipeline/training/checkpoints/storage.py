@@ -7,13 +7,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import BinaryIO, cast
-from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.config.uris import without_credentials
+from pipeline.config.uris import has_password, without_credentials
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.progress import ProgressReporter
 
@@ -47,7 +46,7 @@ class Storage:
             ExperimentError: the protocol is unknown, its package isn't installed, or the address holds a password.
         """
         self.address = address
-        if urlsplit(address).password is not None:
+        if has_password(address):
             raise ExperimentError.of(
                 _KEY,
                 f"{without_credentials(address)} has a password, which would be recorded with the run. Set the "
