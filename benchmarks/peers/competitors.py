@@ -141,9 +141,15 @@ _OVERHEAD: dict[int, list[Competitor]] = {
     2: [DDP, OURS_TORCHRUN, LIGHTNING, UNTRACKED_TORCHRUN, ACCELERATE, OURS_RAY, RAY_TRAIN, TRANSFORMERS],
 }
 """On steps that are nearly nothing but overhead, everyone takes part."""
-_READING: dict[int, list[Competitor]] = {1: [BARE, INPROCESS], 2: [DDP, OURS_TORCHRUN]}
-"""On datasets that are read sample by sample, whose cost is shown by a loop with torch's DataLoader."""
-_COMPETITORS = {"mlp": _OVERHEAD, "ordinary": _READING, "drawing": _READING}
+_ORDINARY: dict[int, list[Competitor]] = {
+    1: [BARE, INPROCESS, LIGHTNING, ACCELERATE, TRANSFORMERS],
+    2: [DDP, OURS_TORCHRUN, OURS_RAY, LIGHTNING, ACCELERATE, TRANSFORMERS],
+}
+"""On a dataset as people write it, read sample by sample."""
+_DRAWING: dict[int, list[Competitor]] = {1: [BARE, INPROCESS]}
+"""On what only pipeline does: each sample draws the same numbers at any world size and after a resume."""
+_COMPETITORS = {"mlp": _OVERHEAD, "ordinary": _ORDINARY, "batched": {1: [BARE, INPROCESS, LIGHTNING]}}
+_COMPETITORS |= {name: _DRAWING for name in WORKLOADS if name.startswith("drawing")}
 
 REFERENCE = {1: BARE.name, 2: DDP.name}
 """What ratios are relative to, by workers."""

@@ -4,9 +4,12 @@ Epochs are whole global batches, so that no competitor drops or pads a sample. T
 that don't evaluate and pipeline, which would, do the same steps.
 """
 
+import random
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -52,7 +55,11 @@ WORKLOADS = {
         epochs=6,
     ),
     "ordinary": _POINTS,
-    "drawing": _POINTS._replace(data={**_POINTS.data, "noise": 0.01}),
+    **{
+        f"drawing {what}": _POINTS._replace(data={**_POINTS.data, "noise": 0.01, "drawn_by": drawn_by})
+        for what, drawn_by in (("torch", ["torch"]), ("numpy", ["numpy"]), ("numpy and python", ["numpy", "python"]))
+    },
+    "batched": _POINTS._replace(data={"_target_": "workloads.batched", "samples": 25600}),
     "resnet": Workload(
         model={"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 16},
         data={"_target_": "workloads.digits", "samples": 1792, "image_size": 16},
@@ -87,24 +94,42 @@ def digits(*, samples: int, image_size: int = 8, repeat: int = 1) -> tuple[Tenso
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """An ordinary map-style dataset, read sample by sample; with ``noise`` it draws some for each sample."""
+    """An ordinary map-style dataset, read sample by sample; it draws noise for each sample from some generators."""
 
-    def __init__(self, samples: int, *, noise: float) -> None:
+    def __init__(self, samples: int, *, noise: float, drawn_by: Sequence[str]) -> None:
         self.inputs = torch.randn(samples, 64, generator=torch.Generator().manual_seed(SEED))
         self.targets = (self.inputs[:, 0] > 0).long() + 2 * (self.inputs[:, 1] > 0).long()
-        self.noise = noise
+        self.noise, self.drawn_by = noise, drawn_by
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs = self.inputs[index]
-        return (inputs + self.noise * torch.randn(64) if self.noise else inputs), self.targets[index]
+        if "torch" in self.drawn_by:
+            inputs = inputs + self.noise * torch.randn(64)
+        if "numpy" in self.drawn_by:
+            inputs = inputs + self.noise * torch.from_numpy(np.random.standard_normal(64)).float()
+        if "python" in self.drawn_by:
+            inputs = inputs * random.uniform(1 - self.noise, 1 + self.noise)
+        return inputs, self.targets[index]
 
 
-def points(*, samples: int, noise: float = 0.0) -> tuple[Points, None]:
+class BatchedPoints(Points):
+    """The same, which also reads the samples of a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.inputs[indices], self.targets[indices], strict=True))
+
+
+def points(*, samples: int, noise: float = 0.0, drawn_by: Sequence[str] = ()) -> tuple[Points, None]:
     """Random points in four classes."""
-    return Points(samples, noise=noise), None
+    return Points(samples, noise=noise, drawn_by=drawn_by), None
+
+
+def batched(*, samples: int) -> tuple[BatchedPoints, None]:
+    """Random points in four classes, read batch by batch."""
+    return BatchedPoints(samples, noise=0.0, drawn_by=()), None
 
 
 def text(*, windows: int, context_length: int = 64) -> tuple[TensorDataset, None]:

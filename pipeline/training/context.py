@@ -23,8 +23,8 @@ from pipeline.training.batches.rank_batches import Batches
 from pipeline.training.batches.weighting import Boundary
 from pipeline.training.model import metrics, parts
 from pipeline.training.model.compilation import Stopwatch
-from pipeline.training.model.optimized import Optimized
 from pipeline.training.model.parameter_names import Named
+from pipeline.training.model.parameter_set import ParameterSet
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -177,14 +177,14 @@ class TrainContext:
         return self.model if self.learned is None else nn.ModuleList([self.model, self.learned])
 
     @cached_property
-    def optimized(self) -> Optimized:
+    def parameter_set(self) -> ParameterSet:
         """The optimizer with its parameters and their gradients."""
-        return Optimized(self.optimizer, device=self.device)
+        return ParameterSet(self.optimizer, device=self.device)
 
     @property
-    def trained(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         """Parameters of the optimizer."""
-        return self.optimized.parameters
+        return self.parameter_set.parameters
 
     @property
     def total_steps(self) -> int:

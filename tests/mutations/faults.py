@@ -59,7 +59,7 @@ FAULTS = (
         "gradients are clipped before they are unscaled",
         "fp16 clips what fp32 clips",
         "pipeline/training/features/clipping.py",
-        "                training.scaler.unscale_(optimized.optimizer)\n",
+        "                training.scaler.unscale_(parameter_set.optimizer)\n",
         "",
         ("tests/unit/test_training.py",),
     ),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature, Saved
-from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.parameter_set import ParameterSet
 from pipeline.training.step.plain import Parts, Stepped
 
 
@@ -20,10 +20,10 @@ class Halved(Feature):
         self.training = training
 
     def around_update(self, parts: Parts) -> Parts:
-        def update(step: int, optimized: Optimized) -> bool:
-            for gradient in optimized.gradients():
+        def update(step: int, parameter_set: ParameterSet) -> bool:
+            for gradient in parameter_set.gradients():
                 gradient /= 2
-            return parts.update(step, optimized)
+            return parts.update(step, parameter_set)
 
         return parts._replace(update=update)
 

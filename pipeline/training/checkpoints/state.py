@@ -57,7 +57,7 @@ def view(context: TrainContext) -> State:
         "model": model,
         "buffers": {name: own for name, own in _buffers(context.model).items() if name not in model},
         "optimizer": _named(context),
-        "task": kept(context.learned, trained=context.trained) if context.learned is not None else None,
+        "task": kept(context.learned, trained=context.parameters) if context.learned is not None else None,
         **{name_of(one): own for one in context.features if (own := one.state_dict()) is not None},
     }
     tensors: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ def restore(context: TrainContext, state: State) -> None:
     _load("optimizer", context.optimizer.load_state_dict, _numbered(context, parts["optimizer"]))
     _restore_strides(context)
     _load("metrics", MetricStates(context).load_state_dict, parts.get("metrics") or {})
-    for name, parameter in zip(_names(context), context.trained, strict=True):
+    for name, parameter in zip(_names(context), context.parameters, strict=True):
         if name in (parts.get("frozen") or ()):
             parameter.requires_grad = False
 
@@ -129,7 +129,7 @@ def _load_weights(context: TrainContext, parts: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def _load_learned(context: TrainContext, saved: Mapping[str, Tensor] | None) -> None:
     """Load the parameters and buffers of the task; older checkpoints have none."""
-    own = kept(context.learned, trained=context.trained) if context.learned is not None else {}
+    own = kept(context.learned, trained=context.parameters) if context.learned is not None else {}
     if saved is None:
         return
     if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
@@ -246,7 +246,7 @@ def _names(context: TrainContext) -> list[str]:
 
 def _frozen(context: TrainContext) -> list[str]:
     """Return the names of the optimizer's parameters that code has frozen since."""
-    named = zip(_names(context), context.trained, strict=True)
+    named = zip(_names(context), context.parameters, strict=True)
     return [name for name, parameter in named if not parameter.requires_grad]
 
 

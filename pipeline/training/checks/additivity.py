@@ -174,7 +174,7 @@ class _Check:
     def _is_checked_at(self, noise: float, parts: Parts) -> bool:
         """Check groups of samples at changed weights; return False if the loss isn't finite there."""
         context = self._context
-        with perturb(context.trained, model=context.whole, scale=noise):
+        with perturb(context.parameters, model=context.whole, scale=noise):
             for number in range(len(self._groups)):
                 if number and not self._has_time(0.0, limit=_GROUPS_S):
                     break

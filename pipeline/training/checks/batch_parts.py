@@ -164,7 +164,7 @@ class _Gradients:
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context
-        self._parameters = [one for one in context.trained if one.requires_grad]
+        self._parameters = [one for one in context.parameters if one.requires_grad]
         self._sums: list[Tensor | None] = [None] * len(self._parameters)
         self._norms: list[float] = []
         for parameter in self._parameters:

@@ -155,7 +155,7 @@ class _Comparison:
         for noise in _NOISE:
             if not self._has_time():
                 return
-            with perturb(self._context.trained, model=self._context.whole, scale=noise):
+            with perturb(self._context.parameters, model=self._context.whole, scale=noise):
                 draws = self._drawn(group, is_random=is_random)
             if all(bool(one.whole.isfinite().all() and one.parts.isfinite().all()) for one in draws):
                 self._judge(draws)

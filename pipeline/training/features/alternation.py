@@ -22,7 +22,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
 from pipeline.training.model.learned import exchange_gradients
 from pipeline.training.model.learning_rate import rates_by_metric
-from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.parameter_set import ParameterSet
 from pipeline.training.model.several_optimizers import Optimizers
 from pipeline.training.ranks.watch import mark
 from pipeline.training.step.explained_errors import explained
@@ -38,7 +38,7 @@ class Alternation(Feature):
 
     def __init__(self, training: TrainContext, optimizers: Optimizers) -> None:
         self._optimized = {
-            name: Optimized(one, device=training.device, name=name) for name, one in optimizers.named.items()
+            name: ParameterSet(one, device=training.device, name=name) for name, one in optimizers.named.items()
         }
         self._rates: dict[int, dict[str, float]] = {}
 
@@ -121,7 +121,7 @@ class _Run:
         return output
 
 
-def _backward(runs: Sequence[_Run], chosen: Mapping[str, Optimized], training: TrainContext) -> str | None:
+def _backward(runs: Sequence[_Run], chosen: Mapping[str, ParameterSet], training: TrainContext) -> str | None:
     """Compute the gradients of the next loss in all micro-batches, if its optimizer is among those chosen.
 
     Returns the name of the optimizer; None after the last loss.

@@ -11,7 +11,7 @@ from typing_extensions import override
 from pipeline.config.reported import GRADIENT_NORM
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
-from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.parameter_set import ParameterSet
 from pipeline.training.step.plain import Parts
 
 
@@ -34,19 +34,19 @@ class Clipping(Feature):
     def around_update(self, parts: Parts) -> Parts:
         training = self._training
 
-        def update(step: int, optimized: Optimized) -> bool:
-            if (limit := self._limits.get(optimized.name)) is None:
-                return parts.update(step, optimized)
+        def update(step: int, parameter_set: ParameterSet) -> bool:
+            if (limit := self._limits.get(parameter_set.name)) is None:
+                return parts.update(step, parameter_set)
             if training.trial.leaves_out(step + 1):
                 # Neither unscaled nor clipped: the scaler would refuse to unscale a second time in the next step.
-                norm = optimized.norm() / training.scaler.get_scale()
+                norm = parameter_set.norm() / training.scaler.get_scale()
             else:
-                training.scaler.unscale_(optimized.optimizer)
-                norm = optimized.norm()
-                for parameters in optimized.by_kind:
+                training.scaler.unscale_(parameter_set.optimizer)
+                norm = parameter_set.norm()
+                for parameters in parameter_set.by_kind:
                     clip_grads_with_norm_(parameters, limit, norm)
-            self._norms.setdefault(step + 1, {})[optimized.name] = norm
-            return parts.update(step, optimized)
+            self._norms.setdefault(step + 1, {})[parameter_set.name] = norm
+            return parts.update(step, parameter_set)
 
         return parts._replace(update=update)
 

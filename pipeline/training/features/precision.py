@@ -10,7 +10,7 @@ from pipeline.tasks import StepOutput
 from pipeline.training.batches.order import MicroBatch
 from pipeline.training.context import DTYPES, TrainContext
 from pipeline.training.feature import Feature, Saved
-from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.parameter_set import ParameterSet
 from pipeline.training.step.plain import Parts, Stepped
 
 
@@ -57,9 +57,9 @@ class Scaled(Feature):
 
     @override
     def around_update(self, parts: Parts) -> Parts:
-        def update(_: int, optimized: Optimized) -> bool:
-            self._training.scaler.step(optimized.optimizer)
-            optimized.clear()
+        def update(_: int, parameter_set: ParameterSet) -> bool:
+            self._training.scaler.step(parameter_set.optimizer)
+            parameter_set.clear()
             return True
 
         def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:

@@ -10,7 +10,7 @@ from pipeline.protocol.trial import Training
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
 from pipeline.training.model.buffers import Buffers
-from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.parameter_set import ParameterSet
 from pipeline.training.step.plain import Parts, Stepped
 
 
@@ -38,11 +38,11 @@ class Skipping(Feature):
             # An infinite loss with finite gradients reaches all ranks as a gradient of NaN.
             parts.backward(loss * (1 + 0 * loss.detach()))
 
-        def update(step: int, optimized: Optimized) -> bool:
-            if self._is_left_out(step) or not self._is_finite(optimized):
-                optimized.clear()
+        def update(step: int, parameter_set: ParameterSet) -> bool:
+            if self._is_left_out(step) or not self._is_finite(parameter_set):
+                parameter_set.clear()
                 return False
-            return parts.update(step, optimized)
+            return parts.update(step, parameter_set)
 
         def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:
             if not (self._skips_nonfinite or self._is_left_out(number)):
@@ -62,8 +62,8 @@ class Skipping(Feature):
     def _is_left_out(self, step: int) -> bool:
         return self._training.trial.leaves_out(step + 1)
 
-    def _is_finite(self, optimized: Optimized) -> bool:
+    def _is_finite(self, parameter_set: ParameterSet) -> bool:
         """Return True if no gradient is known to be infinite or NaN; the host waits for the device."""
         if not self._skips_nonfinite or self._training.scaler.is_enabled():  # the scaler checks gradients itself
             return True
-        return bool(torch.isfinite(optimized.norm()))
+        return bool(torch.isfinite(parameter_set.norm()))

@@ -51,6 +51,6 @@ class Weighted(Feature):
         def complete(loss: Tensor) -> Tensor:
             denominator, self._denominator = self._denominator, None
             assert denominator is not None
-            return parts.complete(denominator.settle(loss, gradients=training.optimized.gradients()))
+            return parts.complete(denominator.settle(loss, gradients=training.parameter_set.gradients()))
 
         return parts._replace(step=step, forward=forward, weigh=weigh, complete=complete)

@@ -53,7 +53,7 @@ def _annotated(context: TrainContext) -> Iterator[None]:
             ranges.begin_exchange()
 
     with heard(ranges):
-        hook = register_multi_grad_hook(context.trained, note, mode="any") if context.rank.world_size > 1 else None
+        hook = register_multi_grad_hook(context.parameters, note, mode="any") if context.rank.world_size > 1 else None
         try:
             yield
         finally:

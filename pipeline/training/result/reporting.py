@@ -233,7 +233,7 @@ def _send_weights(
     outbox.file(weights, WEIGHTS)
     if context.learned is None:
         return
-    own = kept(context.learned, trained=context.trained)
+    own = kept(context.learned, trained=context.parameters)
     path = weights.with_name(Path(learned).name)
     torch.save({name: value.detach().cpu() for name, value in own.items()}, path)
     if trainable(context.learned):

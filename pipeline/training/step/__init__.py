@@ -11,7 +11,7 @@ from pipeline.tasks import StepOutput
 from pipeline.training.batches.order import MicroBatch
 from pipeline.training.batches.rank_batches import MicroBatches
 from pipeline.training.context import TrainContext
-from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.parameter_set import ParameterSet
 from pipeline.training.ranks.watch import mark
 from pipeline.training.step.explained_errors import explain
 from pipeline.training.step.forward import forward
@@ -98,5 +98,5 @@ def _forward_first(training: TrainContext, _: MicroBatch, batch: Any) -> StepOut
     return forward(training, training.wrapped, batch)
 
 
-def _keep_gradients(_: int, __: Optimized) -> bool:
+def _keep_gradients(_: int, __: ParameterSet) -> bool:
     return False

@@ -13,7 +13,7 @@ from pipeline.tasks import StepOutput
 from pipeline.training.batches.order import MicroBatch
 from pipeline.training.batches.rank_batches import MicroBatches
 from pipeline.training.context import TrainContext
-from pipeline.training.model.optimized import Optimized
+from pipeline.training.model.parameter_set import ParameterSet
 from pipeline.training.ranks.randomness import mix, seed_all
 from pipeline.training.ranks.watch import mark
 from pipeline.training.step.explained_errors import explain
@@ -47,7 +47,7 @@ class Parts(NamedTuple):
     """Return the context of a micro-batch, in which ranks exchange gradients or not."""
     complete: Callable[[Tensor], Tensor]
     """Complete the gradients after the last micro-batch; return the step's loss. Collective."""
-    update: Callable[[int, Optimized], bool]
+    update: Callable[[int, ParameterSet], bool]
     """Update the weights from the gradients and clear these; return False if the weights stay as they are."""
     step: Callable[["Parts", TrainContext, int, MicroBatches], Stepped]
     scale: float
@@ -84,7 +84,7 @@ def plain_step(parts: Parts, training: TrainContext, step: int, micro_batches: M
     assert total is not None  # each step has a micro-batch
     total = parts.complete(total)
     mark(Phase.UPDATING)
-    return Stepped(total, parts.update(step, training.optimized))
+    return Stepped(total, parts.update(step, training.parameter_set))
 
 
 def plain_parts(training: TrainContext, *, exchanges: bool) -> Parts:
@@ -155,7 +155,7 @@ def _complete(loss: Tensor) -> Tensor:
     return loss
 
 
-def _update(_: int, optimized: Optimized) -> bool:
-    optimized.optimizer.step()
-    optimized.clear()
+def _update(_: int, parameter_set: ParameterSet) -> bool:
+    parameter_set.optimizer.step()
+    parameter_set.clear()
     return True

@@ -1,4 +1,4 @@
-"""An optimizer and the gradients that it steps with."""
+"""The parameters that an optimizer updates, with their gradients."""
 
 from functools import cached_property
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from pipeline.training.ranks.norms import total_norm
 
 
-class Optimized:
+class ParameterSet:
     """An optimizer's parameters and their gradients; ``name`` is that of one of several optimizers."""
 
     def __init__(self, optimizer: Optimizer, *, device: torch.device, name: str = "") -> None:
