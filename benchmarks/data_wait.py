@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # of the loader processes, too
 
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN
-from pipeline.protocol.trial import Rank, Training
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import StepParts
 from pipeline.training.loop import train
 

@@ -14,7 +14,7 @@ import psutil
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import Heartbeat, Metrics, Phase, Point
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 
 POINTS_PER_EVENT = 25
 """About what rank 0 of a training reports after ten steps."""

@@ -18,7 +18,8 @@ from pipeline.config.values import Component
 from pipeline.driver import initial_weights
 from pipeline.driver.execute import explained
 from pipeline.errors import UsageError
-from pipeline.protocol.trial import Rank, Training
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training
 from pipeline.system.imports import importable
 from pipeline.tasks import StepOutput
 from pipeline.training.build import build

@@ -11,7 +11,8 @@ from pipeline.driver import resume
 from pipeline.driver.checkpoint_choice import choose, ended_training
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan
-from pipeline.protocol.trial import Evaluation, Split
+from pipeline.protocol.labels import Split
+from pipeline.protocol.trial import Evaluation
 from pipeline.recording.journal.folder import RunState, id_of, read_state
 from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.evaluated import EvaluationReport

@@ -17,7 +17,8 @@ from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
 from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.trial import GPU_VARIABLE, Trial
+from pipeline.protocol.rank import GPU_VARIABLE
+from pipeline.protocol.trial import Trial
 from pipeline.worker import rendezvous
 from pipeline.worker.interfaces import LOOPBACK, address_facing, is_loopback
 

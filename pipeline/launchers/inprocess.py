@@ -7,7 +7,8 @@ from pipeline.config.parallel import Parallel
 from pipeline.launchers import base
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.worker import main
 

@@ -13,8 +13,9 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from pipeline.config.values import Direction, Recorded
 from pipeline.errors import Problem
+from pipeline.protocol.labels import Role, Split, Status
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.titles import Title
-from pipeline.protocol.trial import Rank, Role, Split, Status
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.wording import counted
 

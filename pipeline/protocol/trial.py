@@ -1,4 +1,4 @@
-"""Trials and ranks: what the driver asks of the workers. Their results are in `trial_result`, messages in `events`.
+"""Trials: what the driver asks of the workers. Their results are in `trial_result`, messages in `events`.
 
 Every class is frozen, typed and survives a round trip through JSON, since it crosses processes and machines.
 """
@@ -13,16 +13,11 @@ from typing_extensions import override
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
+from pipeline.protocol.labels import Role, Scaling, Split
 from pipeline.wording import counted, format_parallel
 
-Role = Literal["main", "baseline", "reference", "cell", "evaluation", "check", "probe", "tuning"]
-"""Role of a trial; the last two are of earlier versions."""
-Split = Literal["validation", "test"]
-"""Held-out set that can be evaluated."""
-Scaling = Literal["strong", "weak"]
 QUICK_STEPS = 2
 """Optimizer steps of ``pipeline run --quick``."""
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class Weights(Frozen):
@@ -261,33 +256,3 @@ def trial_from_json(text: str | bytes) -> Trial:
         ValidationError: a field is missing or wrong.
     """
     return ROLES[json.loads(text)["role"]].model_validate_json(text)
-
-
-GPU_VARIABLE = "PIPELINE_GPU"
-"""Variable with the `Rank.gpu` of a worker, where the driver has chosen it."""
-
-
-class Rank(Frozen):
-    """Position of a process among the workers of a trial."""
-
-    rank: int = 0
-    local_rank: int = 0
-    """Index among the workers of the same node."""
-    world_size: int = 1
-    local_world_size: int = 1
-    """Workers on the same node."""
-    node: str = "localhost"
-    """Host name, as it appears in errors and system metrics."""
-    gpu: int | None = None
-    """Index of its first GPU among the GPUs that it sees; None: its position on the node decides."""
-
-    @property
-    def is_first(self) -> bool:
-        """True for rank 0, which reports for all ranks."""
-        return self.rank == 0
-
-    @property
-    def place(self) -> str:
-        """Rank in words, with its node if there are several, e.g. "rank 137 on node17"."""
-        has_several_nodes = self.local_world_size < self.world_size
-        return f"rank {self.rank} on {self.node}" if has_several_nodes else f"rank {self.rank}"

@@ -18,7 +18,8 @@ from pipeline.config.values import Direction
 from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interrupt
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened, TrialOpened
-from pipeline.protocol.trial import Status, Training, Trial
+from pipeline.protocol.labels import Status
+from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import provenance
 from pipeline.recording.journal.folder import create, explained, id_of, is_kept, killed, sweep_of
 from pipeline.recording.journal.journal import FILE_NAME, ending, read

@@ -7,7 +7,8 @@ from pydantic import ConfigDict
 from pipeline.config.reported import named
 from pipeline.config.values import Frozen
 from pipeline.protocol.events import Evaluated
-from pipeline.protocol.trial import Evaluation, Split, Trial
+from pipeline.protocol.labels import Split
+from pipeline.protocol.trial import Evaluation, Trial
 from pipeline.report.text.tables import ReportTable
 from pipeline.wording import figure
 

@@ -8,7 +8,8 @@ from pipeline.config.values import Recorded
 from pipeline.planning.plan import restriction
 from pipeline.planning.scheduler_units import scheduler_units
 from pipeline.protocol.events import LOSSES, Evaluated, Finished
-from pipeline.protocol.trial import Role, Training, Trial
+from pipeline.protocol.labels import Role
+from pipeline.protocol.trial import Training, Trial
 from pipeline.report.numbers import records
 from pipeline.report.numbers.forecast import Forecast, Predicted
 from pipeline.report.numbers.goodput import Goodput

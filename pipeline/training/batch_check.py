@@ -4,7 +4,8 @@ import time
 from collections.abc import Sequence
 
 from pipeline.protocol.events import Outbox
-from pipeline.protocol.trial import BatchCheck, Rank
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import BatchCheck
 from pipeline.training.batches.order import MicroBatch
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext

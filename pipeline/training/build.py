@@ -13,7 +13,8 @@ from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.protocol.events import Loaded
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Task
 from pipeline.training.batches.data_source import Datasets, open_source, runtime

@@ -15,7 +15,8 @@ from pipeline.config.reported import source_of
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Direction, Mode
 from pipeline.protocol.events import Loaded
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import InSteps, Task
 from pipeline.training.batches.order import SampleOrder

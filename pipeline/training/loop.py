@@ -15,7 +15,8 @@ from typing import Any
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import Outbox, Phase, Point
-from pipeline.protocol.trial import CellMeasurement, Measurement, Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import CellMeasurement, Measurement, Training, Trial
 from pipeline.protocol.trial_result import Best, TrialResult
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed

@@ -35,7 +35,8 @@ from pipeline.protocol.events import (
     event_to_json,
 )
 from pipeline.protocol.progress import report_progress_to
-from pipeline.protocol.trial import GPU_VARIABLE, BatchCheck, Evaluation, Rank, Training, Trial, trial_from_json
+from pipeline.protocol.rank import GPU_VARIABLE, Rank
+from pipeline.protocol.trial import BatchCheck, Evaluation, Training, Trial, trial_from_json
 from pipeline.system import allocator
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
 from pipeline.system.process import raise_limit_of_open_files

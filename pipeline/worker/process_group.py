@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from pipeline import registry
 from pipeline.errors import Stopped
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.build import device_of
 from pipeline.training.ranks.rank_gpus import check_own_gpu
 from pipeline.worker import rendezvous

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 
 
 def opened(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> TCPStore:

@@ -13,7 +13,8 @@ import pynvml
 import torch
 
 from pipeline.protocol.events import Outbox, Point, SystemMetrics
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.system.background import in_background
 from pipeline.training.ranks.rank_gpus import uuid_of
 

@@ -14,7 +14,8 @@ import toys
 from census import injected
 
 from pipeline.protocol.events import AnyEvent, Metrics, Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.checkpoints.manifest import step_of
 from pipeline.training.checkpoints.storage import Storage
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Failed
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.model import compilation
 from pipeline.training.model.compilation import explained
 from pipeline.worker import main

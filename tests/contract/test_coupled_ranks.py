@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.tasks import gathered
 from pipeline.training.loop import train

@@ -23,7 +23,8 @@ from pipeline.protocol.events import (
     Resumed,
     Warned,
 )
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.context import TrainContext

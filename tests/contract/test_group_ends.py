@@ -11,7 +11,7 @@ import torch.distributed as dist
 import toys
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.worker import main
 
 

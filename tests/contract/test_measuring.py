@@ -11,7 +11,8 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training.loop import train
 

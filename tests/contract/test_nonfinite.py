@@ -15,7 +15,8 @@ from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import AnyEvent, Failed, Metrics, Warned, event_from_json, event_to_json
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Trial
 from pipeline.training.batches.order import SampleOrder
 from pipeline.training.build import build
 from pipeline.worker import main

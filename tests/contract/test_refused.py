@@ -17,7 +17,7 @@ from pipeline.config.targets import allowed_packages
 from pipeline.errors import PipelineError
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.loop import train
 
 TRACEBACK = "Traceback (most recent call last)"

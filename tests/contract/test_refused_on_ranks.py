@@ -9,7 +9,8 @@ import toys
 from ranks import Ranks
 
 from pipeline.errors import PipelineError
-from pipeline.protocol.trial import Rank, Weights
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Weights
 from pipeline.training.loop import train
 
 BATCH_NORM = {"_target_": "toys.batch_norm_net"}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import Flops
 from pipeline.training.build import build
 from pipeline.training.loop import train

@@ -22,7 +22,8 @@ from pipeline.protocol.events import (
     Metrics,
     Warned,
 )
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.build import build
 from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints import storage as storage_module

@@ -22,7 +22,8 @@ from pipeline.errors import ExperimentError
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, Failed
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Trial
 from pipeline.training.build import build
 from pipeline.training.model.synced_norms import check_device
 from pipeline.training.step import train_step

@@ -17,7 +17,7 @@ from pipeline.launchers import inprocess
 from pipeline.launchers._hang_detector import HangDetector
 from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.system.process_start import seconds_after_boot
 from pipeline.training.ranks import watch
 from pipeline.training.ranks.watch import Watchdog, mark, mark_step, waiting

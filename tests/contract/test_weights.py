@@ -22,7 +22,8 @@ from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Trial
 from pipeline.tasks import LanguageModel
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext

@@ -10,7 +10,7 @@ from census import injected
 from s3 import BUCKET, S3, steps
 
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.loop import train
 
 

@@ -9,7 +9,7 @@ import pytest
 import samples
 import toys
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.loop import train
 

@@ -11,7 +11,7 @@ import samples
 import toys
 from ranks import on_ranks
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.loop import train
 

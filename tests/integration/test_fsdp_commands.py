@@ -10,7 +10,8 @@ import torch
 from rank_trainings import lab_trial, saved_in, train_rank
 from ranks import on_ranks
 
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 
 ROUNDED = 1e-12
 LARGE = "model={_target_: pipeline.models.MLP, in_features: 4, hidden: [40, 40], num_classes: 3}"

@@ -17,7 +17,7 @@ from lit import trained, trial
 from ranks import on_ranks
 from torch.utils.data import DataLoader, Subset
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train

@@ -19,7 +19,7 @@ from pipeline import Trained
 from pipeline.config import components
 from pipeline.data import example_sentences
 from pipeline.models import pretrained
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.loop import train
 
 pytest.importorskip("peft")

@@ -26,7 +26,7 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import ArtifactSaved, Metrics, Point, RunClosed
-from pipeline.protocol.trial import Status
+from pipeline.protocol.labels import Status
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import read_state, runs_named
 from pipeline.recording.journal.recorder import Recorder

@@ -11,7 +11,7 @@ from rank_trainings import Written, events_of, lab_trial
 from ranks import on_ranks
 
 from pipeline.protocol.events import Finished, Metrics
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.measuring import probe
 from pipeline.worker import main
 

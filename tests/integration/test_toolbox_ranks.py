@@ -16,7 +16,8 @@ from pipeline.protocol.events import (
     Metrics,
     Resumed,
 )
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.measuring import probe
 from pipeline.training.ranks.collectives import from_first
 

@@ -15,7 +15,7 @@ from mlflow.models import Model
 from recordings import Store
 
 from pipeline.protocol.events import WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.recording.journal import journal as journals
 from pipeline.recording.mlflow.model_folder import Module, Program, signature
 from pipeline.recording.mlflow.sync import sync

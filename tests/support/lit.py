@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassF1Score
 
 from pipeline.config.schema import Experiment
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Trial
 from pipeline.training.loop import train
 
 TASK = "pipeline.tasks.Lightning"

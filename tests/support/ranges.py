@@ -5,7 +5,8 @@ from typing import Any
 import toys
 from torch.cuda import nvtx
 
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.loop import train
 
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import AnyEvent, Event, Failed, event_from_json, event_to_json
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Trial
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.worker import main
 

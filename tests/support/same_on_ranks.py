@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.protocol.events import Resumed, Warned
-from pipeline.protocol.trial import Evaluation, Rank, Trial, Weights
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Evaluation, Trial, Weights
 from pipeline.training.batches import stream
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train

@@ -5,7 +5,8 @@ from pipeline.config.schema import Experiment
 from pipeline.config.train import Train
 from pipeline.config.values import Component
 from pipeline.protocol.events import Finished
-from pipeline.protocol.trial import ROLES, Role, Scaling, Trial
+from pipeline.protocol.labels import Role, Scaling
+from pipeline.protocol.trial import ROLES, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.report.numbers.row import Unmeasured
 from pipeline.report.report import Report

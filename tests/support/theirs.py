@@ -21,7 +21,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
-from pipeline.protocol.trial import Baseline, Rank
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Baseline
 from pipeline.training.build import build
 from pipeline.training.ranks.randomness import generators_kept, mix, seed_all
 

@@ -10,7 +10,7 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.tasks import StepOutput
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext

@@ -11,7 +11,8 @@ from pipeline.config.summary import to_yaml
 from pipeline.planning.plan import Plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, RunClosed, TrialOpened
-from pipeline.protocol.trial import Rank, Status
+from pipeline.protocol.labels import Status
+from pipeline.protocol.rank import Rank
 from pipeline.recording.journal import provenance
 from pipeline.recording.journal.journal import FILE_NAME, Journal
 from pipeline.recording.recorded_run import _opened

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 from toys import regression
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.batches.stream import Pass, RowStream
 
 SAMPLES = 22

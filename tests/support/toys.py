@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN
 from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.protocol.trial import Baseline, Measurement, Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Baseline, Measurement, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training.context import TrainContext

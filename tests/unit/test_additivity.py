@@ -11,7 +11,7 @@ import toys
 from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.tasks import Supervised
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext

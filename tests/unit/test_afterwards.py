@@ -9,7 +9,7 @@ import toys
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import Spread
 from pipeline.training.loop import train
 from pipeline.training.measuring import probe

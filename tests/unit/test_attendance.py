@@ -21,7 +21,7 @@ from pipeline.launchers._shutdown import StopRequest
 from pipeline.launchers.base import Attempt, Session
 from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.worker import interfaces
 
 SESSION = Session(folder=Path(), receive=lambda _: None, parallel=Parallel())

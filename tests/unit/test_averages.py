@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.config.train import Ema
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext

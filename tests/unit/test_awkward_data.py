@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training.batches.collation import Collation

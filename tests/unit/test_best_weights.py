@@ -17,7 +17,7 @@ import toys
 from pipeline.config.consistency import contradictions
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Finished, ModelSaved, Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.terminal.console import _format_finished
 from pipeline.report.numbers.records import table_json

@@ -6,7 +6,7 @@ import pytest
 import toys
 
 from pipeline.protocol.events import Metrics
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
 from pipeline.training.meters import meter
 from pipeline.training.meters.meter import Cadence

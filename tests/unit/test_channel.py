@@ -28,7 +28,7 @@ from pipeline.protocol.channel.ports import open_server
 from pipeline.protocol.channel.wire import EVENT, Address
 from pipeline.protocol.channel.worker_clock import WorkerClock
 from pipeline.protocol.events import AnyEvent, Heartbeat, Metrics, Phase, Point, Warned, event_to_json
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 
 
 class Driver:

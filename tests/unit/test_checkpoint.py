@@ -23,7 +23,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.checkpoints import manager as manager
 from pipeline.training.checkpoints.manifest import (
     FILE_NAME,

@@ -9,7 +9,7 @@ import toys
 from pipeline.errors import TrainingError
 from pipeline.protocol.estimates import spread
 from pipeline.protocol.events import AnyEvent, Metrics, Point
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import Spread
 from pipeline.training.batches.order import SampleOrder
 from pipeline.training.build import build

@@ -11,7 +11,7 @@ import toys
 from samples import MAIN, spread
 
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import Communication
 from pipeline.report.numbers.row import Row
 from pipeline.report.text.sentences import describe_communication

@@ -27,7 +27,7 @@ from pipeline.protocol.events import (
     TrialOpened,
     Warned,
 )
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.recording.terminal import notebook
 from pipeline.recording.terminal.console import Console, print_report
 from pipeline.recording.terminal.terminal import OptionalConsole, Terminal

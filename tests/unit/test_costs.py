@@ -9,7 +9,8 @@ import toys
 from torch import nn
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import CellMeasurement, Rank
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import CellMeasurement
 from pipeline.training.build import build
 from pipeline.training.loop import train
 from pipeline.training.measuring.costs import LARGEST_AT_LEAST, SMALLEST_BYTES, all_reduces, costs, gradients

@@ -32,7 +32,8 @@ from pipeline.protocol.events import (
     TrialOpened,
     Warned,
 )
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.recorder import Recorder

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from pipeline.commands.history.compared_figures import Figure, measured
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import CellMeasurement, Rank
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import CellMeasurement
 from pipeline.protocol.trial_result import Energy, Flops
 from pipeline.report.numbers import row_numbers
 from pipeline.report.numbers.peaks import peaks_of

@@ -13,7 +13,7 @@ import toys
 
 from pipeline.config.train import EarlyStopping as Options
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import folder_name

@@ -15,7 +15,8 @@ from pipeline.errors import PipelineError, Problem, TrainingError
 from pipeline.launchers import inprocess
 from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Finished, Metrics, Point, Trained, TrialOpened, Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.recorder import Recorder

@@ -21,7 +21,8 @@ from pipeline.driver.checkpoint_choice import Checkpoint, choose, describe_missi
 from pipeline.driver.longer import differences
 from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.protocol.events import Evaluated, Metrics, RunClosed, RunOpened, TrialOpened, Warned
-from pipeline.protocol.trial import EVALUATION, Evaluation, Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import read_state
 from pipeline.recording.journal.recorder import Recorder

@@ -11,7 +11,7 @@ import samples
 import toys
 
 from pipeline.protocol.events import CheckpointSaved
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train

@@ -11,7 +11,7 @@ import torch
 import toys
 from torchmetrics.classification import MulticlassF1Score
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
 from pipeline.training.evaluation.held_out import evaluate
 from pipeline.training.measuring.probe import probe

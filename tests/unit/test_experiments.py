@@ -15,7 +15,8 @@ from pipeline.config.load import load
 from pipeline.config.targets import BUILT_IN
 from pipeline.data import tabular
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Baseline, Rank, Training
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Baseline, Training
 from pipeline.training import loop
 from pipeline.training.loop import train
 

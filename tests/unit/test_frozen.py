@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Started
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checks.coupling import layers

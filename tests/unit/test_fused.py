@@ -7,7 +7,7 @@ import toys
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
 from pipeline.training.checkpoints.state import restore, snapshot
 from pipeline.training.context import TrainContext

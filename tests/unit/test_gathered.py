@@ -11,7 +11,8 @@ import toy_contrastive
 import toys
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import CellMeasurement, Rank
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import CellMeasurement
 from pipeline.tasks import gathered
 from pipeline.tasks.gathering import GlobalBatch, Pass
 from pipeline.training import build, loop

@@ -22,7 +22,7 @@ from pipeline.protocol.events import (
     Trained,
     TrialOpened,
 )
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.report.numbers.goodput import Goodput, WallClock
 
 DAY = 86400.0

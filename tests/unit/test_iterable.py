@@ -19,7 +19,7 @@ from pipeline.planning.describe import describe
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.batches.iterable import IterableLoader
 from pipeline.training.batches.iterable_order import IterableOrder

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from pipeline import registry
 from pipeline.errors import ExperimentError, NonFiniteError
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints.state import State, restore, view

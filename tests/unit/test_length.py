@@ -10,7 +10,7 @@ import toys
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import CheckpointSaved
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop
 from pipeline.training.loop import train

@@ -18,7 +18,7 @@ from lit import TASK, trained, trial
 
 from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.tasks import Lightning
 from pipeline.training.build import build
 from pipeline.training.checks import log_means

@@ -12,7 +12,7 @@ from torch import ones
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
 from pipeline.training.checks import log_means
 from pipeline.training.evaluation.held_out import evaluate, prepare

@@ -12,7 +12,7 @@ import torch
 import toys
 from torch import nn
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import build as building
 from pipeline.training.measuring.memory import check_free_memory, find_passing_bytes, free_training
 

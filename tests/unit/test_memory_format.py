@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.batches.placing import to_device
 from pipeline.training.build import build

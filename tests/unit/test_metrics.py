@@ -23,7 +23,7 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, NonFiniteError, TrainingError
 from pipeline.protocol.events import ArtifactSaved, Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.recording.terminal.terminal import Terminal
 from pipeline.training.checkpoints.manifest import entries, step_of, verify
 from pipeline.training.checkpoints.storage import Storage

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import folder_name

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.config import components
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training.build import build
 from pipeline.training.loop import train

@@ -22,7 +22,7 @@ from pipeline.config.summary import flatten
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Started
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.recording.terminal.trial_progress import facts
 from pipeline.training.batches.order import SampleOrder
 from pipeline.training.batches.own_order import order_of

@@ -20,7 +20,7 @@ from pipeline.config.summary import config_hash, flatten
 from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Metrics
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints import state

@@ -12,7 +12,7 @@ import toys
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import StepParts
 from pipeline.training.build import build
 from pipeline.training.context import TrainContext

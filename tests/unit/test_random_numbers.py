@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline.protocol.events import Resumed, Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.tasks import StepOutput
 from pipeline.training import loop
 from pipeline.training.build import build

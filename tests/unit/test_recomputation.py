@@ -13,7 +13,7 @@ from torch import nn
 from pipeline.errors import ExperimentError
 from pipeline.models import GPT, resnet18
 from pipeline.protocol.events import Resumed
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.strategies._blocks import repeated
 from pipeline.training import loop
 from pipeline.training.loop import train

@@ -11,7 +11,7 @@ import toys
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import StepOutput
 from pipeline.training.build import build, device_of

@@ -11,7 +11,7 @@ from pipeline.config.load import ExperimentFile, load
 from pipeline.driver import longer, resume
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.protocol.events import Metrics, RunClosed, RunOpened
-from pipeline.protocol.trial import Status
+from pipeline.protocol.labels import Status
 from pipeline.recording.journal.folder import RunState
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.mlflow.outcome import TrackingOutcome

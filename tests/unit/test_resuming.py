@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from pipeline import registry
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Resumed, Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop
 from pipeline.training.batches.order import SampleOrder

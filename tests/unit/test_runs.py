@@ -19,7 +19,7 @@ from pipeline.commands.history.run_list import ago, show_runs, sorted_runs
 from pipeline.config.renamed import NUMBERS
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened
-from pipeline.protocol.trial import Status
+from pipeline.protocol.labels import Status
 from pipeline.recording.journal import runs
 from pipeline.recording.journal.journal import FILE_NAME
 from pipeline.recording.journal.recorder import Recorder

@@ -15,7 +15,7 @@ from pipeline.config.summary import config_hash
 from pipeline.driver import parameters
 from pipeline.errors import ExperimentError
 from pipeline.planning.describe import _describe_optimizers
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
 from pipeline.training.loop import train
 from pipeline.training.step import train_step

@@ -7,7 +7,7 @@ import samples
 import torch
 import toys
 
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training import loop
 from pipeline.training.batches.order import SampleOrder
 from pipeline.training.context import TrainContext

@@ -20,7 +20,8 @@ from pipeline.driver import initial_weights
 from pipeline.driver.parameters import problems
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Loaded, Resumed, Started
-from pipeline.protocol.trial import Rank, Training, Weights
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Weights
 from pipeline.training import loop
 from pipeline.training.loop import train
 from pipeline.training.model.start_from import fit, renamed

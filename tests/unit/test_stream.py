@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.batches.data_digest import DataDigest, find_change
 from pipeline.training.batches.data_source import open_source
 from pipeline.training.batches.order import MicroBatch, StreamOrder, padded

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import ExperimentError, NoMemoryError
 from pipeline.protocol.events import Failed
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.training.ranks.torch_errors import is_out_of_memory, origin
 from pipeline.training.step.explained_errors import explained

@@ -11,7 +11,8 @@ import toys
 
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import AnyEvent, ArtifactSaved
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.build import build
 from pipeline.training.loop import train
 from pipeline.training.measuring.probe import TRACED_STEPS, record_trace

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.config.train import LearningRateScaling
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Metrics, ModelExported, ModelSaved, Started
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.tasks import StepOutput
 from pipeline.training import loop
 from pipeline.training.batches.order import MicroBatch, SampleOrder

@@ -12,14 +12,14 @@ from pipeline import errors
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
 from pipeline.protocol import events
 from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, event_from_json, event_to_json
+from pipeline.protocol.labels import Role
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import (
     ROLES,
     Baseline,
     CellMeasurement,
     Measurement,
-    Rank,
     Reference,
-    Role,
     Training,
     Trial,
     trial_from_json,

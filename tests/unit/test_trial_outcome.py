@@ -21,7 +21,7 @@ from pipeline.protocol.events import (
     Warned,
     event_from_json,
 )
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_outcome import Outcome
 
 BY_PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:51423"

@@ -23,7 +23,8 @@ from pipeline.protocol.events import (
     Trained,
     TrialOpened,
 )
-from pipeline.protocol.trial import Rank, Training
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training
 from pipeline.recording.terminal.run_progress import RunProgress
 from pipeline.recording.terminal.trial_progress import TrialProgress, clock, figures, fitted, left
 

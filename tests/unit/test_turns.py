@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from pipeline.config.benchmark_section import Benchmark
 from pipeline.errors import Stopped
 from pipeline.protocol.events import Finished, Phase, Warned
-from pipeline.protocol.trial import Baseline, Rank, Reference, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training import loop
 from pipeline.training.build import build

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipeline.protocol.events import Warned
-from pipeline.protocol.trial import EVALUATION, Evaluation, Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
 from pipeline.training import loop

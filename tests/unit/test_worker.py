@@ -20,7 +20,8 @@ import toys
 import pipeline
 from pipeline.errors import Stopped
 from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics, Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.ranks.matmul_precision import set_exact_convolutions
 from pipeline.worker import main as worker
 from pipeline.worker import process_group, system_metrics

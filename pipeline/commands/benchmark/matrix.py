@@ -13,7 +13,8 @@ from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan, same_work
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Baseline, CellMeasurement, Scaling, Trial
+from pipeline.protocol.labels import Scaling
+from pipeline.protocol.trial import Baseline, CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link
 from pipeline.wording import format_parallel
 

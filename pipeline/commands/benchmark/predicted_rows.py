@@ -8,7 +8,8 @@ from pipeline.config.benchmark_section import Configuration
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import Scaling, Trial
+from pipeline.protocol.labels import Scaling
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Costs, Link, Spread, StepParts
 from pipeline.report.numbers.forecast import Check, Forecast, Predicted
 from pipeline.report.numbers.link import fit, parse

@@ -17,7 +17,8 @@ import ray.train
 
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.trial import Rank, trial_from_json
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import trial_from_json
 from pipeline.system.background import in_background
 
 _SEND_EVERY_S = 5.0

@@ -15,7 +15,7 @@ from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import REASONS_TO_KEEP, RunClosed, RunOpened, is_reason_to_keep
-from pipeline.protocol.trial import Status
+from pipeline.protocol.labels import Status
 from pipeline.recording.journal import journal
 
 EXPERIMENT_NAME = "experiment.yaml"

@@ -15,7 +15,7 @@ from pipeline.config.reported import PREFIX
 from pipeline.config.values import Frozen
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, RunOpened, Tagged
-from pipeline.protocol.trial import Status
+from pipeline.protocol.labels import Status
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import id_of, is_quick, sweep_of
 from pipeline.wording import format_parallel

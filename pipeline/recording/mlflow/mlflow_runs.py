@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError
 from pipeline.protocol.events import Event, RunClosed
-from pipeline.protocol.trial import Status
+from pipeline.protocol.labels import Status
 from pipeline.recording.mlflow import mlflow_entities as entities
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from typing import Literal
 
 from pipeline.config.values import Recorded
 from pipeline.protocol.estimates import Estimate
+from pipeline.protocol.labels import Scaling
 from pipeline.protocol.titles import Title
-from pipeline.protocol.trial import Scaling
 from pipeline.protocol.trial_result import Link, Spread, StepParts
 from pipeline.wording import counted, join_names
 

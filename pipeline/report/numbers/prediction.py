@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.trial import Scaling
+from pipeline.protocol.labels import Scaling
 from pipeline.protocol.trial_result import Costs, Link
 from pipeline.report.numbers.link import Backend, broadcast_ms, latency_ms, transfer_ms
 

@@ -17,8 +17,9 @@ from pipeline.config.renamed import NUMBERS
 from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
+from pipeline.protocol.labels import Role, Scaling
 from pipeline.protocol.titles import Title
-from pipeline.protocol.trial import Role, Scaling, Trial
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.report.numbers.repeats import merge_repeats
 from pipeline.wording import counted

@@ -10,7 +10,8 @@ from pipeline.config import components
 from pipeline.config.schema import Experiment, Loader
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Trial
 from pipeline.training.batches.collation import Collation
 from pipeline.training.batches.fetch import Collate
 from pipeline.training.batches.iterable import IterableLoader

@@ -11,7 +11,8 @@ import torch
 
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank, Split
+from pipeline.protocol.labels import Split
+from pipeline.protocol.rank import Rank
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training.batches.collation import Collation

@@ -12,7 +12,8 @@ from pipeline.config.reported import PREFIX
 from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
 from pipeline.training.build import device_of
 from pipeline.training.checkpoints import data_state, resuming, unsaved_state

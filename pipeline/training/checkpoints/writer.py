@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipeline.config.values import Direction
 from pipeline.errors import PipelineError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Warned
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.checkpoints import files
 from pipeline.training.checkpoints.manifest import FILE_NAME, Manifest, StoredFile, best, kept, step_of
 from pipeline.training.checkpoints.state import State, count_bytes

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.tasks.from_model import IGNORED
 from pipeline.training.batches.rows import count_rows
 from pipeline.training.ranks.collectives import from_first

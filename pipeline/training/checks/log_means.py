@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Outbox, Warned
-from pipeline.protocol.trial import Split
+from pipeline.protocol.labels import Split
 from pipeline.tasks import FromModel, LanguageModel, OwnEvaluation, Supervised
 from pipeline.training.checks.batch_parts import as_it_was, has_16_bits
 from pipeline.training.checks.log_values import LoggedValues, WholeAndParts

@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
-from pipeline.protocol.trial import Rank, Split
+from pipeline.protocol.labels import Split
+from pipeline.protocol.rank import Rank
 from pipeline.tasks import OwnEvaluation
 from pipeline.training.checks.batch_parts import can_slice, is_redrawn
 from pipeline.training.checks.differing_samples import choose

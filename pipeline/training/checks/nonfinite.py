@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pipeline.errors import NonFiniteError, TrainingError
 from pipeline.protocol.events import Outbox, Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.training.batches.order import SampleOrder
 from pipeline.training.context import TrainContext
 from pipeline.training.ranks.collectives import gather

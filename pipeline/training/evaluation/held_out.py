@@ -16,8 +16,9 @@ from pipeline.config.reported import PREFIX, mlflow_name, source_of
 from pipeline.config.schema import followed
 from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Phase
+from pipeline.protocol.labels import Split
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Measurement, Split
+from pipeline.protocol.trial import Measurement
 from pipeline.tasks import OwnEvaluation
 from pipeline.training.batches.weighting import weighted
 from pipeline.training.context import TrainContext

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient
 from pipeline.training.context import TrainContext
 from pipeline.training.meters.clock import synchronize

@@ -24,7 +24,8 @@ from pipeline.errors import Stopped
 from pipeline.protocol.estimates import LEAST_PAIRS
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.progress import ProgressReporter
-from pipeline.protocol.trial import Rank, Training, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training, Trial
 from pipeline.system.other_load import OtherLoad
 from pipeline.training.build import forget_memory
 from pipeline.training.context import TrainContext

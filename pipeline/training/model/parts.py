@@ -21,7 +21,8 @@ from pipeline.config.consistency import NO_PLATEAU
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.strategies.base import Strategy
 from pipeline.system.imports import undisturbed
 from pipeline.tasks import Supervised, Task

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from pipeline.config.finetuning import StartFrom
 from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import Loaded
-from pipeline.protocol.trial import Evaluation, Rank, Training, Trial, Weights
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Evaluation, Training, Trial, Weights
 from pipeline.training.model.parameter_names import listed
 from pipeline.training.ranks.collectives import copy_from_first, from_first
 from pipeline.wording import did_you_mean

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.errors import PipelineError, TrainingError
 from pipeline.protocol.events import Phase
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.ranks.watch import mark, waiting
 
 T = TypeVar("T")

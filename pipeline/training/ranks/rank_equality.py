@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.training.ranks.collectives import gather
 
 _FEW = 4

@@ -4,7 +4,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipeline.errors import ResourceError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 
 
 def uuid_of(device: int) -> str:

@@ -25,7 +25,8 @@ import psutil
 
 from pipeline.errors import Stopped
 from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
-from pipeline.protocol.trial import Rank, Trial
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.system.process_start import seconds_after_boot
 from pipeline.training.ranks.torch_errors import OURS, TORCH
 

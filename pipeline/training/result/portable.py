@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from pipeline.config.schema import Experiment
 from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
-from pipeline.protocol.trial import Evaluation, Rank
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Evaluation
 from pipeline.training.batches.data_source import runtime
 from pipeline.training.checkpoints import unsaved_state
 from pipeline.training.evaluation.held_out import resulting_weights

@@ -10,7 +10,9 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Evaluated, Outbox, Warned
-from pipeline.protocol.trial import Evaluation, Rank, Split
+from pipeline.protocol.labels import Split
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Evaluation
 from pipeline.training.batches.order import StreamOrder
 from pipeline.training.build import build
 from pipeline.training.checkpoints import resuming, unsaved_state

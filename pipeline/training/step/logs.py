@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipeline.config.reported import LEARNING_RATE, OF_GROUP, OF_TRAINING, mlflow_name
 from pipeline.errors import ExperimentError
-from pipeline.protocol.trial import Rank
+from pipeline.protocol.rank import Rank
 from pipeline.tasks import StepOutput
 from pipeline.training.ranks.collectives import gather
 

@@ -1,0 +1,10 @@
+"""Labels of trials: their role, the held-out set that they evaluate, how they scale, and how they ended."""
+
+from typing import Literal
+
+Role = Literal["main", "baseline", "reference", "cell", "evaluation", "check", "probe", "tuning"]
+"""Role of a trial; the last two are of earlier versions."""
+Split = Literal["validation", "test"]
+"""Held-out set that can be evaluated."""
+Scaling = Literal["strong", "weak"]
+Status = Literal["FINISHED", "FAILED", "KILLED"]

@@ -1,0 +1,32 @@
+"""Rank: the place of a process among the workers of a trial."""
+
+from pipeline.config.values import Frozen
+
+GPU_VARIABLE = "PIPELINE_GPU"
+"""Variable with the `Rank.gpu` of a worker, where the driver has chosen it."""
+
+
+class Rank(Frozen):
+    """Position of a process among the workers of a trial."""
+
+    rank: int = 0
+    local_rank: int = 0
+    """Index among the workers of the same node."""
+    world_size: int = 1
+    local_world_size: int = 1
+    """Workers on the same node."""
+    node: str = "localhost"
+    """Host name, as it appears in errors and system metrics."""
+    gpu: int | None = None
+    """Index of its first GPU among the GPUs that it sees; None: its position on the node decides."""
+
+    @property
+    def is_first(self) -> bool:
+        """True for rank 0, which reports for all ranks."""
+        return self.rank == 0
+
+    @property
+    def place(self) -> str:
+        """Rank in words, with its node if there are several, e.g. "rank 137 on node17"."""
+        has_several_nodes = self.local_world_size < self.world_size
+        return f"rank {self.rank} on {self.node}" if has_several_nodes else f"rank {self.rank}"
