@@ -87,7 +87,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
             allocator.huge_pages(),
             allocator.keep_freed_memory(),
             report_progress_to(outbox.event, trial=trial.name),
-            Watchdog(trial, rank=rank, outbox=outbox, end=end),
+            Watchdog(trial.name, rank=rank, outbox=outbox, timeout_s=trial.experiment.parallel.timeout_s, end=end),
             process_group(trial, rank=rank, end=end),
             new_loaders_closed(),
             report(),  # before the end of what is above, which may hang or fail in turn

@@ -32,7 +32,7 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watching(outbox: toys.Kept, *, end: Callable[[], None] | None, timeout_s: float = TIMEOUT_S) -> Watchdog:
-    return Watchdog(toys.trial(parallel={"timeout_s": timeout_s}), rank=Rank(rank=1), outbox=outbox, end=end)
+    return Watchdog("main", rank=Rank(rank=1), outbox=outbox, timeout_s=timeout_s, end=end)
 
 
 def heartbeats(outbox: toys.Kept) -> list[Heartbeat]:
@@ -127,7 +127,7 @@ def test_the_drivers_own_process_is_warned_once_and_left_alone(phase: Phase) -> 
 
 def test_rank_0_in_the_drivers_own_process_moves_the_bar() -> None:
     outbox = toys.Kept()
-    with Watchdog(toys.trial(parallel={"timeout_s": 0.5}), rank=Rank(), outbox=outbox, end=None):
+    with Watchdog("main", rank=Rank(), outbox=outbox, timeout_s=0.5, end=None):
         train_until(3, Phase.FORWARD)
         the_users_own_code_takes(0.2)
     assert {(beat.step, beat.phase, beat.stack) for beat in heartbeats(outbox)} == {(3, Phase.FORWARD, "")}

@@ -26,7 +26,6 @@ import psutil
 from pipeline.errors import Stopped
 from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
 from pipeline.system.process_start import seconds_after_boot
 from pipeline.training.ranks.torch_errors import OURS, TORCH
 
@@ -112,16 +111,22 @@ class Watchdog:
     """A watchdog of the thread that enters this context.
 
     Args:
+        trial: name of the trial.
+        rank: this rank.
+        outbox: receives heartbeats and warnings.
+        timeout_s: ``parallel.timeout_s``.
         end: ends this process, which also sends heartbeats. None in the driver's process, where a user may be in a
             debugger: a stall gives a warning instead.
     """
 
-    def __init__(self, trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | None) -> None:
+    def __init__(
+        self, trial: str, *, rank: Rank, outbox: Outbox, timeout_s: float, end: Callable[[], None] | None
+    ) -> None:
         self._trial = trial
         self._rank = rank
         self._outbox = outbox
         self._end = end
-        self._timeout_s = trial.experiment.parallel.timeout_s
+        self._timeout_s = timeout_s
         self._interval_s = min(FIRST_HEARTBEAT_S if rank.is_first else HEARTBEAT_S, self._timeout_s / 10)
         self._idle_s = 0.0
         self._warned = False
@@ -174,11 +179,11 @@ class Watchdog:
     def _warn(self) -> None:
         self._warned = True
         message = self._heartbeat().format_wait(self._stack())
-        self._outbox.event(Warned(trial=self._trial.name, message=message))
+        self._outbox.event(Warned(trial=self._trial, message=message))
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(
-            trial=self._trial.name,
+            trial=self._trial,
             rank=self._rank,
             pid=os.getpid(),
             process_started=self._process_started,
