@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.config.values import NotNegative, Positive, PositiveFloat, Section, StrategyName
+from pipeline.config.parallel import StrategyName
+from pipeline.config.values import NotNegative, Positive, PositiveFloat, Section
 
 
 class Configuration(Section):

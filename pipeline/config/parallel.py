@@ -5,9 +5,23 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from pipeline.config.values import LauncherName, NotNegative, Positive, PositiveFloat, Section, StrategyName, Writable
+from pipeline import registry
+from pipeline.config.values import NotNegative, Positive, PositiveFloat, Section, Writable
+
+
+def _known(kind: registry.Kind) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in (known := registry.names(kind)):
+            raise ValueError(f"unknown; choose one of {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+StrategyName = Annotated[str, _known("strategies")]
+LauncherName = Annotated[str, _known("launchers")]
 
 
 def _least_and_most(value: object) -> object:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import override
 
-from pipeline import registry
 from pipeline.config.uris import expand_home
 from pipeline.system.signals import deferred_signals
 
@@ -91,15 +90,6 @@ class Component(Section):
         return self.model_extra or {}
 
 
-def _known(kind: registry.Kind) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in (known := registry.names(kind)):
-            raise ValueError(f"unknown; choose one of {', '.join(known)}")
-        return name
-
-    return AfterValidator(check)
-
-
 def _writable(text: str) -> str:
     if any(unicodedata.category(character) == "Cc" for character in text):
         raise ValueError("contains a control character, which is not allowed in a file name or address. Remove it.")
@@ -128,8 +118,6 @@ def _expand_home(text: str) -> str:
 
 FilePath = Annotated[Writable, AfterValidator(_expand_home)]
 """Path of a file or folder, or an address with a protocol; ``~`` is expanded."""
-StrategyName = Annotated[str, _known("strategies")]
-LauncherName = Annotated[str, _known("launchers")]
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
