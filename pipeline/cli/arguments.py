@@ -15,8 +15,8 @@ import typer
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
 from pipeline.planning.outer_launcher import is_follower
 from pipeline.system import allocator, stages
+from pipeline.system.closed_terminal import redirect_to_null
 from pipeline.system.imports import undisturbed
-from pipeline.system.process import redirect_to_null
 
 if TYPE_CHECKING:
     from pipeline.config.load import ExperimentFile

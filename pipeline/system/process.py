@@ -59,13 +59,6 @@ def raise_limit_of_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def redirect_to_null(stream: int) -> None:
-    """Discard what is written to a file descriptor from now on."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream)
-    os.close(null)
-
-
 def python_path(*entries: str) -> str:
     """Return the value of PYTHONPATH with these folders before those that it has."""
     return os.pathsep.join(filter(None, [*entries, os.environ.get("PYTHONPATH")]))

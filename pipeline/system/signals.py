@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from threading import current_thread, main_thread
 from types import FrameType
 
-from pipeline.system.process import redirect_to_null
-
 SAME_S = 2.0
 """SIGTERMs within this time count as one: a batch system signals every process, and launchers pass it on."""
 
@@ -72,21 +70,6 @@ def own_signals() -> Iterator[None]:
     finally:
         for number, handler in before:
             signal.signal(number, handler)
-
-
-def hang_up(*_: object) -> None:
-    """Treat SIGHUP as SIGTERM; a handler of signals. The terminal may be closed, so nothing is written there."""
-    for stream in (1, 2):
-        try:
-            os.write(stream, b"")
-        except OSError:
-            redirect_to_null(stream)
-    signal.raise_signal(signal.SIGTERM)
-
-
-def is_ended_by_hang_up() -> bool:
-    """Return True if SIGHUP would end this process at once. Under nohup it is ignored, and stays so."""
-    return signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 def end_after(seconds: float, unless: Callable[[], bool] = lambda: False) -> None:

@@ -13,9 +13,10 @@ from pydantic import field_serializer
 from pipeline.config.values import Frozen
 from pipeline.errors import Terminated, terminate
 from pipeline.system import process
+from pipeline.system.closed_terminal import hang_up
 from pipeline.system.imports import undisturbed
 from pipeline.system.process import missing_user_variables
-from pipeline.system.signals import handled, hang_up
+from pipeline.system.signals import handled
 
 
 @pytest.fixture(autouse=True)
