@@ -18,8 +18,8 @@ from torch import Tensor
 from pipeline.config.components import DEFAULT_COLLATE
 from pipeline.errors import ExperimentError
 from pipeline.training.batches.fetch import Collate
+from pipeline.training.ranks.fingerprints import fingerprint
 from pipeline.training.ranks.randomness import GENERATORS, generators_kept, watch
-from pipeline.training.ranks.rank_equality import fingerprint
 
 _LOOKS = 4
 """Batches of each size that are looked at, where random numbers are allowed."""

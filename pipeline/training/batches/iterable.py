@@ -21,8 +21,8 @@ from pipeline.training.batches.iterable_order import offers_state
 from pipeline.training.batches.iterable_reader import SampleReader, set_epoch
 from pipeline.training.batches.order import MicroBatch
 from pipeline.training.batches.stream import HEAD, pinned
+from pipeline.training.ranks.fingerprints import fingerprint
 from pipeline.training.ranks.randomness import generators_kept
-from pipeline.training.ranks.rank_equality import fingerprint
 
 _log = logging.getLogger(__name__)
 _LAST = 4

@@ -16,6 +16,7 @@ from pipeline.errors import ExperimentError
 from pipeline.training.batches.dataset_epoch import EpochReader, find_datasets_with_epoch
 from pipeline.training.batches.fetch import Collate, Noted, Unusable, collated, failed, format_indices
 from pipeline.training.batches.order import MicroBatch
+from pipeline.training.ranks.fingerprints import fingerprint
 from pipeline.training.ranks.randomness import (
     GENERATORS,
     drawn_from,
@@ -26,7 +27,6 @@ from pipeline.training.ranks.randomness import (
     seed_generators,
     watch,
 )
-from pipeline.training.ranks.rank_equality import fingerprint
 
 
 def fetcher(

@@ -13,7 +13,7 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.training.batches.data_digest import DataDigest, SampleDigest
 from pipeline.training.batches.data_source import Source
 from pipeline.training.batches.loader import BatchLoader
-from pipeline.training.ranks.rank_equality import Leaf, iter_leaves
+from pipeline.training.ranks.fingerprints import Leaf, iter_leaves
 
 SAMPLES = 64
 """Samples to compare, a quarter of them of the validation set if there is one."""

@@ -20,7 +20,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.model.parameter_names import listed
 from pipeline.training.model.reachable_state import Attribute, find_attributes
 from pipeline.training.model.several_optimizers import each_of
-from pipeline.training.ranks.rank_equality import fingerprint
+from pipeline.training.ranks.fingerprints import fingerprint
 from pipeline.wording import first_line
 
 KEY = "unsaved"

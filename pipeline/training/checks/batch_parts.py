@@ -13,10 +13,10 @@ from pipeline.training.batches.collation import Collation
 from pipeline.training.context import TrainContext
 from pipeline.training.model import gradient_hooks, learned
 from pipeline.training.model.attributes_kept import attributes_kept
+from pipeline.training.ranks.fingerprints import fingerprint
 from pipeline.training.ranks.matmul_precision import set_exact_convolutions, set_matmul_precision
 from pipeline.training.ranks.norms import total_norm
 from pipeline.training.ranks.randomness import generators_kept, seed_all
-from pipeline.training.ranks.rank_equality import fingerprint
 from pipeline.training.step.forward import forward
 
 

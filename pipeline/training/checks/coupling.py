@@ -15,8 +15,9 @@ from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.training.context import TrainContext
 from pipeline.training.model import frozen
 from pipeline.training.model.parameter_names import listed
+from pipeline.training.ranks.fingerprints import prints
 from pipeline.training.ranks.randomness import generators_kept, states
-from pipeline.training.ranks.rank_equality import differing, prints
+from pipeline.training.ranks.rank_equality import differing
 from pipeline.training.step.plain import seed
 
 

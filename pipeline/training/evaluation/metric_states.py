@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pipeline.protocol.rank import Rank
 from pipeline.training.ranks.collectives import gather
-from pipeline.training.ranks.rank_equality import fingerprint
+from pipeline.training.ranks.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

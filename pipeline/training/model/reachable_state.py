@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from pipeline.training.model.user_attributes import UserAttributes
+from pipeline.training.ranks.fingerprints import fingerprint
 from pipeline.training.ranks.norms import local
-from pipeline.training.ranks.rank_equality import fingerprint
 
 _ATOMS = (type(None), Number, np.generic, str, bytes, Enum, Path, date, timedelta, torch.dtype, torch.device, count)
 _MOST_ITEMS, _MOST_VALUES, _MOST_DEPTH = 1_000, 100_000, 20

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.training.ranks.rank_equality import MODULE_ATTRIBUTES
+from pipeline.training.ranks.fingerprints import MODULE_ATTRIBUTES
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _INSTALLED = frozenset({"site-packages", "dist-packages"})

@@ -3,27 +3,22 @@
 Ranks exchange fingerprints in place of values. With a single rank, nothing is computed.
 """
 
-import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from numbers import Number
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.training.ranks.collectives import gather
+from pipeline.training.ranks.fingerprints import Prints, digest, iter_attribute_prints, iter_prints, prints
 
 _FEW = 4
 """Samples of each set to compare: sets that were split or shuffled differently differ in almost all samples."""
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
 _GENERATORS = "The global generators of torch, NumPy and Python have the same seed on all ranks"
 
 
@@ -32,10 +27,6 @@ class Readable(Protocol):
 
     def read(self, indices: list[int]) -> Any:
         """Return samples as one batch, on the CPU."""
-
-
-Prints = dict[str, str]
-"""Fingerprints of values by path."""
 
 
 def check_data(sets: Mapping[str, tuple[Readable, int]], *, rank: Rank) -> None:
@@ -70,7 +61,7 @@ def check_order(indices: npt.NDArray[np.int64], *, rank: Rank) -> None:
     """
     if rank.world_size == 1:
         return
-    prints = [{"": print_} for print_ in gather(_digest("order", indices.shape, indices.tobytes()), rank=rank)]
+    prints = [{"": print_} for print_ in gather(digest("order", indices.shape, indices.tobytes()), rank=rank)]
     if _differing(prints):
         raise ExperimentError.of(
             "sampler",
@@ -90,10 +81,10 @@ def check_module(module: object, *, key: str, rank: Rank, is_sharded: bool = Fal
     """
     if rank.world_size == 1 or not isinstance(module, nn.Module):
         return
-    own = dict(_attributes(module))
+    own = dict(iter_attribute_prints(module))
     if is_sharded:
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            own |= _leaves(_few_values(tensor), name, with_text=False)
+            own |= iter_prints(_few_values(tensor), name, with_text=False)
     told = gather((rank.local_rank, own), rank=rank)
     prints = [mine for _, mine in told]
     ranks = [list(map(str, range(len(told)))), [str(local_rank) for local_rank, _ in told]]
@@ -113,32 +104,11 @@ def differing(values: Mapping[str, Tensor], *, rank: Rank) -> list[str]:
     return [] if rank.world_size == 1 or not values else _differing(gather(prints(values), rank=rank))
 
 
-def prints(values: Mapping[str, Tensor]) -> Prints:
-    """Return fingerprints of tensors by their names."""
-    return dict(chain.from_iterable(_leaves(value, name, with_text=False) for name, value in values.items()))
-
-
-def attribute_prints(module: nn.Module) -> Prints:
-    """Return fingerprints of attributes and of buffers that aren't persistent: what a state_dict lacks."""
-    prints = dict(_attributes(module))
-    for name, inner in module.named_modules():
-        for buffer in inner._non_persistent_buffers_set:
-            place = f"{name}.{buffer}" if name else buffer
-            prints |= _leaves(getattr(inner, buffer), place, with_text=False)
-    return prints
-
-
 def hash_hint() -> str:
     """Return what to do about the order of sets, for messages; empty where all processes have the same hashes."""
     if os.environ.get("PYTHONHASHSEED", "random") != "random":
         return ""
     return ". If the code iterates over a set of strings, sort them, or set PYTHONHASHSEED to a number in all processes"
-
-
-def fingerprint(value: Any) -> str:
-    """Return a short hash of all tensors, arrays, numbers and texts in a value."""
-    leaves = repr(sorted(_leaves(value, "", with_text=True)))
-    return hashlib.blake2b(leaves.encode(), digest_size=8).hexdigest()
 
 
 def _sampled(sets: Mapping[str, tuple[Readable, int]]) -> Prints:
@@ -147,70 +117,12 @@ def _sampled(sets: Mapping[str, tuple[Readable, int]]) -> Prints:
     for name, (loader, samples) in sets.items():
         last = min(samples, getattr(loader, "readable", samples)) - 1
         for index in sorted({number * last // (_FEW - 1) for number in range(_FEW)}):
-            prints |= _leaves(loader.read([index]), f"sample {index} of the {name} set/", with_text=True)
+            prints |= iter_prints(loader.read([index]), f"sample {index} of the {name} set/", with_text=True)
     return prints
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield fingerprints of module attributes besides parameters, buffers and submodules."""
-    for name, inner in module.named_modules():
-        for attribute, value in vars(inner).items():
-            if attribute not in MODULE_ATTRIBUTES:
-                yield from _leaves(value, f"{name}.{attribute}" if name else attribute, with_text=False)
-
-
-def _leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, str]]:
-    """Yield fingerprints of all tensors, arrays and numbers in a value; other objects can't be compared."""
-    for where, leaf in iter_leaves(value, place, with_text=with_text):
-        yield where, leaf if isinstance(leaf, str) else _hashed(leaf)
-
-
-Leaf = Tensor | np.ndarray[Any, Any] | str
-
-
-def iter_leaves(
-    value: Any, place: str, *, with_text: bool, with_objects: bool = False, inside: tuple[int, ...] = ()
-) -> Iterator[tuple[str, Leaf]]:
-    """Yield all tensors, arrays and numbers in a value, the numbers as text.
-
-    Other objects are left out; ``with_objects`` includes their attributes, such as those of a graph. ``inside`` has the
-    addresses of the objects around the value.
-    """
-    deeper = partial(iter_leaves, with_text=with_text, with_objects=with_objects, inside=(*inside, id(value)))
-    if isinstance(value, Tensor):
-        is_shard = hasattr(value, "device_mesh")  # as the weights that an LSTM lists in an attribute, under fsdp
-        if value.device.type != "meta" and value.layout is torch.strided and not is_shard:
-            yield place, value
-    elif isinstance(value, Number | np.generic) or (with_text and isinstance(value, str | bytes)):
-        yield place, str(value)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from deeper(item, f"{place}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from deeper(item, f"{place}[{index}]")
-    elif isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):  # also images of PIL
-        array = np.asarray(value)
-        if not array.dtype.hasobject:
-            yield place, array
-    elif with_objects and hasattr(value, "__dict__") and not callable(value) and id(value) not in inside:
-        for name, item in vars(value).items():  # such as a graph of torch_geometric, or a dataclass
-            yield from deeper(item, f"{place}.{name}")
-
-
-def _hashed(leaf: Tensor | np.ndarray[Any, Any]) -> str:
-    if isinstance(leaf, np.ndarray):
-        return _digest(str(leaf.dtype), leaf.shape, np.ascontiguousarray(leaf).tobytes())
-    content = leaf.detach().cpu().contiguous().reshape(-1)
-    return _digest(str(leaf.dtype), tuple(leaf.shape), content.view(torch.uint8).numpy().tobytes())
 
 
 def _few_values(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)]
-
-
-def _digest(kind: str, shape: Sequence[int], content: bytes) -> str:
-    return hashlib.blake2b(f"{kind} {shape}".encode() + content, digest_size=8).hexdigest()
 
 
 def _differing(ranks: Sequence[Prints]) -> list[str]:

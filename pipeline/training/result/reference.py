@@ -18,8 +18,8 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import EXAMPLE, REFERENCE
 from pipeline.training.model.parameter_names import listed
 from pipeline.training.model.reachable_state import find_attributes
+from pipeline.training.ranks.fingerprints import attribute_prints
 from pipeline.training.ranks.randomness import generators_kept, seed_all
-from pipeline.training.ranks.rank_equality import attribute_prints
 from pipeline.wording import first_line
 
 _log = logging.getLogger(__name__)
