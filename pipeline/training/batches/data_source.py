@@ -105,7 +105,7 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
     experiment, (train, *held_out) = trial.experiment, datasets
     is_sent = isinstance(train, RowStream)
     order = (
-        StreamOrder.of(experiment, rows=train.rows, workers=rank.world_size)
+        _stream_order(experiment, rows=train.rows, workers=rank.world_size)
         if is_sent
         else train_order(experiment, train, allowed=trial.allowed, silent=not rank.is_first)
     )
@@ -163,6 +163,12 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
         collate,
         evaluation_collate,
     )
+
+
+def _stream_order(experiment: Experiment, *, rows: int, workers: int) -> StreamOrder:
+    """Return the order of rows that are sent to so many workers, which divide the global batch equally."""
+    size = experiment.train.global_batch_size
+    return StreamOrder(samples=rows, global_batch_size=size, seed=experiment.seed, share_size=size // workers)
 
 
 def _share_head(train: StreamLoader, validation: AnyLoader | None, *, rank: Rank) -> None:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from pipeline.config.schema import Experiment
 from pipeline.training.ranks.randomness import mix
 
 Indices = npt.NDArray[np.int64]
@@ -169,12 +168,6 @@ class StreamOrder(SequentialOrder):
     """Rows in a block: a rank's share of a full global batch."""
 
     noun = "rows"
-
-    @classmethod
-    def of(cls, experiment: Experiment, *, rows: int, workers: int) -> "StreamOrder":
-        """Return the order of rows that are sent to so many workers, which divide the global batch equally."""
-        size = experiment.train.global_batch_size
-        return cls(samples=rows, global_batch_size=size, seed=experiment.seed, share_size=size // workers)
 
     @override
     def share(self, batch: Indices, *, rank: int, world_size: int) -> Indices:
