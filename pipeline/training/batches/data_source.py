@@ -10,13 +10,15 @@ from pipeline.config import components
 from pipeline.config.schema import Experiment, Loader
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
 from pipeline.training.batches.collation import Collation
 from pipeline.training.batches.fetch import Collate
 from pipeline.training.batches.iterable import IterableLoader
-from pipeline.training.batches.iterable_order import IterableOrder, is_iterable, promises
-from pipeline.training.batches.iterable_reader import counted_length
+from pipeline.training.batches.iterable_dataset import is_iterable, stated_length
+from pipeline.training.batches.iterable_order import IterableOrder, promises
+from pipeline.training.batches.iterable_reader import SampleReader
 from pipeline.training.batches.loader import BatchLoader, length
 from pipeline.training.batches.order import SampleOrder, StreamOrder
 from pipeline.training.batches.own_order import order_of
@@ -24,6 +26,7 @@ from pipeline.training.batches.stream import RowStream, StreamLoader, joined_hea
 from pipeline.training.model import parts
 from pipeline.training.ranks import rank_equality
 from pipeline.training.ranks.collectives import gather
+from pipeline.training.ranks.randomness import generators_kept
 
 _FEW = 4
 """Samples of each set that are read to find out if an evaluation's collate function draws random numbers."""
@@ -96,9 +99,19 @@ def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
     if experiment.loader.num_workers:
         message = f"but the {what} set is iterable, and each DataLoader worker would read all of it; set 0"
         raise ExperimentError.of("loader.num_workers", f"is {experiment.loader.num_workers}, {message}")
-    if not (samples := counted_length(dataset, what=what)):
+    if not (samples := _count_length(dataset, what=what)):
         raise ExperimentError.of("data", f"the {what} set is empty; it needs at least one sample")
     return samples
+
+
+def _count_length(dataset: Any, *, what: str) -> int:
+    """Return the number of samples of a held-out set; one without a length is read once."""
+    if (stated := stated_length(dataset)) is not None:
+        return stated
+    with ProgressReporter(f"counting the {what} set", unit="samples") as progress, generators_kept():
+        for _ in SampleReader(dataset, what=what, seed=0):
+            progress.by(1)
+    return progress.done
 
 
 def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device) -> Source:

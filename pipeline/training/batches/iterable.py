@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from pipeline.errors import TrainingError
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.training.batches.fetch import Collate, collated, usable
-from pipeline.training.batches.iterable_order import offers_state
+from pipeline.training.batches.iterable_dataset import offers_state
 from pipeline.training.batches.iterable_reader import SampleReader, set_epoch
 from pipeline.training.batches.order import MicroBatch
 from pipeline.training.batches.stream import HEAD, pinned

@@ -1,27 +1,12 @@
 """Order and length of an IterableDataset as training data, and what can't be promised of it."""
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
+from pipeline.training.batches.iterable_dataset import is_iterable, offers_state, stated_length
 from pipeline.training.batches.order import SequentialOrder
-
-
-def is_iterable(dataset: object) -> bool:
-    """Return True for an IterableDataset of torch or of Hugging Face's datasets, which is a subclass."""
-    return isinstance(dataset, IterableDataset)
-
-
-def stated_length(dataset: Any) -> int | None:
-    """Return ``len(dataset)``; None for a dataset without a length."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +69,3 @@ def notes(dataset: Any, experiment: Experiment) -> tuple[str, ...]:
                 "validation runs only when training ends; set train.evaluate_every_steps to validate more often"
             )
     return tuple(told)
-
-
-def offers_state(dataset: object) -> bool:
-    """Return True if a dataset can tell where it is, and continue there, as Hugging Face's and torchdata's do."""
-    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
-        return False
-    try:
-        inspect.signature(dataset.state_dict).bind()  # LitData's needs arguments that only its loader has
-    except (TypeError, ValueError):
-        return False
-    return True

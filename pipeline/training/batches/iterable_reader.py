@@ -7,22 +7,10 @@ from typing import Any
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.protocol.progress import ProgressReporter
 from pipeline.training.batches.fetch import failed
-from pipeline.training.batches.iterable_order import stated_length
-from pipeline.training.ranks.randomness import generators_kept, mix, seed_all
+from pipeline.training.ranks.randomness import mix, seed_all
 
 _CPU = torch.device("cpu")
-
-
-def counted_length(dataset: Any, *, what: str) -> int:
-    """Return the number of samples of a held-out set; one without a length is read once."""
-    if (stated := stated_length(dataset)) is not None:
-        return stated
-    with ProgressReporter(f"counting the {what} set", unit="samples") as progress, generators_kept():
-        for _ in SampleReader(dataset, what=what, seed=0):
-            progress.by(1)
-    return progress.done
 
 
 class SampleReader:

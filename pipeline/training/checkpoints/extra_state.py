@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from pipeline.tasks import Supervised
-from pipeline.training.batches.iterable_order import offers_state
+from pipeline.training.batches.iterable_dataset import offers_state
 from pipeline.training.context import TrainContext
 from pipeline.training.model.learned import held_by
 

@@ -13,7 +13,7 @@ from torch import nn
 from pipeline.config.targets import BUILT_IN
 from pipeline.tasks import InSteps
 from pipeline.training.batches.dataset_epoch import is_in_first_epoch
-from pipeline.training.batches.iterable_order import is_iterable
+from pipeline.training.batches.iterable_dataset import is_iterable
 from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.checkpoints.state import view
 from pipeline.training.context import TrainContext
