@@ -17,8 +17,9 @@ from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Task
-from pipeline.training.batches.data_source import Datasets, open_source, runtime
+from pipeline.training.batches.data_source import open_source, runtime
 from pipeline.training.batches.rank_batches import Batches
+from pipeline.training.batches.rank_data import Datasets
 from pipeline.training.checks.additivity import examine
 from pipeline.training.context import DTYPES, Built, TrainContext
 from pipeline.training.features import find_features

@@ -1,8 +1,8 @@
-"""Source of a rank's data: loaders and order of its samples, of datasets or of streams that a launcher sends."""
+"""Opening of a rank's data: loaders and order of its samples, of datasets or of streams that a launcher sends."""
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from pipeline.training.batches.iterable_reader import SampleReader
 from pipeline.training.batches.loader import BatchLoader, length
 from pipeline.training.batches.order import SampleOrder, StreamOrder
 from pipeline.training.batches.own_order import order_of
+from pipeline.training.batches.rank_data import AnyLoader, Datasets, Source
 from pipeline.training.batches.stream import RowStream, StreamLoader, joined_heads, received
 from pipeline.training.model import parts
 from pipeline.training.ranks import rank_equality
@@ -30,32 +31,6 @@ from pipeline.training.ranks.randomness import generators_kept
 
 _FEW = 4
 """Samples of each set that are read to find out if an evaluation's collate function draws random numbers."""
-
-
-AnyLoader = BatchLoader | StreamLoader | IterableLoader
-
-
-class Source(NamedTuple):
-    """The data of a rank."""
-
-    train: AnyLoader
-    validation: AnyLoader | None
-    order: SampleOrder
-    validation_samples: int
-    datasets: "Datasets | None" = None
-    """Datasets behind the loaders; None for streams."""
-    test: AnyLoader | None = None
-    test_samples: int = 0
-    notes: tuple[str, ...] = ()
-    """Promises that the data can't keep."""
-    collate: Collation | None = None
-    """Collate function of the training set; None for torch's own."""
-    evaluation_collate: Collation | None = None
-    """Collate function of the validation and the test set; None for torch's own."""
-
-
-Datasets = tuple[Any, Any, Any]
-"""Training, validation and test set; None in place of a set that there isn't."""
 
 
 def open_source(trial: Trial, *, rank: Rank, device: torch.device, datasets: Datasets | None = None) -> Source:

@@ -17,11 +17,11 @@ from pipeline.strategies.base import Sharded, Strategy
 from pipeline.tasks import Supervised, Task
 from pipeline.training.batches.collation import Collation
 from pipeline.training.batches.data_digest import DataDigest
-from pipeline.training.batches.data_source import AnyLoader, Datasets, Source
 from pipeline.training.batches.iterable import IterableLoader
 from pipeline.training.batches.loader import BatchLoader, prefetched
 from pipeline.training.batches.order import MicroBatch, SampleOrder, padded, padded_evaluation
 from pipeline.training.batches.placing import to_device
+from pipeline.training.batches.rank_data import AnyLoader, Datasets, Source
 from pipeline.training.batches.rows import RowCheck
 from pipeline.training.batches.sampled_data import read_digest
 

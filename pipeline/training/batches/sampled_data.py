@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.training.batches.data_digest import DataDigest, SampleDigest
-from pipeline.training.batches.data_source import Source
 from pipeline.training.batches.loader import BatchLoader
+from pipeline.training.batches.rank_data import Source
 from pipeline.training.ranks.fingerprints import Leaf, iter_leaves
 
 SAMPLES = 64
