@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.config.schema import Loader
+from pipeline.config.loader_section import Loader
 from pipeline.data import Splits, arrays, tokens
 from pipeline.training.batches.loader import BatchLoader
 from pipeline.training.batches.order import SampleOrder

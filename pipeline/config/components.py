@@ -10,14 +10,13 @@ from pydantic import ValidationError
 from pipeline.config import component_arguments, environment, extras, keys, targets
 from pipeline.config.deferred import fill_in
 from pipeline.config.finetuning import Optimizer
+from pipeline.config.loader_section import DEFAULT_COLLATE
 from pipeline.config.messages import shown
 from pipeline.config.named_optimizers import own_problems
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem
 
-DEFAULT_COLLATE = "torch.utils.data.default_collate"
-"""A collate function itself, as a component for ``loader``; others build one."""
 _PASSED = {
     "optimizer": ("the model's parameters",),
     "optimizers": ("the model's parameters",),

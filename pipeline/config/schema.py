@@ -1,11 +1,11 @@
 """The experiment file as frozen, strict types; their docstrings are the descriptions in JSON Schema and docs/keys.md.
 
-The larger sections have files of their own: `benchmark_section`, `parallel`, `sampler`,
-`sweep`, `tracking_section` and `train`.
+The larger sections have files of their own: `benchmark_section`, `loader_section`,
+`parallel`, `sampler`, `sweep`, `tracking_section` and `train`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     Field,
@@ -18,6 +18,7 @@ from pydantic import (
 from pipeline.config import lightning_module
 from pipeline.config.benchmark_section import Benchmark
 from pipeline.config.finetuning import Optimizer
+from pipeline.config.loader_section import Loader
 from pipeline.config.named_optimizers import NamedOptimizer
 from pipeline.config.parallel import Parallel
 from pipeline.config.sampler import SamplerOptions
@@ -33,29 +34,6 @@ from pipeline.config.values import (
     PositiveFloat,
     Section,
 )
-
-
-class Loader(Section):
-    """DataLoader of each worker."""
-
-    num_workers: NotNegative = 0
-    """DataLoader worker processes per training worker; 0 loads in the training process."""
-    pin_memory: bool | Literal["auto"] = "auto"
-    """Copy batches to page-locked memory; auto: true on a GPU."""
-    persistent_workers: bool = True
-    """Keep the DataLoader worker processes between epochs."""
-    prefetch_factor: Positive = 2
-    """Batches that each DataLoader worker process prefetches."""
-    collate: Component | None = None
-    """Component that builds the collate_fn; default: torch's default_collate."""
-    evaluation_collate: Component | None = None
-    """Component that builds the collate_fn of validation and test sets; default: ``collate``. Required if ``collate``
-    draws random numbers and there is such a set."""
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a later key that is not given, so that experiments of before keep their hash."""
-        return {name: value for name, value in write(self).items() if name != "evaluation_collate" or value is not None}
 
 
 class Checkpoint(Section):

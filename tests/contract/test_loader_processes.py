@@ -16,7 +16,7 @@ import torch
 import toys
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from pipeline.config.schema import Loader
+from pipeline.config.loader_section import Loader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.batches.loader import BatchLoader, new_loaders_closed
 from pipeline.training.batches.order import MicroBatch, SampleOrder

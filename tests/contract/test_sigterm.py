@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from pipeline.config.schema import Loader
+from pipeline.config.loader_section import Loader
 from pipeline.training.batches.loader import BatchLoader, _start_method
 from pipeline.training.batches.order import SampleOrder
 
@@ -74,7 +74,7 @@ def test_loader_processes_are_forked_unless_the_user_wants_another_method(monkey
 COMPUTING_WITH_TWO_THREADS = """
 import multiprocessing, torch
 from pathlib import Path
-from pipeline.config.schema import Loader
+from pipeline.config.loader_section import Loader
 from pipeline.training.batches.loader import BatchLoader
 from pipeline.training.batches.order import SampleOrder
 

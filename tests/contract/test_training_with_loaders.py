@@ -9,7 +9,7 @@ import pytest
 import torch
 import toys
 
-from pipeline.config.schema import Loader
+from pipeline.config.loader_section import Loader
 from pipeline.data import arrays
 from pipeline.training.batches.loader import BatchLoader
 from pipeline.training.batches.order import SampleOrder

@@ -14,7 +14,7 @@ import torch
 import toys
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from pipeline.config.schema import Loader
+from pipeline.config.loader_section import Loader
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.training.batches.dataset_epoch import find_datasets_with_epoch
 from pipeline.training.batches.loader import BatchLoader, length

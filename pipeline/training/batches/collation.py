@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config.components import DEFAULT_COLLATE
+from pipeline.config.loader_section import DEFAULT_COLLATE
 from pipeline.errors import ExperimentError
 from pipeline.training.batches.fetch import Collate
 from pipeline.training.ranks.fingerprints import fingerprint

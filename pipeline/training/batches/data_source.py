@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from pipeline.config import components
-from pipeline.config.schema import Experiment, Loader
+from pipeline.config.loader_section import DEFAULT_COLLATE, Loader
+from pipeline.config.schema import Experiment
 from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.progress import ProgressReporter
@@ -171,7 +172,7 @@ def _collates(trial: Trial, known: Mapping[str, int]) -> tuple[Collation | None,
     loader = trial.experiment.loader
 
     def built(own: Component | None, key: str) -> Collate | None:
-        if own is None or own.target == components.DEFAULT_COLLATE:
+        if own is None or own.target == DEFAULT_COLLATE:
             return None
         collate: Collate = components.build(own, key=key, allowed=trial.allowed, runtime=known)
         return collate

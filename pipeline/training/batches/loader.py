@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline.config.schema import Loader
+from pipeline.config.loader_section import Loader
 from pipeline.errors import ExperimentError
 from pipeline.system.signals import sigterm_blocked, sigterm_only_from
 from pipeline.training.batches.fetch import (

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.benchmark_section import Benchmark
-from pipeline.config.schema import Loader
+from pipeline.config.loader_section import Loader
 from pipeline.errors import Stopped
 from pipeline.protocol.estimates import LEAST_PAIRS
 from pipeline.protocol.events import Outbox, Warned

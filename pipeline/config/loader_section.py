@@ -1,0 +1,33 @@
+"""The section ``loader`` of an experiment: the DataLoader of each worker."""
+
+from typing import Any, Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
+from pipeline.config.values import Component, NotNegative, Positive, Section
+
+DEFAULT_COLLATE = "torch.utils.data.default_collate"
+"""A collate function itself, as a component for ``loader``; others build one."""
+
+
+class Loader(Section):
+    """DataLoader of each worker."""
+
+    num_workers: NotNegative = 0
+    """DataLoader worker processes per training worker; 0 loads in the training process."""
+    pin_memory: bool | Literal["auto"] = "auto"
+    """Copy batches to page-locked memory; auto: true on a GPU."""
+    persistent_workers: bool = True
+    """Keep the DataLoader worker processes between epochs."""
+    prefetch_factor: Positive = 2
+    """Batches that each DataLoader worker process prefetches."""
+    collate: Component | None = None
+    """Component that builds the collate_fn; default: torch's default_collate."""
+    evaluation_collate: Component | None = None
+    """Component that builds the collate_fn of validation and test sets; default: ``collate``. Required if ``collate``
+    draws random numbers and there is such a set."""
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a later key that is not given, so that experiments of before keep their hash."""
+        return {name: value for name, value in write(self).items() if name != "evaluation_collate" or value is not None}
