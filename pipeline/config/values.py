@@ -3,7 +3,7 @@
 import os
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -88,6 +88,10 @@ class Component(Section):
     def arguments(self) -> Mapping[str, Any]:
         """Keyword arguments as written in the file; nested components are plain mappings."""
         return self.model_extra or {}
+
+
+Create = Callable[..., Any]
+"""Function that builds a component, given its key: `pipeline.config.components.build` with the rest filled in."""
 
 
 def _writable(text: str) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeline.config import components
 from pipeline.config.schema import Experiment
+from pipeline.config.values import Create
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.rank import Rank
@@ -99,7 +100,7 @@ class _Model(NamedTuple):
 
 
 def _build_model(
-    create: parts.Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device, keeps_compiled: bool
+    create: Create, trial: Trial, *, strategy: Strategy, rank: Rank, device: torch.device, keeps_compiled: bool
 ) -> _Model:
     """Build the model with the weights that it starts from, freeze, wrap and compile it. Collective.
 
@@ -135,7 +136,7 @@ def _build_model(
 
 
 def _build_task(
-    create: parts.Create, experiment: Experiment, *, rank: Rank, device: torch.device, is_sharded: bool
+    create: Create, experiment: Experiment, *, rank: Rank, device: torch.device, is_sharded: bool
 ) -> tuple[Task, nn.Module | None]:
     """Build the task, and find what it learns itself, equal on all ranks. Collective.
 

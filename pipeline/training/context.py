@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pipeline.config.reported import source_of
 from pipeline.config.schema import Experiment
-from pipeline.config.values import Direction, Mode
+from pipeline.config.values import Create, Direction, Mode
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
@@ -22,7 +22,7 @@ from pipeline.tasks import InSteps, Task
 from pipeline.training.batches.order import SampleOrder
 from pipeline.training.batches.rank_batches import Batches
 from pipeline.training.batches.weighting import Boundary
-from pipeline.training.model import metrics, parts
+from pipeline.training.model import metrics
 from pipeline.training.model.compilation import Stopwatch
 from pipeline.training.model.parameter_names import Named
 from pipeline.training.model.parameter_set import ParameterSet
@@ -80,7 +80,7 @@ class TrainContext:
     batches: Batches
     strategy: Strategy
     task: Task
-    create: parts.Create
+    create: Create
     built: Built
     features: tuple[Any, ...] = ()
     """What the experiment adds to a training, each a `pipeline.training.feature.Feature`, in the order of wrapping."""

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from pipeline.config.reported import source_of
-from pipeline.config.values import Component, Direction, Mode
+from pipeline.config.values import Component, Create, Direction, Mode
 from pipeline.errors import ExperimentError, Problem
-from pipeline.training.model.parts import Create
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -4,7 +4,7 @@ All functions raise ExperimentError with the key of the part that is wrong.
 """
 
 import importlib
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from pipeline import registry
 from pipeline.config import components, lightning_module
 from pipeline.config.consistency import NO_PLATEAU
 from pipeline.config.schema import Experiment
-from pipeline.config.values import Component
+from pipeline.config.values import Component, Create
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
@@ -31,9 +31,6 @@ from pipeline.training.model.learned import held_by, learned_by
 from pipeline.training.model.learning_rate import check_length, refuse_hidden_rates, scaling_factor, with_scaled_rates
 from pipeline.training.ranks.randomness import generators_kept, mix, seed_all
 from pipeline.wording import counted
-
-Create = Callable[..., Any]
-"""Function that builds a component, given its key: `pipeline.config.components.build` with the rest filled in."""
 
 
 def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any, Any]:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from pipeline.config.named_optimizers import NamedOptimizer, own_problems
 from pipeline.config.schema import Experiment
+from pipeline.config.values import Create
 from pipeline.errors import ExperimentError, Problem
 from pipeline.training.model import parameter_groups, parts
 from pipeline.training.model.optimizers import has_modes
@@ -101,7 +102,7 @@ def each_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def build_optimizer(
-    create: parts.Create, experiment: Experiment, *, model: nn.Module, learned: nn.Module | None, is_sharded: bool
+    create: Create, experiment: Experiment, *, model: nn.Module, learned: nn.Module | None, is_sharded: bool
 ) -> Optimizer:
     """Build the optimizer of an experiment, or the several that it has, joined; see `parts.optimizer`.
 
@@ -123,7 +124,7 @@ def build_optimizer(
 
 
 def build_scheduler(
-    create: parts.Create, experiment: Experiment, *, optimizer: Optimizer, validates: bool, advances: int
+    create: Create, experiment: Experiment, *, optimizer: Optimizer, validates: bool, advances: int
 ) -> LRScheduler | None:
     """Build the scheduler of an experiment, or those of several optimizers, joined; see `parts.scheduler`.
 
