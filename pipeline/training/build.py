@@ -1,7 +1,5 @@
 """Construction of a rank's `TrainContext` from its trial."""
 
-import gc
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +10,7 @@ from torch import nn
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Create
-from pipeline.errors import ExperimentError, ResourceError
+from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
@@ -38,6 +36,7 @@ from pipeline.training.model import (
 from pipeline.training.model.learned import learned_by, take_from_first, trainable
 from pipeline.training.ranks import rank_equality
 from pipeline.training.ranks.collectives import copy_from_first
+from pipeline.training.ranks.rank_gpus import device_of, forget_memory
 
 
 def build(trial: Trial, *, rank: Rank, datasets: Datasets | None = None) -> TrainContext:
@@ -152,33 +151,3 @@ def _build_task(
             )
         take_from_first(learned, rank=rank)
     return task, learned
-
-
-def device_of(trial: Trial, *, rank: Rank) -> torch.device:
-    """Return the device of a rank; the ranks of a node take its GPUs in order.
-
-    Raises:
-        ResourceError: CUDA shows fewer GPUs than ranks of this node.
-    """
-    if trial.device == "cpu":
-        return torch.device("cpu")
-    count, own = torch.cuda.device_count(), max(1, trial.devices_per_worker)
-    by_position = rank.local_rank * own if count > own else 0  # srun may show each rank only its own GPUs
-    index = by_position if rank.gpu is None else rank.gpu
-    if 0 < count <= index:  # without any, torch says why
-        raise ResourceError(
-            f"rank {rank.rank} on {rank.node} has no GPU: CUDA shows {count} GPUs to {rank.local_world_size} ranks "
-            f"(CUDA_VISIBLE_DEVICES: {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
-            "Start at most one rank per GPU, or show each rank only its own GPU (srun: --gpus-per-task=1)."
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def forget_memory(device: torch.device) -> None:
-    """Free what earlier trials of this process have left on the GPUs, and start counting peak memory anew."""
-    if device.type == "cuda":
-        gc.collect()  # reference cycles of DDP hold the model
-        torch.cuda.empty_cache()
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(index)

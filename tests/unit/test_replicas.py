@@ -14,9 +14,10 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import StepOutput
-from pipeline.training.build import build, device_of
+from pipeline.training.build import build
 from pipeline.training.model import parts
 from pipeline.training.ranks.randomness import seed_all
+from pipeline.training.ranks.rank_gpus import device_of
 from pipeline.training.step.forward import accepted
 
 GPU = torch.device("cuda", 0)

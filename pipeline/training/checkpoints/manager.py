@@ -15,7 +15,6 @@ from pipeline.protocol.events import AnyEvent, Outbox, Resumed, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
-from pipeline.training.build import device_of
 from pipeline.training.checkpoints import data_state, resuming, unsaved_state
 from pipeline.training.checkpoints.manifest import Manifest, describe, entries, folder_name
 from pipeline.training.checkpoints.resuming import Overrides
@@ -37,6 +36,7 @@ from pipeline.training.meters.meter import Meter
 from pipeline.training.model.learned import trainable
 from pipeline.training.model.parameter_names import listed
 from pipeline.training.ranks.collectives import from_first
+from pipeline.training.ranks.rank_gpus import device_of
 from pipeline.training.step.dry_run import dry_run
 
 _PATIENCE_S = 30.0

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from pipeline.training.build import forget_memory
 from pipeline.training.context import TrainContext
 from pipeline.training.model.several_optimizers import each_of
+from pipeline.training.ranks.rank_gpus import forget_memory
 
 
 def find_passing_bytes(device: torch.device) -> int:

@@ -27,7 +27,6 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
 from pipeline.system.other_load import OtherLoad
-from pipeline.training.build import forget_memory
 from pipeline.training.context import TrainContext
 from pipeline.training.measuring.compared_trials import (
     LEAST_STEPS,
@@ -38,6 +37,7 @@ from pipeline.training.measuring.compared_trials import (
     find_first_steps,
 )
 from pipeline.training.ranks.collectives import gather
+from pipeline.training.ranks.rank_gpus import forget_memory
 from pipeline.training.ranks.watch import waiting
 from pipeline.wording import duration
 
