@@ -11,7 +11,7 @@ from pipeline.training.build import build
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation.held_out import evaluate
 from pipeline.training.evaluation.held_out import prepare as prepare_evaluation
-from pipeline.training.loop import check_built
+from pipeline.training.start_checks import check_built
 from pipeline.training.step import logs, train_step
 from pipeline.training.step.dry_run import first_steps, group_by_step
 

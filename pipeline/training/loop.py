@@ -20,11 +20,11 @@ from pipeline.protocol.trial import CellMeasurement, Measurement, Training, Tria
 from pipeline.protocol.trial_result import Best, TrialResult
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manager import CheckpointManager, placed
-from pipeline.training.checks import coupling, log_means
+from pipeline.training.checks import coupling
 from pipeline.training.checks.nonfinite import check_weights
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import pictures
-from pipeline.training.evaluation.held_out import build_metrics, evaluate
+from pipeline.training.evaluation.held_out import evaluate
 from pipeline.training.evaluation.held_out import prepare as prepare_evaluation
 from pipeline.training.measuring import flops
 from pipeline.training.measuring.compared_trials import rates_over
@@ -40,6 +40,7 @@ from pipeline.training.ranks.collectives import from_first, gather
 from pipeline.training.ranks.matmul_precision import matmul_precision
 from pipeline.training.ranks.watch import mark, mark_step
 from pipeline.training.result import reporting
+from pipeline.training.start_checks import check_built
 from pipeline.training.step import logs, train_step
 from pipeline.training.step.dry_run import compile_ahead, held_step
 from pipeline.training.step.global_batch import late_pass
@@ -94,21 +95,6 @@ def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
         if isinstance(trial, Training):  # last, as it takes memory, which the result tells, and may fail
             reporting.exported_model(trial, outbox, folder=Path(folder))
     return result
-
-
-def check_built(context: TrainContext, outbox: Outbox) -> None:
-    """Check what was built, before its first step, and report what there is to train. Collective.
-
-    Raises:
-        ExperimentError: a metric can't be built, the scheduler contradicts it, or an evaluation logs no means.
-    """
-    build_metrics(context)
-    reporting.start(context, outbox)
-    reporting.changed_matmul_precision(context, outbox)
-    if isinstance(context.trial, Training):
-        for feature in context.features:
-            feature.start(outbox)
-        log_means.check(context, outbox)
 
 
 def evaluate_test(context: TrainContext, *, meter: Meter, best: Best | None) -> None:
