@@ -1,7 +1,7 @@
 """Components: ``_target_`` with its arguments, checked before anything starts and built where training runs."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -41,13 +41,23 @@ def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Call
     return targets.find(component.target, key=key, allowed=allowed, arguments=component.arguments)
 
 
-def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
+class Checked(NamedTuple):
+    """What is wrong with the components of an experiment, also nested ones, before any is called."""
+
+    problems: list[Problem]
+    rejected: list[Problem]
+    """The problems that are components which are not allowed or not found."""
+
+
+def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> Checked:
     """Find what is wrong with the components without calling them; imports their packages."""
-    problems: list[Problem] = []
+    problems, rejected = list[Problem](), list[Problem]()
     for key, component in named(experiment):
         keys_of = (key.partition("[")[0], key.partition(".")[0], component.target)
         passed = next((_PASSED[one] for one in keys_of if one in _PASSED), ())
-        problems += _check(component, key=key, passed=passed, allowed=allowed)
+        found = list(_iter_resolved(component, key=key, allowed=allowed))
+        rejected += [one for one in found if isinstance(one, Problem)]
+        problems += _check(found, key=key, passed=passed)
         problems += environment.unset(component.arguments, key=key)
     if (
         experiment.task is not None
@@ -55,19 +65,12 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
         and not any(one.key.startswith("task") for one in problems)
     ):
         problems += _check_task(experiment.task, allowed=allowed)
-    if any(problem.key.startswith("optimizer") for problem in problems):
-        return problems
-    if experiment.optimizer is not None:
-        problems += _check_groups(experiment.optimizer, allowed=allowed)
-    for name, optimizer in experiment.optimizers.items():
-        problems += own_problems(list(_check_groups(optimizer, allowed=allowed)), name)
-    return problems
-
-
-def find_rejected(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
-    """Find the components, also nested ones, that are not allowed or not found; `check` also finds them."""
-    found = (one for key, component in named(experiment) for one in _iter_resolved(component, key=key, allowed=allowed))
-    return [one for one in found if isinstance(one, Problem)]
+    if not any(problem.key.startswith("optimizer") for problem in problems):
+        if experiment.optimizer is not None:
+            problems += _check_groups(experiment.optimizer, allowed=allowed)
+        for name, optimizer in experiment.optimizers.items():
+            problems += own_problems(list(_check_groups(optimizer, allowed=allowed)), name)
+    return Checked(problems, rejected)
 
 
 def build(
@@ -164,9 +167,9 @@ class _Resolved(NamedTuple):
     function: Callable[..., Any]
 
 
-def _check(component: Component, *, key: str, passed: Sequence[str], allowed: tuple[str, ...]) -> list[Problem]:
+def _check(all_found: Iterable[_Resolved | Problem], *, key: str, passed: Sequence[str]) -> list[Problem]:
     problems: list[Problem] = []
-    for found in _iter_resolved(component, key=key, allowed=allowed):
+    for found in all_found:
         if isinstance(found, Problem):
             problems.append(found)
             continue

@@ -45,11 +45,11 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
         UsageError: the project's pyproject.toml is malformed.
     """
     allowed = allowed_packages()
-    problems = components.check(file.experiment, allowed=allowed)
+    problems, rejected = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
     problems += _temporary_folder_problems(file.experiment)
     problems += named_trackers.problems(file.experiment.tracking.loggers)
-    if rejected := _find_rejected(file, allowed=allowed):
+    if rejected := rejected or _find_wrong_values(file, allowed=allowed):
         error = file.explain(dict.fromkeys([*problems, *rejected]))
         raise ExperimentError(list_once(error.problems, allowed=allowed))
     if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
@@ -170,15 +170,14 @@ def _temporary_folder_problems(experiment: Experiment) -> Iterator[Problem]:
         )
 
 
-def _find_rejected(file: ExperimentFile, *, allowed: tuple[str, ...]) -> list[Problem]:
-    """Find names that are not allowed in an experiment, or else wrong components in the values of its sweep."""
+def _find_wrong_values(file: ExperimentFile, *, allowed: tuple[str, ...]) -> list[Problem]:
+    """Find wrong components in the values of an experiment's sweep."""
 
     def check_varied(varied: ExperimentFile) -> None:
-        if found := components.check(varied.experiment, allowed=allowed):
+        if found := components.check(varied.experiment, allowed=allowed).problems:
             raise ExperimentError(found)
 
-    found = components.find_rejected(file.experiment, allowed=allowed)
-    return found or sweep.problems(file.experiment.sweep, file.varied, check_varied)
+    return sweep.problems(file.experiment.sweep, file.varied, check_varied)
 
 
 def _task_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -> Iterator[Problem]:

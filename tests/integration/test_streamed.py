@@ -274,6 +274,8 @@ def components_of() -> Callable[[Path, str], str]:
 
     def problems(path: Path, target: str) -> str:
         experiment = load(path, [f"data.train._target_={target}"]).experiment
-        return "; ".join(problem.message for problem in components.check(experiment, allowed=allowed_packages()))
+        return "; ".join(
+            problem.message for problem in components.check(experiment, allowed=allowed_packages()).problems
+        )
 
     return problems

@@ -72,12 +72,14 @@ def experiment(**changed: Any) -> Experiment:
 
 
 def checked(*own: str, **changed: Any) -> dict[str, str]:
-    return {problem.key: problem.message for problem in check(experiment(**changed), allowed=(*BUILT_IN, *own))}
+    return {
+        problem.key: problem.message for problem in check(experiment(**changed), allowed=(*BUILT_IN, *own)).problems
+    }
 
 
 def test_a_variable_that_is_not_set_is_found_before_anything_starts() -> None:
     loss = {"_target_": "torch.nn.CrossEntropyLoss", "reduction": "${oc.env:NOT_SET}", "weight": ["${oc.env:NO,x}"]}
-    (problem,) = check(experiment(loss=loss), allowed=BUILT_IN)
+    (problem,) = check(experiment(loss=loss), allowed=BUILT_IN).problems
     assert str(problem) == (
         "loss.reduction: is '${oc.env:NOT_SET}'; the environment variable NOT_SET is not set. "
         "Set it, or write ${oc.env:NOT_SET,default}."
@@ -524,7 +526,7 @@ def test_a_removed_component_says_what_to_use_instead() -> None:
 def test_a_removed_argument_says_what_to_do(tmp_path: Path) -> None:
     data = {"_target_": "pipeline.data.streamed", "train": {"_target_": "torch.ones"}, "order": "kept"}
     streamed = experiment(data=data, parallel={"launcher": "ray"})
-    problems = {problem.key: problem.message for problem in check(streamed, allowed=BUILT_IN)}
+    problems = {problem.key: problem.message for problem in check(streamed, allowed=BUILT_IN).problems}
     assert problems["data.order"] == "was removed. Remove it. Rows always keep their order."
 
     recorded = tmp_path / "experiment.yaml"

@@ -93,5 +93,5 @@ def test_what_is_no_feature_is_refused(features: list[Any], message: str) -> Non
 
 def test_its_arguments_are_checked_before_anything_starts() -> None:
     experiment = toys.experiment(features=[HALVED, {"_target_": "toy_own.Ending", "before": 3}])
-    (problem, *_) = components.check(experiment, allowed=("toy_own", "toys", "torch"))
+    (problem, *_) = components.check(experiment, allowed=("toy_own", "toys", "torch")).problems
     assert problem.key.startswith("features[1]")

@@ -141,7 +141,7 @@ def test_a_pattern_without_a_parameter_is_refused(groups: list[dict[str, Any]], 
 
 def test_a_setting_that_the_optimizer_lacks_is_found_before_anything_starts() -> None:
     experiment = toys.experiment(optimizer=optimizer({"match": "*.bias", "weight_decy": 0.0}))
-    (problem,) = components.check(experiment, allowed=(*BUILT_IN, "toys"))
+    (problem,) = components.check(experiment, allowed=(*BUILT_IN, "toys")).problems
 
     assert problem.key == "optimizer.groups[0].weight_decy"
     assert "torch.optim.AdamW has no such argument; did you mean weight_decay?" in problem.message

@@ -113,7 +113,7 @@ def test_names_are_checked_before_anything_starts(folder: Path) -> None:
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     model = {"_target_": "pipeline.models.pretrained", "path": str(folder), "task": "features"}
-    (problem,) = components.check(experiment(model=model), allowed=(*BUILT_IN, "toys"))
+    (problem,) = components.check(experiment(model=model), allowed=(*BUILT_IN, "toys")).problems
 
     assert str(problem) == (
         "model._target_: pipeline.models.pretrained.pretrained needs transformers, which is not installed: "
