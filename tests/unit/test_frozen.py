@@ -50,7 +50,7 @@ def test_they_have_no_gradient_and_no_place_in_the_optimizer() -> None:
     context = build(toys.trial(model=NET, train=BODY), rank=Rank())
 
     assert [name for name, one in context.model.named_parameters() if one.requires_grad] == ["head.weight", "head.bias"]
-    assert context.trained == list(context.model.head.parameters())  # type: ignore[union-attr]
+    assert context.parameters == list(context.model.head.parameters())  # type: ignore[union-attr]
 
 
 def test_only_batch_norm_that_is_frozen_as_a_whole_stays_in_evaluation() -> None:

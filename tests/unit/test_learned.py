@@ -128,7 +128,7 @@ def test_what_is_written_counts_if_the_loss_was_changed(tmp_path: Path) -> None:
 def test_a_weight_that_is_not_finite_is_found() -> None:
     context = built()
     with torch.no_grad():
-        context.trained[-1].fill_(float("nan"))
+        context.parameters[-1].fill_(float("nan"))
 
     with pytest.raises(NonFiniteError):
         check_weights(context, step=1)
