@@ -204,15 +204,15 @@ def test_it_resumes_by_name(tmp_path: Path, groups: list[dict[str, Any]]) -> Non
         return build(toys.trial(model=NET, optimizer=optimizer(*groups)), rank=Rank())
 
     before, after = context(*GROUPS), context(*groups)
-    for parameter in before.trained:
+    for parameter in before.parameters:
         parameter.grad = torch.full_like(parameter, float(parameter.numel()))
     before.optimizer.step()
     state.restore(after, state.snapshot(before))
     old, new = ({id(one): name for name, one in each.model.named_parameters()} for each in (before, after))
-    moments = {old[id(one)]: before.optimizer.state[one]["exp_avg"] for one in before.trained}
+    moments = {old[id(one)]: before.optimizer.state[one]["exp_avg"] for one in before.parameters}
 
-    assert {new[id(one)] for one in after.trained} == moments.keys()
-    for one in after.trained:
+    assert {new[id(one)] for one in after.parameters} == moments.keys()
+    for one in after.parameters:
         assert torch.equal(after.optimizer.state[one]["exp_avg"], moments[new[id(one)]])
     assert [group["lr"] for group in after.optimizer.param_groups] == [0.1, 0.1, 0.01][: len(groups) + 1]
 
