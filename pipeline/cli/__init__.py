@@ -84,7 +84,7 @@ _VERBS: Mapping[str, Callable[..., None]] = {
     "export": weights.export,
     "list": results.list_,
     "show": results.show,
-    "diff": results.diff,
+    "compare": results.compare,
     "ui": results.ui,
     "sync": results.sync,
     "submit": submission.submit,

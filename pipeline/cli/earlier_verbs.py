@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pipeline.errors import UsageError
 
 VERBS: Mapping[str, str] = {
-    "compare": "pipeline benchmark {file}",
+    "diff": "pipeline compare {run} RUN",
     "measure": "pipeline benchmark {run}",
     "tune-batch": "pipeline benchmark {file} --batch-sizes auto",
     "predict": "pipeline benchmark {file} --predict 8,64",

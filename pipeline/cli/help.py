@@ -34,7 +34,10 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Look at results": {
         "list": ("pipeline list", "pipeline list --sort validation/accuracy"),
         "show": ("pipeline show latest", "pipeline show latest --full"),
-        "diff": ("pipeline diff 20261121-1437 latest", "pipeline diff 22af 0eb4 --json"),
+        "compare": (
+            "pipeline compare 20261121-1437 latest",
+            "pipeline compare 22af 0eb4 91c3 7f02 --metric accuracy --margin 0.5",
+        ),
         "ui": ("pipeline ui", "pipeline ui --port 5001 --store sqlite:////data/mlflow.db"),
         "sync": ("pipeline sync latest", "pipeline sync latest --to http://localhost:5000"),
     },

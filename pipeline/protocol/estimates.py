@@ -60,6 +60,42 @@ def mean(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate
     return Estimate(center, center - half, center + half, count)
 
 
+def mean_of_independent(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
+    """Return the mean of at least one value with Student's t interval, of values that tell nothing of each other."""
+    center, count = fmean(values), len(values)
+    if count < 2:
+        return Estimate(center, -math.inf, math.inf, count)
+    half = stdev(values) * _relative_half(count, confidence=confidence)
+    return Estimate(center, center - half, center + half, count)
+
+
+def chance_of(value: float, *, half_width: float, size: int, confidence: float = CONFIDENCE) -> float:
+    """Return the probability of a mean at least as far from 0, if the true mean is 0: the p-value of Student's t test.
+
+    Args:
+        value: the mean of independent values.
+        half_width: of its interval.
+        size: number of values, at least 2.
+        confidence: level of the interval.
+    """
+    from scipy.special import stdtr  # imported here since it takes 0.2 s
+
+    if not half_width:
+        return 0.0 if value else 1.0
+    t = abs(value) / half_width * _t_quantile(confidence, freedom=size - 1)
+    return float(2 * stdtr(size - 1, -t))
+
+
+def values_to_resolve(estimate: Estimate, *, confidence: float = CONFIDENCE, at_most: int) -> int | None:
+    """Return how many independent values would exclude 0, at this mean and this spread; None if ``at_most`` don't."""
+    half = estimate.high - estimate.value
+    if not 0 < half < math.inf:
+        return None
+    wanted = _relative_half(estimate.size, confidence=confidence) * abs(estimate.value) / half
+    more = range(estimate.size + 1, at_most + 1)
+    return next((count for count in more if _relative_half(count, confidence=confidence) < wanted), None)
+
+
 def ratio(pairs: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate:
     """Return the ratio of two positive quantities that were measured next to each other, from at least one pair.
 

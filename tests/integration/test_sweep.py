@@ -116,7 +116,7 @@ def test_the_table_fits_a_terminal_and_names_the_command_that_trains_the_best_ag
     assert [row["best"] for row in rows].count("True") == 1
 
 
-def test_list_show_and_diff_know_the_trials(
+def test_list_show_and_compare_know_the_trials(
     swept: tuple[Folder, Ended], command: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = swept
@@ -130,7 +130,7 @@ def test_list_show_and_diff_know_the_trials(
     ends = ["FINISHED" if trial["state"] == "finished" else "STOPPED" for trial in folder.result["trials"]]
     assert [run["status"] for run in runs] == ["FINISHED", *ends]  # ASHA may stop the second trial, too
     assert "validation/loss" in command("show", f"{name}/trial-001").stdout
-    difference = json.loads(command("diff", f"{name}/trial-001", f"{name}/trial-002", "--json").stdout)
+    difference = json.loads(command("compare", f"{name}/trial-001", f"{name}/trial-002", "--json").stdout)
     assert difference["configuration"] == {"optimizer.lr": {"a": "0.1", "b": "0.05"}}
     again = command("run", str(MLP), "--resume", *INPROCESS, f"tracking.directory={folder.path}/runs")
     assert "has no run of mlp-digits" in again.stderr  # a trial of a sweep is not gone on with by chance

@@ -20,7 +20,7 @@ Command = Callable[..., Ended]
 
 def test_an_unknown_run_is_a_usage_error(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for line in (["show", "latest"], ["diff", "a", "b"], ["show", "x", "--json"]):
+    for line in (["show", "latest"], ["compare", "a", "b"], ["show", "x", "--json"]):
         ended = command(*line)
         assert (ended.code, ended.stdout) == (2, "")
         assert "no such run in runs" in ended.stderr

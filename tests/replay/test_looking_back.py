@@ -1,6 +1,6 @@
-"""`list`, `show` and `diff` on recorded runs, for people and for scripts."""
+"""`list`, `show` and `compare` on recorded runs, for people and for scripts."""
 
-# promise: `list`, `show`, `diff` of every kind of run; `--json`, `--quiet`; `show` while it runs, with MLflow's link
+# promise: `list`, `show`, `compare` of every kind of run; `--json`, `--quiet`; `show` while it runs, with MLflow's link
 
 import json
 import math
@@ -122,13 +122,13 @@ def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journa
     assert "sweep=" not in again
     assert "stopped early by ASHA after epoch 4" in there("show", f"{run}/trial-001").stdout
     assert "validation/loss" in there("show", f"{run}/trial-002").stdout
-    difference = json.loads(there("diff", f"{run}/trial-001", f"{run}/trial-002", "--json").stdout)
+    difference = json.loads(there("compare", f"{run}/trial-001", f"{run}/trial-002", "--json").stdout)
     assert difference["configuration"] == {"optimizer.lr": {"a": "0.1", "b": "0.05"}}
 
 
 def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: Recorded) -> None:
     a, b = journal("finished").folder.name, journal("single").folder.name
-    apart = there("diff", a, b, "--json")
+    apart = there("compare", a, b, "--json")
 
     assert apart.code == 0, apart.stderr
     found = json.loads(apart.stdout)
@@ -136,11 +136,40 @@ def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: R
     assert "model.hidden" not in found["configuration"]
     assert found["environment"] == {}
     assert "ddp, 2 workers: samples/s" in found["results"]
-    text = there("diff", a, b).stdout
-    assert text.splitlines()[0] == f"a  {a}"
+    text = there("compare", a, b).stdout
+    assert f"A  {a}" in text.splitlines()
     assert "no differences: environment" in text
-    failed = json.loads(there("diff", a, journal("failed").folder.name, "--json").stdout)
+    assert (found["verdict"], found["pairs"]) == ("inconclusive", 1)
+    assert text.splitlines()[0] == text.splitlines()[-1]
+    assert text.startswith("Inconclusive: validation/")
+    failed = json.loads(there("compare", a, journal("failed").folder.name, "--json").stdout)
     assert failed["results"]["status"] == {"a": "FINISHED", "b": "FAILED"}
+
+
+def test_a_sweep_is_compared_by_its_trials(there: Any, journal: Recorded) -> None:
+    found = json.loads(there("compare", journal("sweep").folder.name, "--json").stdout)
+    assert list(found["variants"])[:2] == ["A", "B"]
+    assert [pairs["a"] for pairs in found["configuration"].values()] == ["0.1"]
+    assert found["metric"] in (None, "validation/loss")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mlp.yaml"], "error: compare takes finished runs. Did you mean: pipeline benchmark mlp.yaml"),
+        (["mlp.yaml", "train.epochs=2"], "Did you mean: pipeline benchmark mlp.yaml"),
+        (["a.yaml", "b.yaml"], "Train each file with the same seeds first, e.g. pipeline run a.yaml seed=1"),
+        (["latest", "latest"], " is named twice"),
+        (["latest"], "error: name at least two runs, or a sweep, e.g. pipeline compare latest RUN"),
+    ],
+)
+def test_a_comparison_of_less_than_two_runs_says_what_to_name(
+    there: Any, journal: Recorded, words: list[str], said: str
+) -> None:
+    journal("finished")
+    refused = there("compare", *words)
+    assert (refused.code, refused.stdout) == (2, "")
+    assert said in refused.stderr
 
 
 def test_runs_for_scripts(there: Any, journal: Recorded) -> None:

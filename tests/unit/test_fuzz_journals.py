@@ -196,7 +196,7 @@ def test_looking_back(lines: bytes, damaged_report: bytes, environment: bytes) -
     for as_json in (False, True):
         results.list_(as_json=as_json)
         said(partial(results.show, "20260102", as_json=as_json))
-        said(partial(results.diff, "20260101", "20260102", as_json=as_json))
+        said(partial(results.compare, ["20260101", "20260102"], as_json=as_json))
     assert everything() == before
 
 

@@ -7,9 +7,7 @@ from typing import Literal, NamedTuple
 from pydantic import ConfigDict
 
 from pipeline.config.values import Direction, Frozen
-from pipeline.protocol.events import RunOpened
 from pipeline.protocol.trial_result import Spread
-from pipeline.report.numbers.courses import direction
 from pipeline.report.numbers.row import Row
 
 _MANY = 10.0  # ratio from which a multiple is easier to read than percent
@@ -56,10 +54,10 @@ class ComparedFigures(Frozen):
         return cls(a=a.value, b=b.value, change=_change(a, b), judgement=_judgement(a, b))
 
 
-def learned(metrics: Mapping[str, float], opened: RunOpened) -> Iterator[tuple[str, Figure]]:
-    """Yield the values that tell what a run learned, by name."""
+def learned(metrics: Mapping[str, float]) -> Iterator[tuple[str, Figure]]:
+    """Yield the values that tell what a run learned, by name. One training says nothing about which is better."""
     for name, value in metrics.items():
-        yield name, Figure(value, direction(name, opened), is_absolute=True)
+        yield name, Figure(value, is_absolute=True)
 
 
 def measured(row: Row) -> Iterator[tuple[str, str | Figure]]:

@@ -1,6 +1,6 @@
-"""``pipeline diff``: differences of two runs in results, configuration and environment."""
+"""Differences of two runs in results, configuration and environment."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import rich.console
@@ -15,7 +15,7 @@ from pipeline.errors import UsageError
 from pipeline.protocol.events import RunOpened
 from pipeline.recording.journal.folder import ENVIRONMENT_NAME
 from pipeline.recording.journal.run_summary import RunSummary, last_opened
-from pipeline.recording.terminal.terminal import print_table, write
+from pipeline.recording.terminal.terminal import print_table
 from pipeline.wording import figure
 
 _TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")
@@ -23,9 +23,6 @@ _COMMENT = "# "
 _NAME_SHARE = 0.4  # of the terminal's width
 _THROUGHPUT = ": samples/s"
 _STYLES = {"better": "green", "worse": "red", "within noise": "dim"}
-_ONE_TRAINING = (
-    "Validation values are those of one training each: another seed may change them as much as what differs here."
-)
 
 
 class Pair(Frozen):
@@ -54,31 +51,31 @@ def difference(a: RunSummary, b: RunSummary) -> Difference:
     return Difference(
         a=a,
         b=b,
-        results=_results_of(dict(_results(a, opened[0])), dict(_results(b, opened[1]))),
+        results=_results_of(dict(_results(a)), dict(_results(b))),
         configuration=_pairs(*(translate_params(each.params) for each in opened)),
         environment=_pairs(_environment(opened[0], a.folder), _environment(opened[1], b.folder)),
     )
 
 
-def show_difference(difference: Difference, *, console: rich.console.Console) -> None:
-    """Print the differences in up to three tables, results first; name the parts that do not differ."""
-    for letter, run in (("a", difference.a), ("b", difference.b)):
-        console.print(Text(f"{letter}  {run.run}", style="bold"), soft_wrap=True)
+def show_difference(
+    difference: Difference, *, titles: tuple[str, str], with_results: bool, console: rich.console.Console
+) -> None:
+    """Print the differences in tables below the titles of both; name the parts that do not differ."""
+    for title in titles:
+        console.print(Text(title, style="bold"), soft_wrap=True)
     sections: dict[str, Mapping[str, ComparedFigures | Pair]] = {
-        "Results": difference.results,
+        **({"Results": difference.results} if with_results else {}),
         "Configuration": {**difference.configuration},
         "Environment": {**difference.environment},
     }
     for title, pairs in sections.items():
         if pairs:
             console.print("", Text(title, style="bold"), sep="\n")
-            print_table(_table(pairs, console), console=console)
+            names = [title.partition(" ")[0] for title in titles]
+            print_table(_table(pairs, console, names=names), console=console)
     same = [title.lower() for title, pairs in sections.items() if not pairs]
     if same:
         console.print(f"\nno differences: {', '.join(same)}", markup=False)
-    if any(name.startswith("validation/") and None not in (r.a, r.b) for name, r in difference.results.items()):
-        console.print()
-        write(console, _ONE_TRAINING)
 
 
 def _pairs(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, Pair]:
@@ -118,8 +115,8 @@ def _title(name: str) -> str:
     return name.rpartition(": ")[0]
 
 
-def _results(run: RunSummary, opened: RunOpened) -> Iterator[tuple[str, str | Figure]]:
-    yield from learned(run.metrics, opened)
+def _results(run: RunSummary) -> Iterator[tuple[str, str | Figure]]:
+    yield from learned(run.metrics)
     yield "command", run.command
     yield "status", run.status
     if run.message:
@@ -135,12 +132,14 @@ def _results(run: RunSummary, opened: RunOpened) -> Iterator[tuple[str, str | Fi
         yield from ((f"{row.title}: {name}", value) for name, value in measured(row))
 
 
-def _table(pairs: Mapping[str, ComparedFigures | Pair], console: rich.console.Console) -> Table:
+def _table(
+    pairs: Mapping[str, ComparedFigures | Pair], console: rich.console.Console, *, names: Sequence[str]
+) -> Table:
     figures = [pair for pair in pairs.values() if isinstance(pair, ComparedFigures)]
     has_change, is_judged = any(pair.change for pair in figures), any(pair.judgement for pair in figures)
     table = Table(box=None, pad_edge=False, show_header=True, padding=(0, 2, 0, 0))
     table.add_column("", overflow="fold", max_width=int(console.width * _NAME_SHARE) if console.is_terminal else None)
-    for name in ("a", "b"):
+    for name in names:
         table.add_column(name, overflow="fold")
     if has_change:
         table.add_column("change", justify="right", no_wrap=True)

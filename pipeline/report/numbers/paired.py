@@ -1,0 +1,163 @@
+"""Which of two variants is better, by pairs of trainings that share a seed, and with it their luck.
+
+Initial weights, order of samples and augmentations are functions of the seed, so the difference within a pair varies
+less than that of two averages. The interval of the mean difference is that of Student's t.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import stdev
+from typing import Literal
+
+from pydantic import ConfigDict
+
+from pipeline.config.values import Direction, Frozen
+from pipeline.protocol.estimates import CONFIDENCE, Estimate, chance_of, mean_of_independent, values_to_resolve
+from pipeline.wording import counted, figure
+
+Verdict = Literal["better", "worse", "equal", "identical", "inconclusive"]
+MOST_PAIRS = 1000
+"""Pairs beyond which it is not said how many more would decide."""
+_POINTS = 100.0
+"""Points in a rate of 1."""
+
+
+class Answer(Frozen):
+    """Answer to which of two variants is better; "better" and "worse" are said of the second one."""
+
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
+    verdict: Verdict
+    metric: str
+    unit: Literal["points", ""]
+    """Unit of the difference: hundredths of a rate between 0 and 1, or the metric's own."""
+    direction: Direction
+    """Direction in which the metric improves."""
+    difference: float
+    """Mean difference of the pairs, second variant minus first."""
+    low: float | None
+    """Lower end of the confidence interval; None with a single pair."""
+    high: float | None
+    pairs: int
+    seeds: tuple[int, ...]
+    differences: tuple[float, ...]
+    """Difference of each pair, in the order of ``seeds``."""
+    margin: float | None = None
+    """Difference up to which the variants count as equal, in ``unit``."""
+    more_pairs: int | None = None
+    """Pairs that would decide in addition, at this difference and spread; None if it is decided, or unknown."""
+
+    def format(self, first: str, second: str) -> str:
+        """Return the answer in a sentence about two variants."""
+        pairs = counted(self.pairs, "pair")
+        if self.verdict == "identical":
+            return f"{first} and {second} are identical: the same losses to the bit in all {pairs}"
+        measured = f"{self._signed(self.difference)}{self._unit}"
+        if self.low is not None and self.high is not None:
+            measured += f" ({CONFIDENCE:.0%} CI {self._signed(self.low)} to {self._signed(self.high)})"
+        if self.verdict == "equal":
+            within = f"{figure(self.margin or 0.0)}{self._unit}"
+            return f"{first} and {second} are equal within {within}: {self.metric} {measured}, {pairs}"
+        if self.verdict == "inconclusive":
+            more = f". About {self.more_pairs} more would decide" if self.more_pairs else ""
+            return f"Inconclusive: {self.metric} {measured}, {pairs}{more}"
+        return f"{second} is {self.verdict} than {first}: {self.metric} {measured}, {pairs}"
+
+    @property
+    def _unit(self) -> str:
+        return f" {self.unit}" if self.unit else ""
+
+    @staticmethod
+    def _signed(value: float) -> str:
+        return f"{value:+.2g}" if abs(value) < 10 else f"{value:+.0f}"
+
+
+def answer(
+    values: Mapping[int, tuple[float, float]],
+    *,
+    metric: str,
+    direction: Direction,
+    are_identical: bool = False,
+    margin: float | None = None,
+    confidence: float = CONFIDENCE,
+) -> Answer:
+    """Answer which of two variants is better.
+
+    Args:
+        values: value of the metric of the first and of the second variant, by seed; at least one.
+        metric: name of the metric.
+        direction: direction in which it improves.
+        are_identical: True if all losses of both trainings are equal to the bit, in all pairs.
+        margin: difference up to which they count as equal, in points for a rate.
+        confidence: level of the interval.
+    """
+    is_rate = direction == "max" and all(0 <= one <= 1 for pair in values.values() for one in pair)
+    scale = _POINTS if is_rate else 1.0
+    differences = tuple(scale * (second - first) for first, second in values.values())
+    found = mean_of_independent(differences, confidence=confidence)
+    verdict = "identical" if are_identical else _judge(found, differences, direction=direction, margin=margin)
+    needed = values_to_resolve(found, confidence=confidence, at_most=MOST_PAIRS) if verdict == "inconclusive" else None
+    return Answer(
+        verdict=verdict,
+        metric=metric,
+        unit="points" if is_rate else "",
+        direction=direction,
+        difference=found.value,
+        **_ends(found),
+        pairs=found.size,
+        seeds=tuple(values),
+        differences=differences,
+        margin=margin,
+        more_pairs=needed - found.size if needed is not None else None,
+    )
+
+
+def judge_together(answers: Sequence[Answer]) -> list[Answer]:
+    """Answer for several variants that are compared with the same first one, so that all answers hold at 95% together.
+
+    The clearest answer has the widest interval, as if all were compared; once one is not clear, those after it are not.
+
+    Source: Holm 1979, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6.
+    """
+    ranked = sorted(range(len(answers)), key=lambda index: _p_value(answers[index]))
+    judged = list(answers)
+    is_open = False
+    for rank, index in enumerate(ranked):
+        one = answers[index]
+        confidence = 1 - (1 - CONFIDENCE) / (len(answers) - rank)
+        found = mean_of_independent(one.differences, confidence=confidence)
+        verdict = _judge(found, one.differences, direction=one.direction, margin=one.margin)
+        if one.verdict == "identical":
+            continue
+        is_open |= verdict == "inconclusive"
+        verdict = "inconclusive" if is_open and verdict in ("better", "worse") else verdict
+        judged[index] = one.model_copy(update={"verdict": verdict, **_ends(found)})
+    return judged
+
+
+def _p_value(one: Answer) -> float:
+    """Return the probability of a mean as far from 0 by chance."""
+    if one.high is None:
+        return 1.0
+    return chance_of(one.difference, half_width=one.high - one.difference, size=one.pairs)
+
+
+def _ends(found: Estimate) -> dict[str, float | None]:
+    """Return the ends of an interval, None if it has none."""
+    return {name: value if math.isfinite(value) else None for name, value in (("low", found.low), ("high", found.high))}
+
+
+def _judge(found: Estimate, differences: Sequence[float], *, direction: Direction, margin: float | None) -> Verdict:
+    if margin is not None and -margin <= found.low and found.high <= margin:
+        return "equal"
+    if found.low <= 0 <= found.high or not _have_spread(differences):
+        return "inconclusive"
+    return "better" if (found.value > 0) == (direction == "max") else "worse"
+
+
+def _have_spread(differences: Sequence[float]) -> bool:
+    """Return False for few equal differences, as metrics that count samples have them: their interval has no width.
+
+    From six pairs on, all with the same sign, a sign test alone is clear at 95%.
+    """
+    return len(differences) > 5 or (len(differences) > 1 and stdev(differences) > 0)
