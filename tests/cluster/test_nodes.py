@@ -136,7 +136,7 @@ def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) ->
     assert refused.code == 3
     far = f"node1 ({nodes.host(1)}): "
     both = f"node0 ({nodes.host(0)}), {far}"
-    assert f"{both}parallel.network_interface: it has no interface ib0, only eth0, lo" in refused.stderr
+    assert f"{both}parallel.network_interface: the node has no interface ib0, only eth0, lo" in refused.stderr
     assert f"{far}it can't import lab, a package of this project. Install it there, or" in refused.stderr
     assert f"{far}checkpoints go to {nodes.private}/project/runs/" in refused.stderr
     assert "Set checkpoint.directory to a folder that all nodes share" in refused.stderr

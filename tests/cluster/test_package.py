@@ -143,7 +143,9 @@ def test_custom_resources_are_not_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["placement=spread", "interface=eth0", "resources_per_worker={even: 1}"], ids=lambda key: key.split("=")[0]
+    "key",
+    ["placement=spread", "network_interface=eth0", "resources_per_worker={even: 1}"],
+    ids=lambda key: key.split("=")[0],
 )
 def test_what_only_ray_can_do_is_refused_elsewhere(key: str) -> None:
     with pytest.raises(ExperimentError, match=r"has no effect with launcher: torchrun\. Set launcher: ray"):

@@ -200,6 +200,13 @@ def answered(mean: float, metric: str = "m") -> Answer:
     return answer(values, metric=metric, direction="min")
 
 
+def test_skewed_differences_are_warned_of(tmp_path: Path) -> None:
+    even, leaning = [0.1, -0.1, 0.2, -0.2, 0.15, -0.15, 0.05, -0.05], [0.0, 0.01, 0.02, 0.0, 0.01, 0.03, 0.0, 0.4]
+    for name, second in (("even", even), ("leaning", leaning)):
+        notes = compare_runs(pairs(tmp_path / name, [0.0] * 8, second, "loss")).notes
+        assert any("skewed" in note for note in notes) == (name == "leaning")
+
+
 def test_several_variants_hold_together() -> None:
     """The clearest answer has the interval of 0.05 / 3; what is clear alone may not be so beside others."""
     alone = [answered(mean) for mean in (0.115, -2.0, 0.02)]

@@ -119,6 +119,8 @@ def compare_runs(
         notes.append(
             "runs without a partner of the same seed have no answer. Train them with: pipeline run FILE seed=N"
         )
+    if any(one.is_skewed for one in answers):
+        notes.append("the differences of the pairs are skewed, so the interval may be too narrow. Train more pairs")
     left = iter(answers)
     return _compared(
         first, [(other, next(left) if pairs.values else None, pairs.values) for other, pairs in paired], notes=notes

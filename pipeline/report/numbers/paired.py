@@ -6,7 +6,7 @@ less than that of two averages. The interval of the mean difference is that of S
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import stdev
+from statistics import pstdev, stdev
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -18,6 +18,8 @@ from pipeline.wording import counted, figure
 Verdict = Literal["better", "worse", "equal", "identical", "inconclusive"]
 MOST_PAIRS = 1000
 """Pairs beyond which it is not said how many more would decide."""
+_LEAST_TO_SEE = 8
+"""Pairs from which on a skewed law can be told from a symmetric one."""
 _POINTS = 100.0
 """Points in a rate of 1."""
 
@@ -46,6 +48,18 @@ class Answer(Frozen):
     """Difference up to which the variants count as equal, in ``unit``."""
     more_pairs: int | None = None
     """Pairs that would decide in addition, at this difference and spread; None if it is decided, or unknown."""
+
+    @property
+    def is_skewed(self) -> bool:
+        """True if the differences lean to one side, beyond two standard errors of the skewness of normal ones.
+
+        Of fewer than eight pairs nobody can tell.
+        """
+        count = self.pairs
+        if count < _LEAST_TO_SEE or not (deviation := pstdev(self.differences)):
+            return False
+        skewness = sum(((one - self.difference) / deviation) ** 3 for one in self.differences) / count
+        return abs(skewness) > 2 * math.sqrt(6 * (count - 2) / ((count + 1) * (count + 3)))
 
     def format(self, first: str, second: str) -> str:
         """Return the answer in a sentence about two variants."""
@@ -95,7 +109,7 @@ def answer(
     scale = _POINTS if is_rate else 1.0
     differences = tuple(scale * (second - first) for first, second in values.values())
     found = mean_of_independent(differences, confidence=confidence)
-    verdict = "identical" if are_identical else _judge(found, differences, direction=direction, margin=margin)
+    verdict = "identical" if are_identical else judge(found, differences, direction=direction, margin=margin)
     needed = values_to_resolve(found, confidence=confidence, at_most=MOST_PAIRS) if verdict == "inconclusive" else None
     return Answer(
         verdict=verdict,
@@ -126,7 +140,7 @@ def judge_together(answers: Sequence[Answer]) -> list[Answer]:
         one = answers[index]
         confidence = 1 - (1 - CONFIDENCE) / (len(answers) - rank)
         found = mean_of_independent(one.differences, confidence=confidence)
-        verdict = _judge(found, one.differences, direction=one.direction, margin=one.margin)
+        verdict = judge(found, one.differences, direction=one.direction, margin=one.margin)
         if one.verdict == "identical":
             continue
         is_open |= verdict == "inconclusive"
@@ -147,7 +161,8 @@ def _ends(found: Estimate) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in (("low", found.low), ("high", found.high))}
 
 
-def _judge(found: Estimate, differences: Sequence[float], *, direction: Direction, margin: float | None) -> Verdict:
+def judge(found: Estimate, differences: Sequence[float], *, direction: Direction, margin: float | None) -> Verdict:
+    """Judge the second of two variants by the mean difference of their pairs, see `answer`."""
     if margin is not None and -margin <= found.low and found.high <= margin:
         return "equal"
     if found.low <= 0 <= found.high or not _have_spread(differences):
