@@ -17,7 +17,7 @@ from scipy.stats import ttest_1samp
 from pipeline.commands.history.compared_runs import CLAIM, compare_runs, show_compared
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunClosed, RunOpened, Started
-from pipeline.protocol.trial import Status
+from pipeline.protocol.labels import Status
 from pipeline.recording.journal import loss_file
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.journal.run_summary import RunSummary, summarized
