@@ -98,6 +98,10 @@ class Train(Section):
     """Passes over the training set. Required unless ``steps`` is given."""
     steps: Positive | None = None
     """Optimizer steps, instead of ``epochs``. The last epoch may be incomplete."""
+    minutes: PositiveFloat | None = None
+    """Time of training after which it ends, if ``epochs`` or ``steps`` are not over before. Only steps count: not the
+    start, evaluations and checkpoints. A resumed run counts the time of before. How many steps fit differs from run to
+    run, so such a training cannot be repeated exactly; schedules have the length of ``epochs`` or ``steps``."""
     global_batch_size: Annotated[BatchSize, Field(json_schema_extra=_or_null)] = 0
     """Samples per optimizer step over all workers, independent of the number of workers. Required unless
     ``batch_size_per_worker`` is given."""
@@ -163,7 +167,7 @@ class Train(Section):
     @model_serializer(mode="wrap")
     def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out later keys that are not given, so that experiments of before keep their hash."""
-        later = {"scheduler_metric": None, "cudnn_benchmark": False}
+        later = {"scheduler_metric": None, "cudnn_benchmark": False, "minutes": None}
         return {name: value for name, value in write(self).items() if name not in later or value is not later[name]}
 
     @property
@@ -177,8 +181,9 @@ class Train(Section):
 
     @property
     def length(self) -> str:
-        """Length in words, e.g. "10 epochs" or "500 steps"."""
-        return counted(self.steps, "step", spec=",") if self.steps else counted(self.epochs or 0, "epoch")
+        """Length in words, e.g. "10 epochs" or "500 steps, 5 min at most"."""
+        most = counted(self.steps, "step", spec=",") if self.steps else counted(self.epochs or 0, "epoch")
+        return most if self.minutes is None else f"{most}, {self.minutes:g} min at most"
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """``--resume RUN train.epochs=20``: continue a finished run, and name what differs from a run of that length."""
 
+import math
 from collections.abc import Iterator
 
 from pipeline.config.load import ExperimentFile
@@ -11,15 +12,16 @@ from pipeline.recording.journal.folder import RunState
 from pipeline.recording.mlflow.outcome import TrackingOutcome
 from pipeline.training.checkpoints.storage import Storage, address_of
 
-LENGTHS = ("train.epochs", "train.steps", "train.early_stopping")
+LENGTHS = ("train.epochs", "train.steps", "train.minutes", "train.early_stopping")
 """Prefixes of keys that say how long a run trains."""
 
 
 def is_longer(now: Train, before: Train) -> bool:
-    """Return True if a run continues an earlier run: more epochs or steps, or different early stopping."""
+    """Return True if a run continues an earlier run: more epochs, steps or time, or different early stopping."""
     length, earlier = ((train.epochs or 0, train.steps or 0) for train in (now, before))
     if length == earlier:
-        return now.early_stopping != before.early_stopping
+        has_more_time = (now.minutes or math.inf) > (before.minutes or math.inf)
+        return has_more_time or now.early_stopping != before.early_stopping
     return all(own >= old for own, old in zip(length, earlier, strict=True))
 
 

@@ -123,6 +123,8 @@ class Started(Event):
     kind: Literal["started"] = "started"
     total_steps: int
     """Optimizer steps of this trial."""
+    limit_s: float | None = None
+    """Seconds of training steps after which it ends, if it has not before; None without a limit."""
     steps_per_epoch: int
     epochs: int
     train_samples: int

@@ -219,7 +219,7 @@ class TrainContext:
 
     def is_evaluation_step(self, steps: int) -> bool:
         """Return True if an evaluation is due after ``steps`` steps."""
-        if steps == self.steps:
+        if self.is_over(steps):
             return True
         if (every := self.experiment.train.evaluate_every_steps) is not None:
             return steps % every == 0

@@ -63,6 +63,16 @@ class Feature:
         """Return values to report since the last call: by step, counted from 1, for each name without "train/"."""
         return {}
 
+    def after_report(self, *, step: int, seconds: float) -> None:
+        """Follow the reports of a training, about three a second.
+
+        Setting `TrainContext.stop_reason` ends the training, after an evaluation and a checkpoint. Collective.
+
+        Args:
+            step: steps done.
+            seconds: time that the steps since the last report have taken, on average of the ranks.
+        """
+
     def after_evaluation(self, values: Mapping[str, float], *, step: int) -> Mapping[str, float]:
         """Follow the values of an evaluation after ``step`` steps, equal on all ranks; return others to report.
 

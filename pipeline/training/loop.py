@@ -213,6 +213,8 @@ def train_epoch(context: TrainContext, *, epoch: int, start: int, meter: Meter, 
                 frozen.check_unchanged(
                     context.built.trainable, model=context.model, learned=context.learned, step=step + 1
                 )
+                for feature in context.features:
+                    feature.after_report(step=step + 1, seconds=meter.window_s)
                 after_report(context, step=step + 1, epoch=epoch + 1, meter=meter, manager=manager)
                 if context.is_over(step + 1):
                     break

@@ -134,7 +134,10 @@ class TrialProgress:
             return None
         last = self._marks[-1]
         since = max(0.0, min(now - last.time, self.interval_s))
-        return max(0.0, (self.started.total_steps - last.step) * pace - since)
+        left = (self.started.total_steps - last.step) * pace
+        if self.started.limit_s is not None:
+            left = min(left, self.started.limit_s - last.step * pace)
+        return max(0.0, left - since)
 
     @property
     def interval_s(self) -> float:

@@ -16,6 +16,7 @@ from pipeline.training.features.precision import Autocast, Scaled
 from pipeline.training.features.rates import Rates
 from pipeline.training.features.skipping import Skipping
 from pipeline.training.features.task_steps import TaskSteps
+from pipeline.training.features.time_limit import TimeLimit
 from pipeline.training.features.weighted import Weighted
 
 FEATURES: tuple[type[Feature], ...] = (
@@ -33,6 +34,7 @@ FEATURES: tuple[type[Feature], ...] = (
     Averaging,  # after Skipping: averages the statistics of BatchNorm that a skipped step has restored
     Rates,  # advances the schedule once it is known whether the optimizer has stepped
     EarlyStopping,  # order free: wraps nothing
+    TimeLimit,  # the same
 )
 
 

@@ -52,6 +52,8 @@ class Meter:
     """Losses of the first steps, as many as a measurement has."""
     step: int = 0
     """Steps done by the last flush."""
+    window_s: float = 0.0
+    """Seconds that the steps of the last flush have taken on average of the ranks; equal on all ranks."""
     stop_agreed: bool = False
     """True if the driver had asked any rank to stop by the last flush; equal on all ranks."""
     _losses: list[torch.Tensor] = field(default_factory=list)
@@ -96,6 +98,7 @@ class Meter:
         self.step, self.stop_agreed = step, bool(stop_asked)
         self.clock.count(lap, is_disturbed=bool(has_compiled))
         self.cadence.reported(step, step_ms=step_ms / self.rank.world_size)
+        self.window_s = steps * step_ms / self.rank.world_size / 1000
         self.gauge.read()
         measure = self.trial.experiment.benchmark
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]

@@ -56,6 +56,7 @@ def start(context: TrainContext, outbox: Outbox) -> None:
             Started(
                 trial=context.trial.name,
                 total_steps=context.steps,
+                limit_s=None if (minutes := context.experiment.train.minutes) is None else 60 * minutes,
                 steps_per_epoch=context.order.steps_per_epoch,
                 epochs=context.epochs,
                 train_samples=context.order.set_size,
