@@ -11,7 +11,7 @@ import toys
 
 from pipeline.config.train import Train
 from pipeline.driver.longer import is_longer
-from pipeline.protocol.events import Metrics, Started
+from pipeline.protocol.events import FirstStep, Metrics, Started
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.terminal.trial_progress import TrialProgress
@@ -84,6 +84,7 @@ def test_the_time_that_is_left_is_that_of_the_limit() -> None:
         progress.update(
             Started(total_steps=1000, steps_per_epoch=1000, epochs=1, limit_s=limit_s, **sizes, **more, time=0.0)
         )
+        progress.update(FirstStep(trial="main", time=1.0))
         for step in (10, 20, 30):
             progress.update(Metrics(trial="main", step=step, epoch=1, points=(), time=float(step)))
         left.append(progress.left_s(30.0))
