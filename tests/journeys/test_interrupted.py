@@ -9,6 +9,8 @@ from pathlib import Path
 from subprocess import Popen
 
 import psutil
+import pytest
+from recordings import copied
 
 from pipeline.protocol.events import RunClosed
 from pipeline.recording import journal
@@ -28,6 +30,13 @@ def endless(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.fixture
+def folder(tmp_path: Path, empty_store: Path) -> Path:
+    """A folder for runs, with a store that need not be created."""
+    copied(empty_store, tmp_path)
+    return tmp_path
+
+
 def wait_for(text: str, lines: Iterable[str]) -> None:
     printed = ""
     for line in lines:
@@ -42,8 +51,8 @@ def ended(folder: Path) -> RunClosed | None:
     return journal.ending(run / journal.FILE_NAME)
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack(project: Path, tmp_path: Path, start: Start) -> None:
-    process = start(*endless(tmp_path), cwd=project)
+def test_a_rank_that_hangs_is_named_with_its_stack(project: Path, folder: Path, start: Start) -> None:
+    process = start(*endless(folder), cwd=project)
     wait_for(": step", process.stdout or ())
     descendants = psutil.Process(process.pid).children(recursive=True)
     worker = next(each for each in descendants if writes_to(each, "rank1-stdout.log"))
@@ -58,7 +67,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(project: Path, tmp_path: Path
     assert "Stack of rank 1 (most recent call last):\n  File " in stderr
     assert "Traceback" not in stderr
     assert psutil.wait_procs(descendants, timeout=20)[1] == [], "processes are left behind"
-    closed = ended(tmp_path)
+    closed = ended(folder)
     assert closed is not None
     assert closed.status == "FAILED"
 
@@ -71,8 +80,8 @@ def writes_to(process: psutil.Process, file: str) -> bool:
         return False
 
 
-def test_ctrl_c_ends_a_run_as_one_would_wish(project: Path, tmp_path: Path, start: Start) -> None:
-    process = start(*endless(tmp_path), cwd=project)
+def test_ctrl_c_ends_a_run_as_one_would_wish(project: Path, folder: Path, start: Start) -> None:
+    process = start(*endless(folder), cwd=project)
     wait_for("ddp, 2 workers: step", process.stdout or ())
     descendants = psutil.Process(process.pid).children(recursive=True)
 
@@ -82,10 +91,10 @@ def test_ctrl_c_ends_a_run_as_one_would_wish(project: Path, tmp_path: Path, star
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
     assert psutil.wait_procs(descendants, timeout=20)[1] == [], "processes are left behind"
-    closed = ended(tmp_path)
+    closed = ended(folder)
     assert closed is not None
     assert closed.status == "KILLED"
-    (run,) = (tmp_path / "runs").iterdir()
+    (run,) = (folder / "runs").iterdir()
     assert not list(run.rglob("*.channel")), "the key to the driver stays"
     assert (run / "trials" / "main.json").is_file()
     assert len(list((run / "logs" / "main").iterdir())) == 4  # two ranks, two streams
