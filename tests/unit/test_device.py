@@ -21,7 +21,6 @@ from pipeline.report import Row, device, row_numbers
 from pipeline.report.peaks import peaks_of
 from pipeline.report.records import build_cell, columns
 from pipeline.report.report import Report
-from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.dry_run import held_step
 from pipeline.training.energy import EnergyMeter
@@ -29,11 +28,6 @@ from pipeline.training.flops import count
 from pipeline.training.meter import GpuGauge
 
 A100 = "NVIDIA A100-SXM4-40GB"
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
 
 
 # Counting
@@ -168,11 +162,10 @@ class TestCounting:
         assert all(parameter.grad is None for parameter in context.model.parameters())
 
     def test_trainings_and_cells_are_counted_once_and_train_only_is_not(self) -> None:
-        assert toys.trained()[0].flops is not None
+        assert toys.trained(measures=True)[0].flops is not None
         assert toys.trained(max_steps=5, kind=CellMeasurement)[0].flops is not None
         assert toys.trained(max_steps=5)[0].flops is None
-        alone = toys.trial().model_copy(update={"train_only": True})
-        assert loop.train(alone, rank=Rank(), outbox=toys.Kept()).flops is None
+        assert toys.trained()[0].flops is None
 
 
 # The peak

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import torch
 import torch.distributed as dist
 import toys
@@ -25,7 +24,6 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.trial import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import loop
 from pipeline.training.checkpoints import data_state
 from pipeline.training.checkpoints.encoding import join, split
 from pipeline.training.checkpoints.manifest import folder_name
@@ -93,12 +91,6 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield name
     dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured behind the last step takes ten times as long as the training of a toy."""
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
 
 
 def run(
