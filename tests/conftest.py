@@ -3,7 +3,7 @@
 import gc
 
 pytest_plugins = [
-    "leaks", "cost", "groups", "command", "launched", "census", "attempts", "s3", "baking", "recordings", "packages",
+    "leaks", "cost", "groups", "command", "launched", "census", "recordings", "attempts", "s3", "baking", "packages",
 ]  # fmt: skip
 
 

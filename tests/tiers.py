@@ -1,8 +1,9 @@
-"""Run tiers of tests one after the other, then say what each took; pytest's sums are the last line.
+"""Run tiers of tests, then say what each took; pytest's sums are the last line.
 
     python tests/tiers.py lint unit contract
 
-A tier that fails lets the others run. The exit code is 1 if anything failed.
+Tiers of `make test` run beside each other, others one after the other. A tier that fails lets the others run. The exit
+code is 1 if anything failed.
 """
 
 import os
@@ -13,7 +14,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -24,15 +25,23 @@ SPREAD = ["--numprocesses=logical", "--maxschedchunk=8"]
 """Over all cores, test by test."""
 GROUPED = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
 """Three at a time, as processes wait much; tests that share something costly stay together."""
+TOGETHER = ("journeys", "contract", "replay", "unit")
+"""Tiers that run in one session if several of them are asked for, the longest tests first.
+
+Each process of a session takes 15 s of processor time to import torch, Ray and MLflow. While tests of one tier wait for
+processes, those of another compute.
+"""
 OPTIONS = {
-    "unit": ["tests/unit", *SPREAD],
-    "contract": ["tests/contract", *GROUPED],
-    "replay": ["tests/replay", *GROUPED],
-    "journeys": ["tests/journeys", *GROUPED],
-    "fuzz": ["tests/unit", "-k=fuzz", *SPREAD],
-    "gpu": ["tests/gpu", "-o=filterwarnings=default"],  # as without conftest.py, in the folder of `make gpu-bundle`
+    "unit": SPREAD,
+    "contract": GROUPED,
+    "replay": GROUPED,
+    "journeys": GROUPED,
+    "fuzz": ["-k=fuzz", *SPREAD],
+    "gpu": ["-o=filterwarnings=default"],  # as without conftest.py, in the folder of `make gpu-bundle`
 }
 """Of pytest, by tier; one that isn't here runs its folder in one process. `fuzz` draws other examples each time."""
+FOLDERS = {"fuzz": "unit"}
+"""Of tiers that are not named as their folder."""
 VARIABLES = {"fuzz": {"HYPOTHESIS_PROFILE": "default"}, "gpu": {"GPU_REHEARSAL": "1"}}
 """Of the environment, by tier. `gpu` runs on the CPU where there is no GPU, as far as that is possible."""
 WORDS = ("failed", "passed", "skipped", "error")
@@ -42,23 +51,24 @@ class Tier(NamedTuple):
     """What became of a tier."""
 
     name: str
-    wall_s: float
-    cpu_s: float
+    took_s: float
+    """Seconds; of tiers that ran together, the sum of what their tests took."""
     counts: Counter[str]
     failures: list[str]
 
 
-def lint() -> tuple[Counter[str], list[str]]:
+def lint() -> Tier:
     """Run the checks of the code side by side; show what those that fail say."""
+    began = time.monotonic()
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(_check, LINT))
     failures = []
     for line, check in zip(LINT, done, strict=True):
-        print(f"{line}: {'ok' if check.returncode == 0 else 'failed'}")
+        print(f"\n{line}: {'ok' if check.returncode == 0 else 'failed'}", flush=True)
         if check.returncode:
-            print(check.stdout)
+            print(check.stdout, flush=True)
             failures.append(f"FAILED {line}")
-    return Counter(error=len(failures)), failures
+    return Tier("lint", time.monotonic() - began, Counter(error=len(failures)), failures)
 
 
 def _check(line: str) -> subprocess.CompletedProcess[str]:
@@ -67,32 +77,34 @@ def _check(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
 
 
-def run_folder(name: str, *options: str, python: str = sys.executable) -> tuple[Counter[str], list[str]]:
-    """Run the tests of a folder."""
-    more = VARIABLES.get(name, {})
+def run_folders(names: Sequence[str], *options: str, python: str = sys.executable) -> list[Tier]:
+    """Run the tests of tiers in one session of pytest."""
+    more = VARIABLES.get(names[0], {})
+    of_pytest = OPTIONS.get(names[0], []) if len(names) == 1 else GROUPED
+    folders = {name: f"tests/{FOLDERS.get(name, name)}" for name in names}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        line = [
-            python,
-            "-m",
-            "pytest",
-            f"--junitxml={results}",
-            "-o=junit_family=xunit1",
-            *OPTIONS.get(name, [f"tests/{name}"]),
-            *options,
-        ]
+        line = [python, "-m", "pytest", f"--junitxml={results}", "-o=junit_family=xunit1"]
+        line += [*folders.values(), *of_pytest, *options]
         code = subprocess.run(line, cwd=ROOT, env=os.environ | more, check=False).returncode
-        counts, failures = _read(results) if results.exists() else (Counter(), [])
-    if code not in (0, 5) and not failures:  # 5: there are none
-        counts["error"] += 1
-        failures.append(f"ERROR tests/{name}: pytest ended with exit code {code}")
-    return counts, failures
+        cases = list(ElementTree.parse(results).iter("testcase")) if results.exists() else []
+    tiers = [_read(name, [case for case in cases if _is_in(folders[name], case)]) for name in names]
+    if code not in (0, 5) and not any(tier.failures for tier in tiers):  # 5: there are none
+        tiers[0].counts["error"] += 1
+        tiers[0].failures.append(f"ERROR {' '.join(folders.values())}: pytest ended with exit code {code}")
+    return tiers
 
 
-def _read(results: Path) -> tuple[Counter[str], list[str]]:
+def _is_in(folder: str, case: ElementTree.Element) -> bool:
+    return case.get("file", folder + "/").startswith(folder + "/")
+
+
+def _read(name: str, cases: Iterable[ElementTree.Element]) -> Tier:
     counts: Counter[str] = Counter()
     failures: list[str] = []
-    for case in ElementTree.parse(results).iter("testcase"):
+    took_s = 0.0
+    for case in cases:
+        took_s += float(case.get("time", 0))
         kinds = {child.tag for child in case}
         for tag, word in (("failure", "failed"), ("error", "error")):
             if tag in kinds:
@@ -100,7 +112,7 @@ def _read(results: Path) -> tuple[Counter[str], list[str]]:
                 failures.append(f"{word.upper()} {_place(case)}")
         if not kinds & {"failure", "error"}:
             counts["skipped" if "skipped" in kinds else "passed"] += 1
-    return counts, failures
+    return Tier(name, took_s, counts, failures)
 
 
 def _place(case: ElementTree.Element) -> str:
@@ -110,16 +122,23 @@ def _place(case: ElementTree.Element) -> str:
     return "::".join(part for part in (file, group, case.get("name", "")) if part)
 
 
-def timed(name: str) -> Tier:
-    print(f"\n{f' {name} ':─^80}", flush=True)
-    began, cpu = time.monotonic(), _cpu_s()
-    counts, failures = lint() if name == "lint" else run_folder(name)
-    return Tier(name, time.monotonic() - began, _cpu_s() - cpu, counts, failures)
+def run(names: Sequence[str]) -> list[Tier]:
+    """Run tiers beside each other: lint, and one session of pytest for all others."""
+    title = f" {', '.join(names)} "
+    print(f"\n{title:─^80}", flush=True)
+    tests = [name for name in names if name != "lint"]
+    with ThreadPoolExecutor() as pool:
+        checks = [pool.submit(lint) for name in names if name == "lint"]
+        ran = run_folders(tests) if tests else []
+        return [check.result() for check in checks] + ran
 
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def arrange(names: Sequence[str]) -> list[list[str]]:
+    """Return what runs one after the other: tiers that run together, then each of the others by itself."""
+    together = [name for name in TOGETHER if name in names]
+    if together:
+        together = [name for name in names if name == "lint"] + together
+    return [group for group in (together, *([name] for name in names if name not in together)) if group]
 
 
 def told(counts: Counter[str]) -> str:
@@ -129,24 +148,26 @@ def told(counts: Counter[str]) -> str:
     return ", ".join(found) or "ok"
 
 
-def closing(tiers: list[Tier]) -> str:
+def closing(tiers: list[Tier], took_s: float) -> str:
     """The line that pytest would close with, had it run all of them at once."""
     total = sum((tier.counts for tier in tiers), Counter[str]())
-    seconds = sum(tier.wall_s for tier in tiers)
-    minutes = f" ({int(seconds) // 60}:{int(seconds) % 60:02})" if seconds >= 60 else ""
-    return f"{f' {told(total)} in {seconds:.2f}s{minutes} ':=^80}"
+    minutes = f" ({int(took_s) // 60}:{int(took_s) % 60:02})" if took_s >= 60 else ""
+    return f"{f' {told(total)} in {took_s:.2f}s{minutes} ':=^80}"
 
 
-def main(names: Iterable[str]) -> int:
+def main(names: Sequence[str]) -> int:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.environ["MISSING_PACKAGES_FAIL"] = "1"  # make has installed them, see tests/support/packages.py
-    tiers = [timed(name) for name in names]
+    began = time.monotonic()
+    tiers = [tier for group in arrange(names) for tier in run(group)]
     print(f"\n{'':─^80}")
     for failure in (failure for tier in tiers for failure in tier.failures):
         print(failure)
     for tier in tiers:
-        print(f"{tier.name:<12}{tier.wall_s:6.0f} s {tier.cpu_s:6.0f} s of processor time   {told(tier.counts)}")
-    print(closing(tiers))
+        print(f"{tier.name:<12}{tier.took_s:6.0f} s   {told(tier.counts)}")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{'':<12}{used.ru_utime + used.ru_stime:6.0f} s of processor time")
+    print(closing(tiers, time.monotonic() - began))
     return int(any(tier.failures for tier in tiers))
 
 

@@ -124,12 +124,12 @@ def tried(cell: Cell, tests: Sequence[str]) -> Environment:
         # Other releases warn of other things; the tests that are pinned hold that there are no warnings.
         # Ray by its public interface takes longer to start each training.
         options = ("-o", "filterwarnings=ignore", "-o", "timeout=600")
-        ran = {name: tiers.run_folder(name, *options, python=str(python)) for name in tests}
+        ran = [tier for name in tests for tier in tiers.run_folders([name], *options, python=str(python))]
     return Environment(
         date=date,
         versions=versions,
-        tests={name: tiers.told(counts) for name, (counts, _) in ran.items()},
-        failed=tuple(failure.partition(" ")[2] for _, failures in ran.values() for failure in failures),
+        tests={tier.name: tiers.told(tier.counts) for tier in ran},
+        failed=tuple(failure.partition(" ")[2] for tier in ran for failure in tier.failures),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import toys
 from census import injected
+from recordings import copied, written_here
 
 from pipeline.protocol.events import AnyEvent, Metrics, Warned
 from pipeline.protocol.rank import Rank
@@ -68,15 +69,15 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_whose_weights_are_lost_fails_and_can_be_continued(
-    command: Callable[..., Any], project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., Any], empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = ("lab.yaml", "--train-only", "parallel.launcher=inprocess", f"tracking.directory={tmp_path}")
-    tracking = ("tracking.log_model=false", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+    tracking = ("tracking.log_model=false", f"tracking.uri={copied(empty_store, tmp_path).uri}")
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, written_here():
         patch.setattr(AsyncCheckpointWriter, "_write", full)
         patch.setattr(shutil, "copyfile", full)
         ended = command("run", *here, *tracking)
@@ -85,7 +86,8 @@ def test_a_run_whose_weights_are_lost_fails_and_can_be_continued(
     assert "No space left on device" in ended.stdout
     assert "the trained weights are lost; neither model/weights.pt nor a checkpoint of the last step" in ended.stderr
 
-    again = command("run", *here, *tracking, "--resume")
+    with written_here():
+        again = command("run", *here, *tracking, "--resume")
     assert again.code == 0, again.stderr
     assert "could be saved" not in again.stdout + again.stderr
     assert list(tmp_path.glob("*/model/weights.pt"))

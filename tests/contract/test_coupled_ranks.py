@@ -90,7 +90,7 @@ def augmented() -> tuple[Augmented, None]:
 
 def trial(**sections: Any) -> Trial:
     given = toys.trial(**sections)
-    return given.model_copy(update={"strategy": "ddp", "train_only": True, "allowed": (*given.allowed, HERE)})
+    return given.model_copy(update={"strategy": "ddp", "allowed": (*given.allowed, HERE)})
 
 
 def _compare(rank: Rank) -> None:

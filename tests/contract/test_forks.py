@@ -47,7 +47,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     (package / "lab.py").write_text(LAB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(package))
-        with Forks() as ready:
+        with Forks(["no_such_library"]) as ready:  # which is for the check to tell
             yield ready
 
 
@@ -113,20 +113,6 @@ def test_a_job_s_signals_leave_it_ready(forks: Forks, tmp_path: Path) -> None:
     rank = forks.start(["--help"], environment=environment(), logs=(tmp_path / "out", tmp_path / "err"))
 
     assert ended(rank) == 0
-
-
-def test_without_its_server_a_worker_counts_as_lost_and_others_start_afresh(endless: list[str], tmp_path: Path) -> None:
-    logs = (tmp_path / "out", tmp_path / "err")
-    with Forks(["no_such_library"]) as forks:  # which is for the check to tell
-        rank = forks.start(endless, environment=environment(), logs=logs)
-        assert not isinstance(rank, subprocess.Popen)
-        forks._server.kill()
-
-        assert ended(rank) == -signal.SIGKILL
-        os.kill(rank.pid, signal.SIGKILL)
-        fresh = forks.start(["--help"], environment=environment(), logs=logs)
-        assert isinstance(fresh, subprocess.Popen)
-        assert ended(fresh) == 0
 
 
 def test_a_library_that_starts_threads_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,3 +203,19 @@ def test_threads_are_those_of_the_trial(forks: Forks, tmp_path: Path) -> None:
     assert not isinstance(rank, subprocess.Popen)
     lines = [line for line in logs[0].read_text().splitlines() if line.startswith("threads")]
     assert set(lines) == {"threads 2 {2}"}
+
+
+def test_without_its_server_a_worker_counts_as_lost_and_others_start_afresh(
+    forks: Forks, endless: list[str], tmp_path: Path
+) -> None:
+    """The last test, which kills the server of those above."""
+    logs = (tmp_path / "out", tmp_path / "err")
+    rank = forks.start(endless, environment=environment(), logs=logs)
+    assert not isinstance(rank, subprocess.Popen)
+    forks._server.kill()
+
+    assert ended(rank) == -signal.SIGKILL
+    os.kill(rank.pid, signal.SIGKILL)
+    fresh = forks.start(["--help"], environment=environment(), logs=logs)
+    assert isinstance(fresh, subprocess.Popen)
+    assert ended(fresh) == 0

@@ -69,7 +69,7 @@ def trial(case: str) -> Training:
     baseline = baseline.model_copy(update={"name": "baseline", "allowed": allowed})
     strategy = "fsdp" if case == "fsdp" else "ddp"
     own = {"strategy": strategy, "workers": 2, "allowed": allowed, "compared_with": (baseline,)}
-    made = toys.trial(**sections).model_copy(update=own)
+    made = toys.trial(measures=True, **sections).model_copy(update=own)
     assert isinstance(made, Training)
     return made
 

@@ -51,7 +51,7 @@ class FailsOnOneRank(nn.Linear):
 def trial(case: str) -> Trial:
     model = {"branch": "Branching", "one rank fails": "FailsOnOneRank"}.get(case)
     sections = {"model": {"_target_": f"test_measuring.{model}"}} if model else {}
-    made = toys.trial(**sections)
+    made = toys.trial(measures=True, **sections)
     options = {"find_unused_parameters": True} if case == "branch" else {}
     return made.model_copy(
         update={"allowed": (*made.allowed, "test_measuring"), "strategy": "ddp", "workers": 2, "options": options}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from recordings import copied, written_here
 from toys import Kept
 
 from pipeline.config.load import load
@@ -145,10 +146,13 @@ def test_it_is_refused_once_it_is_built(
         assert fragment in str(caught.value)
 
 
-def test_the_command_says_what_a_worker_refused(command: Command, project: Path, tmp_path: Path) -> None:
-    store = (f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs")
+def test_the_command_says_what_a_worker_refused(
+    command: Command, project: Path, tmp_path: Path, empty_store: Path
+) -> None:
+    store = (f"tracking.uri={copied(empty_store, tmp_path).uri}", f"tracking.directory={tmp_path}/runs")
     wrong = COMPONENTS[0]._replace(more=store)
-    ended = run(command, project, wrong)
+    with written_here():
+        ended = run(command, project, wrong)
     assert_refused(ended, wrong)
     (folder,) = (tmp_path / "runs").iterdir()
     assert f"Its logs are in {folder}.\npipeline list shows it only with --all.\n" in ended.stderr

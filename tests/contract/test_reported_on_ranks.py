@@ -129,7 +129,7 @@ def test_the_exchange_is_marked_in_the_backward_pass_of_the_last_micro_batch(ran
 
 def _ranges(rank: Rank) -> list[str]:
     trial = toys.trial(benchmark={"nvtx": True}, train={"gradient_accumulation": 2})
-    trial = trial.model_copy(update={"strategy": "ddp", "workers": 2, "train_only": True})
+    trial = trial.model_copy(update={"strategy": "ddp", "workers": 2})
     with pytest.MonkeyPatch.context() as patch:
         ranges, _ = ranges_of(trial, patch, rank=rank)
     return list(ranges.told)

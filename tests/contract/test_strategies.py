@@ -96,6 +96,7 @@ def _trial(case: str, strategy: str, workers: int, *more: str) -> Trial:
         device="cpu",
         cpus_per_worker=1,
         allowed=allowed_packages(),
+        train_only=True,  # what is measured afterwards takes longer, and test_measuring.py looks at it
     )
 
 

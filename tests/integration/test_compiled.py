@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import toys
 
 from pipeline.protocol.rank import Rank
@@ -38,10 +37,11 @@ def test_losses_are_the_same_and_compiling_is_over_before_the_first_step(monkeyp
         compiled_s.append(setup.built.compiling.seconds)
         return taken(setup, stream, step=step)
 
-    eager, plain = toys.trained(**STATIC, optimizer=MOMENTUM)
+    eager, plain = toys.trained(**STATIC, optimizer=MOMENTUM, measures=True)
     taken = loop.train_step
     monkeypatch.setattr(loop, "train_step", step)
-    result, outbox = toys.trained(**STATIC, optimizer=MOMENTUM, train={"compile": {"fullgraph": True}})
+    compiled = {"compile": {"fullgraph": True}}
+    result, outbox = toys.trained(**STATIC, optimizer=MOMENTUM, train=compiled, measures=True)
 
     assert outbox.series("train/loss") == pytest.approx(plain.series("train/loss"), abs=1e-12)
     assert len(set(plain.series("train/loss"))) == 6
@@ -54,7 +54,6 @@ def test_losses_are_the_same_and_compiling_is_over_before_the_first_step(monkeyp
 
 def test_batches_of_all_sizes_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """22 samples in batches of 8, in micro-batches of 4 and 3, with dropout, statistics and validation."""
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
     sections: dict[str, Any] = {"model": {"_target_": "toys.batch_norm_net"}}
     _, plain = toys.trained(**sections, train={"gradient_accumulation": 2})
     seconds: list[float] = []
@@ -76,9 +75,7 @@ def _watched(seconds: list[float], setup: Any, *given: Any, **more: Any) -> Any:
     return result
 
 
-def test_resuming_is_exact_to_the_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
-
+def test_resuming_is_exact_to_the_bit(tmp_path: Path) -> None:
     def run(*, resume: bool) -> toys.Kept:
         sections: dict[str, Any] = {"model": {"_target_": "toys.dropout_net"}, "optimizer": MOMENTUM}
         keep, settings = {"every_steps": 1, "keep": 100}, {"compile": True, "precision": "fp32"}

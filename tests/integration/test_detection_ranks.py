@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import toys
 from ranks import on_ranks
 
 from pipeline.protocol.rank import Rank
-from pipeline.training import loop
 from pipeline.training.loop import train
 
 PRECISION = "mean average precision"
@@ -57,7 +55,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _trained(rank: Rank, case: dict[str, Any]) -> dict[str, list[float]]:
-    loop.probe = lambda context, **_: samples.parts(step_ms=5.0)
     trial = toys.trial(**case, train={"epochs": 2})
     allowed = (*trial.allowed, "shapes")
     strategy = "ddp" if rank.world_size > 1 else "single"
@@ -81,7 +78,6 @@ def _as_one(rank: Rank, folder: str, expected: dict[str, dict[str, list[float]]]
 def _compared(cases: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[float]]]:
     """Return the series of one process by case, which are those of two workers."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(loop, "probe", loop.probe)
     expected = {name: _trained(Rank(), CASES[name]) for name in cases}
     sys.modules.pop("shapes")
     on_ranks(_as_one, str(FOLDER), expected, folder=folder)

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from command import Ended
-from mlflow import MlflowClient
+from recordings import copied, written_here
 
 
-def test_strategies_side_by_side(command: Callable[..., Ended], tmp_path: Path) -> None:
-    where = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]
+def test_strategies_side_by_side(command: Callable[..., Ended], tmp_path: Path, empty_store: Path) -> None:
+    store = copied(empty_store, tmp_path)
+    where = [f"tracking.uri={store.uri}", f"tracking.directory={tmp_path}/runs"]
     where += ["parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
     wishes = ["--strategies", "single,ddp", "--workers", "1,2,64", "--repeats", "1", "--json"]
-    ended = command("benchmark", "lab.yaml", *where, "train.precision=fp64", *wishes)
+    with written_here():
+        ended = command("benchmark", "lab.yaml", *where, "train.precision=fp64", *wishes)
 
     assert ended.code == 0, ended.output
     cells = {(cell["strategy"], cell["workers"]): cell for cell in json.loads(ended.stdout)["cells"]}
@@ -26,11 +28,7 @@ def test_strategies_side_by_side(command: Callable[..., Ended], tmp_path: Path) 
     assert ddp["speedup"] == pytest.approx(ddp["samples_per_second"] / single["samples_per_second"])
     assert ddp["efficiency"] == pytest.approx(ddp["speedup"] / 2)
     assert ddp["largest_loss_difference"] < 1e-12
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert command("sync", str(folder)).code == 0  # should the machine be so busy that MLflow didn't have everything
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (experiment,) = client.search_experiments(filter_string="name = 'lab'")
-    runs = client.search_runs([experiment.experiment_id])
+    runs = store.runs("lab")
     parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
     assert len(parents) == 1
     assert {run.data.tags["mlflow.parentRunId"] for run in runs if run not in parents} == {parents[0].info.run_id}

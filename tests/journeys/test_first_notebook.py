@@ -9,6 +9,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
+from recordings import copied
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,8 +32,11 @@ run(experiment, "model={_target_: __main__.Net, in_features: 64, out_features: 1
 
 
 @pytest.mark.filterwarnings("ignore:Proactor event loop")
-def test_the_beginning_of_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beginning_of_the_notebook_of_the_docs(
+    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to where it starts workers; then what a user may well try next."""
+    copied(empty_store, tmp_path)
     notebook = nbformat.read(ROOT / "docs" / "notebooks" / "first.ipynb", as_version=4)
     end = next(n for n, cell in enumerate(notebook.cells) if cell.source.startswith("## Two workers"))
     more = ["alone", "import torch\nprint(torch.is_grad_enabled(), len(alone.losses))", REFUSED]

@@ -4,12 +4,14 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, workers_of
 from census import injected
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, Warned
+from pipeline.training.checkpoints.manifest import folder_name
 
 
 def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
@@ -35,3 +37,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(
     check(attempt, undisturbed)
     assert len(attempt.all_of(Resumed)) == 2
     assert any("killed by SIGKILL" in event.message for event in attempt.all_of(Warned))
+    *_, before, last = attempt.all_of(CheckpointSaved)
+    kept = attempt.folder / "checkpoints"
+    assert Path(last.path) == kept / folder_name(STEPS)
+    assert {path.name for path in kept.iterdir()} == {folder_name(event.step) for event in (before, last)}

@@ -4,14 +4,20 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from command import Ended
+from recordings import copied, written_here
 
 
-def test_the_network_is_measured_and_the_prediction_checked(command: Callable[..., Ended]) -> None:
+def test_the_network_is_measured_and_the_prediction_checked(
+    command: Callable[..., Ended], tmp_path: Path, empty_store: Path
+) -> None:
+    where = [f"tracking.uri={copied(empty_store, tmp_path).uri}", f"tracking.directory={tmp_path}/runs"]
     ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "train.epochs=9"]
-    ended = command("benchmark", "lab.yaml", *ddp, "--predict", "2,8,64", "--repeats", "1", "--json")
+    with written_here():
+        ended = command("benchmark", "lab.yaml", *where, *ddp, "--predict", "2,8,64", "--repeats", "1", "--json")
     assert ended.code == 0, ended.output
     found = json.loads(ended.stdout)
     cells = {(cell["workers"], cell["predicted"]): cell for cell in found["cells"]}

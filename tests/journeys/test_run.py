@@ -239,7 +239,7 @@ def test_the_speedup_was_measured_in_turn(artifacts: Path, main: Run, whole_run:
         if isinstance(event, Finished)
     }
     took = len(ends["main"].slots)
-    assert 2 <= took <= 5  # fewer where three times the budget is over, on a busy machine
+    assert 2 <= took <= 3  # fewer where three times the budget is over, on a busy machine
     assert {name: len(result.slots) for name, result in ends.items()} == dict.fromkeys(ends, took)
     assert ends.keys() == {"main", "baseline", "reference"}
     assert [row.repeats for row in report.rows] == [ends[row.trial].slots for row in report.rows]

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from command import Ended
 from mlflow import MlflowClient
+from recordings import copied
 from stores import Server
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path, empty_store: Path) -> Iterator[Server]:
     """One that nobody has started yet."""
+    copied(empty_store, tmp_path)
     server = Server(tmp_path)
     yield server
     server.kill()

@@ -37,7 +37,9 @@ def kinds(folder: Path, kind: type[Any]) -> list[Any]:
     return [event for event in read(folder / FILE_NAME) if isinstance(event, kind)]
 
 
-def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, store: Store) -> None:
+def test_a_run_tells_how_far_it_is_what_came_out_and_what_the_workers_measured(
+    play: Play, lab: Path, store: Store
+) -> None:
     ended = play("finished", "run", "tiny.yaml")
 
     assert (ended.code, ended.stderr) == (0, "")
@@ -72,11 +74,11 @@ def test_a_run_tells_how_far_it_is_and_what_came_out(play: Play, lab: Path, stor
     assert (main.info.status, main.info.run_name) == ("FINISHED", "ddp, 2 workers")
     assert main.data.tags["pipeline.run"] == folder.name
     assert [step for step, _ in store.series(main, "train/loss")] == list(range(1, 47))
+    check_report(folder, store)
 
 
-def test_the_report_is_that_of_what_the_workers_measured(play: Play, lab: Path, store: Store) -> None:
-    play("finished", "run", "tiny.yaml", "--quiet")
-    folder = run_in(lab)
+def check_report(folder: Path, store: Store) -> None:
+    """Compare the report, MLflow and the files with what the workers have measured."""
     rates = {end.trial: end.result.samples_per_second.median for end in kinds(folder, Finished)}
     report = Report.model_validate_json((folder / "speedup.json").read_text())
 

@@ -129,7 +129,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     git = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
     subprocess.run([*git, "init", "--quiet"], cwd=cwd, check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "start"], cwd=cwd, check=True)
-    short = ["parallel.launcher=ray", "benchmark.time_budget_s=8"]  # five pairs
+    short = ["parallel.launcher=ray", "benchmark.time_budget_s=5"]  # three pairs
     process = started("run", REPOSITORY / "experiments" / "mlp.yaml", *short, cwd=cwd)
     stdout, stderr = process.communicate(timeout=200)
     (folder,) = (cwd / "runs").iterdir()

@@ -4,12 +4,17 @@ By file, since xdist 3.8 doesn't see its own `xdist_group` marks under pytest 9.
 test that no longer gives the test's name, and ``--dist=loadgroup`` spreads each test by itself.
 """
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOGETHER = dict.fromkeys(("tests/contract/test_equality.py", "tests/contract/test_launchers.py"), "launched")
-"""Files whose tests share a fixture of the session, by name; the others go file by file."""
+TOGETHER = {"launched(launcher)": "launched", "from ranks import": "ranks"}
+"""What files share, by what stands in them: sessions of launchers, a server that ranks are forked from.
+
+The others go file by file.
+"""
 COSTLY = ("whole_run", "launched", "undisturbed")
 """Fixtures of a session, the longest first; who looks at them begins."""
 
@@ -26,9 +31,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return TOGETHER.get(file, file)
+            return _group(config.rootpath / file) or file
 
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def _group(file: Path) -> str:
+    source = file.read_text(encoding="utf-8")
+    return next((group for words, group in TOGETHER.items() if words in source), "")
 
 
 def _costly(item: pytest.Item) -> str:

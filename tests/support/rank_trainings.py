@@ -19,10 +19,11 @@ Kind = TypeVar("Kind", bound=Event)
 def lab_trial(
     overrides: Sequence[str], *, strategy: str, name: str = "main", options: dict[str, Any] | None = None
 ) -> Trial:
+    """Return a training of the project's experiment that measures nothing afterwards."""
     return Training(
         name=name, experiment=load("lab.yaml", list(overrides)).experiment, strategy=strategy, options=options or {},
         launcher="inprocess", workers=1, devices_per_worker=0, device="cpu", cpus_per_worker=1,
-        allowed=allowed_packages(),
+        allowed=allowed_packages(), train_only=True,
     )  # fmt: skip
 
 

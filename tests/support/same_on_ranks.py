@@ -115,7 +115,6 @@ def _trial(row: Row, rank: Rank, folder: Path, *, resume: bool, micro_batches: i
             **_way(row, rank),
             "checkpoints": str(folder),
             "resume": resume,
-            "train_only": True,
             "initial": Weights(path=_initial(row, folder), source="drawn") if row.initial and rank.is_first else None,
         }
     )

@@ -43,7 +43,7 @@ def toy_run(
     folder = lab / "runs" / name
     folder.mkdir(parents=True)
     trial = toys.trial(**{"parallel": HERE, **sections})
-    update = {"checkpoints": str(folder / "checkpoints"), "train_only": True, "exports": exports}
+    update = {"checkpoints": str(folder / "checkpoints"), "exports": exports}
     trial = trial.model_copy(update=update)
     outbox = InFolder(folder)
     result = train(trial, rank=Rank(), outbox=outbox)

@@ -80,18 +80,31 @@ def experiment(**sections: Any) -> Experiment:
     )
 
 
-def trial(*, max_steps: int | None = None, kind: type[Measurement] = Baseline, **sections: Any) -> Trial:
+def trial(
+    *, max_steps: int | None = None, kind: type[Measurement] = Baseline, measures: bool = False, **sections: Any
+) -> Trial:
+    """Return a training, or with ``max_steps`` a measurement of that kind.
+
+    Args:
+        max_steps: how many steps are measured.
+        kind: of the measurement.
+        measures: True if the training also measures something afterwards, which takes longer than a toy trains.
+        sections: of the experiment.
+    """
     shared: dict[str, Any] = {
         "name": "main", "experiment": experiment(**sections), "strategy": "single", "launcher": "inprocess",
         "workers": 1, "devices_per_worker": 0, "device": "cpu", "cpus_per_worker": 1,
         "allowed": (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in KINDS)),
     }  # fmt: skip
-    return Training(**shared) if max_steps is None else kind(**shared, max_steps=max_steps)
+    if max_steps is None:
+        return Training(**shared, train_only=not measures)
+    return kind(**shared, max_steps=max_steps)
 
 
-def trained(*, max_steps: int | None = None, **sections: Any) -> tuple[TrialResult, Kept]:
+def trained(*, max_steps: int | None = None, measures: bool = False, **sections: Any) -> tuple[TrialResult, Kept]:
+    """Train a `trial`; return its result and what it has sent."""
     outbox = Kept()
-    return train(trial(max_steps=max_steps, **sections), rank=Rank(), outbox=outbox), outbox
+    return train(trial(max_steps=max_steps, measures=measures, **sections), rank=Rank(), outbox=outbox), outbox
 
 
 # Data

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from pipeline.commands import check
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _hypothesis_in_use() -> None:
@@ -20,6 +18,12 @@ def _hypothesis_in_use() -> None:
         pass
 
     draw()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _with_one_thread() -> None:
+    """A training of another tier may have set more in this process."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

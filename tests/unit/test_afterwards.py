@@ -35,7 +35,7 @@ class Unstable(nn.Linear):
 
 
 def test_a_probe_that_fails_costs_its_table_and_a_line() -> None:
-    trial = toys.trial(model={"_target_": "test_afterwards.Unstable"})
+    trial = toys.trial(model={"_target_": "test_afterwards.Unstable"}, measures=True)
     outbox = toys.Kept()
     result = train(
         trial.model_copy(update={"allowed": (*trial.allowed, "test_afterwards")}), rank=Rank(), outbox=outbox

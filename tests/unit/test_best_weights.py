@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 
@@ -22,17 +21,11 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.terminal.console import _format_finished
 from pipeline.report.numbers.records import table_json
 from pipeline.report.report import Report
-from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import Manifest, folder_name
 from pipeline.training.loop import train
 
 HIGHEST_LOSS = {"best": "validation/loss", "mode": "max", "keep": 1}
 """Options that make the first epoch of a training that learns its best."""
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
 
 
 def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialResult, toys.Kept]:

@@ -24,7 +24,6 @@ from pipeline.report.numbers.records import build_cell, columns
 from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
 from pipeline.report.text import device
-from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.measuring.flops import count
 from pipeline.training.meters.energy import EnergyMeter
@@ -32,11 +31,6 @@ from pipeline.training.meters.meter import GpuGauge
 from pipeline.training.step.dry_run import held_step
 
 A100 = "NVIDIA A100-SXM4-40GB"
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
 
 
 # Counting
@@ -171,11 +165,10 @@ class TestCounting:
         assert all(parameter.grad is None for parameter in context.model.parameters())
 
     def test_trainings_and_cells_are_counted_once_and_train_only_is_not(self) -> None:
-        assert toys.trained()[0].flops is not None
+        assert toys.trained(measures=True)[0].flops is not None
         assert toys.trained(max_steps=5, kind=CellMeasurement)[0].flops is not None
         assert toys.trained(max_steps=5)[0].flops is None
-        alone = toys.trial().model_copy(update={"train_only": True})
-        assert loop.train(alone, rank=Rank(), outbox=toys.Kept()).flops is None
+        assert toys.trained()[0].flops is None
 
 
 # The peak

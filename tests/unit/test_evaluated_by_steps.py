@@ -6,23 +6,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-import samples
 import toys
 
 from pipeline.protocol.events import CheckpointSaved
 from pipeline.protocol.rank import Rank
-from pipeline.training import loop
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train
 
 BY_STEPS = {"epochs": 3, "evaluate_every_steps": 2}
 """Three epochs of three steps."""
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
 
 
 def run(folder: Path, *, resume: bool = False, **sections: Any) -> toys.Kept:

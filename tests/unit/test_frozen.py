@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 from torch import nn
@@ -22,11 +21,6 @@ from pipeline.training.model.frozen import freeze, hold_statistics, stays_in_eva
 
 NET = {"_target_": "toys.NormedNet"}
 BODY = {"freeze": ["body.*"]}
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
 
 
 def weights(outbox: toys.Kept) -> dict[str, torch.Tensor]:

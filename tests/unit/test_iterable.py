@@ -31,12 +31,6 @@ from pipeline.training.ranks import rank_equality
 ENDLESS = {"epochs": None, "steps": 9, "global_batch_size": 8}
 
 
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip what is measured behind the last step: it takes ten times as long as the training of a toy."""
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
-
-
 def data(kind: str, **arguments: Any) -> dict[str, Any]:
     return {"_target_": "toy_streams.stream", "kind": kind, **arguments}
 
@@ -72,10 +66,10 @@ def test_a_collate_function_makes_batches_of_a_streams_samples() -> None:
     assert losses(named[1]) == pytest.approx(losses(toys.trained(data=data("Plain"), train=ENDLESS)[1]), rel=1e-6)
 
 
-def run(folder: Path, kind: str, *, resume: bool = False, steps: int = 9) -> toys.Kept:
+def run(folder: Path, kind: str, *, resume: bool = False, steps: int = 9, measures: bool = False) -> toys.Kept:
     has_length = issubclass(getattr(toy_streams, kind), toy_streams.Sized)
     sections: dict[str, Any] = {} if has_length else {"train": {**ENDLESS, "steps": steps}}
-    trial = toys.trial(data=data(kind), checkpoint={"every_steps": 1, "keep": 100}, **sections)
+    trial = toys.trial(data=data(kind), checkpoint={"every_steps": 1, "keep": 100}, measures=measures, **sections)
     kept = toys.Kept()
     train(trial.model_copy(update={"checkpoints": str(folder), "resume": resume}), rank=Rank(), outbox=kept)
     return kept
@@ -104,11 +98,12 @@ def test_a_training_resumed_after_any_step_is_the_same(tmp_path: Path, kind: str
         assert continued(tmp_path, kind, stopped=stopped) == (losses(whole, after=stopped), [])
 
 
-def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path) -> None:
+def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
     run(tmp_path / "whole", "Stateful")
     shutil.copytree(tmp_path / "whole" / folder_name(7), tmp_path / "again" / folder_name(7))
     toy_streams.Stateful.read = 0
-    run(tmp_path / "again", "Stateful", resume=True)
+    run(tmp_path / "again", "Stateful", resume=True, measures=True)
     # the first sixteen to look at, eight to compare, sixteen to train on, eight to measure a step behind the last
     assert toy_streams.Stateful.read == 16 + 8 + 16 + 8
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import torch
 import torch.distributed as dist
 import toys
@@ -16,7 +15,6 @@ from pipeline import registry
 from pipeline.errors import ExperimentError, NonFiniteError
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints.state import State, restore, view
 from pipeline.training.checks.nonfinite import check_weights
@@ -36,11 +34,6 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield request.param
     dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
 
 
 def run(folder: Path | None = None, *, resume: bool = False, strategy: str = "single", **sections: Any) -> toys.Kept:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import toys
 
 from pipeline.config.load import load
@@ -12,7 +11,6 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import CheckpointSaved
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import loop
 from pipeline.training.loop import train
 
 STEPS = {"epochs": None, "steps": 5}
@@ -24,11 +22,6 @@ data: {_target_: pipeline.data.digits}
 loss: {_target_: torch.nn.CrossEntropyLoss}
 optimizer: {_target_: torch.optim.SGD, lr: 0.1}
 """
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
 
 
 def run(

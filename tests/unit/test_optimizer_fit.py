@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 from torch import Tensor, nn
@@ -101,11 +100,6 @@ class ScheduleFree(torch.optim.Optimizer):
 
 def own_cycle(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
 
 
 def _trial(*, folder: Path | str = "", resume: bool = False, model: str = "", **sections: Any) -> Any:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 from torch import nn
@@ -21,7 +20,6 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.rank import Rank
-from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints import state
 from pipeline.training.features.rates import Rates
@@ -30,11 +28,6 @@ from pipeline.training.model.parameter_groups import divide
 
 NET = {"_target_": "toys.NormedNet"}
 GROUPS = [{"match": ["*.bias", "body.1.*"], "weight_decay": 0.0}, {"match": "head.*", "lr": 0.01}]
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
 
 
 def optimizer(*groups: dict[str, Any], **arguments: Any) -> dict[str, Any]:

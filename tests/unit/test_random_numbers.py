@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import samples
 import torch
 import toys
 from safetensors.torch import load_file
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.tasks import StepOutput
-from pipeline.training import loop
 from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name, parse
 from pipeline.training.checkpoints.state import State, restore, view
@@ -80,11 +78,6 @@ class MixUp:
         inputs, targets = (share * part + (1 - share) * part.flip(0) for part in batch)
         outputs = model(inputs)
         return StepOutput((outputs - targets).pow(2).mean(), outputs, targets)
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
 
 
 DRIFTING: dict[str, Any] = {

@@ -1,11 +1,9 @@
 """Activation checkpointing: the same training bit for bit, from fewer bytes that wait for the backward pass."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 from torch import nn
@@ -15,7 +13,6 @@ from pipeline.models import GPT, resnet18
 from pipeline.protocol.events import Resumed
 from pipeline.protocol.rank import Rank
 from pipeline.strategies._blocks import repeated
-from pipeline.training import loop
 from pipeline.training.loop import train
 from pipeline.training.model.recomputation import apply, choose
 
@@ -28,15 +25,8 @@ def trained(wanted: Any, **sections: Any) -> toys.Kept:
     return toys.trained(model=MODEL, optimizer=SGD, train=train_, **sections)[1]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def unmeasured() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
-        yield
-
-
 @pytest.fixture(scope="module")
-def plain(unmeasured: None) -> toys.Kept:
+def plain() -> toys.Kept:
     return trained(False)
 
 

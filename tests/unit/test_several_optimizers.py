@@ -24,8 +24,7 @@ ALLOWED = ("pipeline", "torch", "torchmetrics", "toys", "toy_gans")
 
 
 def _trial(**sections: Any) -> Any:
-    trial = toys.trial(max_steps=None, **{**toy_gans.SECTIONS, **sections})
-    return trial.model_copy(update={"train_only": True})
+    return toys.trial(max_steps=None, **{**toy_gans.SECTIONS, **sections})
 
 
 def _trained(**sections: Any) -> toys.Kept:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 
@@ -19,7 +18,6 @@ BATCH, HOLE = 8, 5
 
 def weights(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...] = (), **how: Any) -> dict[str, torch.Tensor]:
     """Those after an epoch on data with a hole."""
-    monkeypatch.setattr(loop, "probe", lambda *_, **__: samples.parts(step_ms=5.0))
     kept: list[dict[str, torch.Tensor]] = []
     monkeypatch.setattr(
         loop.reporting,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 import yaml
@@ -22,17 +21,11 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Loaded, Resumed, Started
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Weights
-from pipeline.training import loop
 from pipeline.training.loop import train
 from pipeline.training.model.start_from import fit, renamed
 
 NET = {"_target_": "toys.NormedNet"}
 JOURNALS = Path(__file__).parents[1] / "journals"
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import samples
 import torch
 import toys
 from torch import nn
@@ -64,11 +63,10 @@ def test_micro_batches_train_the_same(parts: int) -> None:
 
 
 def test_a_training_only_measures_nothing_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = toys.trained()
+    whole, _ = toys.trained(measures=True)
     for name in ("probe", "unused_parameters"):
         monkeypatch.setattr(loop, name, lambda *_, **__: pytest.fail("measured"))
-    outbox = toys.Kept()
-    result = train(toys.trial().model_copy(update={"train_only": True}), rank=Rank(), outbox=outbox)
+    result, outbox = toys.trained()
     assert (result.metrics, result.losses) == (whole.metrics, whole.losses)
     assert whole.parts.compute_ms is not None
     assert (result.parts.compute_ms, result.parts.sum_ms) == (None, None)
@@ -288,10 +286,7 @@ def test_fp16_clips_the_unscaled_gradient() -> None:
     assert close(finite[:1], exact[:1], tolerance=0.01)
 
 
-def test_an_optimizer_forgets_gradients_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))  # takes steps, too
-    monkeypatch.setattr(loop, "unused_parameters", lambda *_: 0)
-    monkeypatch.setattr(loop.flops, "count", lambda *_, **__: None)
+def test_an_optimizer_forgets_gradients_in_its_own_way() -> None:
     toys.Forgetful.forgotten = 0
 
     assert losses(optimizer={"_target_": "toys.Forgetful", "lr": 0.05}) == losses(

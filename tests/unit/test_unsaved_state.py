@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import samples
 import torch
 import toys
 from torch import Tensor, nn
@@ -21,17 +20,11 @@ from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.tasks import StepOutput
-from pipeline.training import loop
 from pipeline.training.loop import train
 from pipeline.training.result.restored import evaluate_checkpoint
 
 HERE = "test_unsaved_state"
 EVERY = {"every_steps": 1, "keep": 100}
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
 
 
 class Helper:
