@@ -24,6 +24,8 @@ from containers import (
 )
 from waiting import eventually
 
+from pipeline.recording.journal.journal import FILE_NAME
+
 pytestmark = pytest.mark.timeout(2400)
 
 IMAGES = ("pipeline-train:test", "pipeline-mlflow:test")
@@ -59,7 +61,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def ran(cluster: Cluster) -> Ran:
     """The main experiment, shortened: a baseline, then two workers on two containers."""
-    return finished(cluster, cluster.start_run("train.epochs=2"))
+    return finished(cluster, cluster.start_run("train.epochs=2", "train.log_every_steps=1"))
 
 
 def finished(cluster: Cluster, process: subprocess.Popen[str], *, said: str = "") -> Ran:
@@ -89,9 +91,10 @@ def artifacts(cluster: Cluster, run: str) -> set[str]:
 
 def test_workers_are_on_two_containers(ran: Ran, cluster: Cluster) -> None:
     hosts = {inspected(name)["Config"]["Hostname"] for name in ("ray-worker-1", "ray-worker-2")}
-    line = next(line for line in ran.output.splitlines() if line.startswith("ddp, 2 workers: 701,178 parameters"))
+    assert "\nddp, 2 workers: 701,178 parameters" in ran.output
     assert len(hosts) == 2
-    assert [host for host in hosts if host not in line] == []
+    events = cluster.execute("ray-head", "sh", "-c", f"cat runs/*/{FILE_NAME}")
+    assert [host for host in hosts if f'"{host} cpu' not in events] == []
 
 
 def test_every_point_is_in_the_database_once(ran: Ran, cluster: Cluster) -> None:
@@ -116,7 +119,7 @@ def test_artifacts_come_through_the_server(ran: Ran, cluster: Cluster) -> None:
     assert str(ran.run["info"]["artifact_uri"]).startswith("mlflow-artifacts:/")
     url = f"{cluster.address('mlflow')}/get-artifact?path=report.html&run_uuid={ran.id}"
     page = requests.get(url, auth=cluster.login, timeout=60)
-    assert "ddp, 2 workers" in page.text
+    assert "2 workers (ddp)" in page.text
     assert requests.get(url, timeout=60).status_code == 401
 
 
@@ -194,7 +197,7 @@ def files_of(container: str, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def test_a_killed_worker_is_replaced(cluster: Cluster) -> None:
-    process = cluster.start_run("--no-baseline", "train.epochs=6", "parallel.max_failures=2")
+    process = cluster.start_run("--no-baseline", "train.epochs=6", "train.log_every_steps=1", "parallel.max_failures=2")
     assert process.stdout is not None
     said = ""
     while "epoch 2/6" not in said:
