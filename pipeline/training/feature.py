@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pipeline.protocol.events import Outbox
+from pipeline.errors import ExperimentError
+from pipeline.protocol.events import Outbox, Point
 from pipeline.training.context import TrainContext
 from pipeline.training.step.plain import Parts
 
@@ -26,7 +27,7 @@ class Feature:
     """Addition to a training. Each method is optional, and called on all ranks."""
 
     name: ClassVar[str] = ""
-    """Key of a built-in feature's state in a checkpoint; others have the path of their class."""
+    """Key of the state of a built-in feature in a checkpoint; the key of others is the path of their class."""
     belongs_to_weights: ClassVar[bool] = False
     """True if its state is part of the trained weights, which are loaded to evaluate or export a checkpoint."""
     is_measured: ClassVar[bool] = True
@@ -102,4 +103,30 @@ class Feature:
 def name_of(feature: Feature) -> str:
     """Return the key of a feature's state in a checkpoint."""
     kind = type(feature)
-    return feature.name or f"{kind.__module__}.{kind.__qualname__}"
+    is_built_in = kind.__module__.startswith(__name__.partition(".")[0] + ".")
+    return feature.name if is_built_in and feature.name else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def refuse_returned(feature: Feature, hook: str, returned: object, *, instead: str) -> ExperimentError:
+    """Return the error for a feature whose method returned something of the wrong type."""
+    message = f"{name_of(feature)}.{hook} returned {type(returned).__name__}; return {instead}"
+    return ExperimentError.of("features", message)
+
+
+def follow_evaluation(feature: Feature, values: Mapping[str, float], *, step: int) -> list[Point]:
+    """Let a feature follow an evaluation, see `Feature.after_evaluation`; return the points that it reports.
+
+    Raises:
+        ExperimentError: it returned something else than numbers by name, or a name that is taken.
+    """
+    found = feature.after_evaluation(values, step=step)
+    try:
+        points = [Point(name, step, float(value)) for name, value in found.items()]
+    except (AttributeError, TypeError, ValueError):
+        raise refuse_returned(feature, "after_evaluation", found, instead="numbers by name, or {}") from None
+    if wrong := next((name for name in found if not isinstance(name, str) or name in values), None):
+        message = (
+            f"{name_of(feature)}.after_evaluation returned a value of {wrong}, which is taken; choose another name"
+        )
+        raise ExperimentError.of("features", message)
+    return points

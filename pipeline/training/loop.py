@@ -26,6 +26,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.evaluation import pictures
 from pipeline.training.evaluation.held_out import evaluate
 from pipeline.training.evaluation.held_out import prepare as prepare_evaluation
+from pipeline.training.feature import follow_evaluation
 from pipeline.training.measuring import flops
 from pipeline.training.measuring.compared_trials import rates_over
 from pipeline.training.measuring.costs import costs
@@ -252,8 +253,8 @@ def validate(context: TrainContext, *, step: int, epoch: int, meter: Meter) -> d
         return values
     meter.finiteness.judge_validation(values["validation/loss"], step=step, epoch=epoch)
     values = from_first(lambda: values, rank=context.rank)
-    more = {name: value for one in context.features for name, value in one.after_evaluation(values, step=step).items()}
-    meter.send([Point(name, step, value) for name, value in more.items()], step=step, epoch=epoch)
+    more = [point for one in context.features for point in follow_evaluation(one, values, step=step)]
+    meter.send(more, step=step, epoch=epoch)
     if context.is_over(step):
         for name, curve in curves.items():
             reporting.curve(name, curve, context=context, outbox=meter.outbox)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -82,6 +82,36 @@ class Ending(Feature):
         if step >= self.after:
             self.training.stop_reason = f"{step} steps are enough"
         return {}
+
+
+class Returning(Feature):
+    """A feature whose methods return what an argument says."""
+
+    name: ClassVar[str] = "model"  # of a built-in part of a checkpoint
+
+    def __init__(self, training: TrainContext, *, hook: str, value: Any = None) -> None:
+        self.hook, self.value = hook, value
+
+    def around_update(self, parts: Parts) -> Parts:
+        def update(step: int, parameter_set: ParameterSet) -> Any:
+            parts.update(step, parameter_set)
+            return self.value
+
+        if self.hook == "update":
+            return parts._replace(update=update)
+        return cast(Parts, self.value) if self.hook == "around_update" else parts
+
+    def around_gradients(self, parts: Parts) -> Parts:
+        return cast(Parts, self.value) if self.hook == "around_gradients" else parts
+
+    def take_columns(self) -> Mapping[str, Mapping[int, Any]]:
+        return cast(Mapping[str, Mapping[int, Any]], self.value) if self.hook == "take_columns" else {}
+
+    def after_evaluation(self, values: Mapping[str, float], *, step: int) -> Mapping[str, float]:
+        return cast(Mapping[str, float], self.value) if self.hook == "after_evaluation" else {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"own": 1}
 
 
 def no_feature(training: TrainContext) -> int:

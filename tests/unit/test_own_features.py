@@ -2,6 +2,7 @@
 
 # promise: a feature in a user's file changes steps, follows evaluations, and is saved and resumed
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,33 @@ def test_it_ends_the_training(tmp_path: Path) -> None:
 def test_what_is_no_feature_is_refused(features: list[Any], message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         build(toys.trial(features=features), rank=Rank())
+
+
+@pytest.mark.parametrize(
+    ("hook", "value", "message"),
+    [
+        ("around_update", None, "features: toy_own.Returning.around_update returned NoneType; return its argument"),
+        ("around_gradients", [], "features: toy_own.Returning.around_gradients returned list; return its argument"),
+        ("update", None, "features: a function of the step returned nothing; return what parts.update"),
+        ("take_columns", [1], "features: toy_own.Returning.take_columns returned list; return {name: {step: value}}"),
+        ("take_columns", {"loss": {1: 9.0}}, "features: toy_own.Returning reports loss, which is taken"),
+        ("after_evaluation", None, "features: toy_own.Returning.after_evaluation returned NoneType; return numbers"),
+        ("after_evaluation", {"x": "high"}, "features: toy_own.Returning.after_evaluation returned dict; return numb"),
+        ("after_evaluation", {"validation/loss": 1.0}, "returned a value of validation/loss"),
+    ],
+)
+def test_what_a_method_must_not_return_names_it(tmp_path: Path, hook: str, value: Any, message: str) -> None:
+    with pytest.raises(ExperimentError, match=re.escape(message)):
+        run(tmp_path, features=[{"_target_": "toy_own.Returning", "hook": hook, "value": value}])
+
+
+def test_its_state_has_the_path_of_its_class_whatever_its_name(tmp_path: Path) -> None:
+    features = [{"_target_": "toy_own.Returning", "hook": "after_evaluation", "value": {"x": 1}}]
+    _, plain = run(tmp_path / "plain")
+    run(tmp_path / "own", features=features, train={"epochs": 1})
+    _, kept = run(tmp_path / "own", resume=True, features=features)
+    assert kept.series("train/loss")[-1] == plain.series("train/loss")[-1]
+    assert kept.series("x")[-1] == 1.0
 
 
 def test_its_arguments_are_checked_before_anything_starts() -> None:

@@ -14,7 +14,7 @@ from pipeline.config.values import Direction, Frozen
 from pipeline.errors import UsageError
 from pipeline.recording.journal.run_summary import RunSummary
 from pipeline.recording.terminal.terminal import print_table, write
-from pipeline.report.numbers.paired import Answer, answer, judge_together
+from pipeline.report.numbers.paired import Answer, answer, have_spread, is_rate, judge_together
 from pipeline.wording import counted, figure
 
 CLAIM = "This is about the luck of training (seeds) on this data. It does not cover other data."
@@ -57,8 +57,12 @@ class ComparedRuns(Frozen):
     @property
     def answers(self) -> tuple[str, ...]:
         """The answer for each of the other variants."""
+        several = len(self.others) > 1
         return tuple(
-            one.answer.format(self.first.name, one.variant.name) for one in self.others if one.answer is not None
+            (f"{self.first.name} and {one.variant.name}: " if several and one.answer.verdict == "inconclusive" else "")
+            + one.answer.format(self.first.name, one.variant.name)
+            for one in self.others
+            if one.answer is not None
         )
 
     def to_json(self) -> str:
@@ -94,11 +98,13 @@ def compare_runs(
         UsageError: there is no such metric, or only one variant.
     """
     if any(one.command != "run" for one in runs):
+        if metric is not None:
+            raise UsageError("--metric compares trainings, and not all of these runs are trainings")
         return _without_answer(runs)
     variants, notes = divide([read_training(one) for one in runs])
     first, *rest = variants
     try:
-        chosen = choose_metric(first.first, metric)
+        chosen = choose_metric([one for variant in variants for one in variant.runs.values()], metric)
         better = direction_of(chosen, first.first, mode=mode)
     except UsageError as error:
         if metric is not None:
@@ -107,15 +113,26 @@ def compare_runs(
         return _compared(first, [(other, None, {}) for other in rest], notes=notes)
     paired = [(other, pair(first, other, metric=chosen)) for other in rest]
     notes += [note for _, pairs in paired for note in pairs.notes]
+    all_values = [value for _, pairs in paired for both in pairs.values.values() for value in both]
+    rated = is_rate(all_values, direction=better)
     answers = [
-        answer(pairs.values, metric=chosen, direction=better, are_identical=pairs.are_identical, margin=margin)
+        answer(
+            pairs.values,
+            metric=chosen,
+            direction=better,
+            is_rate=rated,
+            are_identical=pairs.are_identical,
+            margin=margin,
+        )
         for _, pairs in paired
         if pairs.values
     ]
     if len(answers) > 1:
         answers = judge_together(answers)
         notes.append(f"{len(answers)} variants are compared with {first.name}: their intervals are wider (Holm)")
-    if len(answers) < len(paired):
+    if any(one.verdict == "inconclusive" and one.pairs > 1 and not have_spread(one.differences) for one in answers):
+        notes.append("all pairs have the same difference. From six pairs on, that is an answer")
+    if any(not first.runs.keys() & other.runs.keys() for other in rest):
         notes.append(
             "runs without a partner of the same seed have no answer. Train them with: pipeline run FILE seed=N"
         )

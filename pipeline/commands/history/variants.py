@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from pipeline.config.renamed import translate_params
 from pipeline.config.reported import PREFIX
+from pipeline.config.schema import Experiment
+from pipeline.config.summary import flatten
 from pipeline.config.values import Direction
 from pipeline.errors import UsageError
 from pipeline.protocol.events import Finished, RunOpened, Started
@@ -14,8 +17,14 @@ from pipeline.recording.journal.run_summary import RunSummary, last_opened
 from pipeline.report.numbers.courses import direction
 from pipeline.wording import did_you_mean
 
-_ASIDE = ("name", "seed", "tracking.", "benchmark.", "sweep.")
+_ASIDE = (
+    *("name", "seed", "tracking.", "benchmark.", "sweep."),
+    *("checkpoint.directory", "checkpoint.every_", "checkpoint.keep", "train.log_every_steps"),
+    *(f"loader.{name}" for name in ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")),
+    *(f"parallel.{name}" for name in ("address", "cluster", "grace_s", "queue_timeout_s", "ship_code", "timeout_s")),
+)
 """Keys that decide nothing of what a training learns, and the seed, by which trainings are paired."""
+_GIVEN = ("name", "train.epochs", "train.global_batch_size")
 _TEST = "test/"
 
 
@@ -32,13 +41,18 @@ class SeededRun(NamedTuple):
     @property
     def seed(self) -> int:
         """Its seed; 0 unless the file has one."""
-        return int(self.opened.params.get("seed", "0"))
+        text = self.opened.params.get("seed", "0")
+        return int(text) if text.isascii() and text.isdecimal() else 0
 
     @property
     def settings(self) -> dict[str, str]:
         """What decides what it learns, but for the seed."""
-        params = translate_params(self.opened.params)
-        return {key: value for key, value in params.items() if not key.startswith(_ASIDE)}
+        params, defaults = translate_params(self.opened.params), _defaults()
+        return {
+            key: value
+            for key, value in params.items()
+            if not key.startswith(_ASIDE) and defaults.get(key) != value  # which runs of earlier versions may not have
+        }
 
 
 class Variant(NamedTuple):
@@ -91,9 +105,10 @@ def divide(trainings: Sequence[SeededRun]) -> tuple[list[Variant], list[str]]:
     variants = []
     for number, group in enumerate(found):
         runs: dict[int, SeededRun] = {}
-        for one in sorted(group, key=lambda one: one.run.began):
-            if (earlier := runs.get(one.seed)) is not None:
-                notes.append(f"{earlier.run.run} is left out: {one.run.run} has the same seed and is newer")
+        for one in sorted(group, key=lambda one: (bool(one.metrics), one.run.began)):  # those that completed win
+            if (other := runs.get(one.seed)) is not None:
+                why = "is newer" if bool(other.metrics) == bool(one.metrics) else "completed"
+                notes.append(f"{other.run.run} is left out: {one.run.run} has the same seed and {why}")
             runs[one.seed] = one
         variants.append(Variant(_letter(number), dict(sorted(runs.items()))))
     return variants, notes
@@ -103,18 +118,21 @@ def _letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else f"A{number}"
 
 
-def choose_metric(first: SeededRun, asked: str | None) -> str:
-    """Return the metric to compare by: the one asked for, or that of ``checkpoint.best``; of a test set, if any.
+def choose_metric(trainings: Sequence[SeededRun], asked: str | None) -> str:
+    """Return the metric to compare by: the one asked for, or that of ``checkpoint.best``; on a test set if all have it.
 
     Raises:
-        UsageError: the training has no such metric, or none at all.
+        UsageError: the trainings that completed have no such metric, or none at all.
     """
-    known = [name for name in first.metrics if name.startswith((PREFIX, _TEST))]
+    complete = [one for one in trainings if one.metrics]
+    first = (complete or trainings)[0]
+    shared = set(first.metrics).intersection(*(one.metrics for one in complete))
+    known = [name for name in first.metrics if name.startswith((PREFIX, _TEST)) and name in shared]
     if asked is not None:
         for name in (asked, f"{_TEST}{asked}", f"{PREFIX}{asked}"):
             if name in known:
                 return name
-        hint = did_you_mean(asked, known) or f"; {first.run.run} has {', '.join(known) or 'none'}"
+        hint = did_you_mean(asked, known) or f"; the runs have {', '.join(known) or 'none'} in common"
         raise UsageError(f"--metric {asked}: there is no such metric{hint}")
     chosen = first.run.metric
     tested = chosen.replace(PREFIX, _TEST, 1)
@@ -173,8 +191,19 @@ def _lonely(one: Variant, other: Variant) -> Iterator[str]:
         yield f"seed {seed} of {one.name} has no partner in {other.name}"
 
 
+@cache
+def _defaults() -> Mapping[str, str]:
+    """Return the parameters of keys that a file does not give."""
+    least = {"name": "x", "model": {"_target_": "x.x"}, "data": {"_target_": "x.x"}, "loss": {"_target_": "x.x"}}
+    least |= {"optimizer": {"_target_": "x.x"}, "train": {"epochs": 1, "global_batch_size": 1}}
+    given = flatten(Experiment.model_validate(least))
+    return {key: value for key, value in given.items() if "_target_" not in key and key not in _GIVEN}
+
+
 def _lacks(one: SeededRun, metric: str) -> str:
     """Return why a training has no value of a metric that counts; empty if it has one."""
+    if one.run.is_quick:
+        return f"{one.run.run} is a quick test"
     if not one.metrics:
         return f"{one.run.run} did not complete"
     if metric not in one.metrics:

@@ -40,13 +40,13 @@ def write(folder: Path, losses: Sequence[float], *, first: int) -> None:
 
 
 def read(folder: Path) -> tuple[float, ...]:
-    """Return the loss of each step; empty if the run has no such file, as runs of earlier versions."""
+    """Return the loss of each step; empty without such a file, as in runs of earlier versions, or if it is damaged."""
+    values = array("d")
     try:
         content = (folder / LOSSES).read_bytes()
-    except OSError:
+        values.frombytes(content[_HEADER_BYTES:][: _ITEM_BYTES * _count(content[:_HEADER_BYTES])])
+    except (OSError, ValueError):
         return ()
-    values = array("d")
-    values.frombytes(content[_HEADER_BYTES:][: _ITEM_BYTES * _count(content[:_HEADER_BYTES])])
     return tuple(_little_endian(values))
 
 

@@ -5,7 +5,7 @@ less than that of two averages. The interval of the mean difference is that of S
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import pstdev, stdev
 from typing import Literal
 
@@ -18,6 +18,8 @@ from pipeline.wording import counted, figure
 Verdict = Literal["better", "worse", "equal", "identical", "inconclusive"]
 MOST_PAIRS = 1000
 """Pairs beyond which it is not said how many more would decide."""
+_ROUNDING = 1e-9
+"""Share of a difference that rounding may make up."""
 _LEAST_TO_SEE = 8
 """Pairs from which on a skewed law can be told from a symmetric one."""
 _POINTS = 100.0
@@ -65,7 +67,8 @@ class Answer(Frozen):
         """Return the answer in a sentence about two variants."""
         pairs = counted(self.pairs, "pair")
         if self.verdict == "identical":
-            return f"{first} and {second} are identical: the same losses to the bit in all {pairs}"
+            where = f"all {pairs}" if self.pairs > 1 else "the only pair"
+            return f"{first} and {second} are identical: the same losses to the bit in {where}"
         measured = f"{self._signed(self.difference)}{self._unit}"
         if self.low is not None and self.high is not None:
             measured += f" ({CONFIDENCE:.0%} CI {self._signed(self.low)} to {self._signed(self.high)})"
@@ -91,9 +94,9 @@ def answer(
     *,
     metric: str,
     direction: Direction,
+    is_rate: bool,
     are_identical: bool = False,
     margin: float | None = None,
-    confidence: float = CONFIDENCE,
 ) -> Answer:
     """Answer which of two variants is better.
 
@@ -101,16 +104,14 @@ def answer(
         values: value of the metric of the first and of the second variant, by seed; at least one.
         metric: name of the metric.
         direction: direction in which it improves.
+        is_rate: True if the difference is in points, see `is_rate`.
         are_identical: True if all losses of both trainings are equal to the bit, in all pairs.
         margin: difference up to which they count as equal, in points for a rate.
-        confidence: level of the interval.
     """
-    is_rate = direction == "max" and all(0 <= one <= 1 for pair in values.values() for one in pair)
     scale = _POINTS if is_rate else 1.0
     differences = tuple(scale * (second - first) for first, second in values.values())
-    found = mean_of_independent(differences, confidence=confidence)
+    found = mean_of_independent(differences)
     verdict = "identical" if are_identical else judge(found, differences, direction=direction, margin=margin)
-    needed = values_to_resolve(found, confidence=confidence, at_most=MOST_PAIRS) if verdict == "inconclusive" else None
     return Answer(
         verdict=verdict,
         metric=metric,
@@ -122,8 +123,18 @@ def answer(
         seeds=tuple(values),
         differences=differences,
         margin=margin,
-        more_pairs=needed - found.size if needed is not None else None,
+        more_pairs=_find_more(found) if verdict == "inconclusive" else None,
     )
+
+
+def is_rate(values: Iterable[float], *, direction: Direction) -> bool:
+    """Return True if all values of a metric look like rates: between 0 and 1, and better if they are higher."""
+    return direction == "max" and all(0 <= one <= 1 for one in values)
+
+
+def _find_more(found: Estimate, *, confidence: float = CONFIDENCE) -> int | None:
+    needed = values_to_resolve(found, confidence=confidence, at_most=MOST_PAIRS)
+    return needed - found.size if needed is not None else None
 
 
 def judge_together(answers: Sequence[Answer]) -> list[Answer]:
@@ -133,19 +144,17 @@ def judge_together(answers: Sequence[Answer]) -> list[Answer]:
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6.
     """
-    ranked = sorted(range(len(answers)), key=lambda index: _p_value(answers[index]))
-    judged = list(answers)
-    is_open = False
-    for rank, index in enumerate(ranked):
+    open_ = [index for index, one in enumerate(answers) if one.high is not None and one.verdict != "identical"]
+    judged, confidence, is_clear = list(answers), CONFIDENCE, True
+    for rank, index in enumerate(sorted(open_, key=lambda index: _p_value(answers[index]))):
         one = answers[index]
-        confidence = 1 - (1 - CONFIDENCE) / (len(answers) - rank)
+        if is_clear:  # else the level stays that of the first one that is not, at which this one is not clear either
+            confidence = 1 - (1 - CONFIDENCE) / (len(open_) - rank)
         found = mean_of_independent(one.differences, confidence=confidence)
         verdict = judge(found, one.differences, direction=one.direction, margin=one.margin)
-        if one.verdict == "identical":
-            continue
-        is_open |= verdict == "inconclusive"
-        verdict = "inconclusive" if is_open and verdict in ("better", "worse") else verdict
-        judged[index] = one.model_copy(update={"verdict": verdict, **_ends(found)})
+        is_clear &= verdict != "inconclusive"
+        more = _find_more(found, confidence=confidence) if verdict == "inconclusive" else None
+        judged[index] = one.model_copy(update={"verdict": verdict, "more_pairs": more, **_ends(found)})
     return judged
 
 
@@ -165,14 +174,15 @@ def judge(found: Estimate, differences: Sequence[float], *, direction: Direction
     """Judge the second of two variants by the mean difference of their pairs, see `answer`."""
     if margin is not None and -margin <= found.low and found.high <= margin:
         return "equal"
-    if found.low <= 0 <= found.high or not _have_spread(differences):
+    if found.low <= 0 <= found.high or not have_spread(differences):
         return "inconclusive"
     return "better" if (found.value > 0) == (direction == "max") else "worse"
 
 
-def _have_spread(differences: Sequence[float]) -> bool:
+def have_spread(differences: Sequence[float]) -> bool:
     """Return False for few equal differences, as metrics that count samples have them: their interval has no width.
 
     From six pairs on, all with the same sign, a sign test alone is clear at 95%.
     """
-    return len(differences) > 5 or (len(differences) > 1 and stdev(differences) > 0)
+    largest = max(map(abs, differences))
+    return len(differences) > 5 or (len(differences) > 1 and stdev(differences) > _ROUNDING * largest)

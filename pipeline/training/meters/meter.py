@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.reported import GRADIENT_NORM, LEARNING_RATE, LOSS
+from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Metrics, Outbox, Point
 from pipeline.protocol.trial import Measurement, Training
 from pipeline.training.checks.coupling import Coupling
 from pipeline.training.checks.nonfinite import Finiteness
 from pipeline.training.context import TrainContext
+from pipeline.training.feature import name_of, refuse_returned
 from pipeline.training.meters.clock import Clock, DataWait, Lap
 from pipeline.training.meters.communication import CommunicationMeter
 from pipeline.training.meters.energy import EnergyMeter
@@ -106,7 +108,7 @@ class Meter:
         count = self.finiteness.trusted(losses, first=first)
         every = zip((LOSS, *names), (losses, *logs), strict=True)
         columns = {name: dict(enumerate(values, first)) for name, values in every}
-        columns |= self._rates(range(first, step + 1)) | self._of_features()
+        columns |= self._rates(range(first, step + 1)) | self._of_features(taken=columns)
         points = self._of_steps(columns, first=first, count=count)
         points += self._of_window(lap, step=step)
         points += self.communication.record(ranks[:, -len(alone)].tolist(), lap=lap, step=step)
@@ -130,11 +132,20 @@ class Meter:
         groups = {} if self.trial.experiment.optimizers else rates_by_metric(rates)
         return {name: dict.fromkeys(steps, rate) for name, rate in {LEARNING_RATE: rates[0], **groups}.items()}
 
-    def _of_features(self) -> dict[str, dict[int, float]]:
-        """Return what the features of the training report of its steps."""
+    def _of_features(self, *, taken: Container[str]) -> dict[str, dict[int, float]]:
+        """Return what the features of the training report of its steps.
+
+        Raises:
+            ExperimentError: it is no table of numbers, or has a name that is ``taken``.
+        """
         columns: dict[str, dict[int, float]] = {}
         for feature in self.context.features:
-            for name, column in feature.take_columns().items():
+            found = feature.take_columns()
+            if not isinstance(found, Mapping) or not all(isinstance(column, Mapping) for column in found.values()):
+                raise refuse_returned(feature, "take_columns", found, instead="{name: {step: value}}, or {}")
+            for name, column in found.items():
+                if name in taken:
+                    raise ExperimentError.of("features", f"{name_of(feature)} reports {name}, which is taken")
                 values = list(column.values())
                 columns[name] = dict(
                     zip(column, torch.stack(values).tolist() if torch.is_tensor(values[0]) else values, strict=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Phase
 from pipeline.tasks import StepOutput
 from pipeline.training.batches.order import MicroBatch
@@ -26,8 +27,13 @@ def train_step(training: TrainContext, stream: MicroBatches, *, step: int) -> St
         stream: micro-batches of this rank; those of one step are taken from it.
         step: number of this step, counted from 0.
     """
-    take = training.assembled.get("update") or _assemble(training, "update", exchanges=True, updates=True)
-    return take(step, stream)  # type: ignore[no-any-return]
+    if (take := training.assembled.get("update")) is not None:
+        return take(step, stream)  # type: ignore[no-any-return]
+    stepped = _assemble(training, "update", exchanges=True, updates=True)(step, stream)
+    if not isinstance(getattr(stepped, "has_updated", None), bool):
+        message = "a function of the step returned nothing; return what parts.update or parts.step returned"
+        raise ExperimentError.of("features", message)
+    return stepped  # type: ignore[no-any-return]
 
 
 def compute_gradients(training: TrainContext, stream: MicroBatches, *, exchanges: bool = True, step: int = 0) -> Tensor:
@@ -49,7 +55,7 @@ def _assemble(training: TrainContext, name: str, *, exchanges: bool, updates: bo
     parts = _with_gradients(parts, training)
     if updates:
         for feature in training.features:
-            parts = feature.around_update(parts)
+            parts = _checked(feature.around_update(parts), feature, "around_update")
     else:
         parts = parts._replace(update=_keep_gradients)
     step = partial(parts.step, parts, training)
@@ -60,7 +66,20 @@ def _assemble(training: TrainContext, name: str, *, exchanges: bool, updates: bo
 
 def _with_gradients(parts: Parts, training: TrainContext) -> Parts:
     for feature in training.features:
-        parts = feature.around_gradients(parts)
+        parts = _checked(feature.around_gradients(parts), feature, "around_gradients")
+    return parts
+
+
+def _checked(parts: object, feature: Any, hook: str) -> Parts:
+    """Return what a feature returned, if it is functions of a step.
+
+    Raises:
+        ExperimentError: it is something else.
+    """
+    if not isinstance(parts, Parts):
+        kind = type(feature)
+        message = f"{kind.__module__}.{kind.__qualname__}.{hook} returned {type(parts).__name__}"
+        raise ExperimentError.of("features", f"{message}; return its argument, or a copy with other functions")
     return parts
 
 
