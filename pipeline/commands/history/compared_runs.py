@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.commands.history.difference import Difference, difference, show_difference
-from pipeline.commands.history.variants import Variant, choose_metric, direction_of, divide, pair, read_training
+from pipeline.commands.history.variants import Pairs, Variant, choose_metric, direction_of, divide, pair, read_training
 from pipeline.config.values import Direction, Frozen
 from pipeline.errors import UsageError
 from pipeline.recording.journal.run_summary import RunSummary
@@ -113,35 +113,43 @@ def compare_runs(
         return _compared(first, [(other, None, {}) for other in rest], notes=notes)
     paired = [(other, pair(first, other, metric=chosen)) for other in rest]
     notes += [note for _, pairs in paired for note in pairs.notes]
-    all_values = [value for _, pairs in paired for both in pairs.values.values() for value in both]
-    rated = is_rate(all_values, direction=better)
-    answers = [
-        answer(
-            pairs.values,
-            metric=chosen,
-            direction=better,
-            is_rate=rated,
-            are_identical=pairs.are_identical,
-            margin=margin,
-        )
-        for _, pairs in paired
-        if pairs.values
-    ]
-    if len(answers) > 1:
-        answers = judge_together(answers)
-        notes.append(f"{len(answers)} variants are compared with {first.name}: their intervals are wider (Holm)")
-    if any(one.verdict == "inconclusive" and one.pairs > 1 and not have_spread(one.differences) for one in answers):
-        notes.append("all pairs have the same difference. From six pairs on, that is an answer")
-    if any(not first.runs.keys() & other.runs.keys() for other in rest):
-        notes.append(
-            "runs without a partner of the same seed have no answer. Train them with: pipeline run FILE seed=N"
-        )
-    if any(one.is_skewed for one in answers):
-        notes.append("the differences of the pairs are skewed, so the interval may be too narrow. Train more pairs")
+    answers = _answer([pairs for _, pairs in paired], metric=chosen, direction=better, margin=margin)
+    notes += _explain(answers, first=first, others=rest)
     left = iter(answers)
     return _compared(
         first, [(other, next(left) if pairs.values else None, pairs.values) for other, pairs in paired], notes=notes
     )
+
+
+def _answer(paired: Sequence[Pairs], *, metric: str, direction: Direction, margin: float | None) -> list[Answer]:
+    """Answer for each variant that has pairs, in one unit, so that the answers hold together."""
+    values = [value for pairs in paired for both in pairs.values.values() for value in both]
+    rated = is_rate(values, direction=direction)
+    answers = [
+        answer(
+            pairs.values,
+            metric=metric,
+            direction=direction,
+            is_rate=rated,
+            are_identical=pairs.are_identical,
+            margin=margin,
+        )
+        for pairs in paired
+        if pairs.values
+    ]
+    return judge_together(answers) if len(answers) > 1 else answers
+
+
+def _explain(answers: Sequence[Answer], *, first: Variant, others: Sequence[Variant]) -> Iterator[str]:
+    """Yield notes on what the answers do not show."""
+    if len(answers) > 1:
+        yield f"{len(answers)} variants are compared with {first.name}: their intervals are wider (Holm)"
+    if any(one.verdict == "inconclusive" and one.pairs > 1 and not have_spread(one.differences) for one in answers):
+        yield "all pairs have the same difference. From six pairs on, that is an answer"
+    if any(not first.runs.keys() & other.runs.keys() for other in others):
+        yield "runs without a partner of the same seed have no answer. Train them with: pipeline run FILE seed=N"
+    if any(one.is_skewed for one in answers):
+        yield "the differences of the pairs are skewed, so the interval may be too narrow. Train more pairs"
 
 
 def _without_answer(runs: Sequence[RunSummary]) -> ComparedRuns:
