@@ -1,7 +1,7 @@
 """``pipeline compare``: what differs between recorded runs, and which of them is better, beyond the luck of seeds."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
