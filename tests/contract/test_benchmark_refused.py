@@ -54,8 +54,8 @@ def test_a_run_is_measured_as_it_was(command: Any, option: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare", "lab.yaml", "--workers", "2"], "pipeline compare: removed. Use pipeline benchmark lab.yaml"),
-        (["compare"], "pipeline compare: removed. Use pipeline benchmark FILE"),
+        (["diff", "22af", "latest"], "pipeline diff: removed. Use pipeline compare 22af RUN"),
+        (["diff"], "pipeline diff: removed. Use pipeline compare RUN RUN"),
         (["measure", "latest", "--budget-s", "9"], "pipeline measure: removed. Use pipeline benchmark latest"),
         (
             ["tune-batch", "lab.yaml", "--max", "64"],

@@ -110,7 +110,7 @@ def _sharded(trial: Trial, rank: Rank) -> TrainContext:
 
     context = build(trial.model_copy(update={"strategy": "single"}), rank=rank)
     fully_shard(context.model)
-    context.optimizer = torch.optim.AdamW(context.model.parameters(), lr=0.1)
+    context.built = context.built._replace(optimizer=torch.optim.AdamW(context.model.parameters(), lr=0.1))
     return context
 
 
