@@ -176,7 +176,7 @@ def compare(
 
 
 def _check_named(words: Sequence[str]) -> None:
-    """Check that no experiment file is named in place of a run.
+    """Check that the words name runs, not experiment files.
 
     Raises:
         UsageError: says what to use instead.

@@ -91,9 +91,7 @@ def values_to_resolve(estimate: Estimate, *, confidence: float = CONFIDENCE, at_
     half = estimate.high - estimate.value
     if not 0 < half < math.inf:
         return None
-    wanted = _relative_half(estimate.size, confidence=confidence) * abs(estimate.value) / half
-    more = range(estimate.size + 1, at_most + 1)
-    return next((count for count in more if _relative_half(count, confidence=confidence) < wanted), None)
+    return _find_count(abs(estimate.value) / half, size=estimate.size, confidence=confidence, at_most=at_most)
 
 
 def ratio(pairs: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate:
@@ -113,9 +111,7 @@ def pairs_to_resolve(estimate: Estimate, *, confidence: float = CONFIDENCE, at_m
     if estimate.value == 1 or not 0 < estimate.low < estimate.high < math.inf:
         return None
     distance, half = abs(math.log(estimate.value)), math.log(estimate.high / estimate.low) / 2
-    wanted = _relative_half(estimate.size, confidence=confidence) * distance / half
-    more = range(estimate.size + 1, at_most + 1)
-    return next((count for count in more if _relative_half(count, confidence=confidence) < wanted), None)
+    return _find_count(distance / half, size=estimate.size, confidence=confidence, at_most=at_most)
 
 
 def autocorrelation(values: Sequence[float]) -> float:
@@ -151,6 +147,13 @@ def half_range(values: Spread) -> float:
 def _exp(value: float) -> float:
     """Return e to that power; infinity beyond the largest number, such as for two pairs at a high confidence."""
     return math.exp(value) if value < _LARGEST else math.inf
+
+
+def _find_count(share: float, *, size: int, confidence: float, at_most: int) -> int | None:
+    """Return the number of measurements at which the half-width is below a ``share`` of what it is for ``size``."""
+    wanted = _relative_half(size, confidence=confidence) * share
+    more = range(size + 1, at_most + 1)
+    return next((count for count in more if _relative_half(count, confidence=confidence) < wanted), None)
 
 
 def _relative_half(count: int, *, confidence: float) -> float:

@@ -34,7 +34,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Built(NamedTuple):
-    """What was built of the experiment's model and optimizer on a rank."""
+    """Model and optimizer of a rank, and how they were built."""
 
     model: nn.Module
     """The user's module."""

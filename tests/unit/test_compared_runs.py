@@ -259,3 +259,9 @@ def test_several_variants_hold_together() -> None:
     expected = ttest_1samp(alone[1].differences, 0).confidence_interval(1 - 0.05 / 3)
     assert (together[1].low, together[1].high) == pytest.approx((expected.low, expected.high))
     assert all(one.low is not None and one.low < 0 for one in (together[0], together[2]))
+
+
+def test_a_seed_that_is_no_number_is_not_taken_for_another(tmp_path: Path) -> None:
+    runs = [training(tmp_path, "a", seed=0, lr="1"), training(tmp_path, "b", seed=0, lr="2", params={"seed": "null"})]
+    with pytest.raises(UsageError, match="b cannot be compared: its seed is 'null', not a number"):
+        compare_runs(runs)

@@ -54,8 +54,8 @@ class ComparedFigures(Frozen):
         return cls(a=a.value, b=b.value, change=_change(a, b), judgement=_judgement(a, b))
 
 
-def learned(metrics: Mapping[str, float]) -> Iterator[tuple[str, Figure]]:
-    """Yield the values that tell what a run learned, by name. One training says nothing about which is better."""
+def iter_learned(metrics: Mapping[str, float]) -> Iterator[tuple[str, Figure]]:
+    """Yield the values of what a run learned, by name. A single training does not show which is better."""
     for name, value in metrics.items():
         yield name, Figure(value, is_absolute=True)
 

@@ -40,7 +40,7 @@ class ComparedPair(Frozen):
 
     variant: ComparedVariant
     difference: Difference
-    """What differs between the first run of each."""
+    """Differences between the first run of each."""
     answer: Answer | None = None
     """None if no pair has values to compare."""
     values: Mapping[int, tuple[float, float]] = {}
@@ -90,7 +90,7 @@ def compare_runs(
 
     Args:
         runs: the runs, in the order in which they were named.
-        metric: name of the metric to compare by; None for that of ``checkpoint.best``, or another of the validation.
+        metric: name of the metric to compare by; None for ``checkpoint.best``, or else a validation metric.
         mode: direction in which it improves; None if it is known.
         margin: difference up to which variants count as equal, in points for a rate.
 
@@ -110,13 +110,13 @@ def compare_runs(
         if metric is not None:
             raise
         notes.append(str(error))
-        return _compared(first, [(other, None, {}) for other in rest], notes=notes)
+        return _assemble(first, [(other, None, {}) for other in rest], notes=notes)
     paired = [(other, pair(first, other, metric=chosen)) for other in rest]
     notes += [note for _, pairs in paired for note in pairs.notes]
     answers = _answer([pairs for _, pairs in paired], metric=chosen, direction=better, margin=margin)
     notes += _explain(answers, first=first, others=rest)
     left = iter(answers)
-    return _compared(
+    return _assemble(
         first, [(other, next(left) if pairs.values else None, pairs.values) for other, pairs in paired], notes=notes
     )
 
@@ -168,20 +168,20 @@ def _without_answer(runs: Sequence[RunSummary]) -> ComparedRuns:
     return ComparedRuns(first=ComparedVariant(name="A", runs={0: first.run}), others=(other,), notes=())
 
 
-def _compared(
+def _assemble(
     first: Variant,
     others: Sequence[tuple[Variant, Answer | None, Mapping[int, tuple[float, float]]]],
     *,
     notes: Sequence[str],
 ) -> ComparedRuns:
-    def titled(variant: Variant) -> ComparedVariant:
+    def list_runs(variant: Variant) -> ComparedVariant:
         return ComparedVariant(name=variant.name, runs={seed: one.run.run for seed, one in variant.runs.items()})
 
     return ComparedRuns(
-        first=titled(first),
+        first=list_runs(first),
         others=tuple(
             ComparedPair(
-                variant=titled(other),
+                variant=list_runs(other),
                 difference=difference(first.first.run, other.first.run),
                 answer=found,
                 values=values,

@@ -7,7 +7,7 @@ import rich.console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.commands.history.compared_figures import ComparedFigures, Figure, learned, measured
+from pipeline.commands.history.compared_figures import ComparedFigures, Figure, iter_learned, measured
 from pipeline.commands.history.run_result import report_of
 from pipeline.config.renamed import translate_params
 from pipeline.config.values import Frozen
@@ -116,7 +116,7 @@ def _title(name: str) -> str:
 
 
 def _results(run: RunSummary) -> Iterator[tuple[str, str | Figure]]:
-    yield from learned(run.metrics)
+    yield from iter_learned(run.metrics)
     yield "command", run.command
     yield "status", run.status
     if run.message:

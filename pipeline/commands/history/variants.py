@@ -40,13 +40,19 @@ class SeededRun(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """Its seed; 0 unless the file has one."""
+        """Its seed; 0 unless the file has one.
+
+        Raises:
+            UsageError: the run's journal has no number there.
+        """
         text = self.opened.params.get("seed", "0")
-        return int(text) if text.isascii() and text.isdecimal() else 0
+        if not (text.isascii() and text.isdecimal()):
+            raise UsageError(f"{self.run.run} cannot be compared: its seed is {text!r}, not a number")
+        return int(text)
 
     @property
     def settings(self) -> dict[str, str]:
-        """What decides what it learns, but for the seed."""
+        """Settings that decide what it learns, without the seed."""
         params, defaults = translate_params(self.opened.params), _defaults()
         return {
             key: value
@@ -65,7 +71,7 @@ class Variant(NamedTuple):
 
     @property
     def first(self) -> SeededRun:
-        """One of them, whose settings stand for all."""
+        """Run whose settings stand for all."""
         return next(iter(self.runs.values()))
 
 
@@ -73,7 +79,7 @@ def read_training(run: RunSummary) -> SeededRun:
     """Read a recorded training.
 
     Raises:
-        UsageError: it is no training.
+        UsageError: it is not a training.
     """
     if run.command != "run":
         raise UsageError(f"{run.run} is a {run.command}, not a training, so it can't be compared with others")
@@ -105,7 +111,9 @@ def divide(trainings: Sequence[SeededRun]) -> tuple[list[Variant], list[str]]:
     variants = []
     for number, group in enumerate(found):
         runs: dict[int, SeededRun] = {}
-        for one in sorted(group, key=lambda one: (bool(one.metrics), one.run.began)):  # those that completed win
+        for one in sorted(
+            group, key=lambda one: (bool(one.metrics), one.run.began)
+        ):  # complete runs last, so that they are kept
             if (other := runs.get(one.seed)) is not None:
                 why = "is newer" if bool(other.metrics) == bool(one.metrics) else "completed"
                 notes.append(f"{other.run.run} is left out: {one.run.run} has the same seed and {why}")
@@ -165,11 +173,11 @@ class Pairs(NamedTuple):
     are_identical: bool
     """True if all losses of each pair are equal to the bit."""
     notes: tuple[str, ...]
-    """What does not count, and what differs besides."""
+    """Notes on pairs that do not count, and on different data."""
 
 
 def pair(first: Variant, second: Variant, *, metric: str) -> Pairs:
-    """Pair the runs of two variants by their seed; two runs with different seeds are no pair."""
+    """Pair the runs of two variants by their seed. Runs with different seeds are not paired."""
     values: dict[int, tuple[float, float]] = {}
     notes = list(_lonely(first, second)) + list(_lonely(second, first))
     are_identical = True

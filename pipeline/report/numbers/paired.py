@@ -69,9 +69,9 @@ class Answer(Frozen):
         if self.verdict == "identical":
             where = f"all {pairs}" if self.pairs > 1 else "the only pair"
             return f"{first} and {second} are identical: the same losses to the bit in {where}"
-        measured = f"{self._signed(self.difference)}{self._unit}"
+        measured = f"{self._format_signed(self.difference)}{self._unit}"
         if self.low is not None and self.high is not None:
-            measured += f" ({CONFIDENCE:.0%} CI {self._signed(self.low)} to {self._signed(self.high)})"
+            measured += f" ({CONFIDENCE:.0%} CI {self._format_signed(self.low)} to {self._format_signed(self.high)})"
         if self.verdict == "equal":
             within = f"{figure(self.margin or 0.0)}{self._unit}"
             return f"{first} and {second} are equal within {within}: {self.metric} {measured}, {pairs}"
@@ -85,7 +85,7 @@ class Answer(Frozen):
         return f" {self.unit}" if self.unit else ""
 
     @staticmethod
-    def _signed(value: float) -> str:
+    def _format_signed(value: float) -> str:
         return f"{value:+.2g}" if abs(value) < 10 else f"{value:+.0f}"
 
 

@@ -17,7 +17,7 @@ from pipeline.protocol.trial import Training, Trial
 from pipeline.training.batches.collation import Collation
 from pipeline.training.batches.fetch import Collate
 from pipeline.training.batches.iterable import IterableLoader
-from pipeline.training.batches.iterable_dataset import is_iterable, stated_length
+from pipeline.training.batches.iterable_dataset import find_length, is_iterable
 from pipeline.training.batches.iterable_order import IterableOrder, promises
 from pipeline.training.batches.iterable_reader import SampleReader
 from pipeline.training.batches.loader import BatchLoader, length
@@ -82,7 +82,7 @@ def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
 
 def _count_length(dataset: Any, *, what: str) -> int:
     """Return the number of samples of a held-out set; one without a length is read once."""
-    if (stated := stated_length(dataset)) is not None:
+    if (stated := find_length(dataset)) is not None:
         return stated
     with ProgressReporter(f"counting the {what} set", unit="samples") as progress, generators_kept():
         for _ in SampleReader(dataset, what=what, seed=0):

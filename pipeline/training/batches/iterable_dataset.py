@@ -1,4 +1,4 @@
-"""What an iterable dataset offers: a length, and a state to continue from."""
+"""Length of an iterable dataset, and whether it has a state to continue from."""
 
 import inspect
 from typing import Any
@@ -11,7 +11,7 @@ def is_iterable(dataset: object) -> bool:
     return isinstance(dataset, IterableDataset)
 
 
-def stated_length(dataset: Any) -> int | None:
+def find_length(dataset: Any) -> int | None:
     """Return ``len(dataset)``; None for a dataset without a length."""
     try:
         return len(dataset)

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
-from pipeline.training.batches.iterable_dataset import is_iterable, offers_state, stated_length
+from pipeline.training.batches.iterable_dataset import find_length, is_iterable, offers_state
 from pipeline.training.batches.order import SequentialOrder
 
 
@@ -25,7 +25,7 @@ class IterableOrder(SequentialOrder):
         Raises:
             ExperimentError: it is empty, or has no length without ``train.steps``; or a key has no effect on it.
         """
-        train, length = experiment.train, stated_length(dataset)
+        train, length = experiment.train, find_length(dataset)
         if experiment.sampler is not None:
             raise ExperimentError.of(
                 "sampler", "does not apply to an iterable dataset. Remove it, and shuffle in the dataset."
@@ -60,7 +60,7 @@ def notes(dataset: Any, experiment: Experiment) -> tuple[str, ...]:
     """Return `promises`, and what the lack of a length means for evaluation and checkpoints."""
     told = list(promises(dataset))
     checkpoint, train = experiment.checkpoint, experiment.train
-    if is_iterable(dataset) and stated_length(dataset) is None:
+    if is_iterable(dataset) and find_length(dataset) is None:
         told.append("the training set has no length. Training is one epoch, which may read the dataset several times")
         if checkpoint.keep and checkpoint.every_steps is None and checkpoint.every_minutes is None:
             told.append("a checkpoint is saved only when training ends; set checkpoint.every_steps to save more")

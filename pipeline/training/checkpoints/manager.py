@@ -250,7 +250,7 @@ class CheckpointManager:
             self._warn(f"the best checkpoint, {place}, can't be used: {state}. The result has the last step's weights.")
             return None
         self.notes = from_first(lambda: self._stale(manifest, state), rank=context.rank)
-        restore_weights(context, state, saved=resuming.saved_of(manifest))
+        restore_weights(context, state, saved=resuming.make_saved(manifest))
         context.begin_step(manifest.step - 1)  # as when this step was evaluated
         values = {name: value for name, value in state.values["meter"]["latest"].items() if name.startswith(PREFIX)}
         epoch = math.ceil(manifest.step / manifest.steps_per_epoch)

@@ -225,7 +225,7 @@ class Overrides:
                 "is either in the experiment or in the checkpoint, not in both. Restore the experiment of the "
                 "checkpoint.",
             )
-        saved = saved_of(manifest)
+        saved = make_saved(manifest)
         if _settings(now) == _settings(then) and _length(now) == _length(then):
             return saved
         is_another = _classes(now) != _classes(then)
@@ -239,7 +239,7 @@ class Overrides:
         return saved._replace(has_other_rates=True)
 
 
-def saved_of(manifest: Manifest) -> Saved:
+def make_saved(manifest: Manifest) -> Saved:
     """Return what features are told of a checkpoint."""
     return Saved(manifest.step, manifest.epoch, manifest.experiment)
 

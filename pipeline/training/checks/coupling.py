@@ -45,7 +45,7 @@ class Coupling:
         self._context = context
         self._before: Mapping[str, str] = {}
         self.found: tuple[str, ...] = ()
-        """What depends on how ranks share a global batch."""
+        """Names of buffers, or random numbers, that depend on how ranks share a global batch."""
 
     def note(self) -> None:
         """Note the buffers before the first step, if each rank has several micro-batches in a step."""

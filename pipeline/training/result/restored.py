@@ -48,7 +48,7 @@ def restored(trial: Evaluation, *, rank: Rank) -> Restored:
     if isinstance(state, str):
         place = storage.place(manifest.name)
         raise TrainingError(f"{place} can't be used: {state}; set --checkpoint to another step")
-    restore_weights(context, state, saved=resuming.saved_of(manifest))
+    restore_weights(context, state, saved=resuming.make_saved(manifest))
     context.begin_step(manifest.step - 1)  # as when the training evaluated this step
     return Restored(context, manifest, state.values.get(unsaved_state.KEY) or {})
 
