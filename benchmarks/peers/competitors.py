@@ -102,14 +102,11 @@ def experiment(work: Workload) -> dict[str, object]:
         "seed": SEED,
         "model": work.model,
         "data": work.data,
-        **(
-            {"task": {"_target_": "pipeline.tasks.LanguageModel"}}
-            if work.is_text
-            else {"loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
-        ),
+        **({"task": {"_target_": work.task}} if work.task else {"loss": {"_target_": "torch.nn.CrossEntropyLoss"}}),
         "optimizer": work.optimizer,
         "train": {"epochs": work.epochs, "global_batch_size": work.batch},
         "checkpoint": {"keep": 0},
+        "loader": {"num_workers": work.loaders},
         "parallel": {"cpus_per_worker": 1},
         "tracking": {"uri": "sqlite:///../mlflow.db", "log_model": False},
     }
@@ -148,8 +145,9 @@ _ORDINARY: dict[int, list[Competitor]] = {
 """On a dataset as people write it, read sample by sample."""
 _DRAWING: dict[int, list[Competitor]] = {1: [BARE, INPROCESS]}
 """On what only pipeline does: each sample draws the same numbers at any world size and after a resume."""
-_COMPETITORS = {"mlp": _OVERHEAD, "ordinary": _ORDINARY, "batched": {1: [BARE, INPROCESS, LIGHTNING]}}
+_COMPETITORS = {"mlp": _OVERHEAD, "ordinary": _ORDINARY}
 _COMPETITORS |= {name: _DRAWING for name in WORKLOADS if name.startswith("drawing")}
+_COMPETITORS |= {name: {1: _ORDINARY[1]} for name in ("batched", "dicts", "2 ms", "20 ms", "images")}
 
 REFERENCE = {1: BARE.name, 2: DDP.name}
 """What ratios are relative to, by workers."""

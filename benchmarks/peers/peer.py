@@ -59,7 +59,8 @@ class Job:
         order = SampleOrder(samples=len(data), global_batch_size=self.work.batch, seed=SEED)
         batches: Any = Batches(order, ranks=ranks, world_size=self.workers)
         if self.kind == "stock" or not isinstance(data, TensorDataset):
-            return DataLoader(data, batch_sampler=batches)
+            loaders = self.work.loaders
+            return DataLoader(data, batch_sampler=batches, num_workers=loaders, persistent_workers=bool(loaders))
         if self.kind == "none":
             return Direct(data.tensors, batches)
         return DataLoader(Rows(data.tensors), batch_sampler=batches, collate_fn=_as_is)
