@@ -160,7 +160,7 @@ def compare(
     """Compare runs: what differs, and which is better beyond the luck of their seeds."""
     import rich.console
 
-    from pipeline.commands.history.compared_runs import compare_runs, show_compared
+    from pipeline.commands.compare.compared_runs import compare_runs, show_compared
 
     _check_named(runs)
     found = [one for run in runs for one in _trials(_found(run, directory))]

@@ -14,7 +14,7 @@ import rich.console
 from samples import finished, spread
 from scipy.stats import ttest_1samp
 
-from pipeline.commands.history.compared_runs import CLAIM, compare_runs, show_compared
+from pipeline.commands.compare.compared_runs import CLAIM, compare_runs, show_compared
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunClosed, RunOpened, Started
 from pipeline.protocol.labels import Status

@@ -13,7 +13,7 @@ import toys
 from samples import BASELINE, HARDWARE, finished, spread
 from torch import Tensor, nn
 
-from pipeline.commands.history.compared_figures import Figure, measured
+from pipeline.commands.compare.compared_figures import Figure, measured
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import CellMeasurement

@@ -13,8 +13,8 @@ import pytest
 import rich.console
 from samples import finished, report, spread
 
-from pipeline.commands.history.compared_figures import ComparedFigures, Figure
-from pipeline.commands.history.difference import difference, show_difference
+from pipeline.commands.compare.compared_figures import ComparedFigures, Figure
+from pipeline.commands.compare.difference import difference, show_difference
 from pipeline.commands.history.run_list import ago, show_runs, sorted_runs
 from pipeline.config.renamed import NUMBERS
 from pipeline.errors import UsageError

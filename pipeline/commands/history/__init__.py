@@ -1,1 +1,1 @@
-"""``pipeline list``, ``show`` and ``diff``: earlier runs and their results."""
+"""``pipeline list`` and ``show``: earlier runs and their results."""

@@ -7,7 +7,7 @@ import rich.console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.commands.history.compared_figures import ComparedFigures, Figure, iter_learned, measured
+from pipeline.commands.compare.compared_figures import ComparedFigures, Figure, iter_learned, measured
 from pipeline.commands.history.run_result import report_of
 from pipeline.config.renamed import translate_params
 from pipeline.config.values import Frozen

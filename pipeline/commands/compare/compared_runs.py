@@ -8,8 +8,8 @@ import rich.console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.commands.history.difference import Difference, difference, show_difference
-from pipeline.commands.history.variants import Pairs, Variant, choose_metric, direction_of, divide, pair, read_training
+from pipeline.commands.compare.difference import Difference, difference, show_difference
+from pipeline.commands.compare.variants import Pairs, Variant, choose_metric, direction_of, divide, pair, read_training
 from pipeline.config.values import Direction, Frozen
 from pipeline.errors import UsageError
 from pipeline.recording.journal.run_summary import RunSummary
