@@ -34,6 +34,12 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60} min"
 
 
+def clock(seconds: float) -> str:
+    """Format a duration as a clock does, e.g. "0:35", "1:02:03"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
 def approximate(seconds: float) -> str:
     """Return a rough duration, e.g. "7 s", "40 s", "90 s", "3 min"."""
     if seconds >= 120:

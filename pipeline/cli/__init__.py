@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import benchmark, experiments, projects, results, submission, weights
+from pipeline.cli import benchmark, comparison, experiments, projects, results, submission, weights
 from pipeline.cli.arguments import show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
@@ -84,7 +84,7 @@ _VERBS: Mapping[str, Callable[..., None]] = {
     "export": weights.export,
     "list": results.list_,
     "show": results.show,
-    "compare": results.compare,
+    "compare": comparison.compare,
     "ui": results.ui,
     "sync": results.sync,
     "submit": submission.submit,

@@ -80,6 +80,11 @@ class Scaling(StrEnum):
     both = "both"
 
 
+def is_file(word: str) -> bool:
+    """Return True for a word of the command line that names an experiment file."""
+    return word.endswith((".yaml", ".yml")) and "=" not in Path(word).name
+
+
 def with_address(overrides: Sequence[str] | None, address: str | None) -> list[str]:
     """Append the overrides that ``--address`` stands for, which take precedence."""
     joining = [f"parallel.address={json.dumps(address)}", "parallel.launcher=ray"] if address is not None else []
@@ -106,17 +111,26 @@ def _noted(what: str, error: KeyboardInterrupt) -> str:
 def opened(
     path: str | Path, overrides: Sequence[str] = (), *, as_json: bool, quiet: bool, prints: bool = False
 ) -> "Iterator[tuple[ExperimentFile, Terminal]]":
-    """Read an experiment; yield it with the command's consoles. A line shows what the command is waiting for.
-
-    Args:
-        path: the experiment file.
-        overrides: ``key=value`` words.
-        as_json: standard output is one JSON document, and nothing shows what is waited for.
-        quiet: no progress.
-        prints: standard output is for the plan alone.
+    """Read an experiment; yield it with the command's consoles, see `consoles`.
 
     Raises:
         ExperimentError: the file is wrong; raised before torch is imported, so that a typo is reported at once.
+    """
+    with consoles(as_json=as_json, quiet=quiet, prints=prints) as terminal:
+        stages.begin("reading the experiment")
+        from pipeline.config.load import load
+
+        yield load(path, list(overrides)), terminal
+
+
+@contextmanager
+def consoles(*, as_json: bool, quiet: bool, prints: bool = False) -> "Iterator[Terminal]":
+    """Yield a command's consoles. A line shows what the command is waiting for.
+
+    Args:
+        as_json: standard output is one JSON document, and nothing shows what is waited for.
+        quiet: no progress.
+        prints: standard output is for the plan alone.
     """
     from pipeline.recording.terminal import waiting
     from pipeline.recording.terminal.terminal import Terminal
@@ -131,10 +145,7 @@ def opened(
             shown.enter_context(
                 waiting.shown_on((Terminal.of(as_json=True, quiet=quiet) if prints else terminal).progress)
             )
-        stages.begin("reading the experiment")
-        from pipeline.config.load import load
-
-        yield load(path, list(overrides)), terminal
+        yield terminal
 
 
 def _warn(terminal: "Terminal", message: str) -> None:

@@ -1,7 +1,8 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,12 +19,15 @@ from pipeline.cli.arguments import (
     Resume,
     TrainOnly,
     Verbose,
+    consoles,
     head_start,
     interruptible,
+    is_file,
     opened,
     print_json,
     with_address,
 )
+from pipeline.errors import UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
@@ -46,8 +50,16 @@ def run(
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Train an experiment and report its speedup over a baseline."""
+    """Train an experiment and report its speedup over a baseline; several files run one after the other."""
     given = with_address(overrides, address)
+    if files := [word for word in given if is_file(word)]:
+        options = {"--no-baseline": not baseline, "--train-only": train_only, "--quick": quick, "--quiet": quiet,
+                   "--allow-changed": allow_changed, "--json": as_json, "--verbose": verbose}  # fmt: skip
+        words = [*(word for word in given if word not in files), *(name for name, is_on in options.items() if is_on)]
+        if dry_run:
+            raise UsageError("--dry-run plans one file. Name one file.")
+        _run_several([file, *files], words, resume=resume, as_json=as_json, quiet=quiet)
+        return
     with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
         if dry_run:
             extent = {"with_baseline": baseline, "train_only": train_only, "quick": quick}
@@ -68,6 +80,24 @@ def run(
                 resume=resume,
                 allow_changed=allow_changed,
             )
+
+
+def _run_several(files: Sequence[str], words: Sequence[str], *, resume: str | None, as_json: bool, quiet: bool) -> None:
+    """Run several files one after the other, see `pipeline.commands.several_runs.run_several`."""
+    with consoles(as_json=as_json, quiet=quiet) as terminal:
+        stages.begin("reading the experiments")
+        from pipeline.config.load import load
+
+        overrides = [word for word in words if not word.startswith("-")]
+        experiments = [load(path, overrides) for path in files]
+        stages.end()
+        from pipeline.commands.several_runs import run_several, show_several
+
+        ended = run_several(experiments, words, resume=resume, terminal=terminal, as_json=as_json)
+        if as_json:
+            results = [{**one.to_mapping(), "result": json.loads(one.output) if one.output else None} for one in ended]
+            print_json(json.dumps(results, indent=2))
+        show_several(ended, terminal=terminal)
 
 
 def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_json: bool, quiet: bool) -> None:
@@ -93,6 +123,16 @@ def sweep(
     *,
     dry_run: DryRun = False,
     resume: Resume = None,
+    confirm: Annotated[
+        int | None,
+        typer.Option(
+            "--confirm",
+            metavar="N",
+            min=2,
+            show_default=False,
+            help="Then compare the best two trials with N new seeds: the best of many was partly lucky.",
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
@@ -115,10 +155,17 @@ def sweep(
             return
         from pipeline.commands.sweep.run_sweep import sweep as run_sweep
 
-        run_sweep(
+        report = run_sweep(
             experiment,
             resume=resume,
             verbose=verbose,
             terminal=terminal,
-            show=lambda report: print_json(report.swept.model_dump_json(indent=2)) if as_json else None,
+            show=lambda report: print_json(report.swept.model_dump_json(indent=2)) if as_json and not confirm else None,
         )
+        if confirm is not None:
+            from pipeline.commands.compare.confirmation import confirm_best
+
+            found = confirm_best(experiment, report.swept, pairs=confirm, verbose=verbose, terminal=terminal)
+            if as_json:
+                both = {**json.loads(report.swept.model_dump_json()), "confirmation": found.to_mapping()}
+                print_json(json.dumps(both, indent=2))

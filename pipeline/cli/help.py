@@ -35,7 +35,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "list": ("pipeline list", "pipeline list --sort validation/accuracy"),
         "show": ("pipeline show latest", "pipeline show latest --full"),
         "compare": (
-            "pipeline compare 20261121-1437 latest",
+            "pipeline compare experiments/mlp.yaml --vary optimizer.lr=0.1,0.05 --seeds 5",
             "pipeline compare 22af 0eb4 91c3 7f02 --metric accuracy --margin 0.5",
         ),
         "ui": ("pipeline ui", "pipeline ui --port 5001 --store sqlite:////data/mlflow.db"),

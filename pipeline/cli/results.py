@@ -1,8 +1,6 @@
 """Commands that show and send the results of runs."""
 
 import time
-from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,13 +20,6 @@ RunArgument = Annotated[
         show_default=False,
     ),
 ]
-
-
-class BetterDirection(StrEnum):
-    """Direction in which a metric improves."""
-
-    min = "min"
-    max = "max"
 
 
 Directory = Annotated[
@@ -95,7 +86,7 @@ def show(
     from pipeline.recording.terminal.terminal import headed, linked
 
     console = rich.console.Console(highlight=False)
-    summary = _found(run, directory)
+    summary = summary_of(run, directory)
     if summary.status == "RUNNING":
         progress = running.RecordedProgress(summary.folder)
         if as_json:
@@ -121,82 +112,6 @@ def show(
     if result is None or full:
         is_running = summary.status == "RUNNING"
         console.print(linked(places_of(summary.folder, is_running=is_running)), soft_wrap=True)
-
-
-def compare(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN...",
-            help="Runs of two or more experiments with the same seeds, or a sweep with its trials.",
-            show_default=False,
-        ),
-    ],
-    *,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric",
-            metavar="NAME",
-            help="Metric to compare by. Default: checkpoint.best, or else a validation metric.",
-        ),
-    ] = None,
-    mode: Annotated[
-        BetterDirection | None,
-        typer.Option("--mode", help="Direction in which the metric improves, if it is not known."),
-    ] = None,
-    margin: Annotated[
-        float | None,
-        typer.Option(
-            "--margin",
-            metavar="SIZE",
-            min=0.0,
-            help="Difference up to which runs count as equal; of a rate, in points.",
-        ),
-    ] = None,
-    directory: Directory = Path("runs"),
-    as_json: Json = False,
-) -> None:
-    """Compare runs: what differs, and which is better beyond the luck of their seeds."""
-    import rich.console
-
-    from pipeline.commands.compare.compared_runs import compare_runs, show_compared
-
-    _check_named(runs)
-    found = [one for run in runs for one in _trials(_found(run, directory))]
-    if len(found) < 2:
-        raise UsageError(f"name at least two runs, or a sweep, e.g. pipeline compare {runs[0]} RUN")
-    if repeated := next((one.run for one in found if [other.run for other in found].count(one.run) > 1), ""):
-        raise UsageError(f"{repeated} is named twice")
-    compared = compare_runs(found, metric=metric, mode=mode.value if mode else None, margin=margin)
-    if as_json:
-        typer.echo(compared.to_json())
-    else:
-        show_compared(compared, console=rich.console.Console(highlight=False))
-
-
-def _check_named(words: Sequence[str]) -> None:
-    """Check that the words name runs, not experiment files.
-
-    Raises:
-        UsageError: says what to use instead.
-    """
-    files = [word for word in words if word.endswith((".yaml", ".yml"))]
-    if files and len(files) == len(words) > 1:
-        example = f"pipeline run {files[0]} seed=1"
-        raise UsageError(f"compare takes finished runs. Train each file with the same seeds first, e.g. {example}")
-    if files:
-        raise UsageError(f"compare takes finished runs. Did you mean: pipeline benchmark {files[0]}")
-
-
-def _trials(run: "RunSummary") -> "list[RunSummary]":
-    """Return the trials of a sweep that have started; of another run, itself."""
-    from pipeline.recording.journal.folder import trials_of
-    from pipeline.recording.journal.run_summary import summarized
-
-    if run.command != "sweep":
-        return [run]
-    return [trial for folder in trials_of(run.folder) if (trial := summarized(folder)) is not None]
 
 
 def ui(
@@ -270,7 +185,12 @@ def find_trained(run: str, directory: Path) -> Path:
     return folder
 
 
-def _found(run: str, directory: Path) -> "RunSummary":
+def summary_of(run: str, directory: Path) -> "RunSummary":
+    """Find a run and summarize it.
+
+    Raises:
+        UsageError: there is no such run, or it ended before its training started.
+    """
     from pipeline.recording.journal import runs
     from pipeline.recording.journal.run_summary import summarized
 

@@ -12,6 +12,7 @@ from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.recording.mlflow.outcome import TrackingOutcome
 from pipeline.recording.mlflow.store import is_server, run_page, ui_address
+from pipeline.report.compared import Compared
 from pipeline.report.numbers.courses import Course, courses
 from pipeline.report.page import publish
 from pipeline.report.page.about import About
@@ -48,6 +49,16 @@ def _courses(report: AnyReport, folder: Path) -> Iterator[Course]:
                 for course in courses(journal.read(path)) if path.is_file() else ():
                     if course.trial == "main":
                         yield replace(course, title=report.swept.titled(trial), trial=trial.run)
+        case Compared():
+            yield from _courses_of_study(report, folder)
+
+
+def _courses_of_study(report: Compared, folder: Path) -> Iterator[Course]:
+    for variant in (report.first, *(one.variant for one in report.others)):
+        for run in variant.runs.values():
+            for course in courses(journal.read(folder / Path(run).name / journal.FILE_NAME)):
+                if course.trial == "main":
+                    yield replace(course, title=variant.described, trial=run)
 
 
 def about(folder: Path) -> About:

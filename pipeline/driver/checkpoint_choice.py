@@ -8,6 +8,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.driver import preflight
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import Finished
+from pipeline.protocol.labels import PARENTS
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import RunState, id_of
 from pipeline.training.checkpoints.manifest import Manifest, best, entries, step_of
@@ -35,8 +36,8 @@ def ended_training(state: RunState, *, command: str) -> None:
         UsageError: it is running, or it is a benchmark, a sweep or another command's.
     """
     role, name = state.opened.tags.get("role", "main"), id_of(state.folder)
-    if role == "sweep":
-        raise UsageError(f"{name} is a sweep. Name one of its trials: pipeline {command} {name}/trial-001")
+    if role in PARENTS:
+        raise UsageError(f"{name} is a {role}. Name one of its trials: pipeline {command} {name}/trial-001")
     if role != "main":
         raise UsageError(
             f"{name} is a run of pipeline {role}, which does not train a model. Name a run of pipeline run."

@@ -32,8 +32,8 @@ _ORDERING = ("seed", "data.", "sampler")
 """Prefixes of keys that decide which samples are in the batch of a step."""
 
 
-def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"] = "main") -> RunState:
-    """Find the run or the sweep meant by `LATEST`, an id, or a folder.
+def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
+    """Find the run, the sweep or the study meant by `LATEST`, an id, or a folder.
 
     Raises:
         UsageError: there is no such run, it is running, or it has finished and the file doesn't continue it; a
@@ -42,9 +42,9 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     """
     state, name = state_of(file, resume, role=role), file.experiment.name
     what, folder = "run" if role == "main" else role, state.folder
-    if role == "sweep" and state.opened.tags.get("role") != role:
+    if role != "main" and state.opened.tags.get("role") != role:
         raise UsageError(
-            f"--resume: {folder} is a training run, not a sweep. "
+            f"--resume: {folder} is a training run, not a {role}. "
             f"Resume it with pipeline run FILE --resume {folder.name}"
         )
     if state.experiment.name != name:
@@ -57,7 +57,7 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"]
     return state
 
 
-def state_of(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"] = "main") -> RunState:
+def state_of(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
     """Read the state of the run or the sweep meant by `LATEST`, an id, or a folder.
 
     Raises:

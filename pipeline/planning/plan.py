@@ -20,7 +20,7 @@ from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, 
 class Plan(Frozen):
     """Trials of a command, in order."""
 
-    command: Literal["run", "benchmark", "sweep", "evaluate"] = "run"
+    command: Literal["run", "benchmark", "sweep", "study", "evaluate"] = "run"
     experiment: Experiment
     resources: Resources
     trials: tuple[Trial, ...]

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from pipeline.config.values import Direction, Recorded
 from pipeline.errors import Problem
-from pipeline.protocol.labels import Role, Split, Status
+from pipeline.protocol.labels import PARENTS, Role, Split, Status
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.titles import Title
 from pipeline.protocol.trial_result import TrialResult
@@ -497,7 +497,7 @@ def is_reason_to_keep(event: AnyEvent) -> bool:
         case FirstStep() | Metrics() | Finished() | Evaluated() | Removed():
             return True
         case RunOpened():
-            return bool(event.sweep) or event.tags.get("role") == "sweep"
+            return bool(event.sweep) or event.tags.get("role") in PARENTS
         case RunClosed():
             return event.status == "FINISHED"
     return False

@@ -18,7 +18,7 @@ from pipeline.config.values import Direction
 from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interrupt
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened, TrialOpened
-from pipeline.protocol.labels import Status
+from pipeline.protocol.labels import PARENTS, Status
 from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal import provenance
 from pipeline.recording.journal.folder import create, explained, id_of, is_kept, killed, sweep_of
@@ -235,7 +235,7 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
         params=flatten(experiment),
         trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
         command=provenance.command(),
-        launches=0 if plan.command == "sweep" else len(plan.trials),
+        launches=0 if plan.command in PARENTS else len(plan.trials),
         also=experiment.tracking.named_loggers,
     )
 

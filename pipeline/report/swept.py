@@ -42,6 +42,8 @@ class SweptTrial(Frozen):
     """Number of the trial, from 1."""
     values: Mapping[str, Any]
     """Values that the trial sets, by dotted key."""
+    variant: str = ""
+    """Name of the variant that it trains, in a study of ``pipeline compare``; empty in a sweep."""
     state: State
     message: str = ""
     """Error of a failed trial, or the reason why it was stopped."""
@@ -52,6 +54,11 @@ class SweptTrial(Frozen):
     steps: int = 0
     run: str
     """Id of the trial's run, for `pipeline show`."""
+
+    @property
+    def name(self) -> str:
+        """Short name, e.g. "trial 3", or "B, seed 18" in a study."""
+        return f"{self.variant}, seed {self.values['seed']}" if self.variant else f"trial {self.number}"
 
 
 class Swept(Frozen):

@@ -14,13 +14,14 @@ import rich.console
 from samples import finished, spread
 from scipy.stats import ttest_1samp
 
-from pipeline.commands.compare.compared_runs import CLAIM, compare_runs, show_compared
+from pipeline.commands.compare.compared_runs import Question, compare_runs, show_compared
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunClosed, RunOpened, Started
 from pipeline.protocol.labels import Status
 from pipeline.recording.journal import loss_file
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.journal.run_summary import RunSummary, summarized
+from pipeline.report.compared import CLAIM
 from pipeline.report.numbers.paired import Answer, answer, judge_together
 
 ACCURACY = {"metrics.accuracy._target_": "torchmetrics.classification.MulticlassAccuracy"}
@@ -73,9 +74,9 @@ def pairs(folder: Path, first: Sequence[float], second: Sequence[float], name: s
     ]
 
 
-def text_of(runs: Sequence[RunSummary], **options: float) -> list[str]:
+def text_of(runs: Sequence[RunSummary]) -> list[str]:
     console = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
-    show_compared(compare_runs(runs, **options), console=console)
+    show_compared(compare_runs(runs), console=console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -119,9 +120,9 @@ def test_the_text_starts_and_ends_with_the_answer(tmp_path: Path) -> None:
 def test_verdicts(
     tmp_path: Path, first: list[float], second: list[float], name: str, margin: float | None, verdict: str, said: str
 ) -> None:
-    found = compare_runs(pairs(tmp_path, first, second, name), margin=margin)
+    found = compare_runs(pairs(tmp_path, first, second, name), Question(margin=margin))
     assert json.loads(found.to_json())["verdict"] == verdict
-    assert said in found.answers[0]
+    assert said in found.compared.answers[0]
 
 
 def test_trainings_with_the_same_losses_are_identical(tmp_path: Path) -> None:
@@ -130,12 +131,12 @@ def test_trainings_with_the_same_losses_are_identical(tmp_path: Path) -> None:
         for lr in ("0.1", "0.05")
         for seed in range(2)
     ]
-    assert compare_runs(runs).answers == ("A and B are identical: the same losses to the bit in all 2 pairs",)
+    assert compare_runs(runs).compared.answers == ("A and B are identical: the same losses to the bit in all 2 pairs",)
 
 
 def test_pairs_that_would_decide_do(tmp_path: Path) -> None:
     first, second = [0.90, 0.91, 0.92], [0.92, 0.91, 0.93]
-    found = compare_runs(pairs(tmp_path, first, second)).others[0].answer
+    found = compare_runs(pairs(tmp_path, first, second)).compared.others[0].answer
     assert found is not None
     assert found.more_pairs is not None
     enough = ttest_1samp(list(found.differences) * 40, 0)
@@ -154,15 +155,15 @@ def test_what_does_not_count_is_named(tmp_path: Path) -> None:
         training(tmp_path, "b2", seed=2, lr="1", status="FAILED"),
     ]  # fmt: skip
     found = compare_runs(runs)
-    assert set(found.notes) == {
+    assert set(found.compared.notes) == {
         "a0 is left out: a0-again has the same seed and is newer",
         "seed 3 of A has no partner in B",
         "seed 1 does not count: validation/accuracy of b1 is nan",
         "seed 2 does not count: b2 did not complete",
         "A and B train on different data, e.g. with seed 0",
     }
-    assert found.others[0].answer is not None
-    assert found.others[0].answer.seeds == (0,)
+    assert found.compared.others[0].answer is not None
+    assert found.compared.others[0].answer.seeds == (0,)
 
 
 def test_the_metric_is_that_of_the_best_checkpoint_on_the_test_set(tmp_path: Path) -> None:
@@ -172,9 +173,9 @@ def test_the_metric_is_that_of_the_best_checkpoint_on_the_test_set(tmp_path: Pat
     runs = [found for name in "ab" if (found := summarized(tmp_path / name)) is not None]
     assert json.loads(compare_runs(runs).to_json())["metric"] == "test/accuracy"
     asked = {"loss": "test/loss", "validation/loss": "validation/loss"}
-    assert {name: json.loads(compare_runs(runs, metric=name).to_json())["metric"] for name in asked} == asked
+    assert {name: json.loads(compare_runs(runs, Question(metric=name)).to_json())["metric"] for name in asked} == asked
     with pytest.raises(UsageError, match=r"--metric acuracy: there is no such metric; did you mean .*/accuracy\?"):
-        compare_runs(runs, metric="acuracy")
+        compare_runs(runs, Question(metric="acuracy"))
 
 
 def test_two_runs_are_two_variants_and_more_of_one_kind_are_refused(tmp_path: Path) -> None:
@@ -183,8 +184,8 @@ def test_two_runs_are_two_variants_and_more_of_one_kind_are_refused(tmp_path: Pa
     with pytest.raises(UsageError, match="all 3 runs have the same settings but for the seed"):
         compare_runs(runs)
     apart = compare_runs([runs[0], runs[2]])
-    assert apart.answers == ()
-    assert "have no answer" in apart.notes[-1]
+    assert apart.compared.answers == ()
+    assert "have no answer" in apart.compared.notes[-1]
 
 
 def test_what_is_no_training_is_shown_without_an_answer(tmp_path: Path) -> None:
@@ -213,14 +214,14 @@ def test_a_run_that_failed_does_not_replace_a_complete_one(tmp_path: Path) -> No
     runs = pairs(tmp_path, [0.9, 0.91], [0.8, 0.83])
     runs.append(training(tmp_path, "failed", seed=0, lr="0.1", status="FAILED", began=1.8e9))
     found = compare_runs(runs)
-    assert found.first.runs[0] == "0.1-0"
-    assert found.notes == ("failed is left out: 0.1-0 has the same seed and completed",)
+    assert found.compared.first.runs[0] == "0.1-0"
+    assert found.compared.notes == ("failed is left out: 0.1-0 has the same seed and completed",)
 
 
 def test_a_first_run_that_failed_leaves_the_others_their_answer(tmp_path: Path) -> None:
     runs = [training(tmp_path, "failed", seed=0, lr="0.1", status="FAILED")]
     runs += [training(tmp_path, f"{lr}-{seed}", seed=seed, lr=lr) for lr in ("0.1", "0.05") for seed in (1, 2)]
-    found = compare_runs(runs).others[0].answer
+    found = compare_runs(runs).compared.others[0].answer
     assert found is not None
     assert found.seeds == (1, 2)
 
@@ -233,8 +234,8 @@ def test_a_test_set_that_not_all_have_is_not_compared(tmp_path: Path) -> None:
 
 def test_rounding_is_no_spread(tmp_path: Path) -> None:
     found = compare_runs(pairs(tmp_path, [0.81, 0.82, 0.8], [0.82, 0.83, 0.81]))
-    assert found.answers[0].startswith("Inconclusive: ")
-    assert "all pairs have the same difference. From six pairs on, that is an answer" in found.notes
+    assert found.compared.answers[0].startswith("Inconclusive: ")
+    assert "all pairs have the same difference. From six pairs on, that is an answer" in found.compared.notes
 
 
 def test_a_damaged_file_of_losses_is_none(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_a_damaged_file_of_losses_is_none(tmp_path: Path) -> None:
 def test_skewed_differences_are_warned_of(tmp_path: Path) -> None:
     even, leaning = [0.1, -0.1, 0.2, -0.2, 0.15, -0.15, 0.05, -0.05], [0.0, 0.01, 0.02, 0.0, 0.01, 0.03, 0.0, 0.4]
     for name, second in (("even", even), ("leaning", leaning)):
-        notes = compare_runs(pairs(tmp_path / name, [0.0] * 8, second, "loss")).notes
+        notes = compare_runs(pairs(tmp_path / name, [0.0] * 8, second, "loss")).compared.notes
         assert any("skewed" in note for note in notes) == (name == "leaning")
 
 

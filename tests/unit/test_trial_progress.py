@@ -26,7 +26,8 @@ from pipeline.protocol.events import (
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
 from pipeline.recording.terminal.run_progress import RunProgress
-from pipeline.recording.terminal.trial_progress import TrialProgress, clock, figures, fitted, left
+from pipeline.recording.terminal.trial_progress import TrialProgress, figures, fitted, left
+from pipeline.wording import clock
 
 DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}
 

@@ -118,11 +118,12 @@ def divide(trainings: Sequence[SeededRun]) -> tuple[list[Variant], list[str]]:
                 why = "is newer" if bool(other.metrics) == bool(one.metrics) else "completed"
                 notes.append(f"{other.run.run} is left out: {one.run.run} has the same seed and {why}")
             runs[one.seed] = one
-        variants.append(Variant(_letter(number), dict(sorted(runs.items()))))
+        variants.append(Variant(name_variant(number), dict(sorted(runs.items()))))
     return variants, notes
 
 
-def _letter(number: int) -> str:
+def name_variant(number: int) -> str:
+    """Name a variant by its number from 0: A, B, and so on."""
     return chr(ord("A") + number) if number < 26 else f"A{number}"
 
 

@@ -26,6 +26,8 @@ class Record(Frozen):
     """Number of the trial, from 1."""
     values: Mapping[str, Any]
     """Values by dotted key."""
+    variant: str = ""
+    """Name of the variant that it trains, in a study of ``pipeline compare``; empty in a sweep."""
     failure: str = ""
     """Reason why the trial failed; else empty."""
     lacked: str = ""
@@ -35,7 +37,9 @@ class Record(Frozen):
 
     @property
     def title(self) -> str:
-        """Title of the trial, e.g. "trial 3: optimizer.lr=0.01, model.width=64"."""
+        """Title of the trial, e.g. "trial 3: optimizer.lr=0.01, model.width=64", or "B, seed 18" in a study."""
+        if self.variant:
+            return f"{self.variant}, seed {self.values['seed']}"
         return f"trial {self.number}: {', '.join(override(key, value) for key, value in self.values.items())}"
 
     @classmethod
@@ -56,13 +60,13 @@ class Record(Frozen):
 
 @dataclass(frozen=True)
 class TrialJob:
-    """Settings shared by all trials of a sweep. They may contain secrets: passed in memory and pipes only."""
+    """Settings shared by all trials. They may contain secrets: passed in memory and pipes only."""
 
-    file: ExperimentFile
-    """Experiment as the sweep has read it, without the values of a trial."""
+    files: Mapping[str, ExperimentFile]
+    """Experiment of each variant as it was read, without the values of a trial; a sweep has one, without a name."""
     cwd: str
     folder: Path
-    """Absolute path of the sweep's folder."""
+    """Absolute path of the folder of the sweep, or of the study."""
     metric: str
     direction: Direction
     """Direction in which the metric improves."""
@@ -77,7 +81,11 @@ class TrialJob:
     @property
     def grace_s(self) -> float:
         """Seconds that a trial has to write its checkpoint and to end when it is stopped."""
-        return self.file.experiment.parallel.grace_s + AFTER_GRACE_S
+        return max(file.experiment.parallel.grace_s for file in self.files.values()) + AFTER_GRACE_S
+
+    def file_of(self, record: Record) -> ExperimentFile:
+        """Return the experiment of a trial."""
+        return self.files[record.variant].varied(record.values)
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of a trial."""

@@ -67,6 +67,7 @@ def find_trial(sweep: Path, record: Record, *, metric: str) -> SweptTrial:
     return SweptTrial(
         number=record.number,
         values=record.values,
+        variant=record.variant,
         state=state,
         message="" if state == "finished" else message.partition("\n")[0],
         value=last.value if last else None,

@@ -50,19 +50,9 @@ class SweepPlan:
     """Plan for the run's folder and the tracking store."""
 
     @property
-    def shares_cluster(self) -> bool:
-        """True if the trials' workers run on a cluster, where other jobs may have taken their resources."""
-        parallel = self.file.experiment.parallel
-        return parallel.launcher == "ray" and parallel.address is not None
-
-    @property
     def resources(self) -> dict[str, float]:
-        """Resources of this machine that a trial needs; none if its workers run on a cluster."""
-        if self.shares_cluster:
-            return {"node:__internal_head__": 1e-4}  # Ray wants something to be asked for
-        trial = self.plan.main
-        amounts = {"CPU": trial.workers * trial.cpus_per_worker, "GPU": trial.workers * trial.devices_per_worker}
-        return {name: amount for name, amount in amounts.items() if amount}
+        """Resources of this machine that a trial needs."""
+        return find_needs(self.plan.main)
 
 
 def make(file: ExperimentFile) -> SweepPlan:
@@ -71,9 +61,9 @@ def make(file: ExperimentFile) -> SweepPlan:
     common: dict[str, Any] = {}
     with planning(file) as (allowed, resources):
         direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
-        concurrent, cpus = _side_by_side(file, resources, allowed)
+        concurrent, cpus = find_concurrency(file, resources, allowed=allowed, total=sweep.total, asked=sweep.concurrent)
         common[_CPUS] = cpus
-        busy = _describe_busy(resources, concurrent=concurrent)
+        busy = describe_busy(resources, concurrent=concurrent)
         parallel = file.experiment.parallel
         if parallel.launcher == "ray" and parallel.cluster is not None:
             common[_ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
@@ -137,27 +127,29 @@ def _good(direction: Direction) -> str:
     return "lower is better" if direction == "min" else "higher is better"
 
 
-def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str, ...]) -> tuple[int, int]:
+def find_concurrency(
+    file: ExperimentFile, resources: Resources, *, allowed: tuple[str, ...], total: int, asked: int | None = None
+) -> tuple[int, int]:
     """Return the number of concurrent trials, and the cores of each of their workers.
 
     Many concurrent trials with few cores finish earlier than consecutive trials with many; idle cores are distributed.
     On a cluster, only what is free now counts, unless ``sweep.concurrent`` asks for more: others use it, too. Where an
     autoscaler can add nodes, it may ask for more than there is.
     """
-    sweep, parallel = sweep_of(file), file.experiment.parallel
+    parallel = file.experiment.parallel
     least = file.varied({_CPUS: parallel.cpus_per_worker or 1}).experiment
     trial = make_plan(least, resources, allowed=allowed, with_baseline=False).main
     side_by_side = resources.cpus // resources.nodes // trial.cpus_per_worker * resources.nodes
     if trial.devices_per_worker:
         side_by_side = min(side_by_side, len(resources.gpus) // trial.devices_per_worker)
     fit = max(1, side_by_side // trial.workers)  # `make_plan` has checked that one trial does
-    if sweep.concurrent is not None and sweep.concurrent > fit and not resources.is_autoscaled:
+    if asked is not None and asked > fit and not resources.is_autoscaled:
         raise ResourceError(
-            f"sweep.concurrent: {sweep.concurrent} trials of {counted(trial.workers, 'worker')} with {_device(trial)} "
+            f"sweep.concurrent: {asked} trials of {counted(trial.workers, 'worker')} with {_device(trial)} "
             f"don't fit at the same time. {resources.node} has {resources.summary}. Use at most {fit}."
         )
     free = max(1, _count_free(trial, resources) // trial.workers) if resources.idle else fit
-    concurrent = min(sweep.concurrent or min(fit, free), sweep.total)
+    concurrent = min(asked or min(fit, free), total)
     on_a_node = -(-concurrent * trial.workers // resources.nodes)
     most = max(1, resources.cpus // resources.nodes // on_a_node)
     if parallel.cpus_per_worker or not resources.idle:
@@ -167,6 +159,21 @@ def _side_by_side(file: ExperimentFile, resources: Resources, allowed: tuple[str
     return concurrent, next(fitting, trial).cpus_per_worker
 
 
+def shares_cluster(file: ExperimentFile) -> bool:
+    """Return True if the trials' workers run on a cluster, where other jobs may have taken their resources."""
+    parallel = file.experiment.parallel
+    return parallel.launcher == "ray" and parallel.address is not None
+
+
+def find_needs(trial: Trial) -> dict[str, float]:
+    """Return the resources of this machine that a trial needs; none if its workers run on a cluster."""
+    parallel = trial.experiment.parallel
+    if parallel.launcher == "ray" and parallel.address is not None:
+        return {"node:__internal_head__": 1e-4}  # Ray wants something to be asked for
+    amounts = {"CPU": trial.workers * trial.cpus_per_worker, "GPU": trial.workers * trial.devices_per_worker}
+    return {name: amount for name, amount in amounts.items() if amount}
+
+
 def _count_free(trial: Trial, resources: Resources) -> int:
     """Return the number of workers that fit into what is free on a cluster's nodes."""
     from pipeline.cluster.placement import count_fitting, per_worker  # loads Ray, which a local plan does without
@@ -174,7 +181,7 @@ def _count_free(trial: Trial, resources: Resources) -> int:
     return sum(count_fitting(node, per_worker(trial)) for node in resources.idle)
 
 
-def _describe_busy(resources: Resources, *, concurrent: int) -> Iterator[str]:
+def describe_busy(resources: Resources, *, concurrent: int) -> Iterator[str]:
     """Yield a note if other jobs occupy a part of the cluster."""
     totals = {"CPU": resources.cpus, "GPU": len(resources.gpus)}
     free = {name: sum(node.get(name, 0) for node in resources.idle) for name in totals}

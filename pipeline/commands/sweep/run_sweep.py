@@ -11,13 +11,13 @@ from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep import sweep_report as outcome
 from pipeline.commands.sweep.assignment import TrialJob, folder_name
 from pipeline.commands.sweep.journals import state_of
-from pipeline.commands.sweep.planning import SweepPlan, make
+from pipeline.commands.sweep.planning import SweepPlan, make, shares_cluster
+from pipeline.commands.sweep.sweep_progress import SweepProgress
 from pipeline.config.load import ExperimentFile
 from pipeline.driver.resume import check_same, earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
 from pipeline.recording.terminal.terminal import Terminal, write
 from pipeline.report.swept import LEFT, SweptReport
-from pipeline.system import stages
 
 _MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "benchmark.", "parallel.")
 
@@ -29,8 +29,10 @@ def sweep(
     verbose: bool,
     terminal: Terminal,
     show: Callable[[SweptReport], None],
-) -> None:
-    """Train an experiment with several values concurrently and report the best, also after an interruption.
+) -> SweptReport:
+    """Train an experiment with several values concurrently; report the best and return the report.
+
+    An interrupted sweep can be resumed.
 
     Args:
         file: the experiment.
@@ -65,6 +67,7 @@ def sweep(
                 invocation.warn(lacking)
         invocation.save_report(report)
         _check_ends(report, lacked=lacked)
+    return report
 
 
 def _check_ends(report: SweptReport, *, lacked: str) -> None:
@@ -84,30 +87,37 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> str:
     Raises:
         KeyboardInterrupt: after running trials have saved and ended.
     """
-    from pipeline.commands.sweep.tuner import SweepDisplay, make_searcher, search
-    from pipeline.launchers._ray.local import LocalRayRequest, started
+    from pipeline.commands.sweep.tuner import SweepDisplay, make_searcher, schedule, searching
 
     searcher = make_searcher(plan, invocation.folder)  # before Ray is started: Optuna may be missing
-    display = SweepDisplay(plan, invocation)
-    stages.begin("starting Ray")
-    with started(LocalRayRequest(), verbose=job.verbose), display.shown():
-        try:
-            search(plan, searcher, job=job, display=display)
-        except BaseException:
-            finish_trials.stop(grace_s=job.grace_s, tell=display.tell)
-            raise
+    progress = SweepProgress(
+        total=plan.sweep.total,
+        epochs=plan.epochs,
+        metric=plan.sweep.metric,
+        direction=plan.direction,
+        slots=plan.concurrent,
+    )
+    display = SweepDisplay(progress, invocation)
+    with searching(job=job, display=display) as search:
+        search(
+            plan.suggestions,
+            needs=lambda _: plan.resources,
+            searcher=searcher,
+            samples=1 if searcher is None else plan.sweep.total,
+            scheduler=schedule(plan.sweep, epochs=plan.epochs),
+        )
     return display.lacked
 
 
 def _job(plan: SweepPlan, invocation: Invocation) -> TrialJob:
     return TrialJob(
-        file=plan.file,
+        files={"": plan.file},
         cwd=str(Path.cwd()),
         folder=invocation.folder.absolute(),
         metric=plan.sweep.metric,
         direction=plan.direction,
         logs_models=plan.logs_models,
-        shares_cluster=plan.shares_cluster,
+        shares_cluster=shares_cluster(plan.file),
         verbose=invocation.verbose,
         variables=tuple(os.environ),
     )

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import rich.console
 from rich.console import Group, RenderableType
@@ -18,10 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.values import Direction
-from pipeline.recording.terminal.trial_progress import clock
 from pipeline.report.swept import SweptTrial, assigned, figure
 from pipeline.system import stages
-from pipeline.wording import counted
+from pipeline.wording import approximate, clock, counted
 
 _MOST_ROWS = 8
 """Running trials that have a line; the others are counted."""
@@ -34,10 +34,13 @@ class SweepProgress:
 
     Args:
         total: number of trials.
-        epochs: largest number of epochs of a trial.
+        epochs: largest number of epochs of a trial; 0 if its length is given otherwise.
         metric: the sweep's.
         direction: in which it improves.
         slots: number of trials that are trained at the same time.
+        title: what the trials belong to.
+        is_search: True if the best trial counts, False if they are compared as a whole.
+        first: number of trials after whose end the time of all is estimated.
         clock: returns the time in seconds.
     """
 
@@ -46,16 +49,25 @@ class SweepProgress:
     metric: str
     direction: Direction
     slots: int = 1
+    title: str = "sweep"
+    is_search: bool = True
+    first: int = 1
     clock: Callable[[], float] = time.monotonic
     _trials: dict[int, SweptTrial] = field(default_factory=dict)
     _earlier: dict[int, float] = field(default_factory=dict)
     """Part of each trial that was done in an earlier session."""
     _started_at: float | None = None
+    _starts: dict[int, float] = field(default_factory=dict)
+    _durations: list[float] = field(default_factory=list)
 
     def update(self, trial: SweptTrial) -> None:
         """Note the state of a trial. What it has done at the first call, an earlier session did."""
         if trial.state == "running" and self._started_at is None:
             self._started_at = self.clock()
+        if trial.state == "running":
+            self._starts.setdefault(trial.number, self.clock())
+        elif trial.state == "finished" and (start := self._starts.pop(trial.number, None)) is not None:
+            self._durations.append(self.clock() - start)
         self._earlier.setdefault(trial.number, self._part_of(trial))
         self._trials = {**self._trials, trial.number: trial}  # never changed while another thread reads it
 
@@ -66,6 +78,10 @@ class SweepProgress:
     def is_running(self, number: int) -> bool:
         """Return True for a trial that has started in this session and has not ended."""
         return number in self._trials and self._trials[number].state == "running"
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a trial that was noted."""
+        return self._trials[number].name
 
     @property
     def ended_trials(self) -> list[SweptTrial]:
@@ -80,7 +96,9 @@ class SweepProgress:
         """Return the part of a trial that is done; one that has ended counts as a whole."""
         if trial.state == "interrupted":
             return 0.0
-        return min(1.0, trial.epochs / self.epochs) if trial.state == "running" else 1.0
+        if trial.state != "running":
+            return 1.0
+        return min(1.0, trial.epochs / self.epochs) if self.epochs else 0.0
 
     @property
     def counts(self) -> str:
@@ -108,7 +126,7 @@ class SweepProgress:
         known = {
             trial.number: trial.value
             for trial in self._trials.values()
-            if trial.state != "failed" and trial.value is not None and not math.isnan(trial.value)
+            if self.is_search and trial.state != "failed" and trial.value is not None and not math.isnan(trial.value)
         }
         if not known:
             return ""
@@ -136,6 +154,16 @@ class SweepProgress:
         return f"about {clock(seconds)} left" if seconds and seconds >= 1 else ""
 
     @property
+    def estimate(self) -> str:
+        """What all trials take, once the first ones have finished in this session; empty at other times."""
+        if len(self._durations) != self.first or len(self.ended_trials) == self.total:
+            return ""
+        each = fmean(self._durations)
+        whole = each * math.ceil(self.total / self.slots)
+        noun = "trial" if self.is_search else "training"
+        return f"{counted(self.total, noun)} of about {approximate(each)}, {self.slots} at once: {approximate(whole)}"
+
+    @property
     def line(self) -> str:
         """The progress in a line."""
         return "; ".join(filter(None, [self.counts, self.best, self.left]))
@@ -147,7 +175,9 @@ class SweepProgress:
         head = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None):
             head.add_column(ratio=ratio, no_wrap=True)
-        head.add_row(Text(f"sweep: {self.counts}"), ProgressBar(total=1.0, completed=self.fraction), Text(self.left))
+        head.add_row(
+            Text(f"{self.title}: {self.counts}"), ProgressBar(total=1.0, completed=self.fraction), Text(self.left)
+        )
         rows = [Text(f"  {text}", style="dim") for text in self._rows()]
         below = [Text(f"  {self.best}")] if self.best else []
         for text in (*below, *rows):
@@ -159,8 +189,9 @@ class SweepProgress:
         for trial in running[:_MOST_ROWS]:
             state = "starting"
             if trial.value is not None:
-                state = f"epoch {trial.epochs}/{self.epochs}, {self.metric} {figure(trial.value)}"
-            yield f"trial {trial.number}: {state} ({assigned(trial.values)})"
+                of = f"/{self.epochs}" if self.epochs else ""
+                state = f"epoch {trial.epochs}{of}, {self.metric} {figure(trial.value)}"
+            yield f"{trial.name}: {state}{f' ({assigned(trial.values)})' if self.is_search else ''}"
         if (more := len(running) - _MOST_ROWS) > 0:
             yield f"and {counted(more, 'other trial')}"
         if self._waiting:

@@ -70,7 +70,7 @@ def train(job: TrialJob, record: Record) -> None:
         shares_cluster=job.shares_cluster,
     )
     run.run(
-        job.file.varied(record.values),
+        job.file_of(record),
         with_baseline=False,
         verbose=job.verbose,
         terminal=Terminal.of(quiet=True),

@@ -1,7 +1,9 @@
 """Ray Tune run of a sweep: which trial is next, how many run concurrently, which are stopped early."""
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +14,7 @@ from ray.tune.search import Searcher
 
 from pipeline.cluster.connection import outside_main_thread
 from pipeline.commands.invocation import Invocation
+from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
 from pipeline.commands.sweep.journals import best_of, find_trial, reached, records
 from pipeline.commands.sweep.planning import SweepPlan
@@ -40,21 +43,14 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
     Ray Tune calls it in the thread that it runs in.
     """
 
-    def __init__(self, plan: SweepPlan, invocation: Invocation) -> None:
+    def __init__(self, progress: SweepProgress, invocation: Invocation) -> None:
+        self.progress = progress
         self.lacked = ""
         """Resources that the cluster lacked for a trial while no trial trained. Empty if it lacked none."""
         self.stops = threading.Event()
         """Set to end Ray Tune's thread at its next step, so that it starts no trial and stops none early."""
-        self._plan = plan
         self._invocation = invocation
         self._terminal = invocation.terminal
-        self._progress = SweepProgress(
-            total=plan.sweep.total,
-            epochs=plan.epochs,
-            metric=plan.sweep.metric,
-            direction=plan.direction,
-            slots=plan.concurrent,
-        )
         self._is_live = is_live(self._terminal.progress)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,7 +59,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
 
     def shown(self) -> AbstractContextManager[object]:
         """Show the progress while the block runs, on a terminal."""
-        return shown_on(self._terminal.progress, self._progress)
+        return shown_on(self._terminal.progress, self.progress)
 
     def tell(self, message: str) -> None:
         """Print a message on its own line."""
@@ -79,9 +75,9 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         """Print that a trial starts, unless it ended in an earlier session."""
         found = self._find(trial)
         if found.state in ("finished", "stopped early"):
-            self._progress.update(found)
+            self.progress.update(found)
             return
-        self._progress.update(found.model_copy(update={"state": "running"}))
+        self.progress.update(found.model_copy(update={"state": "running"}))
         again = f", resumed after epoch {found.epochs}" if found.epochs else ""
         if not self._is_live:  # the bar has a line for it
             self.tell(f"starting {_record(trial).title}{again}")
@@ -91,11 +87,12 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
     ) -> None:
         """Print an evaluation; Tune reports the last one twice."""
         number = _record(trial).number
-        if trial.last_result.get(EPOCH) == result[EPOCH] or not self._progress.is_running(number):
+        if trial.last_result.get(EPOCH) == result[EPOCH] or not self.progress.is_running(number):
             return
-        self._progress.evaluated(number, epoch=result[EPOCH], value=result[VALUE])
+        self.progress.evaluated(number, epoch=result[EPOCH], value=result[VALUE])
         if not self._is_live:
-            self.tell(f"trial {number}: epoch {result[EPOCH]}, {self._plan.sweep.metric} {figure(result[VALUE])}")
+            value = f"{self.progress.metric} {figure(result[VALUE])}"
+            self.tell(f"{self.progress.name_of(number)}: epoch {result[EPOCH]}, {value}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Print the end of a trial."""
@@ -117,27 +114,30 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         self._end(found)
 
     def _find(self, trial: Any) -> SweptTrial:
-        return find_trial(self._invocation.folder, _record(trial), metric=self._plan.sweep.metric)
+        return find_trial(self._invocation.folder, _record(trial), metric=self.progress.metric)
 
     def _end(self, found: SweptTrial) -> None:
-        is_earlier, is_bad = not self._progress.is_running(found.number), found.state in ("failed", "interrupted")
-        self._progress.update(found)
+        is_earlier, is_bad = not self.progress.is_running(found.number), found.state in ("failed", "interrupted")
+        self.progress.update(found)
         why = f": {found.message}" if is_bad else ""
         write(
             self._terminal.warnings if is_bad else self._terminal.progress,
-            f"trial {found.number}: {found.state}{' before' if is_earlier else ''}{why}; {self._describe(found)}",
+            f"{found.name}: {found.state}{' before' if is_earlier else ''}{why}; {self._describe(found)}",
         )
-        ended = self._progress.ended_trials
-        if found.state == "finished" and (best := best_of(ended, self._plan.direction)) is not None:
+        if found.state == "finished" and not is_earlier and (estimate := self.progress.estimate):
+            self.tell(estimate)
+        ended = self.progress.ended_trials
+        best = best_of(ended, self.progress.direction) if self.progress.is_search else None
+        if found.state == "finished" and best is not None:
             values = reached(self._invocation.folder / folder_name(best.number))
             self._invocation.log(values, step=len(ended), epoch=len(ended))
 
     def _describe(self, found: SweptTrial) -> str:
         """Return what the bar doesn't show: on a terminal the trial's own result, else the progress of the sweep."""
         if not self._is_live:
-            return self._progress.line
-        value = f"{self._plan.sweep.metric} {figure(found.value)} after epoch {found.epochs}, " if found.epochs else ""
-        return f"{value}{assigned(found.values)}"
+            return self.progress.line
+        value = f"{self.progress.metric} {figure(found.value)} after epoch {found.epochs}, " if found.epochs else ""
+        return f"{value}{assigned(found.values)}" if self.progress.is_search else value.rstrip(", ")
 
 
 def make_searcher(plan: SweepPlan, folder: Path) -> Searcher | None:
@@ -154,27 +154,58 @@ def make_searcher(plan: SweepPlan, folder: Path) -> Searcher | None:
     return SweepSearch(plan.sweep, begun, direction=plan.direction, seed=plan.seed)
 
 
-def search(plan: SweepPlan, searcher: Searcher | None, *, job: TrialJob, display: SweepDisplay) -> None:
-    """Run all trials of a sweep, with a local Ray connected.
+Search = Callable[..., None]
+"""Runs trials, see `searching`."""
+
+
+@contextmanager
+def searching(*, job: TrialJob, display: SweepDisplay) -> Iterator[Search]:
+    """Start a local Ray for Tune; yield a function that runs trials to their end. Stop trials that an error leaves."""
+    from pipeline.launchers._ray.local import LocalRayRequest, started
+
+    stages.begin("starting Ray")
+    with started(LocalRayRequest(), verbose=job.verbose), display.shown():
+        try:
+            yield partial(_search, job=job, display=display)
+        except BaseException:
+            finish_trials.stop(grace_s=job.grace_s, tell=display.tell)
+            raise
+
+
+def _search(
+    records: Sequence[Record],
+    *,
+    needs: Callable[[Record], dict[str, float]],
+    job: TrialJob,
+    display: SweepDisplay,
+    searcher: Searcher | None = None,
+    samples: int = 1,
+    scheduler: ASHAScheduler | None = None,
+) -> None:
+    """Run trials.
 
     Args:
-        plan: the sweep's plan.
-        searcher: see `make_searcher`.
+        records: the trials; none with a searcher, which draws their values.
+        needs: returns the resources of this machine that a trial needs.
         job: settings shared by the trials.
         display: gets the trials' events.
+        searcher: see `make_searcher`.
+        samples: number of trials of a searcher; 1 without one.
+        scheduler: stops trials early.
     """
-    sweep, drawn = plan.sweep, [record.model_dump(include={"number", "values"}) for record in plan.suggestions]
+    drawn = [record.model_dump(include={"number", "values", "variant"}) for record in records]
     with environment(**_SETTINGS), TemporaryDirectory(prefix="pipeline-sweep-") as folder:
+        trainable = tune.with_parameters(Supervisor, job=job)
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(Supervisor, job=job), plan.resources),
+            tune.with_resources(trainable, lambda config: needs(Record.model_validate(config[TRIAL]))),
             param_space={TRIAL: tune.grid_search(drawn)} if searcher is None else None,
             tune_config=tune.TuneConfig(
                 metric=job.metric,
-                mode=plan.direction,
+                mode=job.direction,
                 search_alg=searcher,
-                scheduler=_scheduler(sweep, epochs=plan.epochs),
-                num_samples=1 if searcher is None else sweep.total,
-                max_concurrent_trials=plan.concurrent,
+                scheduler=scheduler,
+                num_samples=samples,
+                max_concurrent_trials=display.progress.slots,
                 trial_dirname_creator=lambda trial: str(trial.trial_id),
             ),
             run_config=tune.RunConfig(
@@ -190,7 +221,8 @@ def search(plan: SweepPlan, searcher: Searcher | None, *, job: TrialJob, display
         raise error
 
 
-def _scheduler(sweep: Sweep, *, epochs: int) -> ASHAScheduler | None:
+def schedule(sweep: Sweep, *, epochs: int) -> ASHAScheduler | None:
+    """Return the scheduler of a sweep's ``asha``; None without one."""
     if sweep.asha is None:
         return None
     return ASHAScheduler(

@@ -10,7 +10,8 @@ from rich.text import Text
 from pipeline.protocol.events import Advanced, Started
 from pipeline.recording.terminal.plain_lines import Shown, amounts
 from pipeline.recording.terminal.run_progress import RunProgress
-from pipeline.recording.terminal.trial_progress import clock, facts, fitted, left
+from pipeline.recording.terminal.trial_progress import facts, fitted, left
+from pipeline.wording import clock
 
 _INDENT = "  "
 _PACE_S = 300.0  # window from which the remaining time of an activity is estimated

@@ -10,8 +10,8 @@ from statistics import mean
 
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunOpened, TrialOpened
 from pipeline.protocol.trial import Evaluation, Training, Trial
-from pipeline.recording.terminal.trial_progress import VALIDATION, TrialProgress, clock, left
-from pipeline.wording import counted
+from pipeline.recording.terminal.trial_progress import VALIDATION, TrialProgress, left
+from pipeline.wording import clock, counted
 
 
 class RunProgress:

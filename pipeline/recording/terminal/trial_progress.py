@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipeline.config.reported import OF_TRAINING, TRAIN, named, shown_names
 from pipeline.config.values import Direction
 from pipeline.protocol.events import AnyEvent, FirstStep, Heartbeat, Metrics, Phase, Resumed, Started, Trained
-from pipeline.wording import figure
+from pipeline.wording import clock, figure
 
 VALIDATION, TEST = "validation/", "test/"
 LOSS, THROUGHPUT = "train/loss", "throughput/samples_per_second"
@@ -238,12 +238,6 @@ def facts(event: Started) -> list[str]:
     frozen = f" of {event.parameters + event.frozen:,}" if event.frozen else ""
     parameters = f"{event.parameters:,}{frozen} parameters"
     return [parameters, samples, f"{event.total_steps:,} steps", f"on {shown}"]
-
-
-def clock(seconds: float) -> str:
-    """Format a duration as a clock does, e.g. "0:35", "1:02:03"."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 def left(seconds: float | None) -> list[str]:

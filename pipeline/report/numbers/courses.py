@@ -88,6 +88,11 @@ class Course:
         """Seconds until the last report."""
         return self._now
 
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training steps."""
+        return sum(window.end - window.begin for window in self.windows)
+
     def best(self, metric: str) -> int | None:
         """Return the index of a validation metric's best value; None if it is unknown what is better."""
         values = [(value, index) for index, value in enumerate(self.validation[metric].values) if math.isfinite(value)]

@@ -97,6 +97,7 @@ def answer(
     is_rate: bool,
     are_identical: bool = False,
     margin: float | None = None,
+    confidence: float = CONFIDENCE,
 ) -> Answer:
     """Answer which of two variants is better.
 
@@ -107,10 +108,11 @@ def answer(
         is_rate: True if the difference is in points, see `is_rate`.
         are_identical: True if all losses of both trainings are equal to the bit, in all pairs.
         margin: difference up to which they count as equal, in points for a rate.
+        confidence: level of the interval.
     """
     scale = _POINTS if is_rate else 1.0
     differences = tuple(scale * (second - first) for first, second in values.values())
-    found = mean_of_independent(differences)
+    found = mean_of_independent(differences, confidence=confidence)
     verdict = "identical" if are_identical else judge(found, differences, direction=direction, margin=margin)
     return Answer(
         verdict=verdict,
@@ -123,7 +125,7 @@ def answer(
         seeds=tuple(values),
         differences=differences,
         margin=margin,
-        more_pairs=_find_more(found) if verdict == "inconclusive" else None,
+        more_pairs=_find_more(found, confidence=confidence) if verdict == "inconclusive" else None,
     )
 
 
@@ -132,37 +134,37 @@ def is_rate(values: Iterable[float], *, direction: Direction) -> bool:
     return direction == "max" and all(0 <= one <= 1 for one in values)
 
 
-def _find_more(found: Estimate, *, confidence: float = CONFIDENCE) -> int | None:
+def _find_more(found: Estimate, *, confidence: float) -> int | None:
     needed = values_to_resolve(found, confidence=confidence, at_most=MOST_PAIRS)
     return needed - found.size if needed is not None else None
 
 
-def judge_together(answers: Sequence[Answer]) -> list[Answer]:
-    """Answer for several variants that are compared with the same first one, so that all answers hold at 95% together.
+def judge_together(answers: Sequence[Answer], *, confidence: float = CONFIDENCE) -> list[Answer]:
+    """Answer for several variants that are compared with the same first one, so that all answers hold together.
 
     The clearest answer has the widest interval, as if all were compared; once one is not clear, those after it are not.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6.
     """
     open_ = [index for index, one in enumerate(answers) if one.high is not None and one.verdict != "identical"]
-    judged, confidence, is_clear = list(answers), CONFIDENCE, True
-    for rank, index in enumerate(sorted(open_, key=lambda index: _p_value(answers[index]))):
+    judged, level, is_clear = list(answers), confidence, True
+    for rank, index in enumerate(sorted(open_, key=lambda index: _p_value(answers[index], confidence=confidence))):
         one = answers[index]
         if is_clear:  # else the level stays that of the first one that is not, at which this one is not clear either
-            confidence = 1 - (1 - CONFIDENCE) / (len(open_) - rank)
-        found = mean_of_independent(one.differences, confidence=confidence)
+            level = 1 - (1 - confidence) / (len(open_) - rank)
+        found = mean_of_independent(one.differences, confidence=level)
         verdict = judge(found, one.differences, direction=one.direction, margin=one.margin)
         is_clear &= verdict != "inconclusive"
-        more = _find_more(found, confidence=confidence) if verdict == "inconclusive" else None
+        more = _find_more(found, confidence=level) if verdict == "inconclusive" else None
         judged[index] = one.model_copy(update={"verdict": verdict, "more_pairs": more, **_ends(found)})
     return judged
 
 
-def _p_value(one: Answer) -> float:
+def _p_value(one: Answer, *, confidence: float) -> float:
     """Return the probability of a mean as far from 0 by chance."""
     if one.high is None:
         return 1.0
-    return chance_of(one.difference, half_width=one.high - one.difference, size=one.pairs)
+    return chance_of(one.difference, half_width=one.high - one.difference, size=one.pairs, confidence=confidence)
 
 
 def _ends(found: Estimate) -> dict[str, float | None]:

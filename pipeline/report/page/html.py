@@ -2,7 +2,7 @@
 
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from pipeline.config.reported import PREFIX, single_names
 from pipeline.config.values import Frozen
+from pipeline.report.compared import Compared
 from pipeline.report.numbers.goodput import LABELS, Goodput
 from pipeline.report.numbers.row import FIRST_STEPS, Advice, Row
 from pipeline.report.page.about import About
@@ -94,7 +95,13 @@ def save_page(report: AnyReport, path: Path, *, about: About, pictures: Mapping[
     could_be_noise = isinstance(report, Report) and not report.main.is_resolved
     colors = {"light": LIGHT, "dark": DARK, "has_accent": not could_be_noise}
     shared = {"report": report, "about": about, "pictures": pictures, **colors}
-    page = _speedups(report, shared) if isinstance(report, Report) else _sweep(report, shared)
+    match report:
+        case Report():
+            page = _speedups(report, shared)
+        case SweptReport():
+            page = _summary(shared, title="sweep", tiles=tuple(_of_sweep(report.swept)), command=report.command)
+        case Compared():
+            page = _summary(shared, title="study", tiles=tuple(_of_study(report)))
     path.write_text(page, encoding="utf-8")
 
 
@@ -109,9 +116,18 @@ def _speedups(report: Report, shared: Mapping[str, object]) -> str:
     )
 
 
-def _sweep(report: SweptReport, shared: Mapping[str, object]) -> str:
-    tiles = tuple(_of_sweep(report.swept))
-    return _template("summary.html.jinja").render(shared, tiles=tiles, command=report.command)
+def _summary(shared: Mapping[str, object], *, title: str, tiles: Sequence[Tile], command: str = "") -> str:
+    return _template("summary.html.jinja").render(shared, kind=title, tiles=tiles, command=command)
+
+
+def _of_study(report: Compared) -> Iterator[Tile]:
+    """Yield the difference of each variant to the first one."""
+    for one in report.others:
+        if (answer := one.answer) is not None:
+            unit = f" {answer.unit}" if answer.unit else ""
+            label = f"{one.variant.name} - {report.first.name}, {answer.metric}: {answer.verdict}, {answer.pairs} pairs"
+            is_clear = answer.verdict in ("better", "worse")
+            yield Tile(figure=f"{answer.difference:+.3g}{unit}", label=label, is_accented=is_clear)
 
 
 def _of_sweep(swept: Swept) -> Iterator[Tile]:

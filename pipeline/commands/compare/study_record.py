@@ -1,0 +1,93 @@
+"""Record of a study in its folder: what is compared, and when it was looked at, for sessions that resume it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationError
+
+from pipeline.commands.compare.compared_runs import Question
+from pipeline.config.values import Frozen
+from pipeline.errors import UsageError
+from pipeline.recording.journal.folder import write_atomically
+from pipeline.report.numbers.looks import confidence_of_look
+
+RECORD_NAME = "study.json"
+
+
+class Looks(Frozen):
+    """Numbers of pairs at which the answer is looked at, in one plan: once, or until it is clear."""
+
+    pairs: tuple[int, ...]
+    is_answered: bool = False
+    """True once the answer was printed: pairs that are added later are an extension."""
+
+
+class StudyRecord(Frozen):
+    """A study as it was planned and extended."""
+
+    question: Question
+    descriptions: Mapping[str, str]
+    """File or settings of each variant, by its name."""
+    settings: Mapping[str, Mapping[str, str]]
+    """Settings of each variant, by its name and their keys."""
+    is_alone: bool
+    looks: tuple[Looks, ...]
+    notes: tuple[str, ...] = ()
+    """What the sessions noticed, e.g. other load."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the record of a study.
+
+        Raises:
+            UsageError: it is missing or damaged.
+        """
+        try:
+            return cls.model_validate_json((folder / RECORD_NAME).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise UsageError(f"{folder / RECORD_NAME} can't be read, so the study can't be continued") from error
+
+    def keep(self, folder: Path) -> None:
+        """Write the record atomically."""
+        text = self.model_dump_json(indent=1) + "\n"
+        write_atomically(folder / RECORD_NAME, lambda path: path.write_text(text, encoding="utf-8"))
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of the last plan."""
+        return self.looks[-1].pairs[-1]
+
+    @property
+    def confidence(self) -> float:
+        """Confidence level of the interval at each look of the last plan."""
+        return confidence_of_look([len(one.pairs) for one in self.looks], index=len(self.looks) - 1)
+
+    def extended(self, looks: Sequence[int]) -> Self:
+        """Return the record with the looks of this session.
+
+        Raises:
+            UsageError: all of these pairs have been answered.
+        """
+        last = self.looks[-1]
+        if not last.is_answered:
+            return self.model_copy(update={"looks": (*self.looks[:-1], Looks(pairs=tuple(looks)))})
+        if looks[-1] <= last.pairs[-1]:
+            raise UsageError(
+                f"--resume: the study has its answer from {last.pairs[-1]} pairs. For more pairs, use --seeds, e.g. "
+                f"--seeds {2 * last.pairs[-1]} --resume"
+            )
+        more = tuple(pairs for pairs in looks if pairs > last.pairs[-1])
+        return self.model_copy(update={"looks": (*self.looks, Looks(pairs=more))})
+
+    def answered(self) -> Self:
+        """Return the record after the answer of the last plan."""
+        *earlier, last = self.looks
+        return self.model_copy(update={"looks": (*earlier, last.model_copy(update={"is_answered": True}))})
+
+
+def find_differing(settings: Sequence[Mapping[str, str]]) -> dict[str, tuple[str | None, ...]]:
+    """Return the keys whose values differ between variants, with the value of each; None: not set."""
+    keys = dict.fromkeys(key for one in settings for key in one if key not in ("name", "seed"))
+    found = {key: tuple(one.get(key) for one in settings) for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
