@@ -138,6 +138,6 @@ def test_several_files_run_one_after_the_other(start: Start, tmp_path: Path, fil
     assert [name for line in table for name in ("tiny", "last") if f"-{name}-" in line][-2:] == ["tiny", "last"]
 
     (tmp_path / "fails.yaml").write_text(TEXT.format(name="fails", width=32))
-    stdout, stderr = ended(start(*words, "--resume=latest", "--json", cwd=tmp_path))
+    stdout, stderr = ended(start(*words, "--resume=latest", "--allow-changed", "--json", cwd=tmp_path))
     assert [(one["file"], one["exit_code"]) for one in json.loads(stdout)] == [(one, 0) for one in words[1:4]]
     assert len(list((tmp_path / "runs").glob("*-tiny-*"))) == 1
