@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import finished, report, spread
 
-from pipeline.cli import results
+from pipeline.cli import comparison, results
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import to_yaml
@@ -196,7 +196,7 @@ def test_looking_back(lines: bytes, damaged_report: bytes, environment: bytes) -
     for as_json in (False, True):
         results.list_(as_json=as_json)
         said(partial(results.show, "20260102", as_json=as_json))
-        said(partial(results.compare, ["20260101", "20260102"], as_json=as_json))
+        said(partial(comparison.compare, ["20260101", "20260102"], as_json=as_json))
     assert everything() == before
 
 

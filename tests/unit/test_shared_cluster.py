@@ -15,7 +15,7 @@ from pipeline.cluster import placement
 from pipeline.commands.sweep import planning, supervisor
 from pipeline.commands.sweep.assignment import Record, TrialJob
 from pipeline.commands.sweep.journals import find_trial, state_of
-from pipeline.config.load import load
+from pipeline.config.load import ExperimentFile, load
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, Started
@@ -29,6 +29,12 @@ STARTED = Started(
     data_name="", data_digest="",
 )  # fmt: skip
 NO_ROOM = "requested 1 worker with 1 CPU each. Room for 0 workers was free"
+
+
+def find(file: ExperimentFile, resources: Resources) -> tuple[int, int]:
+    """Find the concurrency of a file's sweep."""
+    sweep = planning.sweep_of(file)
+    return planning.find_concurrency(file, resources, allowed=(), total=sweep.total, asked=sweep.concurrent)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +57,8 @@ def test_a_sweep_counts_what_is_free_now(
     idle = tuple({"CPU": float(cpus)} if cpus else {} for cpus in free)
     there = Resources(cpus=8, memory_mb=1, nodes=2, idle=idle)
 
-    assert planning._side_by_side(file, there, ()) == expected
-    assert bool([*planning._describe_busy(there, concurrent=1)]) == (sum(free) < 8)
+    assert find(file, there) == expected
+    assert bool([*planning.describe_busy(there, concurrent=1)]) == (sum(free) < 8)
 
 
 @pytest.mark.parametrize("idle", [(), ({"CPU": 1.0},)])
@@ -61,9 +67,9 @@ def test_a_sweep_may_ask_an_autoscaler_for_more_than_there_is(idle: tuple[dict[s
     file = load(MLP, ["parallel.launcher=ray", "parallel.device=cpu", "parallel.workers=1", sweep])
     there = Resources(cpus=len(idle), memory_mb=1, idle=idle, is_autoscaled=True)
 
-    assert planning._side_by_side(file, there, ()) == (4, 1)
+    assert find(file, there) == (4, 1)
     with pytest.raises(ResourceError, match="don't fit at the same time"):
-        planning._side_by_side(file, Resources(cpus=1, memory_mb=1, idle=({"CPU": 1.0},)), ())
+        find(file, Resources(cpus=1, memory_mb=1, idle=({"CPU": 1.0},)))
 
 
 class Process:
@@ -86,8 +92,8 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def run(*ends: tuple[int, str, str], address: str = "head:6379") -> supervisor.Supervisor:
         job = TrialJob(
-            file=load(MLP), cwd="", folder=tmp_path, metric="validation/loss", direction="min", logs_models=False,
-            shares_cluster=bool(address), verbose=False, variables=(),
+            files={"": load(MLP)}, cwd="", folder=tmp_path, metric="validation/loss", direction="min",
+            logs_models=False, shares_cluster=bool(address), verbose=False, variables=(),
         )  # fmt: skip
         left = [*ends]
 

@@ -32,8 +32,8 @@ def supervise(sweep: Path, *events: AnyEvent) -> Any:
         journal.append(event)
     journal.close()
     job = TrialJob(
-        file=load(MLP), cwd="", folder=sweep, metric=METRIC, direction="min", logs_models=False, shares_cluster=False,
-        verbose=False, variables=(),
+        files={"": load(MLP)}, cwd="", folder=sweep, metric=METRIC, direction="min", logs_models=False,
+        shares_cluster=False, verbose=False, variables=(),
     )  # fmt: skip
     trial: Any = Supervisor.__new__(Supervisor)
     trial.setup({TRIAL: {"number": 1, "values": {}}}, job)
