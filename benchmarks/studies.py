@@ -1,13 +1,15 @@
 """How often `pipeline compare` is right: simulated studies with a known difference between two variants.
 
-    python benchmarks/studies.py    # two minutes; writes results/studies.md
+    python benchmarks/studies.py    # three minutes; writes results/studies.md
 
 For each law of the differences and each number of pairs it draws studies, and judges them as the command does. Coverage
 is the share of studies whose interval contains the true mean. A false alarm is a "better" or "worse" where the true
-mean is 0. The power table has the pairs from which on 80% of the studies find a difference.
+mean is 0. The power table has the pairs from which on 80% of the studies find a difference. A study until its answer is
+clear covers the truth if the intervals of all its looks do.
 """
 
 import argparse
+import json
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.protocol.estimates import mean_of_independent
+from pipeline.report.numbers.looks import confidence_of_look, plan_looks
 from pipeline.report.numbers.paired import judge
 
 RESULTS = Path(__file__).parent / "results" / "studies.md"
@@ -56,13 +59,28 @@ def skewed(source: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
     return (source.lognormal(0, 1, size) - np.exp(0.5)) / np.sqrt((np.e - 1) * np.e)
 
 
+def real(name: str) -> Law:
+    """Return the law of differences of real trainings: the loss of two different seeds, half of all studies' luck."""
+    known = json.loads(RESULTS.with_name("real_studies.json").read_text(encoding="utf-8"))["values"][name]
+    losses = np.array(list(known["A"]["validation/loss"].values()))
+
+    def draw(source: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
+        drawn = np.array([source.choice(losses, 2, replace=False) for _ in range(size)])
+        differences: npt.NDArray[np.float64] = (drawn[:, 1] - drawn[:, 0]) / (np.sqrt(2) * losses.std())
+        return differences
+
+    return draw
+
+
 LAWS: dict[str, Law] = {
     "normal": normal,
     "Student's t, 3 degrees": heavy,
     "accuracies in steps of 1/360": counted,
     "10% diverged trainings": diverged,
+    **{f"60 trainings of {name}": real(name) for name in ("tabular", "resnet", "gpt")},
     "lognormal (skewed)": skewed,
 }
+LOOKS = plan_looks(5, at_most=20)
 
 
 def main() -> None:
@@ -95,7 +113,17 @@ def main() -> None:
         _line(len(EFFECTS)),
     ]
     power += [_row(name, [_needed(law, source, effect=effect) for effect in EFFECTS]) for name, law in LAWS.items()]
-    RESULTS.write_text("\n".join([*parts, *alarms, *power]) + "\n", encoding="utf-8")
+    clear = [
+        "",
+        f"## Until the answer is clear: looks after {', '.join(map(str, LOOKS))} pairs",
+        "",
+        "Each cell of a difference: the share of studies that find it, and the mean number of pairs that they train.",
+        "",
+        _row("law", ["all intervals right", "false alarms", *(f"{effect} standard deviations" for effect in EFFECTS)]),
+        _line(2 + len(EFFECTS)),
+    ]
+    clear += [_row(name, _until_clear(law, source)) for name, law in LAWS.items()]
+    RESULTS.write_text("\n".join([*parts, *alarms, *power, *clear]) + "\n", encoding="utf-8")
     print(RESULTS.read_text(encoding="utf-8"))
 
 
@@ -108,6 +136,27 @@ def _study(law: Law, source: np.random.Generator, *, size: int, shift: float = 0
         covered += found.low <= shift <= found.high
         told += judge(found, differences, direction="min", margin=None) in ("better", "worse")
     return covered / STUDIES, told / STUDIES
+
+
+def _until_clear(law: Law, source: np.random.Generator) -> list[str]:
+    """Return shares of studies that are looked at until they are clear, see `main`."""
+    level = confidence_of_look([len(LOOKS)], index=0)
+    cells = []
+    for effect in (0.0, *EFFECTS):
+        covered = told = trained = 0
+        for _ in range(STUDIES):
+            differences = (law(source, LOOKS[-1]) + effect).tolist()
+            found = {size: mean_of_independent(differences[:size], confidence=level) for size in LOOKS}
+            covered += all(one.low <= effect <= one.high for one in found.values())
+            ended = next(
+                (size for size, one in found.items()
+                 if judge(one, differences[:size], direction="min", margin=None) != "inconclusive"), None,
+            )  # fmt: skip
+            told += ended is not None
+            trained += ended or LOOKS[-1]
+        share = f"{told / STUDIES:.1%}"
+        cells += [f"{share}, {trained / STUDIES:.1f}"] if effect else [f"{covered / STUDIES:.1%}", share]
+    return cells
 
 
 def _needed(law: Law, source: np.random.Generator, *, effect: float) -> str:

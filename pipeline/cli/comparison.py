@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipeline.commands.compare.compared_runs import Question
     from pipeline.recording.journal.run_summary import RunSummary
 
-_PAIRS, _AT_MOST = 5, 20
+_LEAST, _PAIRS, _AT_MOST = 2, 5, 20
 
 
 class BetterDirection(StrEnum):
@@ -53,7 +53,7 @@ def compare(
     *,
     seeds: Annotated[
         int | None,
-        typer.Option("--seeds", metavar="N", min=2, help="Pairs of trainings, one seed each.", show_default="5"),
+        typer.Option("--seeds", metavar="N", help="Pairs of trainings, one seed each.", show_default="5"),
     ] = None,
     vary: Annotated[
         str | None,
@@ -66,7 +66,7 @@ def compare(
     until_clear: Annotated[bool, typer.Option("--until-clear", help="Add pairs until the answer is clear.")] = False,
     at_most: Annotated[
         int | None,
-        typer.Option("--at-most", metavar="N", min=2, help="Most pairs of --until-clear.", show_default="20"),
+        typer.Option("--at-most", metavar="N", help="Most pairs of --until-clear.", show_default="20"),
     ] = None,
     target: Annotated[
         str | None,
@@ -122,7 +122,11 @@ def compare(
     overrides = [word for word in words if not is_file(word)]
     if other := next((word for word in overrides if "=" not in word), ""):
         raise UsageError(f"{other} is neither an experiment file nor an override such as train.epochs=2")
-    first = seeds or _PAIRS
+    first = _PAIRS if seeds is None else seeds
+    if first < _LEAST:
+        raise UsageError(
+            f"--seeds {first}: a single pair has no confidence interval. Use at least {_LEAST}, e.g. --seeds 5."
+        )
     if until_clear and (at_most or max(_AT_MOST, first)) < first:
         raise UsageError(f"--at-most {at_most}: less than --seeds {first}, with which the study starts")
     with consoles(as_json=as_json, quiet=quiet, prints=dry_run) as terminal:

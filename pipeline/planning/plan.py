@@ -46,6 +46,10 @@ QUICK = f"--quick: {QUICK_STEPS} steps, one evaluation and one checkpoint. The m
 """Note on a run that only tries whether the experiment works."""
 
 
+_MOST_OF_DP = 4
+"""GPUs beyond which a plan with dp proposes ddp."""
+
+
 def restriction(trial: Trial) -> str:
     """Return the note on a training that measures nothing; empty for other trials."""
     if not isinstance(trial, Training) or not trial.train_only:
@@ -131,6 +135,11 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
         yield "No GPU found. Training on the CPU."
     if main.strategy == "dp" and main.replicas < 2:
         yield "DataParallel (dp) needs at least 2 GPUs. With fewer, it runs a single replica and gives no speedup."
+    if main.strategy == "dp" and main.replicas > _MOST_OF_DP:
+        yield (
+            f"DataParallel (dp) on {main.replicas} GPUs: GPU 0 copies the model and gathers all outputs in each step, "
+            f"which limits the others. Use strategy: ddp and workers: {main.replicas}."
+        )
     if main.strategy == "fsdp" and main.workers < 2:
         yield "fsdp with one worker shards nothing and saves no memory."
     if main.experiment.train.batch_size_per_worker is not None:

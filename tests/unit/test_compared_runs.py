@@ -5,64 +5,20 @@
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import rich.console
-from samples import finished, spread
+from recorded_trainings import training
 from scipy.stats import ttest_1samp
 
 from pipeline.commands.compare.compared_runs import Question, compare_runs, show_compared
 from pipeline.errors import UsageError
-from pipeline.protocol.events import RunClosed, RunOpened, Started
-from pipeline.protocol.labels import Status
 from pipeline.recording.journal import loss_file
-from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.journal.run_summary import RunSummary, summarized
 from pipeline.report.compared import CLAIM
 from pipeline.report.numbers.paired import Answer, answer, judge_together
-
-ACCURACY = {"metrics.accuracy._target_": "torchmetrics.classification.MulticlassAccuracy"}
-
-
-def training(
-    folder: Path,
-    name: str,
-    *,
-    seed: int,
-    lr: str = "0.1",
-    metrics: Mapping[str, float] = {"validation/accuracy": 0.9},
-    losses: Sequence[float] = (),
-    data: str = "d1",
-    status: Status = "FINISHED",
-    role: str = "main",
-    began: float = 1.7e9,
-    params: Mapping[str, str] = {},
-) -> RunSummary:
-    """Record a training without training."""
-    place = folder / name
-    place.mkdir(parents=True)
-    settings = {"name": "digits", "seed": str(seed), "optimizer.lr": lr, "tracking.uri": name, **ACCURACY, **params}
-    tags = {"role": role, "strategy": "single", "world_size": "1"}
-    with closing(Recorder(place, subscribers=[])) as recorder:
-        recorder.receive(
-            RunOpened(time=began, run=name, tracking_uri="u", tracking_experiment="digits", tags=tags, params=settings,
-                      trials=("main",), directions={"validation/accuracy": "max", "validation/loss": "min"})
-        )  # fmt: skip
-        recorder.receive(
-            Started(trial="main", total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=1,
-                    parameters=1, devices=(), data_name="d", data_digest=data)
-        )  # fmt: skip
-        if status == "FINISHED":
-            recorder.receive(finished("main", spread(100), metrics=dict(metrics)))
-        recorder.receive(RunClosed(time=began + 60, status=status, message="" if status == "FINISHED" else "why"))
-    if losses:
-        loss_file.write(place, losses, first=1)
-    found = summarized(place)
-    assert found is not None
-    return found
 
 
 def pairs(folder: Path, first: Sequence[float], second: Sequence[float], name: str = "accuracy") -> list[RunSummary]:

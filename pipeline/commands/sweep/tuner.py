@@ -79,7 +79,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
             return
         self.progress.update(found.model_copy(update={"state": "running"}))
         again = f", resumed after epoch {found.epochs}" if found.epochs else ""
-        if not self._is_live:  # the bar has a line for it
+        if not self._is_live and self.progress.is_search:  # the bar has a line for it
             self.tell(f"starting {_record(trial).title}{again}")
 
     def on_trial_result(
@@ -90,7 +90,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
         if trial.last_result.get(EPOCH) == result[EPOCH] or not self.progress.is_running(number):
             return
         self.progress.evaluated(number, epoch=result[EPOCH], value=result[VALUE])
-        if not self._is_live:
+        if not self._is_live and self.progress.is_search:
             value = f"{self.progress.metric} {figure(result[VALUE])}"
             self.tell(f"{self.progress.name_of(number)}: epoch {result[EPOCH]}, {value}")
 
@@ -134,10 +134,10 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
 
     def _describe(self, found: SweptTrial) -> str:
         """Return what the bar doesn't show: on a terminal the trial's own result, else the progress of the sweep."""
-        if not self._is_live:
-            return self.progress.line
-        value = f"{self.progress.metric} {figure(found.value)} after epoch {found.epochs}, " if found.epochs else ""
-        return f"{value}{assigned(found.values)}" if self.progress.is_search else value.rstrip(", ")
+        value = f"{self.progress.metric} {figure(found.value)} after epoch {found.epochs}" if found.epochs else ""
+        if self.progress.is_search:
+            return ", ".join(filter(None, [value, assigned(found.values)])) if self._is_live else self.progress.line
+        return value if self._is_live else "; ".join(filter(None, [value, self.progress.line]))
 
 
 def make_searcher(plan: SweepPlan, folder: Path) -> Searcher | None:

@@ -18,7 +18,7 @@ def format_screen(compared: Compared, places: Places) -> tuple[str, ...]:
             Block(tuple(line for time in compared.times for line in label("TIME", time))),
             *(Block(table, rank=2 + number) for number, table in enumerate(_tables(compared))),
             Block(tuple(_notes(compared)), rank=1),
-            Block((*label("Claim", *compared.claims), *_places(compared, places), *answers)),
+            Block((*label("Scope", *compared.claims), *_places(compared, places), *answers)),
         ]
     )
 
