@@ -18,7 +18,6 @@ from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep.assignment import TrialJob, folder_name
 from pipeline.commands.sweep.journals import find_trial, records, state_of
 from pipeline.commands.sweep.sweep_progress import SweepProgress
-from pipeline.config.summary import flatten
 from pipeline.driver.resume import earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
 from pipeline.protocol.events import Tagged
@@ -30,7 +29,11 @@ from pipeline.report.swept import LEFT
 from pipeline.wording import counted
 
 _LOAD_S, _MUCH_LOAD = 1.0, 0.1
-_MAY_CHANGE = ("tracking.", "benchmark.", "sweep", "loader.num_workers", "parallel.address", "parallel.grace_s")
+_MAY_CHANGE = (
+    *("tracking.", "benchmark.", "sweep", "loader.num_workers"),
+    *(f"parallel.{name}" for name in ("address", "grace_s", "queue_timeout_s", "timeout_s")),
+)
+"""Prefixes of keys that decide nothing of what a training learns, and may change when a study is resumed."""
 
 
 def study(
@@ -102,7 +105,7 @@ def _new_record(plan: StudyPlan, looks: Sequence[int]) -> StudyRecord:
     return StudyRecord(
         question=plan.question,
         descriptions={one.name: one.description for one in plan.variants},
-        settings={one.name: flatten(one.file.experiment) for one in plan.variants},
+        settings={one.name: one.settings for one in plan.variants},
         is_alone=plan.is_alone,
         looks=(Looks(pairs=tuple(looks)),),
     )

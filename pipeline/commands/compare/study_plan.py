@@ -1,6 +1,6 @@
 """Plan of a study: its variants, the trainings of its pairs, and how many of them run at the same time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.commands.compare.compared_runs import Question
@@ -31,6 +31,8 @@ class StudyVariant:
     """A for the first one, and so on."""
     description: str
     """File, or the settings that differ."""
+    settings: Mapping[str, str]
+    """Settings as they were read, before this machine or cluster decided on cores."""
     file: ExperimentFile
     trial: Trial
     """Plan of a training of it."""
@@ -78,7 +80,7 @@ class StudyPlan:
     @property
     def settings(self) -> dict[str, tuple[str | None, ...]]:
         """Settings in which the variants differ, each with its values."""
-        return find_differing([flatten(variant.file.experiment) for variant in self.variants])
+        return find_differing([variant.settings for variant in self.variants])
 
 
 def make_study(
@@ -97,7 +99,8 @@ def make_study(
         ExperimentError: a file is wrong; ResourceError: the machine is too small.
     """
     files = [file for _, file in variants]
-    differing = find_differing([flatten(file.experiment) for file in files])
+    settings = [flatten(file.experiment) for file in files]
+    differing = find_differing(settings)
     if not differing:
         raise UsageError("the variants have the same settings. Give them at least one that differs.")
     is_alone = is_timed or any(key.startswith("parallel.") for key in differing)
@@ -118,7 +121,7 @@ def make_study(
             varied = file.varied(common)
             metric, direction = _find_metric(file, question, allowed=allowed)
             plan = make_plan(varied.experiment, resources, allowed=allowed, with_baseline=False)
-        made.append(StudyVariant(name_variant(number), description, varied, plan.main))
+        made.append(StudyVariant(name_variant(number), description, settings[number], varied, plan.main))
         plans.append((plan, metric, direction, describe_busy(resources, concurrent=concurrent)))
     plan, metric, direction, busy = plans[0]
     notes = [note for each, _, _, _ in plans for note in each.notes]

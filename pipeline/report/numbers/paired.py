@@ -20,6 +20,8 @@ MOST_PAIRS = 1000
 """Pairs beyond which it is not said how many more would decide."""
 _ROUNDING = 1e-9
 """Share of a difference that rounding may make up."""
+_NEGLIGIBLE = 1e-4
+"""Share of an interval below which a value is shown as 0."""
 _LEAST_TO_SEE = 8
 """Pairs from which on a skewed law can be told from a symmetric one."""
 _POINTS = 100.0
@@ -84,9 +86,10 @@ class Answer(Frozen):
     def _unit(self) -> str:
         return f" {self.unit}" if self.unit else ""
 
-    @staticmethod
-    def _format_signed(value: float) -> str:
-        return f"{value:+.2g}" if abs(value) < 10 else f"{value:+.0f}"
+    def _format_signed(self, value: float) -> str:
+        scale = max(abs(one) for one in (self.difference, self.low, self.high) if one is not None)
+        shown = 0.0 if abs(value) < _NEGLIGIBLE * scale else value  # rounding of the metric, such as -1.2e-06
+        return f"{shown:+.2g}" if abs(shown) < 10 else f"{shown:+.0f}"
 
 
 def answer(

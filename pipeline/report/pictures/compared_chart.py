@@ -17,19 +17,20 @@ CAPTION = (
     "interval."
 )
 CURVES_CAPTION = (
-    "A line is the mean over the seeds at each evaluation, the band the range from the lowest to the highest."
+    "A line is the mean over the seeds at each evaluation, the band the range from the lowest to the highest. Where "
+    "trainings ended early, they are those of the seeds that are left."
 )
 
 
-def draw_differences(pairs: Sequence[ComparedPair]) -> Figure:
+def draw_differences(pairs: Sequence[ComparedPair], *, first: str) -> Figure:
     """Draw a panel for each variant: its differences to the first one, their mean and its interval."""
-    return lay_out(tuple(_panel(one) for one in pairs))
+    return lay_out(tuple(_panel(one, first=first) for one in pairs))
 
 
-def _panel(one: ComparedPair) -> Panel:
+def _panel(one: ComparedPair, *, first: str) -> Panel:
     assert one.answer is not None
     unit = f", {one.answer.unit}" if one.answer.unit else ""
-    return Panel(f"{one.variant.name} - first variant: {one.answer.metric}{unit}", "seed", partial(_fill, one=one))
+    return Panel(f"{one.variant.name} - {first}: {one.answer.metric}{unit}", "seed", partial(_fill, one=one))
 
 
 def _fill(axes: Axes, *, one: ComparedPair) -> None:

@@ -86,7 +86,7 @@ def _of_sweep(report: SweptReport, courses: Sequence[Course]) -> Iterator[Pictur
 def _of_study(report: Compared, courses: Sequence[Course]) -> Iterator[Picture]:
     if answered := [one for one in report.others if one.answer is not None]:
         label = "Differences of the pairs"
-        draw = partial(compared_chart.draw_differences, answered)
+        draw = partial(compared_chart.draw_differences, answered, first=report.first.name)
         yield Picture(DIFFERENCES_NAME, draw, label, report.name, compared_chart.CAPTION)
         if courses and (metric := compared_chart.find_metric(answered, courses)):
             draw = partial(compared_chart.draw_curves, courses, metric=metric)
