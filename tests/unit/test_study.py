@@ -57,6 +57,11 @@ def test_an_extension_trains_more_and_has_a_wider_interval() -> None:
         UsageError, match=r"has its answer from 5 pairs\. For more pairs, use --seeds, e\.g\. --seeds 10"
     ):
         answered.extended((5,))
+    assert answered.extended((5,), has_failures=True).looks[1].pairs == (5,)
+    seen = record(Looks(pairs=(5, 7))).seen()
+    assert seen.extended((5, 7)) == seen
+    with pytest.raises(UsageError, match="was looked at already"):
+        seen.extended((5,))
     extended = answered.extended((5, 7, 10))
     assert extended.looks[1].pairs == (7, 10)
     assert extended.confidence == pytest.approx(1 - 0.0125 / 2)

@@ -133,7 +133,8 @@ def _continue(plan: StudyPlan, folder: Path, looks: Sequence[int]) -> StudyRecor
         raise UsageError(
             "\n".join([f"--resume: {folder} is another study. Start a new one without --resume.", *changed])
         )
-    return record.extended(looks)
+    failed = any(state_of(folder / folder_name(one.number))[0] == "failed" for one in records(folder))
+    return record.extended(looks, has_failures=failed)
 
 
 def _job(plan: StudyPlan, invocation: Invocation) -> TrialJob:
@@ -183,6 +184,7 @@ def _train(plan: StudyPlan, record: StudyRecord, *, job: TrialJob, invocation: I
             if all(one.answer is not None and one.answer.verdict != "inconclusive" for one in found.others):
                 break
             display.tell(f"after {pairs} pairs: {found.verdict}")
+            record.seen().keep(job.folder)
     return display.lacked
 
 

@@ -66,7 +66,7 @@ def compare_study(folder: Path, *, hardware: str = "", question: Question | None
             **known,
             "first": _describe(compared.first, descriptions),
             "others": others,
-            "notes": (*compared.notes, *_describe_looks(record)),
+            "notes": (*compared.notes, *_describe_looks(record, left=max(0, left))),
         }
     )
 
@@ -75,9 +75,11 @@ def _describe(variant: ComparedVariant, descriptions: Mapping[str, str]) -> Comp
     return variant.model_copy(update={"description": descriptions[variant.name]})
 
 
-def _describe_looks(record: StudyRecord) -> Iterator[str]:
-    """Yield how the interval accounts for repeated looks."""
+def _describe_looks(record: StudyRecord, *, left: int) -> Iterator[str]:
+    """Yield how the interval accounts for repeated looks; ``left``: trainings that have not ended."""
     looks = record.looks[-1].pairs
+    if left:
+        yield "The study is not complete. Resume it before you rely on the answer: an early look can deceive"
     if len(looks) > 1:
         yield (
             f"The answer was looked at after {', '.join(map(str, looks))} pairs at most. The interval is wider, so "

@@ -19,8 +19,10 @@ class Looks(Frozen):
     """Numbers of pairs at which the answer is looked at, in one plan: once, or until it is clear."""
 
     pairs: tuple[int, ...]
+    is_seen: bool = False
+    """True once an answer before the last look was printed."""
     is_answered: bool = False
-    """True once the answer was printed: pairs that are added later are an extension."""
+    """True once the answer of the last look was printed: pairs that are added later are an extension."""
 
 
 class StudyRecord(Frozen):
@@ -63,27 +65,45 @@ class StudyRecord(Frozen):
         """Confidence level of the interval at each look of the last plan."""
         return confidence_of_look([len(one.pairs) for one in self.looks], index=len(self.looks) - 1)
 
-    def extended(self, looks: Sequence[int]) -> Self:
+    def extended(self, looks: Sequence[int], *, has_failures: bool = False) -> Self:
         """Return the record with the looks of this session.
 
+        Args:
+            looks: numbers of pairs at which this session is to look at the answer.
+            has_failures: True if trainings have failed, which this session trains again.
+
         Raises:
-            UsageError: all of these pairs have been answered.
+            UsageError: all of these pairs have been answered, or the plan changes after a look at it.
         """
         last = self.looks[-1]
+        if not last.is_answered and (tuple(looks) == last.pairs or not last.is_seen):
+            return self.model_copy(
+                update={"looks": (*self.looks[:-1], last.model_copy(update={"pairs": tuple(looks)}))}
+            )
         if not last.is_answered:
-            return self.model_copy(update={"looks": (*self.looks[:-1], Looks(pairs=tuple(looks)))})
-        if looks[-1] <= last.pairs[-1]:
+            raise UsageError(
+                f"--resume: the study is to be looked at after {', '.join(map(str, last.pairs))} pairs, and was looked "
+                "at already. Continue it with the same --seeds, --until-clear and --at-most."
+            )
+        more = tuple(pairs for pairs in looks if pairs > last.pairs[-1])
+        if not more and not has_failures:
             raise UsageError(
                 f"--resume: the study has its answer from {last.pairs[-1]} pairs. For more pairs, use --seeds, e.g. "
                 f"--seeds {2 * last.pairs[-1]} --resume"
             )
-        more = tuple(pairs for pairs in looks if pairs > last.pairs[-1])
-        return self.model_copy(update={"looks": (*self.looks, Looks(pairs=more))})
+        return self.model_copy(update={"looks": (*self.looks, Looks(pairs=more or last.pairs[-1:]))})
+
+    def seen(self) -> Self:
+        """Return the record after a look at the answer that was not the last one."""
+        return self._with_last(is_seen=True)
 
     def answered(self) -> Self:
         """Return the record after the answer of the last plan."""
+        return self._with_last(is_answered=True)
+
+    def _with_last(self, **changes: bool) -> Self:
         *earlier, last = self.looks
-        return self.model_copy(update={"looks": (*earlier, last.model_copy(update={"is_answered": True}))})
+        return self.model_copy(update={"looks": (*earlier, last.model_copy(update=changes))})
 
 
 def find_differing(settings: Sequence[Mapping[str, str]]) -> dict[str, tuple[str | None, ...]]:
