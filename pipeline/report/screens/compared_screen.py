@@ -14,11 +14,13 @@ def format_screen(compared: Compared, places: Places) -> tuple[str, ...]:
     return assemble(
         [
             Block(tuple(answers)),
-            Block((*wrap(compared.opening[1]), *_variants(compared), *_settings(compared))),
+            Block((*wrap(compared.opening[1]), *_variants(compared))),
+            Block(tuple(_settings(compared)), rank=3),
             Block(tuple(line for time in compared.times for line in label("TIME", time))),
-            *(Block(table, rank=2 + number) for number, table in enumerate(_tables(compared))),
+            *(Block(table, rank=2) for table in _tables(compared)),
             Block(tuple(_notes(compared)), rank=1),
-            Block((*label("Scope", *compared.claims), *_places(compared, places), *answers)),
+            Block((*label("Scope", *compared.claims), *_places(compared, places))),
+            Block(tuple(answers), rank=4 if len(compared.others) > 1 else 0),  # several answers don't fit twice
         ]
     )
 
