@@ -123,7 +123,7 @@ def test_a_plan_alternates_and_pairs_seeds() -> None:
     plan = make_study(variants, Question(), pairs=3, is_timed=False)
     assert [one.title for one in plan.trainings(2)] == ["A, seed 5", "B, seed 5", "B, seed 6", "A, seed 6"]
     assert plan.trainings(1) == plan.trainings(3)[:2]  # an extension keeps what is there
-    assert (plan.metric, plan.direction, plan.is_alone) == ("validation/accuracy", "max", False)
+    assert (plan.metric, plan.direction, plan.is_alone) == ("validation/loss", "min", False)
     assert "optimizer.lr=0.2" in describe_study(plan, looks=(3,))
     alone = make_study(variants, Question(), pairs=3, is_timed=True)
     assert (alone.is_alone, alone.concurrent) == (True, 1)

@@ -150,7 +150,7 @@ def _find_metric(file: ExperimentFile, question: Question, *, allowed: tuple[str
     """
     experiment = file.experiment
     known = [*experiment.metrics, "loss"]
-    name = question.metric or experiment.checkpoint.best or known[0]
+    name = question.metric or experiment.checkpoint.best or "loss"  # another metric may have a value per class
     name = name.removeprefix(_TEST).removeprefix(PREFIX)
     if name != "loss" and source_of(f"{PREFIX}{name}", experiment.metrics) is None:
         hint = did_you_mean(name, known) or f"; {file.path} has {', '.join(known)}"
