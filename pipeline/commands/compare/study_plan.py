@@ -169,7 +169,7 @@ def describe_study(study: StudyPlan, *, looks: Sequence[int]) -> str:
     lines = [
         *(f"{variant.name}            {variant.description}" for variant in study.variants),
         *(f"             {key}: {', '.join(str(value) for value in values)}" for key, values in study.settings.items()),
-        f"compared by  {study.metric} ({'lower' if study.direction == 'min' else 'higher'} is better)",
+        f"compared by  {_name_metric(study)}",
         f"pairs        {looks[-1]}, seeds {study.seed} to {study.seed + looks[-1] - 1}",
         *([f"looks        after {', '.join(map(str, looks))} pairs, until the answer is clear"] if looks[1:] else []),
         f"machine      {study.plan.resources.summary}",
@@ -178,3 +178,9 @@ def describe_study(study: StudyPlan, *, looks: Sequence[int]) -> str:
         *(f"  {training.title}" for training in trainings),
     ]
     return "\n".join(lines)
+
+
+def _name_metric(study: StudyPlan) -> str:
+    """Name the metric that the answer is about, as far as it is known before the trainings have their metrics."""
+    experiment = study.plan.experiment
+    return study.question.metric or experiment.checkpoint.best or f"{PREFIX}{next(iter(experiment.metrics), 'loss')}"
