@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -94,8 +95,12 @@ def _continuable(run: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        words = [word for word in shlex.split(provenance.command()) if not word.startswith("--resume")]
-        words = [word for word in words if word != run]
+        given = ["", *shlex.split(provenance.command())]
+        words = [
+            word
+            for before, word in pairwise(given)
+            if not word.startswith("--resume") and (before != "--resume" or word.startswith("-") or "=" in word)
+        ]
         command = shlex.join(words) if words else "pipeline compare ..."
         error.add_note(f"continue it with: {command} --resume {run}")
         raise

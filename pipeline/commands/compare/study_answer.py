@@ -53,9 +53,11 @@ def compare_study(folder: Path, *, hardware: str = "", question: Question | None
         lists = [ComparedVariant(name=one.name, runs={}) for one in variants]
         others = tuple(ComparedPair(variant=one) for one in lists[1:])
         return Compared(first=lists[0], others=others, notes=record.notes, **known)
+    if not any(one.metrics for variant in variants for one in variant.runs.values()):
+        question = question.model_copy(update={"metric": None})  # which none has yet: a note says so, and is no error
     compared = compare_variants(variants, question, notes=record.notes, confidence=record.confidence)
     if record.is_alone:
-        compared = _with_times(compared, variants, target=question.target)
+        compared = _with_times(compared, variants, target=question.target, confidence=record.confidence)
     else:
         note = "The trainings ran side by side, so their times are not compared. To compare them, use --target"
         compared = compared.model_copy(update={"notes": (*compared.notes, note)})
@@ -90,8 +92,11 @@ def _describe_looks(record: StudyRecord, *, left: int) -> Iterator[str]:
         yield f"The study was extended after an answer from {earlier} pairs, so its interval is wider"
 
 
-def _with_times(compared: Compared, variants: Sequence[Variant], *, target: float | None) -> Compared:
-    """Add the time to target of each pair."""
+def _with_times(
+    compared: Compared, variants: Sequence[Variant], *, target: float | None, confidence: float
+) -> Compared:
+    """Add the time to target of each pair. The intervals of several variants hold together (Bonferroni)."""
+    level = 1 - (1 - confidence) / len(compared.others)
     if (answer := next((one.answer for one in compared.others if one.answer is not None), None)) is None:
         return compared
     metric, direction = answer.metric.replace("test/", PREFIX, 1), answer.direction
@@ -110,7 +115,7 @@ def _with_times(compared: Compared, variants: Sequence[Variant], *, target: floa
         seconds = {
             seed: (until(both[0][seed]), until(both[1][seed])) for seed in sorted(both[0].keys() & both[1].keys())
         }
-        time = TimeToTarget.of(seconds, metric=metric, target=target)
+        time = TimeToTarget.of(seconds, metric=metric, target=target, confidence=level)
         prices, watts = zip(*(rates[name] for name in names), strict=True)
         others.append(one.model_copy(update={"time": time.model_copy(update={"prices": prices, "watts": watts})}))
     return compared.model_copy(update={"others": tuple(others)})

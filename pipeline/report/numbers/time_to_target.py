@@ -36,10 +36,18 @@ class TimeToTarget(Frozen):
     high: float | None = None
 
     @classmethod
-    def of(cls, seconds: Mapping[int, tuple[float | None, float | None]], *, metric: str, target: float) -> Self:
-        """Compare the seconds of both variants by seed."""
+    def of(
+        cls,
+        seconds: Mapping[int, tuple[float | None, float | None]],
+        *,
+        metric: str,
+        target: float,
+        confidence: float = CONFIDENCE,
+    ) -> Self:
+        """Compare the seconds of both variants by seed, with an interval of this level."""
         pairs = [(first, second) for first, second in seconds.values() if first and second]
-        ratio = estimates.mean_of_independent([math.log(first / second) for first, second in pairs]) if pairs else None
+        logs = [math.log(first / second) for first, second in pairs]
+        ratio = estimates.mean_of_independent(logs, confidence=confidence) if logs else None
         ends = {} if ratio is None else {"ratio": math.exp(ratio.value)}
         if ratio is not None and ratio.size > 1:
             ends |= {"low": math.exp(ratio.low), "high": math.exp(ratio.high)}
