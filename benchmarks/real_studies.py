@@ -92,7 +92,7 @@ def trained(name: str, more: Sequence[str], *, seeds: int) -> Values:
 def judged(pairs: Mapping[int, tuple[float, float]], metric: str) -> Answer:
     """Return the answer of the command."""
     values = [value for both in pairs.values() for value in both]
-    rated = is_rate(values, direction=METRICS[metric])
+    rated = is_rate(metric, values, direction=METRICS[metric])
     return answer(pairs, metric=metric, direction=METRICS[metric], is_rate=rated)
 
 

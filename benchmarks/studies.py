@@ -148,10 +148,11 @@ def _until_clear(law: Law, source: np.random.Generator) -> list[str]:
             differences = (law(source, LOOKS[-1]) + effect).tolist()
             found = {size: mean_of_independent(differences[:size], confidence=level) for size in LOOKS}
             covered += all(one.low <= effect <= one.high for one in found.values())
-            ended = next(
-                (size for size, one in found.items()
-                 if judge(one, differences[:size], direction="min", margin=None) != "inconclusive"), None,
-            )  # fmt: skip
+            verdicts = {
+                size: judge(one, differences[:size], direction="min", margin=None, confidence=level)
+                for size, one in found.items()
+            }
+            ended = next((size for size, verdict in verdicts.items() if verdict != "inconclusive"), None)
             told += ended is not None
             trained += ended or LOOKS[-1]
         share = f"{told / STUDIES:.1%}"

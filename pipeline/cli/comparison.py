@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pipeline.recording.journal.run_summary import RunSummary
 
 _LEAST, _PAIRS, _AT_MOST = 2, 5, 20
+_RUNS = Path("runs")
 
 
 class BetterDirection(StrEnum):
@@ -100,7 +101,7 @@ def compare(
     ] = None,
     dry_run: DryRun = False,
     resume: Resume = None,
-    directory: Directory = Path("runs"),
+    directory: Directory = _RUNS,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
@@ -127,8 +128,13 @@ def compare(
         raise UsageError(
             f"--seeds {first}: a single pair has no confidence interval. Use at least {_LEAST}, e.g. --seeds 5."
         )
-    if until_clear and (at_most or max(_AT_MOST, first)) < first:
-        raise UsageError(f"--at-most {at_most}: less than --seeds {first}, with which the study starts")
+    most = max(_AT_MOST, first) if at_most is None else at_most
+    if until_clear and most < first:
+        raise UsageError(f"--at-most {most}: less than --seeds {first}, with which the study starts")
+    if dry_run and as_json:
+        raise UsageError("--dry-run prints the plan as text. Remove --json.")
+    if directory != _RUNS:
+        raise UsageError("--directory is for recorded runs. For files, set tracking.directory=FOLDER.")
     with consoles(as_json=as_json, quiet=quiet, prints=dry_run) as terminal:
         stages.begin("reading the experiments")
         from pipeline.config.variant_files import read_variants
@@ -139,7 +145,7 @@ def compare(
             from pipeline.commands.compare import study_plan
         from pipeline.report.numbers.looks import plan_looks
 
-        looks = plan_looks(first, at_most=at_most or max(_AT_MOST, first)) if until_clear else (first,)
+        looks = plan_looks(first, at_most=most) if until_clear else (first,)
         plan = study_plan.make_study(variants, asked.question(), pairs=first, is_timed=target is not None)
         if dry_run:
             stages.end()
@@ -147,9 +153,10 @@ def compare(
             return
         from pipeline.commands.compare.study import study
 
+        is_as_before = resume is not None and seeds is None and not until_clear
         study(
             plan,
-            looks,
+            None if is_as_before else looks,
             resume=resume,
             verbose=verbose,
             terminal=terminal,
@@ -205,7 +212,8 @@ def _compare_runs(words: Sequence[str], asked: _Asked, *, directory: Path, as_js
         from pipeline.commands.compare.study_answer import compare_study
         from pipeline.commands.ending import print_result
 
-        compared = compare_study(named[0].folder, question=asked.question() if any(asked) else None)
+        changes = {name: value for name, value in asked._asdict().items() if value is not None}
+        compared = compare_study(named[0].folder, changes=changes)
         if as_json:
             print_json(json.dumps(compared.to_mapping(), indent=2))
         else:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from pipeline.commands.history.run_list import show_runs
 from pipeline.commands.history.run_result import result_of
 from pipeline.config.load import ExperimentFile
-from pipeline.driver.resume import newest
-from pipeline.errors import TrainingError, UsageError
-from pipeline.recording.journal.folder import read_status, runs_named
+from pipeline.driver.resume import altered, newest
+from pipeline.errors import Terminated, TrainingError, UsageError
+from pipeline.recording.journal.folder import read_state, read_status, runs_named
 from pipeline.recording.journal.run_summary import RunSummary, summarized
 from pipeline.recording.terminal.terminal import Terminal, write
 from pipeline.wording import counted
@@ -61,7 +61,7 @@ def run_several(
     for number, file in enumerate(files, 1):
         title = f"{number} of {len(files)}: {file.path}"
         before = _find_earlier(file) if resume is not None else None
-        if before is not None and read_status(before) == "FINISHED":
+        if before is not None and _is_complete(file, before):
             write(terminal.progress, f"{title} completed before: {before.name}")
             summary = summarized(before)
             result = result_of(summary) if as_json and summary is not None else None
@@ -80,6 +80,11 @@ def _find_earlier(file: ExperimentFile) -> Path | None:
         return None
 
 
+def _is_complete(file: ExperimentFile, before: Path) -> bool:
+    """Return True if a run has completed, and nothing has changed that affects what it trains."""
+    return read_status(before) == "FINISHED" and not altered(file, read_state(before))
+
+
 def _run(file: ExperimentFile, words: Sequence[str], *, keeps_output: bool, resumed: Path | None) -> EndedRun:
     """Run a command to its end.
 
@@ -94,7 +99,9 @@ def _run(file: ExperimentFile, words: Sequence[str], *, keeps_output: bool, resu
     )
     try:
         output, _ = process.communicate()
-    except KeyboardInterrupt:  # which the terminal has sent to the run, too: it saves a checkpoint
+    except KeyboardInterrupt as error:
+        if isinstance(error, Terminated):  # Ctrl-C the terminal has sent to the run, too; it saves a checkpoint
+            process.terminate()
         process.wait()
         raise
     if process.returncode in _INTERRUPTED:

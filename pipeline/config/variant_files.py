@@ -48,10 +48,16 @@ def _parse_vary(text: str) -> list[tuple[list[str], list[str]]]:
         UsageError: no key has several values, or two keys have different numbers of them.
     """
     values: dict[str, list[str]] = {}
-    for word in shlex.split(text):
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--vary {text}: {error}".rstrip(".")) from None
+    for word in words:
         key, equals, listed = word.partition("=")
-        if not equals:
+        if not equals or not all(map(str.strip, _split(listed))):
             raise UsageError(f"--vary {word}: write key=value,value, e.g. --vary optimizer.lr=0.1,0.05")
+        if key in values:
+            raise UsageError(f"--vary: {key} is named twice. List its values, e.g. {key}=0.1,0.05")
         values[key] = _split(listed)
     counts = {key: len(found) for key, found in values.items() if len(found) > 1}
     if len(set(counts.values())) != 1:

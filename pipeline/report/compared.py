@@ -83,8 +83,9 @@ class Compared(Frozen):
             is_named = several and found.verdict == "inconclusive"
             named = f"{self.first.name} and {one.variant.name}: " if is_named else ""
             text = f"{named}{found.format(self.first.name, one.variant.name)}"
-            more = f": --seeds {len(self.first.runs) + found.more_pairs} --resume" if found.more_pairs else ""
-            yield f"{text}{more if self.run else ''}"
+            more = len(self.first.runs) + (found.more_pairs or 0)
+            option = f": --seeds {more} --resume {self.run.rpartition('-')[2]}"
+            yield f"{text}{option if self.run and found.more_pairs else ''}"
 
     @property
     def times(self) -> tuple[str, ...]:

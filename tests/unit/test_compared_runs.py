@@ -191,7 +191,7 @@ def test_a_test_set_that_not_all_have_is_not_compared(tmp_path: Path) -> None:
 def test_rounding_is_no_spread(tmp_path: Path) -> None:
     found = compare_runs(pairs(tmp_path, [0.81, 0.82, 0.8], [0.82, 0.83, 0.81]))
     assert found.compared.answers[0].startswith("Inconclusive: ")
-    assert "all pairs have the same difference. From six pairs on, that is an answer" in found.compared.notes
+    assert "all pairs have the same difference. Enough pairs make that an answer: six at 95%" in found.compared.notes
 
 
 def test_a_damaged_file_of_losses_is_none(tmp_path: Path) -> None:

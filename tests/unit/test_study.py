@@ -52,7 +52,7 @@ def test_an_extension_trains_more_and_has_a_wider_interval() -> None:
     first = record(Looks(pairs=(5,)))
     assert first.confidence == pytest.approx(0.95)
     assert first.extended((7,)).looks == (Looks(pairs=(7,)),)  # its answer was never printed
-    answered = first.answered()
+    answered = first.answered(5)
     with pytest.raises(
         UsageError, match=r"has its answer from 5 pairs\. For more pairs, use --seeds, e\.g\. --seeds 10"
     ):
@@ -65,12 +65,14 @@ def test_an_extension_trains_more_and_has_a_wider_interval() -> None:
     extended = answered.extended((5, 7, 10))
     assert extended.looks[1].pairs == (7, 10)
     assert extended.confidence == pytest.approx(1 - 0.0125 / 2)
-    assert first.pairs == 5
-    assert extended.pairs == 10
+    early = record(Looks(pairs=(5, 7, 10))).answered(5)
+    assert early.last_look(9) == 5
+    assert early.extended((8,)).looks[1].pairs == (8,)
+    assert [record(Looks(pairs=(5, 7))).last_look(ended) for ended in (4, 5, 6, 7)] == [None, 5, 5, 7]
 
 
 def test_a_record_is_read_as_it_was_kept(tmp_path: Path) -> None:
-    kept = record(question=Question(metric="loss", margin=0.5)).answered()
+    kept = record(question=Question(metric="loss", margin=0.5)).answered(3)
     kept.keep(tmp_path)
     assert StudyRecord.read(tmp_path) == kept
     (tmp_path / "study.json").write_text("{")
@@ -87,13 +89,13 @@ def test_the_answer_of_a_folder(tmp_path: Path) -> None:
     assert found.left == 0
     assert found.settings == {"optimizer.lr": ("0.1", "0.2")}
     assert found.tags == {"verdict": "inconclusive", "difference": "-9 points", "pairs": "2"}
-    assert found.answers[0].endswith("would decide: --seeds 4 --resume")
+    assert found.answers[0].endswith("would decide: --seeds 4 --resume 1")
 
     screen = format_screen(found, Places(folder="f", run="latest", page="f/report.html"))
     assert len(screen) <= 24
     assert max(map(len, screen)) <= 80
     assert screen[0].startswith("Inconclusive: validation/accuracy -9 points")
-    assert screen[-1].endswith("would decide: --seeds 4 --resume")
+    assert screen[-1].endswith("would decide: --seeds 4 --resume 1")
     assert "A        optimizer.lr=0.1" in screen
     assert "| 3 | 0.9 | 0.8 | -10 |" in found.markdown()
 
@@ -102,6 +104,36 @@ def test_a_study_without_a_whole_pair_has_no_answer(tmp_path: Path) -> None:
     found = compare_study(study(tmp_path, record(), {}))
     assert (found.answers, found.verdict, found.left) == ((), "No pair of trainings can be compared", 6)
     assert found.to_mapping()["verdict"] is None
+
+
+def test_there_is_no_answer_between_looks(tmp_path: Path) -> None:
+    """Ctrl-C, a look, and a resumed study would be a look that nobody has planned."""
+    folder = study(tmp_path, record(Looks(pairs=(3, 5))), {3: (0.9, 0.8), 4: (0.91, 0.83)})
+    found = compare_study(folder)
+    assert (found.answers, found.left) == ((), 2)
+    assert "2 of 3 pairs are complete. The answer comes after all of them" in found.notes
+    (tmp_path / "more").mkdir()
+    values = {seed: (0.9, 0.8 - seed / 100) for seed in range(4)}
+    answer = compare_study(study(tmp_path / "more", record(Looks(pairs=(3, 5))), values)).others[0].answer
+    assert answer is not None
+    assert answer.seeds == (0, 1, 2)
+
+
+def test_a_training_that_never_started_is_named(tmp_path: Path) -> None:
+    folder = study(tmp_path, record(Looks(pairs=(2,))), {3: (0.9, 0.8)})
+    for number, name in ((3, "B"), (4, "A")):
+        failed = Record(number=number, values={"seed": 4}, variant=name, failure="its process was killed")
+        failed.keep(folder / f"trial-{number:03}")
+    found = compare_study(folder)
+    assert "B, seed 4 does not count: its process was killed" in found.notes
+    assert found.others[0].answer is not None
+
+
+def test_a_metric_that_the_trainings_do_not_have_costs_no_answer(tmp_path: Path) -> None:
+    folder = study(tmp_path, record(question=Question(metric="recall")), dict.fromkeys(range(3), (0.9, 0.8)))
+    found = compare_study(folder)
+    assert "--metric recall: there is no such metric; the runs have validation/accuracy in common" in found.notes
+    assert found.others[0].answer is not None
 
 
 def test_repeated_looks_widen_the_interval(tmp_path: Path) -> None:

@@ -61,8 +61,16 @@ def test_what_does_not_reach_the_target_is_named_and_does_not_count() -> None:
     lines = [*found.model_copy(update={"prices": (2.0, 4.0), "watts": (None, 300.0)}).format("A", "B")]
     assert lines == [
         "not reached: m 0.97 by A with seed 4",
-        "m 0.97: B in 1:40 (price 0.11, energy 8.3 Wh), A in 50 s (price 0.028): 2.00x later, inconclusive",
+        "m 0.97: B in 1:40 (price 0.11, energy 8.3 Wh), A in 50 s (price 0.028): 2.00x later, inconclusive, only the "
+        "1 of 2 pairs that both reached it",
     ]
     assert list(TimeToTarget.of({3: (None, None)}, metric="m", target=1).format("A", "B")) == [
         "not reached: m 1 by A with seed 3, B with seed 3"
     ]
+
+
+def test_steps_that_a_resumed_training_did_again_count_once() -> None:
+    found = course([0.5, 0.7])
+    found.windows = [Window(0, 10, 1.0, 10), Window(10, 20, 1.0, 20), Window(30, 40, 1.0, 20), Window(40, 50, 1.0, 30)]
+    assert found.trained_until() == pytest.approx(30)
+    assert found.trained_until(25) == pytest.approx(20)

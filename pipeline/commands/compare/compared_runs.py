@@ -61,7 +61,12 @@ def compare_runs(runs: Sequence[RunSummary], question: Question = Question()) ->
 
 
 def compare_variants(
-    variants: Sequence[Variant], question: Question, *, notes: Sequence[str] = (), confidence: float = CONFIDENCE
+    variants: Sequence[Variant],
+    question: Question,
+    *,
+    notes: Sequence[str] = (),
+    confidence: float = CONFIDENCE,
+    next_confidence: float | None = None,
 ) -> Compared:
     """Compare each of several variants with the first.
 
@@ -70,9 +75,10 @@ def compare_variants(
         question: what they are compared by.
         notes: notes on the runs.
         confidence: level of the intervals.
+        next_confidence: level at which further pairs would be answered; None: the same.
 
     Raises:
-        UsageError: there is no such metric.
+        UsageError: there is no such metric. Without a metric in the question, a note says so.
     """
     first, *rest = variants
     told = list(notes)
@@ -86,7 +92,14 @@ def compare_variants(
         return Compared(first=_list_runs(first), others=tuple(others), notes=(*told, str(error)))
     paired = [pair(first, other, metric=chosen) for other in rest]
     told += [note for pairs in paired for note in pairs.notes]
-    answers = _answer(paired, metric=chosen, direction=better, margin=question.margin, confidence=confidence)
+    answers = _answer(
+        paired,
+        metric=chosen,
+        direction=better,
+        margin=question.margin,
+        confidence=confidence,
+        next_confidence=next_confidence,
+    )
     told += _explain(answers, first=first, others=rest)
     left = iter(answers)
     others = [
@@ -101,11 +114,17 @@ def _list_runs(variant: Variant) -> ComparedVariant:
 
 
 def _answer(
-    paired: Sequence[Pairs], *, metric: str, direction: Direction, margin: float | None, confidence: float
+    paired: Sequence[Pairs],
+    *,
+    metric: str,
+    direction: Direction,
+    margin: float | None,
+    confidence: float,
+    next_confidence: float | None,
 ) -> list[Answer]:
     """Answer for each variant that has pairs, in one unit, so that the answers hold together."""
     values = [value for pairs in paired for both in pairs.values.values() for value in both]
-    rated = is_rate(values, direction=direction)
+    rated = is_rate(metric, values, direction=direction)
     answers = [
         answer(
             pairs.values,
@@ -115,11 +134,14 @@ def _answer(
             are_identical=pairs.are_identical,
             margin=margin,
             confidence=confidence,
+            next_confidence=next_confidence,
         )
         for pairs in paired
         if pairs.values
     ]
-    return judge_together(answers, confidence=confidence) if len(answers) > 1 else answers
+    if len(answers) < 2:
+        return answers
+    return judge_together(answers, confidence=confidence, next_confidence=next_confidence)
 
 
 def _explain(answers: Sequence[Answer], *, first: Variant, others: Sequence[Variant]) -> Iterator[str]:
@@ -127,7 +149,7 @@ def _explain(answers: Sequence[Answer], *, first: Variant, others: Sequence[Vari
     if len(answers) > 1:
         yield f"{len(answers)} variants are compared with {first.name}: their intervals are wider (Holm)"
     if any(one.verdict == "inconclusive" and one.pairs > 1 and not have_spread(one.differences) for one in answers):
-        yield "all pairs have the same difference. From six pairs on, that is an answer"
+        yield "all pairs have the same difference. Enough pairs make that an answer: six at 95%"
     if any(not first.runs.keys() & other.runs.keys() for other in others):
         yield "runs without a partner of the same seed have no answer. Train them with: pipeline run FILE seed=N"
     if any(one.is_skewed for one in answers):

@@ -39,22 +39,24 @@ _MAY_CHANGE = (
 
 def study(
     plan: StudyPlan,
-    looks: Sequence[int],
+    looks: Sequence[int] | None,
     *,
     resume: str | None,
     verbose: bool,
     terminal: Terminal,
     show: Callable[[Compared], None],
+    command: str = "",
 ) -> None:
     """Train pairs until their number is reached or the answer is clear, and report it.
 
     Args:
         plan: the variants.
-        looks: numbers of pairs at which the answer is looked at.
+        looks: numbers of pairs at which the answer is looked at; None: those of the study to resume.
         resume: the study to resume: "latest", an id or a folder; None starts a new one.
         verbose: True to show Ray's output.
         terminal: shows progress, warnings and the answer.
         show: gets the answer, e.g. to print it as JSON.
+        command: shell command that continues the study with ``--resume``; empty: that of this process.
 
     Raises:
         PipelineError: ready to be shown; TrainingError if all trainings failed, or some did not end.
@@ -62,7 +64,7 @@ def study(
     refuse_outer_launcher("compare")
     file = plan.variants[0].file
     before = earlier(file, resume, role="study").folder if resume is not None else None
-    record = _continue(plan, before, looks) if before is not None else _new_record(plan, looks)
+    record = _continue(plan, before, looks) if before is not None else _new_record(plan, looks or ())
     if plan.is_alone and (load := psutil.cpu_percent(interval=_LOAD_S) / 100) > _MUCH_LOAD:
         note = (
             f"other processes used {load:.0%} of the cores when a session of the study started: times may be too long"
@@ -70,12 +72,12 @@ def study(
         record = record.model_copy(update={"notes": (*record.notes, note)})
     with (
         invoked(plan.plan, file=file, terminal=terminal, verbose=verbose, folder=before) as invocation,
-        _continuable(invocation.folder.name),
+        _continuable(invocation.folder.name, command=command),
     ):
         record.keep(invocation.folder)
         job = _job(plan, invocation)
         try:
-            lacked = _train(plan, record, job=job, invocation=invocation)
+            lacked, pairs = _train(plan, record, job=job, invocation=invocation)
             tell = partial(write, terminal.progress)
             finish_trials.send(invocation.folder, patience_s=job.grace_s, tell=tell, warn=invocation.warn)
         finally:
@@ -85,24 +87,24 @@ def study(
             if lacking := finish_trials.missing(invocation.folder):
                 invocation.warn(lacking)
         _check_ends(invocation.folder, lacked=lacked)
-        record.answered().keep(invocation.folder)
+        record.answered(pairs).keep(invocation.folder)
         invocation.save_report(compared)
 
 
 @contextmanager
-def _continuable(run: str) -> Iterator[None]:
+def _continuable(run: str, *, command: str) -> Iterator[None]:
     """Add a note to an interruption inside: how to continue the study."""
     try:
         yield
     except KeyboardInterrupt as error:
-        given = ["", *shlex.split(provenance.command())]
+        given = ["", *shlex.split(command or provenance.command())]
         words = [
             word
             for before, word in pairwise(given)
             if not word.startswith("--resume") and (before != "--resume" or word.startswith("-") or "=" in word)
         ]
-        command = shlex.join(words) if words else "pipeline compare ..."
-        error.add_note(f"continue it with: {command} --resume {run}")
+        words = words or ["pipeline", "compare", "..."]
+        error.add_note(f"continue it with: {shlex.join(words)} --resume {run}")
         raise
 
 
@@ -116,13 +118,15 @@ def _new_record(plan: StudyPlan, looks: Sequence[int]) -> StudyRecord:
     )
 
 
-def _continue(plan: StudyPlan, folder: Path, looks: Sequence[int]) -> StudyRecord:
+def _continue(plan: StudyPlan, folder: Path, looks: Sequence[int] | None) -> StudyRecord:
     """Return the record of a study to resume, with the looks of this session.
 
     Raises:
         UsageError: it compares other variants or by something else, or has its answer already.
     """
-    record, now = StudyRecord.read(folder), _new_record(plan, looks)
+    record = StudyRecord.read(folder)
+    looks = record.looks[-1].pairs if looks is None else looks
+    now = _new_record(plan, looks)
     changed = [
         f"{name}: {key} was {then.get(key)}, is now {value.get(key)}"
         for name, value in now.settings.items()
@@ -156,8 +160,12 @@ def _job(plan: StudyPlan, invocation: Invocation) -> TrialJob:
     )
 
 
-def _train(plan: StudyPlan, record: StudyRecord, *, job: TrialJob, invocation: Invocation) -> str:
-    """Train the pairs up to each look, until the answer is clear; return what a cluster lacked, if it did."""
+def _train(plan: StudyPlan, record: StudyRecord, *, job: TrialJob, invocation: Invocation) -> tuple[str, int]:
+    """Train the pairs up to each look, until the answer is clear.
+
+    Returns:
+        What a cluster lacked, if it did, and the number of pairs.
+    """
     from pipeline.commands.sweep.tuner import SweepDisplay, searching
 
     looks = record.looks[-1].pairs
@@ -181,16 +189,19 @@ def _train(plan: StudyPlan, record: StudyRecord, *, job: TrialJob, invocation: I
                 if state_of(job.folder_of(one.number))[0] == "finished":
                     progress.update(find_trial(job.folder, one, metric=job.metric))
                     tried.add(one.number)
-            search([one for one in trainings if one.number not in tried], needs=plan.needs)
-            tried.update(one.number for one in trainings)
+            if todo := [one for one in trainings if one.number not in tried]:
+                search(todo, needs=plan.needs)
+                tried.update(one.number for one in todo)
             if display.lacked or pairs == looks[-1]:
                 break
-            found = compare_study(job.folder)
-            if all(one.answer is not None and one.answer.verdict != "inconclusive" for one in found.others):
+            answers = [one.answer for one in compare_study(job.folder).others]
+            if None in answers:  # nothing to compare, and more of the same would not change that
                 break
-            display.tell(f"after {pairs} pairs: {found.verdict}")
+            if all(one is not None and one.verdict != "inconclusive" for one in answers):
+                break
+            display.tell(f"after {pairs} pairs: {'; '.join(compare_study(job.folder).answers)}")
             record.seen().keep(job.folder)
-    return display.lacked
+    return display.lacked, pairs
 
 
 def _report(compared: Compared, invocation: Invocation) -> None:

@@ -1,16 +1,20 @@
 """The answer of a study, from the trainings that are in its folder: also while it runs, and after its end."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from pipeline.commands.compare.compared_runs import Question, compare_variants
 from pipeline.commands.compare.study_record import StudyRecord, find_differing
 from pipeline.commands.compare.variants import SeededRun, Variant, read_training
 from pipeline.commands.history.run_result import report_of
 from pipeline.commands.sweep.assignment import folder_name
-from pipeline.commands.sweep.journals import records, state_of
+from pipeline.commands.sweep.journals import has_begun, records, state_of
 from pipeline.config.reported import PREFIX
+from pipeline.errors import UsageError
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import id_of
 from pipeline.recording.journal.run_summary import summarized
@@ -21,74 +25,97 @@ from pipeline.report.numbers.time_to_target import TimeToTarget, find_target, se
 _ENDED = ("finished", "failed")
 
 
-def compare_study(folder: Path, *, hardware: str = "", question: Question | None = None) -> Compared:
-    """Compare the variants of a study by the trainings that it has so far.
+def compare_study(folder: Path, *, hardware: str = "", changes: Mapping[str, Any] = MappingProxyType({})) -> Compared:
+    """Compare the variants of a study, by the pairs of the last look at which it has arrived.
+
+    Before the first look there is no answer: one that is looked at early can deceive.
 
     Args:
         folder: the study's folder.
         hardware: the machine, in a line.
-        question: what they are compared by; None: what the study was started with.
+        changes: what they are compared by instead of what the study was started with, by field of a `Question`.
 
     Raises:
-        UsageError: its record is damaged, or there is no such metric.
+        UsageError: its record is damaged.
     """
     record = StudyRecord.read(folder)
-    question = question or record.question
-    runs: dict[str, dict[int, SeededRun]] = {name: {} for name in record.descriptions}
-    left = record.looks[-1].pairs[0] * len(runs)
-    for training in records(folder):
+    trainings = list(records(folder))
+    names = [*record.descriptions]
+    ended = {one.number for one in trainings if state_of(folder / folder_name(one.number))[0] in _ENDED}
+    pairs = next(number for number in count() if not _is_whole(number + 1, ended, size=len(names)))
+    look = record.last_look(pairs)
+    runs: dict[str, dict[int, SeededRun]] = {name: {} for name in names}
+    notes = list(record.notes)
+    for training in trainings[: (look or pairs) * len(names)]:
         place = folder / folder_name(training.number)
-        left -= state_of(place)[0] in _ENDED
-        if (found := summarized(place)) is not None:
+        if has_begun(place) and (found := summarized(place)) is not None:
             runs[training.variant][training.values["seed"]] = read_training(found)
+        elif training.number in ended:
+            notes.append(f"{training.title} does not count: {state_of(place)[1] or 'it did not start'}")
     variants = [Variant(name, dict(sorted(found.items()))) for name, found in runs.items()]
     known = {
         "experiment": next(iter(record.settings.values())).get("name", ""),
         "hardware": hardware,
         "run": id_of(folder),
         "settings": find_differing([*record.settings.values()]),
-        "left": max(0, left),
+        "left": max(0, record.looks[-1].pairs[0] * len(names) - len(ended)),
     }
+    lists = [_describe(ComparedVariant(name=one.name, runs={}), record.descriptions) for one in variants]
+    nothing = Compared(first=lists[0], others=tuple(ComparedPair(variant=one) for one in lists[1:]), notes=(), **known)
+    if look is None:
+        note = f"{pairs} of {record.looks[-1].pairs[0]} pairs are complete. The answer comes after all of them"
+        return nothing.model_copy(update={"notes": (*notes, note)})
     if not all(variant.runs for variant in variants):
-        lists = [ComparedVariant(name=one.name, runs={}) for one in variants]
-        others = tuple(ComparedPair(variant=one) for one in lists[1:])
-        return Compared(first=lists[0], others=others, notes=record.notes, **known)
-    if not any(one.metrics for variant in variants for one in variant.runs.values()):
-        question = question.model_copy(update={"metric": None})  # which none has yet: a note says so, and is no error
-    compared = compare_variants(variants, question, notes=record.notes, confidence=record.confidence)
-    if record.is_alone:
-        compared = _with_times(compared, variants, target=question.target, confidence=record.confidence)
-    else:
-        note = "The trainings ran side by side, so their times are not compared. To compare them, use --target"
-        compared = compared.model_copy(update={"notes": (*compared.notes, note)})
-    descriptions = record.descriptions
-    others = tuple(one.model_copy(update={"variant": _describe(one.variant, descriptions)}) for one in compared.others)
-    return compared.model_copy(
-        update={
-            **known,
-            "first": _describe(compared.first, descriptions),
-            "others": others,
-            "notes": (*compared.notes, *_describe_looks(record, left=max(0, left))),
-        }
+        return nothing.model_copy(update={"notes": tuple(notes)})
+    compared = _compare(variants, record, record.question.model_copy(update=changes), notes=notes)
+    others = tuple(
+        one.model_copy(update={"variant": _describe(one.variant, record.descriptions)}) for one in compared.others
     )
+    first, told = _describe(compared.first, record.descriptions), (*compared.notes, *_describe_looks(record))
+    return compared.model_copy(update={**known, "first": first, "others": others, "notes": told})
+
+
+def _is_whole(pairs: int, ended: Collection[int], *, size: int) -> bool:
+    """Return True if all trainings of so many pairs have ended."""
+    return all(number in ended for number in range(1, pairs * size + 1))
+
+
+def _compare(variants: Sequence[Variant], record: StudyRecord, question: Question, *, notes: Sequence[str]) -> Compared:
+    """Compare the variants; a metric that they don't have is named in a note, since they are trained already."""
+    levels = {"confidence": record.confidence, "next_confidence": record.next_confidence}
+    try:
+        compared = compare_variants(variants, question, notes=notes, **levels)
+    except UsageError as error:
+        other = question.model_copy(update={"metric": None})
+        compared = compare_variants(variants, other, notes=[*notes, str(error)], **levels)
+    commits = {
+        opened.tags.get("git_commit", "") for one in variants for run in one.runs.values() for opened in [run.opened]
+    }
+    if len(commits) > 1:
+        note = (
+            f"The trainings ran with different code: commits {', '.join(sorted(one[:12] or 'none' for one in commits))}"
+        )
+        compared = compared.model_copy(update={"notes": (*compared.notes, note)})
+    if record.is_alone:
+        return _with_times(compared, variants, target=question.target, confidence=record.confidence)
+    note = "The trainings ran side by side, so their times are not compared. A new study with --target compares them"
+    return compared.model_copy(update={"notes": (*compared.notes, note)})
 
 
 def _describe(variant: ComparedVariant, descriptions: Mapping[str, str]) -> ComparedVariant:
     return variant.model_copy(update={"description": descriptions[variant.name]})
 
 
-def _describe_looks(record: StudyRecord, *, left: int) -> Iterator[str]:
-    """Yield how the interval accounts for repeated looks; ``left``: trainings that have not ended."""
+def _describe_looks(record: StudyRecord) -> Iterator[str]:
+    """Yield how the interval accounts for repeated looks."""
     looks = record.looks[-1].pairs
-    if left:
-        yield "The study is not complete. Resume it before you rely on the answer: an early look can deceive"
     if len(looks) > 1:
         yield (
             f"The answer was looked at after {', '.join(map(str, looks))} pairs at most. The interval is wider, so "
             "that it holds at 95% over all looks"
         )
     if len(record.looks) > 1:
-        earlier = record.looks[-2].pairs[-1]
+        earlier = record.looks[-2].answered_at
         yield f"The study was extended after an answer from {earlier} pairs, so its interval is wider"
 
 
@@ -124,7 +151,7 @@ def _with_times(
 def _find_rates(variant: Variant, followed: Mapping[int, Course]) -> tuple[float | None, float | None]:
     """Return the price of an hour of a variant's devices, and their mean power in W; None if unknown."""
     for seed, course in followed.items():
-        report, trained_s = report_of(variant.runs[seed].run), course.trained_s
+        report, trained_s = report_of(variant.runs[seed].run), course.trained_until()
         if report is None or not trained_s:
             continue
         price, energy = report.price_per_device_hour, report.main.energy

@@ -19,8 +19,10 @@ from pipeline.planning.plan import Plan, make_plan
 from pipeline.protocol.trial import Trial
 from pipeline.wording import did_you_mean
 
-_CPUS, _ADDRESS = "parallel.cpus_per_worker", "parallel.address"
+_CPUS, _ADDRESS, _EXPERIMENT = "parallel.cpus_per_worker", "parallel.address", "tracking.experiment"
 _TEST = "test/"
+_LOSS: tuple[str, Direction] = (f"{PREFIX}loss", "min")
+"""Metric that is followed if the variants have none in common, and its direction."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,11 @@ def make_study(
     if not differing:
         raise UsageError("the variants have the same settings. Give them at least one that differs.")
     is_alone = is_timed or any(key.startswith("parallel.") for key in differing)
+    tracking = files[0].experiment.tracking
+    if any(file.experiment.tracking.uri != tracking.uri for file in files):
+        raise UsageError("the variants have different tracking.uri. Give all trainings of a study the same.")
     made, plans, concurrent = [], [], pairs * len(variants)
+    metric, direction = _LOSS
     for number, (description, file) in enumerate(variants):
         with planning(file) as (allowed, resources):
             if file.experiment.parallel.is_elastic:
@@ -118,13 +124,19 @@ def make_study(
             parallel = file.experiment.parallel
             if parallel.launcher == "ray" and parallel.cluster is not None:
                 common[_ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
+            common[_EXPERIMENT] = tracking.experiment or files[0].experiment.name  # all below the study's run
             varied = file.varied(common)
-            metric, direction = _find_metric(file, question, allowed=allowed)
+            found = _find_metric(file, question, allowed=allowed)
+            metric, direction = found if number == 0 or found == (metric, direction) else _LOSS
             plan = make_plan(varied.experiment, resources, allowed=allowed, with_baseline=False)
         made.append(StudyVariant(name_variant(number), description, settings[number], varied, plan.main))
-        plans.append((plan, metric, direction, describe_busy(resources, concurrent=concurrent)))
-    plan, metric, direction, busy = plans[0]
-    notes = [note for each, _, _, _ in plans for note in each.notes]
+        plans.append((plan, describe_busy(resources, concurrent=concurrent)))
+    plan, busy = plans[0]
+    notes = [note for each, _ in plans for note in each.notes]
+    if len({file.experiment.seed for file in files}) > 1:
+        notes.append(f"The variants have different seeds. All pairs start at {files[0].experiment.seed}.")
+    if len({file.experiment.checkpoint.best for file in files}) > 1:
+        notes.append("checkpoint.best differs: values at the best step are compared with values at another step.")
     return StudyPlan(
         variants=tuple(made),
         question=question,

@@ -21,8 +21,8 @@ class Looks(Frozen):
     pairs: tuple[int, ...]
     is_seen: bool = False
     """True once an answer before the last look was printed."""
-    is_answered: bool = False
-    """True once the answer of the last look was printed: pairs that are added later are an extension."""
+    answered_at: int | None = None
+    """Pairs of the last answer of the plan, once it was printed: pairs that are added later are an extension."""
 
 
 class StudyRecord(Frozen):
@@ -56,14 +56,25 @@ class StudyRecord(Frozen):
         write_atomically(folder / RECORD_NAME, lambda path: path.write_text(text, encoding="utf-8"))
 
     @property
-    def pairs(self) -> int:
-        """Number of pairs of the last plan."""
-        return self.looks[-1].pairs[-1]
+    def _sizes(self) -> list[int]:
+        return [len(one.pairs) for one in self.looks]
 
     @property
     def confidence(self) -> float:
         """Confidence level of the interval at each look of the last plan."""
-        return confidence_of_look([len(one.pairs) for one in self.looks], index=len(self.looks) - 1)
+        return confidence_of_look(self._sizes, index=len(self.looks) - 1)
+
+    @property
+    def next_confidence(self) -> float:
+        """Confidence level of the interval if the study is extended once more, by a number of pairs."""
+        return confidence_of_look([*self._sizes, 1], index=len(self.looks))
+
+    def last_look(self, ended: int) -> int | None:
+        """Return the last look that a number of pairs allows; None before the first one."""
+        last = self.looks[-1]
+        if last.answered_at is not None:
+            return last.answered_at
+        return max((look for look in last.pairs if look <= ended), default=None)
 
     def extended(self, looks: Sequence[int], *, has_failures: bool = False) -> Self:
         """Return the record with the looks of this session.
@@ -76,32 +87,30 @@ class StudyRecord(Frozen):
             UsageError: all of these pairs have been answered, or the plan changes after a look at it.
         """
         last = self.looks[-1]
-        if not last.is_answered and (tuple(looks) == last.pairs or not last.is_seen):
-            return self.model_copy(
-                update={"looks": (*self.looks[:-1], last.model_copy(update={"pairs": tuple(looks)}))}
-            )
-        if not last.is_answered:
+        if last.answered_at is None and (tuple(looks) == last.pairs or not last.is_seen):
+            return self._with_last(pairs=tuple(looks))
+        if last.answered_at is None:
             raise UsageError(
                 f"--resume: the study is to be looked at after {', '.join(map(str, last.pairs))} pairs, and was looked "
                 "at already. Continue it with the same --seeds, --until-clear and --at-most."
             )
-        more = tuple(pairs for pairs in looks if pairs > last.pairs[-1])
+        more = tuple(pairs for pairs in looks if pairs > last.answered_at)
         if not more and not has_failures:
             raise UsageError(
-                f"--resume: the study has its answer from {last.pairs[-1]} pairs. For more pairs, use --seeds, e.g. "
-                f"--seeds {2 * last.pairs[-1]} --resume"
+                f"--resume: the study has its answer from {last.answered_at} pairs. For more pairs, use --seeds, e.g. "
+                f"--seeds {2 * last.answered_at} --resume"
             )
-        return self.model_copy(update={"looks": (*self.looks, Looks(pairs=more or last.pairs[-1:]))})
+        return self.model_copy(update={"looks": (*self.looks, Looks(pairs=more or (last.answered_at,)))})
 
     def seen(self) -> Self:
         """Return the record after a look at the answer that was not the last one."""
         return self._with_last(is_seen=True)
 
-    def answered(self) -> Self:
-        """Return the record after the answer of the last plan."""
-        return self._with_last(is_answered=True)
+    def answered(self, pairs: int) -> Self:
+        """Return the record after the answer of the last plan, from a number of pairs."""
+        return self._with_last(answered_at=pairs)
 
-    def _with_last(self, **changes: bool) -> Self:
+    def _with_last(self, **changes: object) -> Self:
         *earlier, last = self.looks
         return self.model_copy(update={"looks": (*earlier, last.model_copy(update=changes))})
 

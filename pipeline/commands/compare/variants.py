@@ -21,7 +21,10 @@ _ASIDE = (
     *("name", "seed", "tracking.", "benchmark.", "sweep."),
     *("checkpoint.directory", "checkpoint.every_", "checkpoint.keep", "train.log_every_steps"),
     *(f"loader.{name}" for name in ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")),
-    *(f"parallel.{name}" for name in ("address", "cluster", "grace_s", "queue_timeout_s", "ship_code", "timeout_s")),
+    *(
+        f"parallel.{name}"
+        for name in ("address", "cluster", "cpus_per_worker", "grace_s", "queue_timeout_s", "ship_code", "timeout_s")
+    ),
 )
 """Keys that decide nothing of what a training learns, and the seed, by which trainings are paired."""
 _GIVEN = ("name", "train.epochs", "train.global_batch_size")
@@ -147,6 +150,8 @@ def choose_metric(trainings: Sequence[SeededRun], asked: str | None) -> str:
     tested = chosen.replace(PREFIX, _TEST, 1)
     if tested in known or chosen in known:
         return tested if tested in known else chosen
+    if any(name.startswith((PREFIX, _TEST)) for name in first.metrics):
+        raise UsageError("the runs have no validation metric in common, or not the one of checkpoint.best")
     raise UsageError(f"{first.run.run} has no validation metric to compare by: {_state(first)}")
 
 

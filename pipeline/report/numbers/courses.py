@@ -48,6 +48,8 @@ class Window(NamedTuple):
     begin: float
     end: float
     samples_per_second: float
+    step: int = 0
+    """Steps done at its end."""
 
 
 class Pause(NamedTuple):
@@ -88,10 +90,14 @@ class Course:
         """Seconds until the last report."""
         return self._now
 
-    @property
-    def trained_s(self) -> float:
-        """Seconds of training steps."""
-        return sum(window.end - window.begin for window in self.windows)
+    def trained_until(self, second: float = math.inf) -> float:
+        """Return the seconds of training steps until a time, without steps that a resumed training did again."""
+        found, first = 0.0, math.inf
+        for window in reversed([window for window in self.windows if window.begin < second]):
+            if window.step < first or not window.step:
+                found += window.end - window.begin
+                first = window.step
+        return found
 
     def best(self, metric: str) -> int | None:
         """Return the index of a validation metric's best value; None if it is unknown what is better."""
@@ -132,7 +138,7 @@ class Course:
                 if name == VALIDATION_LOSS:
                     self.pauses.append(Pause(before, now, "evaluation"))
         if steps and (rate := figures.get("throughput/samples_per_second")):
-            self.windows.append(Window(now - steps * step_s, now, rate))
+            self.windows.append(Window(now - steps * step_s, now, rate, event.step))
         if steps or any(name.startswith(_VALIDATION) for name in figures):
             self._now = max(now, before)
 

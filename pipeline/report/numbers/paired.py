@@ -5,6 +5,7 @@ less than that of two averages. The interval of the mean difference is that of S
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import pstdev, stdev
 from typing import Literal
@@ -24,6 +25,8 @@ _NEGLIGIBLE = 1e-4
 """Share of an interval below which a value is shown as 0."""
 _LEAST_TO_SEE = 8
 """Pairs from which on a skewed law can be told from a symmetric one."""
+_SIGNED = re.compile(r"r2|r_squared|matthews|mcc|kappa|corr|pearson|spearman|explained|snr|likelihood", re.IGNORECASE)
+"""Names of metrics that are higher for better models, and are no rates."""
 _POINTS = 100.0
 """Points in a rate of 1."""
 
@@ -101,6 +104,7 @@ def answer(
     are_identical: bool = False,
     margin: float | None = None,
     confidence: float = CONFIDENCE,
+    next_confidence: float | None = None,
 ) -> Answer:
     """Answer which of two variants is better.
 
@@ -112,11 +116,14 @@ def answer(
         are_identical: True if all losses of both trainings are equal to the bit, in all pairs.
         margin: difference up to which they count as equal, in points for a rate.
         confidence: level of the interval.
+        next_confidence: level at which further pairs would be answered; None: the same.
     """
     scale = _POINTS if is_rate else 1.0
     differences = tuple(scale * (second - first) for first, second in values.values())
     found = mean_of_independent(differences, confidence=confidence)
-    verdict = "identical" if are_identical else judge(found, differences, direction=direction, margin=margin)
+    verdict: Verdict = "identical"
+    if not are_identical:
+        verdict = judge(found, differences, direction=direction, margin=margin, confidence=confidence)
     return Answer(
         verdict=verdict,
         metric=metric,
@@ -128,21 +135,29 @@ def answer(
         seeds=tuple(values),
         differences=differences,
         margin=margin,
-        more_pairs=_find_more(found, confidence=confidence) if verdict == "inconclusive" else None,
+        more_pairs=_find_more(differences, confidence=next_confidence or confidence)
+        if verdict == "inconclusive"
+        else None,
     )
 
 
-def is_rate(values: Iterable[float], *, direction: Direction) -> bool:
-    """Return True if all values of a metric look like rates: between 0 and 1, and better if they are higher."""
-    return direction == "max" and all(0 <= one <= 1 for one in values)
+def is_rate(metric: str, values: Iterable[float], *, direction: Direction) -> bool:
+    """Return True for a metric whose values are rates: between 0 and 1, and better if they are higher.
+
+    Metrics that can be negative are none, whatever values they have.
+    """
+    return direction == "max" and not _SIGNED.search(metric) and all(0 <= one <= 1 for one in values)
 
 
-def _find_more(found: Estimate, *, confidence: float) -> int | None:
+def _find_more(differences: Sequence[float], *, confidence: float) -> int | None:
+    found = mean_of_independent(differences, confidence=confidence)
     needed = values_to_resolve(found, confidence=confidence, at_most=MOST_PAIRS)
-    return needed - found.size if needed is not None else None
+    return max(1, needed - found.size) if needed is not None else None
 
 
-def judge_together(answers: Sequence[Answer], *, confidence: float = CONFIDENCE) -> list[Answer]:
+def judge_together(
+    answers: Sequence[Answer], *, confidence: float = CONFIDENCE, next_confidence: float | None = None
+) -> list[Answer]:
     """Answer for several variants that are compared with the same first one, so that all answers hold together.
 
     The clearest answer has the widest interval, as if all were compared; once one is not clear, those after it are not.
@@ -156,9 +171,10 @@ def judge_together(answers: Sequence[Answer], *, confidence: float = CONFIDENCE)
         if is_clear:  # else the level stays that of the first one that is not, at which this one is not clear either
             level = 1 - (1 - confidence) / (len(open_) - rank)
         found = mean_of_independent(one.differences, confidence=level)
-        verdict = judge(found, one.differences, direction=one.direction, margin=one.margin)
+        verdict = judge(found, one.differences, direction=one.direction, margin=one.margin, confidence=level)
         is_clear &= verdict != "inconclusive"
-        more = _find_more(found, confidence=level) if verdict == "inconclusive" else None
+        further = 1 - (1 - level) * (1 - (next_confidence or confidence)) / (1 - confidence)
+        more = _find_more(one.differences, confidence=further) if verdict == "inconclusive" else None
         judged[index] = one.model_copy(update={"verdict": verdict, "more_pairs": more, **_ends(found)})
     return judged
 
@@ -175,19 +191,29 @@ def _ends(found: Estimate) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in (("low", found.low), ("high", found.high))}
 
 
-def judge(found: Estimate, differences: Sequence[float], *, direction: Direction, margin: float | None) -> Verdict:
+def judge(
+    found: Estimate,
+    differences: Sequence[float],
+    *,
+    direction: Direction,
+    margin: float | None,
+    confidence: float = CONFIDENCE,
+) -> Verdict:
     """Judge the second of two variants by the mean difference of their pairs, see `answer`."""
+    if not have_spread(differences, confidence=confidence):
+        return "inconclusive"
     if margin is not None and -margin <= found.low and found.high <= margin:
         return "equal"
-    if found.low <= 0 <= found.high or not have_spread(differences):
+    if found.low <= 0 <= found.high:
         return "inconclusive"
     return "better" if (found.value > 0) == (direction == "max") else "worse"
 
 
-def have_spread(differences: Sequence[float]) -> bool:
+def have_spread(differences: Sequence[float], *, confidence: float = CONFIDENCE) -> bool:
     """Return False for few equal differences, as metrics that count samples have them: their interval has no width.
 
-    From six pairs on, all with the same sign, a sign test alone is clear at 95%.
+    Enough equal ones are clear by a sign test alone, e.g. six at 95%.
     """
-    largest = max(map(abs, differences))
-    return len(differences) > 5 or (len(differences) > 1 and stdev(differences) > _ROUNDING * largest)
+    if len(differences) > 1 and stdev(differences) > _ROUNDING * max(map(abs, differences)):
+        return True
+    return 2 * 0.5 ** len(differences) <= 1 - confidence

@@ -66,12 +66,14 @@ class TimeToTarget(Frozen):
         interval = ", inconclusive"
         if self.low is not None and self.high is not None:
             low, high = sorted((self.low**sign, self.high**sign))
-            unclear = interval if self.low <= 1 <= self.high else ""
+            unclear = interval if self.low <= 1 <= self.high or missed else ""
             interval = f" ({CONFIDENCE:.0%} CI {low:.2f}x to {high:.2f}x){unclear}"
         reached = [
             f"{name} in {_clock(time)}{self._price(time, index)}"
             for index, (name, time) in enumerate(zip((first, second), times, strict=True))
         ]
+        if missed:
+            interval += f", only the {len(both)} of {len(self.seconds)} pairs that both reached it"
         times_ = f"{reached[1]}, {reached[0]}: {self.ratio**sign:.2f}x {word}{interval}"
         yield f"{self.metric} {figure(self.target)}: {times_}"
 
@@ -100,7 +102,7 @@ def seconds_until(course: Course, *, metric: str, target: float, direction: Dire
     series = course.validation.get(metric)
     before: tuple[float, float] | None = None
     for second, value in zip(series.seconds, series.values, strict=True) if series else ():
-        trained = sum(window.end - window.begin for window in course.windows if window.begin < second)
+        trained = course.trained_until(second)
         if not math.isfinite(value):
             continue
         if value == target or (value < target) == (direction == "min"):

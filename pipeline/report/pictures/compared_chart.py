@@ -55,9 +55,7 @@ def find_metric(pairs: Sequence[ComparedPair], courses: Sequence[Course]) -> str
 
 def draw_curves(courses: Sequence[Course], *, metric: str) -> Figure:
     """Draw a metric of each variant, whose name is the title of its courses, by step."""
-    return lay_out(
-        (Panel(metric, "step", partial(_draw_ranges, courses=courses, metric=metric)),), has_shared_legend=True
-    )
+    return lay_out((Panel(metric, "step", partial(_draw_ranges, courses=courses, metric=metric)),))
 
 
 def _draw_ranges(axes: Axes, *, courses: Sequence[Course], metric: str) -> None:
