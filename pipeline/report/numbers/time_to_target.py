@@ -15,6 +15,8 @@ from pipeline.wording import clock, figure
 
 CLAIM = "The time counts training steps only, not the start, evaluations and checkpoints."
 _HOUR = 3600
+_WIDEST = 1000.0
+"""Ratio of its ends from which an interval is not shown: it says nothing."""
 
 
 class TimeToTarget(Frozen):
@@ -64,7 +66,7 @@ class TimeToTarget(Frozen):
         times = [geometric_mean(values) for values in zip(*both, strict=True)]
         word, sign = ("sooner", 1) if self.ratio >= 1 else ("later", -1)
         interval = ", inconclusive"
-        if self.low is not None and self.high is not None:
+        if self.low is not None and self.high is not None and self.high < _WIDEST * self.low:
             low, high = sorted((self.low**sign, self.high**sign))
             unclear = interval if self.low <= 1 <= self.high or missed else ""
             interval = f" ({CONFIDENCE:.0%} CI {low:.2f}x to {high:.2f}x){unclear}"
