@@ -5,6 +5,7 @@ The programs run unchanged. What no two libraries have in common is given to the
 """
 
 # promise: the programs of `examples/` and their experiments have the same losses
+# promise: the script of the tutorial and its experiment have the same losses, with two workers
 
 import json
 import shutil
