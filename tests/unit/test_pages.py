@@ -116,6 +116,13 @@ def test_the_tutorial_ends_with_the_files_of_its_example(name: str) -> None:
     assert "".join(f"{block.text}\n" for block in shown) == (ROOT / "examples" / "tutorial" / name).read_text()
 
 
+def test_the_tutorial_submits_what_a_cluster_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = [line for block in BLOCKS if block.page == "docs/convert.md" for line in block.lines]
+    (line,) = [line for line in typed if line.startswith("pipeline submit ")]
+    monkeypatch.chdir(ROOT / "examples" / "tutorial")
+    assert load("digits.yaml", re.findall(r"\S+=\S+", line)).experiment.parallel.placement == "strict_spread"
+
+
 @pytest.mark.parametrize("block", of("toml"), ids=place)
 def test_toml_is_toml(block: Block) -> None:
     assert tomllib.loads(block.text)
