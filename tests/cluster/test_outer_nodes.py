@@ -5,6 +5,8 @@ For srun, a process on each node gets the variables that Slurm sets.
 
 # promise: an outer launcher on two nodes: losses to 1e-12, SIGTERM, kill, cut link, resume on another number of nodes
 
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,16 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blocks import blocks
 from nodes import Nodes
 from outer import PATIENCE_S, Ranks, losses, run_line, srun
 from projects import project
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed, Started, SystemMetrics
-from pipeline.recording.journal import journal
+from pipeline.recording.journal import journal, loss_file
 
 pytestmark = pytest.mark.timeout(600)
 
+ROOT = Path(__file__).parents[2]
 EXACT = 1e-12
+ROUNDED = 1e-5
+"""What docs/convert.md says of fp32."""
 TRAINING = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 20, width: 8}", "train.epochs=25"]
 OFTEN = ["--no-baseline", "checkpoint.every_steps=10"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
@@ -88,6 +94,25 @@ def test_torchrun_on_two_nodes_trains_what_one_process_does(nodes: Nodes, cwd: P
     assert first.stdout.count("starting 2 workers") == 1
     assert second.stdout == ""
     assert {event.node for event in ranks.events if isinstance(event, SystemMetrics)} == {"node0", "node1"}
+
+
+def test_the_commands_of_the_tutorial_train_on_two_nodes_what_one_process_does(nodes: Nodes, tmp_path: Path) -> None:
+    tutorial = ROOT / "examples" / "tutorial"
+    cwd, alone = (shutil.copytree(tutorial, folder / "tutorial") for folder in (nodes.folder, tmp_path))
+    typed = [line for block in blocks(ROOT / "docs" / "convert.md", root=ROOT) for line in block.lines]
+    told = [shlex.split(line)[1:] for line in typed if line.startswith("torchrun ")]
+    shortened = ["--train-only", "train.epochs=1"]
+    started = [[sys.executable, "-m", "torch.distributed.run", *words, *shortened] for words in told]
+    lines = [nodes.inside(node, line) for node, line in enumerate(started)]
+    with Ranks(lines, [nodes.environment] * 2, cwd=cwd) as ranks:
+        first, second = ranks.ended()
+    assert (first.code, second.code, second.stdout) == (0, 0, ""), first.output + second.output
+    one = ["parallel.workers=1", "parallel.strategy=single", "parallel.launcher=inprocess"]
+    line = [sys.executable, "-m", "pipeline", "run", "digits.yaml", *shortened, *one]
+    subprocess.run(line, cwd=alone, check=True, capture_output=True, timeout=PATIENCE_S)
+    both, single = (list(loss_file.read(next((folder / "runs").iterdir()))) for folder in (cwd, alone))
+    assert len(single) == 23
+    assert both == pytest.approx(single, rel=0, abs=ROUNDED)
 
 
 @pytest.mark.parametrize("told", [0, 1], ids=["driver", "other"])

@@ -1,10 +1,10 @@
 """The documentation's examples, executed from top to bottom as a reader would, each page in a folder of its own.
 
-A block with a title, such as ``title="mine/net.py"``, is written to that file. One below ``<!-- test: run -->`` is
-executed: commands one after the other, Python as a script. ``, with KEY=VALUE`` shortens the block's trainings,
-``, exit N`` is the code that it must end with, ``, prints PATTERN`` is in what its last command says,
-``, needs MODULE`` an optional library. ``cd`` counts for the rest of the page. An output below
-``<!-- test: shown -->`` is what the command before it printed.
+A block with a title, such as ``title="mine/net.py"``, is written to that file, or added to its end below
+``<!-- test: adds -->``. One below ``<!-- test: run -->`` is executed: commands one after the other, Python as a script.
+``, with KEY=VALUE`` shortens the block's trainings, ``, exit N`` is the code it must end with, ``, prints PATTERN``
+is in what its last command says, ``, needs MODULE`` an optional library. ``cd`` counts for the rest of the page. An
+output below ``<!-- test: shown -->`` is what the command before it printed.
 """
 
 # promise: every example of the docs runs
@@ -47,7 +47,8 @@ class Walk:
         if block.title:
             file = self.folder / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(block.text + "\n")
+            with file.open("a" if block.is_added else "w") as opened:
+                opened.write(block.text + "\n")
         elif block.is_shown:
             assert [line for line in block.text.splitlines() if line not in self.printed] == [], self.printed
         elif block.kind == "python":

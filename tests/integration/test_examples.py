@@ -5,6 +5,7 @@ The programs run unchanged. What no two libraries have in common is given to the
 """
 
 # promise: the programs of `examples/` and their experiments have the same losses
+# promise: the script of the tutorial and its experiment have the same losses, with two workers
 
 import json
 import shutil
@@ -45,18 +46,18 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def theirs(folder: Path, name: str, *arguments: str, first_epoch: int = 0) -> list[float]:
+def theirs(folder: Path, name: str, *arguments: str, first_epoch: int = 0, program: str = "") -> list[float]:
     losses = folder / f"{name}.json"
     script = ROOT / "tests" / "support" / "theirs.py"
-    program = [sys.executable, script, f"{name}.yaml", losses, str(first_epoch), f"{name}.py", *arguments]
-    ended = subprocess.run(program, cwd=folder, capture_output=True, text=True)
+    line = [sys.executable, script, f"{name}.yaml", losses, str(first_epoch), program or f"{name}.py", *arguments]
+    ended = subprocess.run(line, cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: list[float] = json.loads(losses.read_text())
     return found
 
 
-def ours(folder: Path, name: str, *arguments: str) -> list[float]:
-    command = [sys.executable, "-m", "pipeline", "run", f"{name}.yaml", *ALONE, *arguments]
+def ours(folder: Path, name: str, *arguments: str, how: tuple[str, ...] = ALONE) -> list[float]:
+    command = [sys.executable, "-m", "pipeline", "run", f"{name}.yaml", *how, *arguments]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (run,) = (folder / "runs").glob(f"*-{name}-*")
@@ -87,6 +88,13 @@ def test_both_continue_a_training(examples: Path) -> None:
     assert ours(folder, "resumed", "train.epochs=4", "--resume", run.name) == pytest.approx(before, abs=TOLERANCE)
 
 
+def test_the_tutorial_trains_with_two_workers_what_its_script_does(examples: Path) -> None:
+    folder = examples / "tutorial"
+    before = theirs(folder, "digits", program="script.py")
+    assert len(set(before)) == len(before) == 138
+    assert ours(folder, "digits", how=("--train-only",)) == pytest.approx(before, rel=0, abs=TOLERANCE)
+
+
 def test_each_program_is_compared() -> None:
     folders = {file.parent.name for file in (ROOT / "examples").glob("*/*.yaml")}
-    assert folders - {"detection"} == PROGRAMS.keys()  # test_detection_ranks.py trains it
+    assert folders - {"detection"} == {*PROGRAMS, "tutorial"}  # test_detection_ranks.py trains it

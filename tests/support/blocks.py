@@ -58,6 +58,11 @@ class Block:
         """Whether the command above it printed exactly this."""
         return self.how.startswith("shown")
 
+    @property
+    def is_added(self) -> bool:
+        """Whether it is added to the end of its file."""
+        return self.how.startswith("adds")
+
     def option(self, name: str) -> str:
         """What follows a word in the comment, up to a comma; empty without it."""
         found = re.search(rf", {name} ([^,]+)", self.how)

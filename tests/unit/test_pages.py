@@ -38,6 +38,7 @@ ELSEWHERE = {
     r"source \.venv/bin/activate$": "the tests have an environment",
     r"cookiecutter templates$": "asks questions; tests/templates bakes with it",
     r"(torchrun|srun|mpirun) .* -m pipeline run ": "several machines; test_outer_nodes.py starts what they start there",
+    r"pipeline submit digits\.yaml ": "needs a container engine; test_submit.py submits to a head of Ray",
     r"sbatch ": "a batch system; test_slurm_jobs.py runs the script",
     r"python -m PACKAGE\.predict ": "a module of a generated project, whose own tests call it",
 }
@@ -106,6 +107,20 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
         is_section = isinstance(value, dict) and "_target_" not in value
         whole[key] = {**whole.get(key, {}), **value} if is_section else value
     return whole
+
+
+@pytest.mark.parametrize("name", ["script.py", "digits.py", "digits.yaml", "pyproject.toml"])
+def test_the_tutorial_ends_with_the_files_of_its_example(name: str) -> None:
+    shown = [block for block in BLOCKS if block.page == "docs/convert.md" and block.title == name]
+    assert [block.is_added for block in shown] == [block is not shown[0] for block in shown]
+    assert "".join(f"{block.text}\n" for block in shown) == (ROOT / "examples" / "tutorial" / name).read_text()
+
+
+def test_the_tutorial_submits_what_a_cluster_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = [line for block in BLOCKS if block.page == "docs/convert.md" for line in block.lines]
+    (line,) = [line for line in typed if line.startswith("pipeline submit ")]
+    monkeypatch.chdir(ROOT / "examples" / "tutorial")
+    assert load("digits.yaml", re.findall(r"\S+=\S+", line)).experiment.parallel.placement == "strict_spread"
 
 
 @pytest.mark.parametrize("block", of("toml"), ids=place)
