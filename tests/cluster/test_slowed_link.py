@@ -19,7 +19,7 @@ from pipeline.protocol.events import Finished, Metrics, Warned, event_from_json
 pytestmark = pytest.mark.timeout(600)
 
 PORT = 29400
-CALM_REPORTS = 12
+CALM_REPORTS = 5
 SLOW_MBIT = 5
 OVERRIDES = [
     "parallel.strategy=ddp", "parallel.workers=2", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1",
