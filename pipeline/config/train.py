@@ -11,7 +11,7 @@ from pydantic import (
 )
 
 from pipeline.config.finetuning import Pattern, StartFrom
-from pipeline.config.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, PositiveFloat, Section
+from pipeline.config.values import OR_BOOLEAN, SWITCH, Component, Mode, NotNegative, Positive, PositiveFloat, Section
 from pipeline.wording import counted
 
 
@@ -112,6 +112,10 @@ class Train(Section):
     batch size. benchmark --batch-sizes recommends a value for this key."""
     gradient_accumulation: Positive = 1
     """Micro-batches per worker and optimizer step. Evaluation uses batches of the same size."""
+    batch_transform: Component | None = None
+    """Any callable that returns a callable (inputs, targets) -> (inputs, targets), such as MixUp or CutMix. It changes
+    each micro-batch of training on its device. Evaluations do not use it. It mixes samples of one worker, so training
+    depends on the number of workers and on gradient_accumulation."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """Floating-point precision. bf16 and fp16 use autocast; fp64 is for comparing two runs to the last digits."""
     matmul_precision: Literal["highest", "high", "medium"] | None = None
@@ -167,7 +171,7 @@ class Train(Section):
     @model_serializer(mode="wrap")
     def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out later keys that are not given, so that experiments of before keep their hash."""
-        later = {"scheduler_metric": None, "cudnn_benchmark": False, "minutes": None}
+        later = {"scheduler_metric": None, "cudnn_benchmark": False, "minutes": None, "batch_transform": None}
         return {name: value for name, value in write(self).items() if name not in later or value is not later[name]}
 
     @property
@@ -191,6 +195,8 @@ class Train(Section):
         words = []
         if self.freeze:
             words.append(f"frozen parameters ({', '.join(self.freeze)})")
+        if self.batch_transform is not None:
+            words.append(f"batches transformed by {self.batch_transform.target}")
         if self.matmul_precision not in (None, "highest"):
             words.append(f"train.matmul_precision: {self.matmul_precision}")
         if self.cudnn_benchmark:
