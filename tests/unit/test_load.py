@@ -169,6 +169,7 @@ class TestNotYaml:
                 "a: 1\nb: !!python/name:os.system x",
                 "e.yaml:2: b: the YAML tag !!python/name:os.system is not supported",
             ),
+            ("a: {On: x}", "e.yaml:1: a: the key On is not a string; put it in quotes"),
             ("a: {1: x}", "e.yaml:1: a: the key 1 is not a string; put it in quotes"),
             ("a: !!int x", "e.yaml:1: a: 'x' is not an integer of at most 64 bits; put strings in quotes"),
             ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),

@@ -243,8 +243,10 @@ class Batches:
         return prefetched(batches, place=self.placed, device=self._device)
 
     def _evaluation(self, rank: int, *, samples: int) -> Iterator[MicroBatch]:
-        world_size, parts = self.rank.world_size, self._accumulation
-        return self.order.evaluation_micro_batches(samples, rank=rank, world_size=world_size, accumulation=parts)
+        world_size, train = self.rank.world_size, self._experiment.train
+        share = train.evaluation_share(world_size)
+        split = {"world_size": world_size, "accumulation": train.gradient_accumulation, "share": share}
+        return self.order.evaluation_micro_batches(samples, rank=rank, **split)
 
 
 def _complete(batches: MicroBatches, rows: RowCheck, check: Callable[[MicroBatch, Any], None]) -> MicroBatches:

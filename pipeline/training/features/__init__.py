@@ -18,6 +18,7 @@ from pipeline.training.features.rates import Rates
 from pipeline.training.features.skipping import Skipping
 from pipeline.training.features.task_steps import TaskSteps
 from pipeline.training.features.time_limit import TimeLimit
+from pipeline.training.features.train_metrics import TrainMetrics
 from pipeline.training.features.weighted import Weighted
 
 FEATURES: tuple[type[Feature], ...] = (
@@ -27,6 +28,7 @@ FEATURES: tuple[type[Feature], ...] = (
     Gathering,  # after Weighted: backward passes the gathered rows also where a loss of weight 0 was left out
     LearnedGradients,  # its place is free: both complete other gradients
     BatchTransform,  # after Autocast: transforms in the type of the data
+    TrainMetrics,  # order free: reads outputs
     Logged,
     Compiled,  # copies the whole value, logs included
     Scaled,  # replaces the update, so it is inside of what asks about gradients or clips them

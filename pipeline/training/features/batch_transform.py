@@ -34,10 +34,8 @@ class BatchTransform(Feature):
             return None
         transform = training.create(component, key=KEY)
         if not callable(transform):
-            message = (
-                f"returned a value {described(transform)}; return a callable (inputs, targets) -> (inputs, targets)"
-            )
-            raise ExperimentError.of(KEY, f"{component.target} {message}")
+            message = f"{component.target} returned a {type(transform).__name__}, which can't be called"
+            raise ExperimentError.of(KEY, f"{message}; return a function of inputs and targets")
         return cls(training, transform)
 
     @override
