@@ -33,8 +33,8 @@ _DRAWS = (
     "workers and on train.gradient_accumulation"
 )
 _MIXES = (
-    "train.batch_transform mixes the samples of a micro-batch. Training therefore depends on the number of workers and "
-    "on train.gradient_accumulation"
+    "the samples of a micro-batch are mixed (train.batch_transform). Training therefore depends on the number of "
+    "workers and on train.gradient_accumulation"
 )
 
 
