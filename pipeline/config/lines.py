@@ -209,7 +209,7 @@ class _Reader:
         if isinstance(text, str):
             return text
         if isinstance(node, yaml.ScalarNode) and node.value == "on":  # in YAML 1.1 a boolean, and no key is one
-            return node.value
+            return "on"
         written = node.value if isinstance(node, yaml.ScalarNode) else "..."
         message = f"the key {written} is not a string; put it in quotes"
         self.problems.append(self._problem(section, message, node))

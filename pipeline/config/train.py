@@ -174,7 +174,7 @@ class Train(Section):
     @model_serializer(mode="wrap")
     def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out later keys that are not given, so that experiments of before keep their hash."""
-        later = {"batch_transform": None, "evaluation_batch_size": None}
+        later: dict[str, Any] = {"batch_transform": None, "evaluation_batch_size": None}
         later |= {"scheduler_metric": None, "cudnn_benchmark": False, "minutes": None}
         return {name: value for name, value in write(self).items() if name not in later or value is not later[name]}
 
