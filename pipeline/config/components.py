@@ -152,6 +152,8 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
     for name in ("collate", "evaluation_collate"):
         if component := getattr(experiment.loader, name):
             yield f"loader.{name}", component
+    if component := experiment.train.batch_transform:
+        yield "train.batch_transform", component
     for name, component in experiment.metrics.items():
         yield f"metrics.{name}", component
     for number, component in enumerate(experiment.features):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pipeline.config import finetuning, keys, lightning_module, removed, task_consistency
 from pipeline.config.parallel import Parallel
-from pipeline.config.reported import name_problems, source_of
+from pipeline.config.reported import OF_TRAINING, name_problems, source_of
 from pipeline.config.sampler import KINDS
 from pipeline.config.schema import Experiment, followed
 from pipeline.config.sweep import misused
@@ -46,6 +46,7 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
             "with another number of workers. Set checkpoint.keep: 1, or set one number of workers.",
         )
     yield from name_problems(experiment.metrics)
+    yield from _trained_metrics(experiment)
     for key, metric in followed(experiment).items():
         if source_of(metric, experiment.metrics) is None and lightning_module.is_named(experiment.task):
             options = {"checkpoint.best": experiment.checkpoint, "train.early_stopping.metric": train.early_stopping}
@@ -82,6 +83,22 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
         )
 
 
+def _trained_metrics(experiment: Experiment) -> Iterator[Problem]:
+    """Find metrics of training steps that can't be computed or reported, and metrics without the validation set."""
+    for name, metric in experiment.metrics.items():
+        key = keys.child(f"metrics.{name}", "on")
+        if "validation" not in metric.on:
+            message = "Metrics always have the validation set. Set on: [train, validation], or remove this key."
+            yield Problem(key, f"is [{', '.join(metric.on)}]. {message}")
+        elif metric.is_trained and experiment.optimizers:
+            message = (
+                "train is not supported with several optimizers, whose steps have several outputs. Remove this key."
+            )
+            yield Problem(key, message)
+        elif metric.is_trained and name in OF_TRAINING:
+            yield Problem(key, f"train/{name} is already reported. Choose another name for this metric.")
+
+
 def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:
     """Find a global batch that is given twice or not at all, or too small for the workers or micro-batches."""
     train, workers = experiment.train, experiment.parallel.workers
@@ -102,6 +119,9 @@ def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:
             "train.global_batch_size",
             f"{size} samples cannot be split over {workers} workers. Use at least {workers}, or fewer workers.",
         )
+    if workers > (evaluated := train.evaluation_batch_size or workers):
+        message = f"{counted(evaluated, 'sample')} cannot be split over {workers} workers. Use at least {workers}."
+        yield Problem("train.evaluation_batch_size", message)
     for key, entry in experiment.benchmark.entries.items():
         if size < (entry.workers or 1):
             yield Problem(
@@ -167,6 +187,9 @@ def _streamed(experiment: Experiment) -> Iterator[Problem]:
     if experiment.train.compile is not None:
         message = "needs batches of all sizes before the first step, and a stream has none. Remove this key."
         yield Problem("train.compile", message)
+    if experiment.train.evaluation_batch_size is not None:
+        message = "has no effect on pipeline.data.streamed. Remove this key."
+        yield Problem("train.evaluation_batch_size", message)
     if experiment.sampler is not None:
         message = "has no effect on pipeline.data.streamed. Remove this key, and shuffle the rows with Ray Data."
         yield Problem("sampler", message)

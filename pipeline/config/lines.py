@@ -208,6 +208,8 @@ class _Reader:
         text = self._scalar(node, section) if isinstance(node, yaml.ScalarNode) else None
         if isinstance(text, str):
             return text
+        if isinstance(node, yaml.ScalarNode) and node.value == "on":  # in YAML 1.1 a boolean, and no key is one
+            return "on"
         written = node.value if isinstance(node, yaml.ScalarNode) else "..."
         message = f"the key {written} is not a string; put it in quotes"
         self.problems.append(self._problem(section, message, node))

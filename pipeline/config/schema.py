@@ -5,7 +5,7 @@ The larger sections have files of their own: `benchmark_section`, `loader_sectio
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -55,6 +55,23 @@ class Checkpoint(Section):
     """Folder or address (s3://bucket/folder) for checkpoints, with a subfolder per run. Default: the run's folder."""
 
 
+class Metric(Component):
+    """Metric: ``_target_: package.name`` with keyword arguments, and the sets that it is computed for."""
+
+    on: tuple[Literal["train", "validation"], ...] = ("validation",)
+    """``[train, validation]`` also computes the metric for the samples of training steps since the last report."""
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the default, so that experiments of before keep their hash."""
+        return {name: value for name, value in write(self).items() if name != "on" or self.is_trained}
+
+    @property
+    def is_trained(self) -> bool:
+        """True if it is also computed for training steps."""
+        return "train" in self.on
+
+
 class Experiment(Section):
     """Experiment: model, data, training and parallel strategy."""
 
@@ -82,10 +99,11 @@ class Experiment(Section):
     """A pipeline.tasks.Task, for batches other than (inputs, targets) or losses other than a mean over samples.
     ``{_target_: pipeline.tasks.Lightning, module: {_target_: mypackage.LitNet}}`` uses a LightningModule unchanged,
     instead of ``model``, ``loss``, ``optimizer`` and ``scheduler``."""
-    metrics: Mapping[str, Component] = {}
+    metrics: Mapping[str, Metric] = {}
     """torchmetrics metrics for the validation set, by name. A metric computes a number, a number per class (NAME_0), a
     confusion matrix (NAME_true_0_predicted_1), or a ROC or precision-recall curve. The last evaluation writes curves,
-    and results with more than 1,000 values, to metrics/NAME.csv and .png."""
+    and results with more than 1,000 values, to metrics/NAME.csv and .png. ``on: [train, validation]`` also reports a
+    metric as train/NAME, for the samples of training steps since the last report."""
     optimizer: Optimizer | None = None
     """Any callable (parameters of model, loss and task) -> optimizer, with ``groups`` for parameters with separate
     settings. Required unless ``optimizers`` is given. torch's SGD, Adam and AdamW are fused unless ``fused: false`` is

@@ -45,6 +45,9 @@ def with_optimizers(experiment: Experiment) -> Iterator[Problem]:
     if train.compile is not None:
         message = "compiles the whole model, but a task with several optimizers calls parts of it. Remove this key."
         yield Problem("train.compile", message)
+    if train.batch_transform is not None:
+        message = "has no effect on a step with several optimizers. Change the batch in the task, and remove this key."
+        yield Problem("train.batch_transform", message)
     if train.on_nonfinite == "skip":
         message = (
             "skip cannot be combined with several optimizers. One optimizer may have updated its parameters before "

@@ -11,7 +11,7 @@ from pydantic import (
 )
 
 from pipeline.config.finetuning import Pattern, StartFrom
-from pipeline.config.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, PositiveFloat, Section
+from pipeline.config.values import OR_BOOLEAN, SWITCH, Component, Mode, NotNegative, Positive, PositiveFloat, Section
 from pipeline.wording import counted
 
 
@@ -111,7 +111,14 @@ class Train(Section):
     resumed. The baseline, a benchmark (unless weak or of batch sizes) and the trials of a sweep use the same global
     batch size. benchmark --batch-sizes recommends a value for this key."""
     gradient_accumulation: Positive = 1
-    """Micro-batches per worker and optimizer step. Evaluation uses batches of the same size."""
+    """Micro-batches per worker and optimizer step."""
+    evaluation_batch_size: Positive | None = None
+    """Samples per batch of validation and test over all workers. Default: the size of a micro-batch of training. The
+    results are the same with any size."""
+    batch_transform: Component | None = None
+    """Any callable that returns a callable (inputs, targets) -> (inputs, targets), such as MixUp or CutMix. It changes
+    each micro-batch of training on its device. Evaluations do not use it. It mixes samples of one worker, so training
+    depends on the number of workers and on gradient_accumulation."""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """Floating-point precision. bf16 and fp16 use autocast; fp64 is for comparing two runs to the last digits."""
     matmul_precision: Literal["highest", "high", "medium"] | None = None
@@ -167,7 +174,8 @@ class Train(Section):
     @model_serializer(mode="wrap")
     def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out later keys that are not given, so that experiments of before keep their hash."""
-        later = {"scheduler_metric": None, "cudnn_benchmark": False, "minutes": None}
+        later: dict[str, Any] = {"batch_transform": None, "evaluation_batch_size": None}
+        later |= {"scheduler_metric": None, "cudnn_benchmark": False, "minutes": None}
         return {name: value for name, value in write(self).items() if name not in later or value is not later[name]}
 
     @property
@@ -178,6 +186,11 @@ class Train(Section):
     def steps_of(self, steps_per_epoch: int) -> int:
         """Return the optimizer steps of a training."""
         return self.steps or steps_per_epoch * (self.epochs or 0)
+
+    def evaluation_share(self, workers: int) -> int:
+        """Return the samples of each of so many workers in a batch of evaluation."""
+        size = self.evaluation_batch_size or self.global_batch_size // self.gradient_accumulation
+        return max(1, size // workers)
 
     @property
     def length(self) -> str:
@@ -191,6 +204,8 @@ class Train(Section):
         words = []
         if self.freeze:
             words.append(f"frozen parameters ({', '.join(self.freeze)})")
+        if self.batch_transform is not None:
+            words.append(f"batches transformed by {self.batch_transform.target}")
         if self.matmul_precision not in (None, "highest"):
             words.append(f"train.matmul_precision: {self.matmul_precision}")
         if self.cudnn_benchmark:

@@ -13,6 +13,8 @@ from pipeline.wording import figure
 
 RANDOM_NUMBERS = "random numbers"
 """Part of `TrialResult.coupling` if a step draws some, e.g. for dropout."""
+BATCH_TRANSFORM = "train.batch_transform"
+"""Part of `TrialResult.coupling` of a training with this key."""
 
 
 class Spread(Recorded):
@@ -296,7 +298,8 @@ class TrialResult(Recorded):
     unused_parameters: int = 0
     """Number of trainable parameters that get no gradient in a step."""
     coupling: tuple[str, ...] = ()
-    """Types of layers, buffers ("buffer NAME") and `RANDOM_NUMBERS` that depend on how ranks share a global batch."""
+    """Types of layers, buffers ("buffer NAME"), `RANDOM_NUMBERS` and `BATCH_TRANSFORM`: what depends on how ranks
+    share a global batch."""
     data_notes: tuple[str, ...] = ()
     """Promises that the data can't keep; empty for samples that can be read by index."""
     losses: tuple[float, ...] = ()

@@ -110,8 +110,11 @@ class Supervised(Task):
     def _weight(self, targets: Tensor) -> Tensor | None:
         """Return the divisor of torch's cross entropies; None for other losses, and if it is the number of samples."""
         entropy = self._entropy
-        if entropy is None or targets.is_floating_point():  # class probabilities: a mean over the samples
+        if entropy is None:
             return None
+        if targets.is_floating_point():  # class probabilities, for which torch divides by all items, even with weights
+            is_weighed = self._weighs_by_targets or targets.ndim > 2
+            return torch.tensor(targets.numel() // targets.shape[1]) if is_weighed else None
         if entropy.weight is not None:
             return _weights(entropy, targets).sum()
         if targets.ndim > 1 or self._weighs_by_targets:

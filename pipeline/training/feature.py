@@ -61,7 +61,10 @@ class Feature:
         """
 
     def take_columns(self) -> Mapping[str, Mapping[int, Any]]:
-        """Return values to report since the last call: by step, counted from 1, for each name without "train/"."""
+        """Return values to report since the last call: by step, counted from 1, for each name without "train/".
+
+        Collective.
+        """
         return {}
 
     def after_report(self, *, step: int, seconds: float) -> None:

@@ -51,6 +51,8 @@ def test_rows_are_what_they_are_named_for(compared: Callable[[str], Compared]) -
     assert 0 < best.end[2] < best.end[0]
     assert best.metrics.keys() >= {"test/loss", "validation/loss"}
     assert "validation/parts" in compared("metrics of 11 samples").alone.metrics
+    trained = {name for name, _ in compared("metrics of training steps").alone.series}
+    assert {"train/auroc", "train/confusion_true_0_predicted_1", "validation/auroc"} <= trained
     assert {"train/loss", "train/gradient_norm"} <= {name for name, _ in compared("gathered: both").alone.series}
 
 

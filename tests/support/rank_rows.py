@@ -159,6 +159,21 @@ MEANS = {
         )
         for samples in (1, 5, 11)  # fewer than ranks; one batch; a last batch that not all ranks have
     },
+    "evaluation batches of 3, fsdp": Row({"train": {"evaluation_batch_size": 3}}, strategy="fsdp"),
+    "metrics of training steps": Row(
+        {
+            "model": {"_target_": "toys.likely_net"},
+            "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
+            "data": {"_target_": "toys.classification"},
+            "metrics": {
+                name: {**METRICS[name], "on": ["train", "validation"]}
+                for name in ("auroc", "confusion", "parts", "stacked")
+            },
+            "train": {"global_batch_size": 6, "evaluate_every_steps": 3},  # reports after the same steps each time
+        },
+        stopped=3,
+        tolerance=1e-6,
+    ),
 }
 
 OPTIMIZERS = {

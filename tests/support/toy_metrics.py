@@ -131,3 +131,10 @@ class Texts(Metric):
 
     def compute(self) -> str:
         return "good"
+
+
+class Refusing(Count):
+    """Takes no batch."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        raise ValueError("no such\ntargets")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from samples import BASELINE, DDP_2, DDP_4, HARDWARE, LOSSES, MEASURED, WEAK, comparison, finished, spread
 
-from pipeline.protocol.trial_result import RANDOM_NUMBERS
+from pipeline.protocol.trial_result import BATCH_TRANSFORM, RANDOM_NUMBERS
 from pipeline.report.report import Report, comparison_json
 
 
@@ -97,6 +97,7 @@ def test_other_losses_have_the_layers_for_their_reason() -> None:
     ("coupling", "reason"),
     [
         ((RANDOM_NUMBERS,), "each worker draws different random numbers"),
+        ((BATCH_TRANSFORM,), "train.batch_transform mixes the samples of each worker separately"),
         (("Dropout", RANDOM_NUMBERS), "Dropout draws a different mask on each worker"),
         (("buffer mean",), "the buffer mean is computed separately on each worker"),
         (("buffers mean, scale",), "the buffers mean, scale are computed separately on each worker"),

@@ -4,13 +4,17 @@
 # promise: which samples form a batch depends on seed and step; each validation sample counts once
 
 import math
+from typing import Any
 
 import pytest
 import samples
 import torch
+import toy_contrastive
 import toys
 from torchmetrics.classification import MulticlassF1Score
 
+from pipeline.config.consistency import contradictions
+from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
 from pipeline.training.evaluation.held_out import evaluate
@@ -164,3 +168,37 @@ def test_evaluation_takes_batches_of_the_size_that_training_has(
 
     assert max(len(draw.indices) for draw in draws) == largest
     assert sum(len(draw.indices) for draw in draws) == 10 // world_size
+
+
+@pytest.mark.parametrize(("world_size", "size", "largest"), [(1, 3, 3), (1, 100, 10), (2, 5, 2)])
+def test_evaluation_takes_batches_of_its_own_size(world_size: int, size: int, largest: int) -> None:
+    train = {"evaluation_batch_size": size, "gradient_accumulation": 4}
+    context = build(toys.trial(train=train), rank=Rank())
+    context.batches.rank = Rank(world_size=world_size)
+    draws = [draw for draw, _ in context.batches.evaluation()]
+
+    assert max(len(draw.indices) for draw in draws) == largest
+    assert sum(len(draw.indices) for draw in draws) == 10 // world_size
+
+
+@pytest.mark.parametrize(
+    "data", [{"_target_": "toys.with_test"}, {"_target_": "toy_streams.stream", "kind": "Sized", "validation": True}]
+)
+def test_the_size_of_evaluation_batches_changes_no_result(data: dict[str, Any]) -> None:
+    expected = toys.trained(data=data)[0].metrics
+    for size in (1, 3, 100):
+        found = toys.trained(data=data, train={"evaluation_batch_size": size})[0].metrics
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert "validation/loss" in expected
+
+
+def test_sizes_of_evaluation_batches_without_effect_are_refused() -> None:
+    size = {"train": {"evaluation_batch_size": 2}}
+    gathers = {**toy_contrastive.CASES["both"], "metrics": {}}
+    with pytest.raises(ExperimentError, match=r"^train\.evaluation_batch_size: has no effect: the task compares all"):
+        toys.trained(**{**gathers, "train": {**gathers.get("train", {}), **size["train"]}})
+    streamed = {"_target_": "pipeline.data.streamed", "train": {"_target_": "ray.data.read_csv", "paths": "x"}}
+    few = {"parallel": {"workers": 3, "strategy": "ddp"}}
+    for sections in ({"data": streamed}, few):
+        found = {problem.key for problem in contradictions(toys.experiment(**sections, **size))}
+        assert "train.evaluation_batch_size" in found

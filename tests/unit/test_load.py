@@ -21,7 +21,7 @@ from pipeline.config.deferred import fill_in
 from pipeline.config.finetuning import Optimizer
 from pipeline.config.jsonschema import Shape, experiment_json_schema
 from pipeline.config.load import ExperimentFile, load
-from pipeline.config.schema import Experiment
+from pipeline.config.schema import Experiment, Metric
 from pipeline.config.summary import config_hash, flatten, to_yaml
 from pipeline.config.train import Train
 from pipeline.config.values import Component
@@ -169,6 +169,7 @@ class TestNotYaml:
                 "a: 1\nb: !!python/name:os.system x",
                 "e.yaml:2: b: the YAML tag !!python/name:os.system is not supported",
             ),
+            ("a: {On: x}", "e.yaml:1: a: the key On is not a string; put it in quotes"),
             ("a: {1: x}", "e.yaml:1: a: the key 1 is not a string; put it in quotes"),
             ("a: !!int x", "e.yaml:1: a: 'x' is not an integer of at most 64 bits; put strings in quotes"),
             ("a: {<<: 3}", "e.yaml:1: a: <<: takes a mapping, e.g. <<: *defaults"),
@@ -627,6 +628,11 @@ components = st.builds(
     lambda arguments: Component.model_validate({"_target_": "torch.nn.Linear", **arguments}),
     st.dictionaries(names, values, max_size=3),
 )
+metrics = st.builds(
+    lambda component, on: Metric.model_validate({**component.model_dump(), "on": on}),
+    components,
+    st.sampled_from([["validation"], ["train", "validation"]]),
+)
 experiments = st.builds(
     Experiment,
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
@@ -636,7 +642,7 @@ experiments = st.builds(
     loss=components,
     optimizer=components.map(lambda component: Optimizer.model_validate(component.model_dump())),
     scheduler=st.none() | components,
-    metrics=st.dictionaries(names, components, max_size=2),
+    metrics=st.dictionaries(names, metrics, max_size=2),
     train=st.builds(Train, epochs=st.integers(1, 9), global_batch_size=st.integers(1, 999)),
 )
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from pipeline.protocol.trial_result import RANDOM_NUMBERS
+from pipeline.protocol.trial_result import BATCH_TRANSFORM, RANDOM_NUMBERS
 from pipeline.report.numbers.row import FIRST_STEPS, Row
 from pipeline.report.text.row_names import name_row
 from pipeline.wording import figure
@@ -58,11 +58,13 @@ def explain_loss(row: Row, baseline: Row) -> str:
         shared = [describe_share(kind) for kind in statistics if kind != "SyncBatchNorm"]
         reasons = [*shared, f"the baseline computes the statistics of each of its {parts} micro-batches"]
     hook = row.options.get("communication_hook", "none")
+    mixed = [f"{kind} mixes the samples of each worker separately" for kind in row.coupling if kind == BATCH_TRANSFORM]
     return ", ".join(
         [
             *reasons,
             *(f"{kind} draws a different mask on each worker" for kind in masks),
             *([f"each worker draws different {RANDOM_NUMBERS}"] if has_random_numbers else []),
+            *mixed,
             *([] if hook == "none" else [f"communication_hook: {hook} rounds the gradients"]),
         ]
     )
@@ -78,7 +80,8 @@ def describe_share(kind: str) -> str:
 
 def find_statistics(row: Row) -> list[str]:
     """Return the layers of a row's model that compute with statistics of their batch."""
-    return [kind for kind in row.coupling if kind != RANDOM_NUMBERS and "Dropout" not in kind]
+    others = (RANDOM_NUMBERS, BATCH_TRANSFORM)
+    return [kind for kind in row.coupling if kind not in others and "Dropout" not in kind]
 
 
 def _order(row: Row, *, main: Row) -> tuple[bool, bool]:

@@ -101,7 +101,7 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
     named = zip(("validation", "test"), held_out, strict=True)
     sizes = {what: held_out_size(experiment, dataset, what=what) for what, dataset in named}
     collate, evaluation_collate = _collates(trial, runtime(trial, order=order, rank=rank))
-    share = max(1, order.global_batch_size // (rank.world_size * experiment.train.gradient_accumulation))
+    share = experiment.train.evaluation_share(rank.world_size)
 
     def loader(dataset: Any, what: str, *, samples: int | None, block: int) -> AnyLoader:
         seed, options = experiment.seed, experiment.loader

@@ -116,14 +116,14 @@ class SampleOrder:
                 yield MicroBatch(epoch, part.tolist(), weight, is_last, len(batch))
 
     def evaluation_micro_batches(
-        self, samples: int, *, rank: int, world_size: int, accumulation: int = 1
+        self, samples: int, *, rank: int, world_size: int, accumulation: int = 1, share: int | None = None
     ) -> Iterator[MicroBatch]:
         """Yield a rank's part of a validation set; over all ranks each sample occurs exactly once.
 
-        The n-th micro-batches of all ranks, in rank order, are consecutive samples, which follow those before. No
-        micro-batch is larger than those of training, which are known to fit in memory.
+        The n-th micro-batches of all ranks, in rank order, are consecutive samples, which follow those before. Each has
+        ``share`` samples; by default as many as in training, which are known to fit in memory.
         """
-        batch_size = max(1, self.global_batch_size // (world_size * accumulation))
+        batch_size = share or max(1, self.global_batch_size // (world_size * accumulation))
         for batch in torch.split(torch.arange(samples), batch_size * world_size):
             share = torch.tensor_split(batch, world_size)[rank]
             if len(share):  # a rank may have none
@@ -179,7 +179,7 @@ class StreamOrder(SequentialOrder):
 
     @override
     def evaluation_micro_batches(
-        self, samples: int, *, rank: int, world_size: int, accumulation: int = 1
+        self, samples: int, *, rank: int, world_size: int, accumulation: int = 1, share: int | None = None
     ) -> Iterator[MicroBatch]:
         order = replace(self, samples=samples)
         for micro_batch in order.micro_batches(0, rank=rank, world_size=world_size, accumulation=accumulation):

@@ -32,6 +32,10 @@ _DRAWS = (
     "the random numbers of loader.collate are drawn for each micro-batch. Training therefore depends on the number of "
     "workers and on train.gradient_accumulation"
 )
+_MIXES = (
+    "the samples of a micro-batch are mixed (train.batch_transform). Training therefore depends on the number of "
+    "workers and on train.gradient_accumulation"
+)
 
 
 class Batches:
@@ -197,7 +201,9 @@ class Batches:
     def notes(self) -> tuple[str, ...]:
         """Promises that the data can't keep."""
         draws = self._source.collate is not None and self._source.collate.draws
-        return (*self._source.notes, *([_DRAWS] if draws else []), *(self.data.notes if "data" in vars(self) else ()))
+        mixes = self._experiment.train.batch_transform is not None
+        own = (*([_DRAWS] if draws else []), *([_MIXES] if mixes else []))
+        return (*self._source.notes, *own, *(self.data.notes if "data" in vars(self) else ()))
 
     def collate(self, split: Split | None) -> Collation | None:
         """Return the collate function of a set, None for torch's own; of the training set if ``split`` is None."""
@@ -237,8 +243,10 @@ class Batches:
         return prefetched(batches, place=self.placed, device=self._device)
 
     def _evaluation(self, rank: int, *, samples: int) -> Iterator[MicroBatch]:
-        world_size, parts = self.rank.world_size, self._accumulation
-        return self.order.evaluation_micro_batches(samples, rank=rank, world_size=world_size, accumulation=parts)
+        world_size, train = self.rank.world_size, self._experiment.train
+        share = train.evaluation_share(world_size)
+        split = {"world_size": world_size, "accumulation": train.gradient_accumulation, "share": share}
+        return self.order.evaluation_micro_batches(samples, rank=rank, **split)
 
 
 def _complete(batches: MicroBatches, rows: RowCheck, check: Callable[[MicroBatch, Any], None]) -> MicroBatches:

@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.trial import Training
-from pipeline.protocol.trial_result import RANDOM_NUMBERS
+from pipeline.protocol.trial_result import BATCH_TRANSFORM, RANDOM_NUMBERS
 from pipeline.training.context import TrainContext
 from pipeline.training.model import frozen
 from pipeline.training.model.parameter_names import listed
@@ -57,7 +57,8 @@ class Coupling:
         context = self._context
         random = (RANDOM_NUMBERS,) if _has_drawn(context, step=step) else ()
         names = differing(_buffers(context), rank=context.rank)
-        self.found = (*random, *([_listed(names)] if names else []))
+        mixes = (BATCH_TRANSFORM,) if context.experiment.train.batch_transform is not None else ()
+        self.found = (*random, *mixes, *([_listed(names)] if names else []))
         message = _explain_differing(names) if names else self._explain_changed()
         if message and context.rank.is_first and isinstance(context.trial, Training):
             outbox.event(Warned(trial=context.trial.name, message=message))

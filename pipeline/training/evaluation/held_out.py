@@ -63,14 +63,18 @@ def build_metrics(context: TrainContext) -> "MetricCollection | None":
 
 
 def prepare(context: TrainContext) -> None:
-    """Try the metrics on a batch that is the same on all ranks, as soon as the names of logs are known. Collective.
+    """Check the evaluation after the first step: try the metrics on a batch that all ranks have. Collective.
 
     Metrics that can't be computed from one batch are left to the evaluation. Weights and buffers don't change.
 
     Raises:
         ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
-            name that is taken; or a key such as ``checkpoint.best`` names none of the numbers.
+            name that is taken; or a key such as ``checkpoint.best`` names none of the numbers; or the task needs whole
+            global batches, and ``train.evaluation_batch_size`` is set.
     """
+    if context.seen.gathers and context.experiment.train.evaluation_batch_size is not None:
+        message = "has no effect: the task compares all samples of a global batch (pipeline.tasks.gathered)"
+        raise ExperimentError.of("train.evaluation_batch_size", f"{message}. Remove this key.")
     if (metrics := build_metrics(context)) is None:
         return
     collection = metrics.clone()  # some, such as MinMaxMetric, keep what they have computed

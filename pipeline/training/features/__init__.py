@@ -6,6 +6,7 @@ from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature, name_of
 from pipeline.training.features.alternation import Alternation
 from pipeline.training.features.averaging import Averaging
+from pipeline.training.features.batch_transform import BatchTransform
 from pipeline.training.features.clipping import Clipping
 from pipeline.training.features.compiled import Compiled
 from pipeline.training.features.early_stopping import EarlyStopping
@@ -17,6 +18,7 @@ from pipeline.training.features.rates import Rates
 from pipeline.training.features.skipping import Skipping
 from pipeline.training.features.task_steps import TaskSteps
 from pipeline.training.features.time_limit import TimeLimit
+from pipeline.training.features.train_metrics import TrainMetrics
 from pipeline.training.features.weighted import Weighted
 
 FEATURES: tuple[type[Feature], ...] = (
@@ -25,6 +27,8 @@ FEATURES: tuple[type[Feature], ...] = (
     Weighted,  # replaces the weight of a loss
     Gathering,  # after Weighted: backward passes the gathered rows also where a loss of weight 0 was left out
     LearnedGradients,  # its place is free: both complete other gradients
+    BatchTransform,  # after Autocast: transforms in the type of the data
+    TrainMetrics,  # order free: reads outputs
     Logged,
     Compiled,  # copies the whole value, logs included
     Scaled,  # replaces the update, so it is inside of what asks about gradients or clips them
