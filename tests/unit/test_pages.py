@@ -25,6 +25,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "experiments/README.md")),
     *sorted(ROOT.glob("examples/**/*.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("templates/*/*/AGENTS.md")),
 ]
 BLOCKS = [block for page in PAGES for block in blocks(page, root=ROOT)]
 ELSEWHERE = {
