@@ -82,6 +82,7 @@ def show(
     from pipeline.commands.history import running
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import result_of
+    from pipeline.recording.journal.run_summary import data_of
     from pipeline.recording.mlflow.outcome import places_of
     from pipeline.recording.terminal.console import print_report
     from pipeline.recording.terminal.terminal import headed, linked
@@ -110,6 +111,8 @@ def show(
         print_result(result.report, summary.folder, stdout=console)
     if added := [line(event) for event in evaluations(summary.folder)]:
         console.print("", headed(["Evaluated later", *added], width=console.width), "", sep="\n")
+    if full and (data := data_of(summary.folder)):
+        console.print(", ".join(f"{name} {text}" for name, text in data.items()), markup=False, soft_wrap=True)
     if result is None or full:
         is_running = summary.status == "RUNNING"
         console.print(linked(places_of(summary.folder, is_running=is_running)), soft_wrap=True)

@@ -14,7 +14,7 @@ from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunOpened
 from pipeline.recording.journal.folder import ENVIRONMENT_NAME
-from pipeline.recording.journal.run_summary import RunSummary, last_opened
+from pipeline.recording.journal.run_summary import RunSummary, data_of, last_opened
 from pipeline.recording.terminal.terminal import print_table
 from pipeline.wording import figure
 
@@ -42,7 +42,7 @@ class Difference(Frozen):
     configuration: Mapping[str, Pair]
     """By key of the experiment file."""
     environment: Mapping[str, Pair]
-    """Code, machine and installed packages."""
+    """Code, machine, data and installed packages."""
 
 
 def difference(a: RunSummary, b: RunSummary) -> Difference:
@@ -100,7 +100,7 @@ def _results_of(a: Mapping[str, str | Figure], b: Mapping[str, str | Figure]) ->
 
 
 def _environment(opened: RunOpened, folder: Path) -> dict[str, str]:
-    tags = {name.replace("_", " "): opened.tags[name] for name in _TAGS if name in opened.tags}
+    tags = {name.replace("_", " "): opened.tags[name] for name in _TAGS if name in opened.tags} | data_of(folder)
     try:
         lines = (folder / ENVIRONMENT_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -14,7 +14,7 @@ from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import PREFIX
 from pipeline.config.values import Frozen
 from pipeline.protocol.estimates import Estimate
-from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, RunOpened, Tagged
+from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, RunOpened, Started, Tagged
 from pipeline.protocol.labels import Status
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import id_of, is_quick, sweep_of
@@ -204,6 +204,14 @@ def _status(end: RunClosed | None) -> Status | Literal["STOPPED"]:
     if end is None:
         return "KILLED"
     return "STOPPED" if end.is_stopped_early else end.status
+
+
+def data_of(folder: Path) -> dict[str, str]:
+    """Return what is recorded of a training's data: its digest, and its version if it has one."""
+    events = journal.marked(folder / journal.FILE_NAME, "started")
+    started = [event for event in events if isinstance(event, Started) and event.trial == "main"]
+    found = {"data digest": started[-1].data_digest, "data version": started[-1].data_version} if started else {}
+    return {name: text for name, text in found.items() if text}
 
 
 def last_opened(folder: Path) -> RunOpened:
