@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked
+from pipeline.commands.outlook import with_outlook
 from pipeline.commands.preparation import planning
 from pipeline.commands.repetition import Repetition
 from pipeline.config.load import ExperimentFile
@@ -99,6 +100,8 @@ def _run(
         changes += recovery.describe_newer(file, earlier) if resume == recovery.LATEST else []
     left_out = recovery.left_out(file, earlier) if earlier else {}
     plan = make(file, **extent, resumes=earlier is not None)
+    if earlier is None and member is None:
+        plan = with_outlook(plan, file)
     notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
     plan = plan.model_copy(update={"notes": notes})
     folder = earlier.folder if earlier else None
@@ -198,6 +201,7 @@ def dry_run(
 
 def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, quick: bool, as_json: bool) -> str:
     plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
+    plan = with_outlook(plan, file)
     with explained(file):
         sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
     if (initial := initial_weights.find(file.experiment)) is not None:
