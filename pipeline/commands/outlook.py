@@ -52,9 +52,8 @@ def _find_earlier(plan: Plan, file: ExperimentFile) -> _Earlier | None:
     for folder, opened in runs_named(Path(plan.experiment.tracking.directory), name=plan.experiment.name):
         if opened.file != file.source or opened.tags.get("quick") or read_status(folder) != "FINISHED":
             continue
-        if {**_placed(opened.tags), "hardware": opened.tags.get("hardware")} != wanted or _settings(
-            opened.params
-        ) != settings:
+        placed = {**_placed(opened.tags), "hardware": opened.tags.get("hardware")}
+        if placed != wanted or _settings(opened.params) != settings:
             continue
         events = journal.marked(folder / journal.FILE_NAME, "started")
         started = [event for event in events if isinstance(event, Started) and event.trial == "main"]
