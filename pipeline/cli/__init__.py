@@ -87,6 +87,7 @@ _VERBS: Mapping[str, Callable[..., None]] = {
     "compare": comparison.compare,
     "ui": results.ui,
     "sync": results.sync,
+    "remove": results.remove,
     "submit": submission.submit,
     "doctor": projects.doctor,
     "new": projects.new,

@@ -32,11 +32,12 @@ from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
+    from pipeline.commands.repetition import Repetition
     from pipeline.config.load import ExperimentFile
 
 
 def run(
-    file: FileArgument,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Experiment file (YAML).", show_default=False)] = "",
     overrides: Overrides = None,
     *,
     dry_run: DryRun = False,
@@ -44,6 +45,14 @@ def run(
     train_only: TrainOnly = False,
     quick: Quick = False,
     resume: Resume = None,
+    again: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            show_default=False,
+            help="Repeat a run: its file, overrides and seed. Says whether the losses are the same to the bit.",
+        ),
+    ] = None,
     allow_changed: AllowChanged = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -52,6 +61,14 @@ def run(
 ) -> None:
     """Train an experiment and report its speedup over a baseline; several files run one after the other."""
     given = with_address(overrides, address)
+    if again is not None and (file or given or resume is not None):
+        raise UsageError(f"--again {again}: repeats the run as it was. Remove the file, the overrides and --resume.")
+    repeated = None
+    if again is not None:
+        repeated, file = _find_repeated(again)
+        quick = quick or repeated.is_quick
+    if not file:
+        raise UsageError("pipeline run: no file is named. Write pipeline run FILE, or pipeline run --again RUN.")
     if files := [word for word in given if is_file(word)]:
         options = {"--no-baseline": not baseline, "--train-only": train_only, "--quick": quick, "--quiet": quiet,
                    "--allow-changed": allow_changed, "--json": as_json, "--verbose": verbose}  # fmt: skip
@@ -79,7 +96,17 @@ def run(
                 show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
                 resume=resume,
                 allow_changed=allow_changed,
+                again=repeated,
             )
+
+
+def _find_repeated(again: str) -> "tuple[Repetition, str]":
+    """Return the run to repeat, and its experiment file."""
+    from pipeline.commands.repetition import Repetition
+    from pipeline.recording.journal.folder import EXPERIMENT_NAME
+
+    found = Repetition(again)
+    return found, str(found.folder / EXPERIMENT_NAME)
 
 
 def _run_several(files: Sequence[str], words: Sequence[str], *, resume: str | None, as_json: bool, quiet: bool) -> None:

@@ -40,6 +40,10 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "ui": ("pipeline ui", "pipeline ui --port 5001 --store sqlite:////data/mlflow.db"),
         "sync": ("pipeline sync latest", "pipeline sync latest --to http://localhost:5000"),
+        "remove": (
+            "pipeline remove --failed --older-than 30d",
+            "pipeline remove --keep-best 5 --by validation/accuracy",
+        ),
     },
     "Run on a cluster": {
         "submit": (

@@ -1,5 +1,6 @@
 """Commands that show and send the results of runs."""
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,6 +82,7 @@ def show(
     from pipeline.commands.history import running
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import result_of
+    from pipeline.recording.journal.run_summary import data_of
     from pipeline.recording.mlflow.outcome import places_of
     from pipeline.recording.terminal.console import print_report
     from pipeline.recording.terminal.terminal import headed, linked
@@ -109,6 +111,8 @@ def show(
         print_result(result.report, summary.folder, stdout=console)
     if added := [line(event) for event in evaluations(summary.folder)]:
         console.print("", headed(["Evaluated later", *added], width=console.width), "", sep="\n")
+    if full and (data := data_of(summary.folder)):
+        console.print(", ".join(f"{name} {text}" for name, text in data.items()), markup=False, soft_wrap=True)
     if result is None or full:
         is_running = summary.status == "RUNNING"
         console.print(linked(places_of(summary.folder, is_running=is_running)), soft_wrap=True)
@@ -153,6 +157,60 @@ def sync(
             typer.echo(outcome.message)
             if not outcome.delivered:
                 raise typer.Exit(3)
+
+
+def remove(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Ids of runs or unique parts of them, folders, or latest."),
+    ] = None,
+    *,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Remove runs that failed, also before their first step.")
+    ] = False,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", show_default=False, help="Remove runs that ended before, e.g. 12h, 30d."),
+    ] = None,
+    keep_best: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, show_default=False, help="Remove all but the N best runs of each experiment, with --by."
+        ),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", show_default=False, help="Metric of --keep-best, e.g. validation/accuracy."),
+    ] = None,
+    keep_mlflow: Annotated[bool, typer.Option("--keep-mlflow", help="Keep the runs in MLflow.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    directory: Directory = Path("runs"),
+) -> None:
+    """Remove runs: their folders, and their runs in MLflow, which can be restored there. Options combine."""
+    from pipeline.commands.history import removal
+
+    has_options = failed or older_than is not None or keep_best is not None or by is not None
+    if bool(names) == has_options:
+        raise UsageError("pipeline remove: name runs, or use --failed, --older-than or --keep-best; not both")
+    if (keep_best is None) != (by is None):
+        raise UsageError(
+            "pipeline remove: --keep-best and --by belong together, e.g. --keep-best 5 --by validation/loss"
+        )
+    if names:
+        chosen = removal.choose_named(names, directory)
+    else:
+        chosen = removal.choose_where(directory, failed=failed, older_than=older_than, keep_best=keep_best, by=by)
+    if not chosen:
+        typer.echo(f"{directory}: no run matches, so nothing is removed")
+        return
+    typer.echo(removal.describe_chosen(chosen, keep_mlflow=keep_mlflow))
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("nothing is removed: the question can't be answered here. Use --yes.")
+    if not yes and not typer.confirm("Remove?"):
+        typer.echo("nothing is removed")
+        return
+    for one in removal.remove(chosen, keep_mlflow=keep_mlflow):
+        typer.echo(f"removed {one.folder.name}")
 
 
 def _store(to: str) -> str:

@@ -117,10 +117,14 @@ def _default(found: re.Match[str]) -> str:
 
 
 def unset(arguments: object, *, key: str) -> Iterator[Problem]:
-    """Find arguments that refer to variables that are not set here. Secrets may be set on the workers' nodes alone."""
+    """Find arguments that refer to variables that are not set here. Secrets may be set on the workers' nodes alone.
+
+    Components of ``tracking`` are built here.
+    """
+    is_built_here = key.startswith("tracking.")
     for parts, text in keys.walk(arguments):
         for found in REFERENCE.finditer(text) if isinstance(text, str) else ():
-            if _is_missing(found) and not is_secret(found[1]):
+            if _is_missing(found) and (is_built_here or not is_secret(found[1])):
                 message = (
                     f"the environment variable {found[1]} is not set. Set it, or write ${{oc.env:{found[1]},default}}."
                 )

@@ -138,6 +138,8 @@ class Started(Event):
     data_name: str
     data_digest: str
     """Digest of the data's declaration, sizes and some samples; empty for a measurement."""
+    data_version: str = ""
+    """Version that the data function gives, e.g. a commit of lakeFS; empty without one."""
     frozen: int = 0
     """Number of parameters that aren't trained."""
     loaded: Loaded | None = None

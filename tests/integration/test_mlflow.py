@@ -41,6 +41,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.recording.journal.journal import FILE_NAME, Journal
+from pipeline.recording.mlflow import mlflow_entities
 from pipeline.recording.mlflow.delivery import quiet
 from pipeline.recording.mlflow.mlflow_run import MlflowRun
 from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber, head_start
@@ -140,6 +141,16 @@ def started(trial: str) -> Started:
         data_name="pipeline.data.digits",
         data_digest="0123456789abcdef",
     )
+
+
+def test_the_version_of_the_data_is_next_to_its_digest() -> None:
+    event = started("main").model_copy(update={"data_version": "9f2c" * 50})
+    for given, part in zip(mlflow_entities.datasets(event), ("train", "validation"), strict=True):
+        name, _, version = given.dataset.name.partition(", version ")
+        assert (name, given.dataset.digest) == (f"pipeline.data.digits/{part}", "0123456789abcdef")
+        assert (version[:4], len(version)) == ("9f2c", 100)
+    assert mlflow_entities.counts(event)["data_version"] == event.data_version
+    assert "data_version" not in mlflow_entities.counts(started("main"))
 
 
 def whole_run(uri: str, run: str) -> list[AnyEvent]:

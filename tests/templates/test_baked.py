@@ -26,7 +26,10 @@ from pipeline.commands.new import catalog
 from pipeline.data import example_sentences
 
 SUPERVISED = ("digits", "cifar10", "image_folder", "table", "table_classes", "text", "own")
-COMMON = {".cruft.json", ".gitignore", "Makefile", "README.md", "pipeline.local.mk", "pipeline.mk", "pyproject.toml"}
+COMMON = {
+    ".cruft.json", ".gitignore", "AGENTS.md", "Makefile", "README.md", "pipeline.local.mk", "pipeline.mk",
+    "pyproject.toml",
+}  # fmt: skip
 DDP = COMMON | {
     ".github/workflows/test.yaml",
     "experiments/experiment.schema.json",

@@ -25,6 +25,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "experiments/README.md")),
     *sorted(ROOT.glob("examples/**/*.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("templates/*/*/AGENTS.md")),
 ]
 BLOCKS = [block for page in PAGES for block in blocks(page, root=ROOT)]
 ELSEWHERE = {
@@ -43,7 +44,9 @@ ELSEWHERE = {
     r"python -m PACKAGE\.predict ": "a module of a generated project, whose own tests call it",
 }
 """Commands that can't be read or run here, and why."""
-NOBODYS = {"docs/data.md": "mypackage", "docs/losses.md": "mine", "README.md": "mypackage"}
+NOBODYS = {
+    "docs/data.md": "mypackage", "docs/losses.md": "mine", "docs/tracking.md": "mypackage", "README.md": "mypackage",
+}  # fmt: skip
 """Packages that only a reader has, whose components can't be looked for."""
 
 

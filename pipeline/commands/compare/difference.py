@@ -1,7 +1,6 @@
 """Differences of two runs in results, configuration and environment."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import rich.console
 from rich.table import Table
@@ -12,14 +11,10 @@ from pipeline.commands.history.run_result import report_of
 from pipeline.config.renamed import translate_params
 from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
-from pipeline.protocol.events import RunOpened
-from pipeline.recording.journal.folder import ENVIRONMENT_NAME
-from pipeline.recording.journal.run_summary import RunSummary, last_opened
+from pipeline.recording.journal.run_summary import RunSummary, data_of, environment_of, last_opened
 from pipeline.recording.terminal.terminal import print_table
 from pipeline.wording import figure
 
-_TAGS = ("git_commit", "git_dirty", "hardware", "user", "python")
-_COMMENT = "# "
 _NAME_SHARE = 0.4  # of the terminal's width
 _THROUGHPUT = ": samples/s"
 _STYLES = {"better": "green", "worse": "red", "within noise": "dim"}
@@ -42,7 +37,7 @@ class Difference(Frozen):
     configuration: Mapping[str, Pair]
     """By key of the experiment file."""
     environment: Mapping[str, Pair]
-    """Code, machine and installed packages."""
+    """Code, machine, data and installed packages."""
 
 
 def difference(a: RunSummary, b: RunSummary) -> Difference:
@@ -53,7 +48,7 @@ def difference(a: RunSummary, b: RunSummary) -> Difference:
         b=b,
         results=_results_of(dict(_results(a)), dict(_results(b))),
         configuration=_pairs(*(translate_params(each.params) for each in opened)),
-        environment=_pairs(_environment(opened[0], a.folder), _environment(opened[1], b.folder)),
+        environment=_pairs(*({**environment_of(one.folder), **data_of(one.folder)} for one in (a, b))),
     )
 
 
@@ -97,17 +92,6 @@ def _results_of(a: Mapping[str, str | Figure], b: Mapping[str, str | Figure]) ->
         elif texts[0] != texts[1]:
             found[name] = Pair(a=texts[0], b=texts[1])
     return found
-
-
-def _environment(opened: RunOpened, folder: Path) -> dict[str, str]:
-    tags = {name.replace("_", " "): opened.tags[name] for name in _TAGS if name in opened.tags}
-    try:
-        lines = (folder / ENVIRONMENT_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return tags
-    platform = lines[0].removeprefix(_COMMENT).partition(", ")[2] if lines else ""
-    packages = dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith(_COMMENT))
-    return {**tags, "platform": platform, **packages}
 
 
 def _title(name: str) -> str:

@@ -14,10 +14,10 @@ from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import PREFIX
 from pipeline.config.values import Frozen
 from pipeline.protocol.estimates import Estimate
-from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, RunOpened, Tagged
+from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, RunOpened, Started, Tagged
 from pipeline.protocol.labels import Status
 from pipeline.recording.journal import journal
-from pipeline.recording.journal.folder import id_of, is_quick, sweep_of
+from pipeline.recording.journal.folder import ENVIRONMENT_NAME, id_of, is_quick, sweep_of
 from pipeline.wording import format_parallel
 
 _LOSS = "train/loss"
@@ -25,6 +25,9 @@ _METRIC = ("metrics.", "._target_")
 """Beginning and end of the parameters that name the experiment's metrics."""
 _EARLIER = {"compare": "benchmark"}
 """Commands of earlier versions that are called something else today."""
+_ENVIRONMENT = ("git_commit", "git_dirty", "hardware", "user", "python")
+"""Tags of a run about its code and its machine."""
+_COMMENT = "# "
 _BEST = "best."
 """Beginning of the tags of a sweep that hold values of its best trial."""
 
@@ -204,6 +207,27 @@ def _status(end: RunClosed | None) -> Status | Literal["STOPPED"]:
     if end is None:
         return "KILLED"
     return "STOPPED" if end.is_stopped_early else end.status
+
+
+def data_of(folder: Path) -> dict[str, str]:
+    """Return what is recorded of a training's data: its digest, and its version if it has one."""
+    events = journal.marked(folder / journal.FILE_NAME, "started")
+    started = [event for event in events if isinstance(event, Started) and event.trial == "main"]
+    found = {"data digest": started[-1].data_digest, "data version": started[-1].data_version} if started else {}
+    return {name: text for name, text in found.items() if text}
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return what is recorded of a run's code, machine and installed packages."""
+    opened = last_opened(folder)
+    tags = {name.replace("_", " "): opened.tags[name] for name in _ENVIRONMENT if name in opened.tags}
+    try:
+        lines = (folder / ENVIRONMENT_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return tags
+    platform = lines[0].removeprefix(_COMMENT).partition(", ")[2] if lines else ""
+    packages = dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith(_COMMENT))
+    return {**tags, "platform": platform, **packages}
 
 
 def last_opened(folder: Path) -> RunOpened:

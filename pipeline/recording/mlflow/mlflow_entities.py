@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Metric, Param, RunTag
 
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
+_VERSION_LENGTH = 100
 _CUT = " ... [cut]"
 _MOST_NAMES = 3
 _NAMES = {
@@ -123,10 +124,11 @@ def datasets(event: Started) -> "list[DatasetInput]":
 
     counts = {"train": event.train_samples, "validation": event.validation_samples}
     source = json.dumps({"tags": {"mlflow.source.name": event.data_name}})
+    version = f", version {_cut(event.data_version, _VERSION_LENGTH)}" if event.data_version else ""
     return [
         DatasetInput(
             Dataset(
-                name=f"{event.data_name}/{part}",
+                name=f"{event.data_name}/{part}{version}",  # MLflow shows the digest next to it
                 digest=event.data_digest[:36],
                 source_type="code",
                 source=source,
@@ -143,6 +145,7 @@ def counts(event: Started) -> dict[str, str]:
     """Return the sizes of a training (steps, samples, parameters) as MLflow parameters."""
     names = {"total_steps", "steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"}
     names |= {"frozen"} if event.frozen else set()
+    names |= {"data_version"} if event.data_version else set()
     return {name: str(value) for name, value in event.model_dump(include=names).items()}
 
 

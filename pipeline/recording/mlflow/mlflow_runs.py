@@ -109,3 +109,18 @@ class TaggedRuns:
 def _content(run: "Run") -> int:
     """Count the parameters and metrics of a run."""
     return len(run.data.params) + len(run.data.metrics)
+
+
+def delete_runs(uri: str, *, experiment: str, name: str) -> None:
+    """Delete the MLflow runs of a run folder and of its trials' folders; MLflow can restore them.
+
+    Raises:
+        MlflowException: the store's.
+    """
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    where = f"tags.`{RUN_TAG}` LIKE '{name}%'"
+    while found := client.search_runs([experiment], filter_string=where):  # a page of those that are left
+        for run in found:
+            client.delete_run(run.info.run_id)

@@ -21,7 +21,7 @@ from pipeline.training.batches.iterable import IterableLoader
 from pipeline.training.batches.loader import BatchLoader, prefetched
 from pipeline.training.batches.order import MicroBatch, SampleOrder, padded, padded_evaluation
 from pipeline.training.batches.placing import to_device
-from pipeline.training.batches.rank_data import AnyLoader, Datasets, Source
+from pipeline.training.batches.rank_data import AnyLoader, Datasets, Source, find_version
 from pipeline.training.batches.rows import RowCheck
 from pipeline.training.batches.sampled_data import read_digest
 
@@ -64,6 +64,11 @@ class Batches:
     def digest(self) -> str:
         """Short hash of the data and its declaration."""
         return self.data.text(self._experiment.data.model_dump_json())
+
+    @property
+    def version(self) -> str:
+        """Version that the data function gives its data; empty without one."""
+        return find_version(self._source.datasets)
 
     @property
     def order(self) -> SampleOrder:

@@ -13,6 +13,14 @@ Datasets = tuple[Any, Any, Any]
 """Training, validation and test set; None in place of a set that there isn't."""
 
 
+def find_version(datasets: Datasets | None) -> str:
+    """Return the attribute ``version`` of the data function's tuple, or of its training set, if that is a text."""
+    if datasets is None:
+        return ""
+    found = (getattr(owner, "version", None) for owner in (datasets, datasets[0]))
+    return next((version for version in found if isinstance(version, str)), "")
+
+
 class Source(NamedTuple):
     """The data of a rank."""
 

@@ -33,6 +33,13 @@ from pipeline.training.ranks.randomness import generators_kept, mix, seed_all
 from pipeline.wording import counted
 
 
+class _Sets(tuple[Any, Any, Any]):
+    """Training, validation and test set."""
+
+    version: str | None = None
+    """Version of the data, if the data function's tuple has one."""
+
+
 def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any, Any]:
     """Build the training set, the validation set or None, and the test set or None."""
     seed_all(mix(experiment.seed, "data"))
@@ -45,7 +52,9 @@ def data(experiment: Experiment, *, allowed: tuple[str, ...]) -> tuple[Any, Any,
             "and optionally a test set.",
         )
     train, validation, *rest = splits
-    return train, validation, rest[0] if rest else None
+    sets = _Sets((train, validation, rest[0] if rest else None))
+    sets.version = getattr(splits, "version", None)
+    return sets
 
 
 def model(create: Create, experiment: Experiment, *, device: torch.device) -> nn.Module:

@@ -66,6 +66,7 @@ def start(context: TrainContext, outbox: Outbox) -> None:
                 devices=tuple(devices),
                 data_name=context.experiment.data.target,
                 data_digest=context.batches.digest if isinstance(context.trial, Training) else "",
+                data_version=context.batches.version,
                 frozen=frozen.count(context.model) if context.experiment.train.freeze else 0,
                 loaded=context.built.loaded,
             )

@@ -1,0 +1,64 @@
+"""The version that a data function gives its data: from the training set to the commands."""
+
+# promise: a version that the data has is recorded with its digest
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+
+from pipeline.protocol.events import Started
+from pipeline.protocol.rank import Rank
+from pipeline.recording.journal.recorder import Recorder
+from pipeline.recording.journal.run_summary import data_of
+from pipeline.training.loop import train
+
+
+class Sets(tuple[Any, ...]):
+    """What a data function may return."""
+
+    version: str
+
+
+def versioned(version: Any = "", of_tuple: str = "") -> tuple[Any, ...]:
+    train_set, validation = toys.regression()
+    if version:
+        train_set.version = version  # type: ignore[attr-defined]
+    sets = Sets((train_set, validation))
+    if of_tuple:
+        sets.version = of_tuple
+    return sets
+
+
+def started(**arguments: Any) -> Started:
+    trial = toys.trial(data={"_target_": "test_data_version.versioned", **arguments})
+    outbox = toys.Kept()
+    train(trial.model_copy(update={"allowed": (*trial.allowed, "test_data_version")}), rank=Rank(), outbox=outbox)
+    (event,) = (event for event in outbox.events if isinstance(event, Started))
+    return event
+
+
+@pytest.mark.parametrize(
+    ("arguments", "version"),
+    [
+        ({"version": "v3"}, "v3"),
+        ({"version": "v3", "of_tuple": "9f2c"}, "9f2c"),
+        ({"version": 3}, ""),  # of something else
+        ({}, ""),
+    ],
+)
+def test_the_version_is_recorded(arguments: dict[str, Any], version: str) -> None:
+    assert started(**arguments).data_version == version
+
+
+def test_the_commands_find_it(tmp_path: Path) -> None:
+    event = Started(
+        time=1, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=0, parameters=1,
+        devices=(), data_name="lab.points", data_digest="abc", data_version="v3",
+    )  # fmt: skip
+    with closing(Recorder(tmp_path, subscribers=[])) as recorder:
+        recorder.receive(event)
+        recorder.receive(event.model_copy(update={"trial": "baseline", "data_digest": "", "data_version": ""}))
+    assert data_of(tmp_path) == {"data digest": "abc", "data version": "v3"}

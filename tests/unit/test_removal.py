@@ -1,0 +1,127 @@
+"""``pipeline remove``: which runs it means, and that a running one is never removed."""
+
+# promise: `remove` deletes only what is meant: never a running run, a sweep with its trials, MLflow's runs restorably
+
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from samples import finished, spread
+
+from pipeline.commands.history import removal
+from pipeline.errors import ResourceError, UsageError
+from pipeline.protocol.events import RunClosed, RunOpened
+from pipeline.protocol.labels import Status
+from pipeline.recording.journal.folder import is_listed
+from pipeline.recording.journal.recorder import Recorder
+
+DAY_S = 86_400.0
+
+
+def run(
+    directory: Path, name: str, *, status: Status = "FINISHED", days: float = 0, accuracy: float = 0.5, lab: str = "lab"
+) -> Path:
+    folder = directory / name
+    folder.mkdir(parents=True)
+    ended = time.time() - days * DAY_S
+    opened = RunOpened(
+        time=ended - 5, run=name, tracking_uri="", tracking_experiment=lab, tags={"role": "main"}, params={"name": lab},
+        trials=("main",), directions={"validation/accuracy": "max"},
+    )  # fmt: skip
+    with closing(Recorder(folder, subscribers=[])) as recorder:
+        recorder.receive(opened)
+        recorder.receive(finished("main", spread(1), metrics={"validation/accuracy": accuracy}))
+        recorder.receive(RunClosed(time=ended, status=status))
+    return folder
+
+
+def where(directory: Path, *, failed: bool = False, older_than: str | None = None, **best: object) -> list[str]:
+    given = {"keep_best": None, "by": None, **best}
+    chosen = removal.choose_where(directory, failed=failed, older_than=older_than, **given)  # type: ignore[arg-type]
+    return [one.folder.name for one in chosen]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    run(tmp_path, "1", days=40, accuracy=0.7)
+    run(tmp_path, "2", days=30.1, status="FAILED")
+    run(tmp_path, "3", days=29.9, status="FAILED")
+    run(tmp_path, "4", status="KILLED", accuracy=0.9)
+    run(tmp_path, "5", accuracy=0.8)
+    run(tmp_path, "6", accuracy=0.1, lab="other")
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "events.jsonl").touch()  # it failed before it started
+    return tmp_path
+
+
+def test_options_combine(runs: Path) -> None:
+    assert where(runs, failed=True) == ["2", "3", "7"]
+    assert where(runs, older_than="30d") == ["1", "2"]
+    assert where(runs, older_than="30d", failed=True) == ["2"]
+    assert where(runs, older_than="1000h") == []
+
+
+def test_the_best_of_each_experiment_stay(runs: Path) -> None:
+    assert where(runs, keep_best=2, by="validation/accuracy") == ["1", "2", "3"]
+    assert where(runs, keep_best=2, by="accuracy", failed=True) == ["2", "3"]
+    with pytest.raises(
+        UsageError, match="--by acuracy: no run that has ended has this metric; metrics are validation/accuracy"
+    ):
+        where(runs, keep_best=2, by="acuracy")
+
+
+@pytest.mark.parametrize("age", ["30", "d", "-3d", "3 days", "9" * 30 + "d"])
+def test_an_age_has_a_unit(runs: Path, age: str) -> None:
+    with pytest.raises(UsageError, match=r"^--older-than .* e\.g\. .*30d"):
+        where(runs, older_than=age)
+
+
+def test_a_running_run_is_never_removed(runs: Path) -> None:
+    meant = removal.choose_where(runs, failed=True, older_than=None, keep_best=None, by=None)
+    with closing(Recorder(runs / "3", subscribers=[])):  # it was resumed after the question
+        assert where(runs, failed=True) == ["2", "7"]
+        with pytest.raises(UsageError, match="3: this run is running, so it is not removed"):
+            removal.choose_named(["3"], runs)
+        gone = removal.remove(meant, keep_mlflow=True)
+        assert next(gone).folder.name == "2"
+        with pytest.raises(UsageError, match="3: this run is running"):
+            next(gone)
+        assert is_listed(runs / "3")
+    assert not (runs / "2").exists()
+
+
+def test_a_sweep_is_removed_as_a_whole(runs: Path) -> None:
+    sweep = run(runs, "8")
+    trial = run(sweep, "trial-001")
+    with pytest.raises(UsageError, match=r"trial-001 of 8 is a trial\. Remove the whole: pipeline remove 8"):
+        removal.choose_named(["8/trial-001"], runs)
+    with closing(Recorder(trial, subscribers=[])), pytest.raises(UsageError, match="8: this run is running"):
+        removal.choose_named(["8"], runs)
+    (chosen,) = removal.choose_named(["8", str(sweep)], runs)
+    assert (chosen.trials, chosen.size) == (1, sum(path.stat().st_size for path in sweep.rglob("*") if path.is_file()))
+    assert removal.describe_chosen([chosen], keep_mlflow=True).startswith("8  FINISHED, with 1 trial  ")
+    assert list(removal.remove([chosen], keep_mlflow=True)) == [chosen]
+    assert not sweep.exists()
+
+
+def test_a_folder_stays_if_mlflow_refuses(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = removal.TrackingOutcome(run_id="a", experiment_id="1", delivered=True, uri="http://localhost:9")
+    outcome.keep(runs / "1")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no answer")
+
+    monkeypatch.setattr(removal, "delete_runs", refuse)
+    chosen = removal.choose_named(["1"], runs)
+    with pytest.raises(ResourceError, match=r"no answer\), so the folder is kept\. .* use --keep-mlflow"):
+        list(removal.remove(chosen, keep_mlflow=False))
+    assert (runs / "1").exists()
+    assert len(list(removal.remove(chosen, keep_mlflow=True))) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_840_000, "2.8 MB"), (5e15, "5000.0 TB")]
+)
+def test_sizes(number: float, text: str) -> None:
+    assert removal.format_size(number) == text
