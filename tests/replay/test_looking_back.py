@@ -156,9 +156,9 @@ def test_a_sweep_is_compared_by_its_trials(there: Any, journal: Recorded) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mlp.yaml"], "error: compare takes finished runs. Did you mean: pipeline benchmark mlp.yaml"),
+        (["mlp.yaml"], "error: compare takes at least two experiment files, or --vary"),
         (["mlp.yaml", "train.epochs=2"], "Did you mean: pipeline benchmark mlp.yaml"),
-        (["a.yaml", "b.yaml"], "Train each file with the same seeds first, e.g. pipeline run a.yaml seed=1"),
+        (["a.yaml", "b.yaml"], "a.yaml: there is no such file"),
         (["latest", "latest"], " is named twice"),
         (["latest"], "error: name at least two runs, or a sweep, e.g. pipeline compare latest RUN"),
     ],

@@ -125,9 +125,9 @@ class SampleOrder:
         """
         batch_size = share or max(1, self.global_batch_size // (world_size * accumulation))
         for batch in torch.split(torch.arange(samples), batch_size * world_size):
-            share = torch.tensor_split(batch, world_size)[rank]
-            if len(share):  # a rank may have none
-                yield MicroBatch(0, share.tolist(), weight=len(share) / samples, is_last=True)
+            part = torch.tensor_split(batch, world_size)[rank]
+            if len(part):  # a rank may have none
+                yield MicroBatch(0, part.tolist(), weight=len(part) / samples, is_last=True)
 
     def evaluation_of_whole_batches(self, samples: int, *, rank: int, world_size: int) -> Iterator[MicroBatch]:
         """Yield a rank's shares of a validation set that is cut into global batches, on all ranks equally many.
