@@ -196,7 +196,7 @@ def test_smoothing_with_a_class_that_counts_nothing_is_refused() -> None:
         (torch.nn.CrossEntropyLoss(), torch.tensor([[0, -100, 1], [1, 2, -100]]), 4),
         (torch.nn.CrossEntropyLoss(ignore_index=2), torch.tensor([0, 2]), 1),
         (torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5])), torch.tensor([0, 2]), 1.5),
-        (torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5])), torch.eye(3)[:2], None),
+        (torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5])), torch.eye(3)[:2], 2),
         (torch.nn.NLLLoss(weight=torch.tensor([1.0, 5.0, 0.5])), torch.tensor([-100, 1]), 5),
         (torch.nn.MSELoss(), torch.zeros(2, 3), None),
     ],

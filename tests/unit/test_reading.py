@@ -67,7 +67,7 @@ def test_a_language_that_nobody_tests_is_refused(page: Path, tmp_path: Path) -> 
     ("command", "error"),
     [
         ("pipeline runn FILE", NotThere),
-        ("pipeline run", WRONG_LINE),
+        ("pipeline benchmark", WRONG_LINE),
         ("pipeline run FILE --resum", WRONG_LINE),
         ("pipeline benchmark FILE --repeats none", WRONG_LINE),
         ("pipeline benchmark FILE --strategies ddpp", UsageError),
