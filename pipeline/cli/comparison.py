@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,6 @@ from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.commands.compare.compared_runs import Question
     from pipeline.recording.journal.run_summary import RunSummary
 
 _LEAST, _PAIRS, _AT_MOST = 2, 5, 20
@@ -110,7 +109,7 @@ def compare(
     """Compare experiments: which is better beyond the luck of their seeds, and what differs."""
     if at_most is not None and not until_clear:
         raise UsageError("--at-most limits --until-clear. Use both, or --seeds.")
-    asked = _Asked(metric, mode.value if mode else None, margin, _parse_target(target))
+    asked = {"metric": metric, "mode": mode and mode.value, "margin": margin, "target": _parse_target(target)}
     files = [word for word in words if is_file(word)]
     if not files:
         for_files = {"--seeds": seeds, "--vary": vary, "--target": target, "--resume": resume}
@@ -143,10 +142,11 @@ def compare(
         stages.begin("importing torch")
         with undisturbed():
             from pipeline.commands.compare import study_plan
+            from pipeline.commands.compare.compared_runs import Question
         from pipeline.report.numbers.looks import plan_looks
 
         looks = plan_looks(first, at_most=most) if until_clear else (first,)
-        plan = study_plan.make_study(variants, asked.question(), pairs=first, is_timed=target is not None)
+        plan = study_plan.make_study(variants, Question.model_validate(asked), pairs=first, is_timed=target is not None)
         if dry_run:
             stages.end()
             typer.echo(study_plan.describe_study(plan, looks=looks))
@@ -162,21 +162,6 @@ def compare(
             terminal=terminal,
             show=lambda compared: print_json(json.dumps(compared.to_mapping(), indent=2)) if as_json else None,
         )
-
-
-class _Asked(NamedTuple):
-    """What to compare by; see `pipeline.commands.compare.compared_runs.Question`."""
-
-    metric: str | None
-    mode: Literal["min", "max"] | None
-    margin: float | None
-    target: float | None
-
-    def question(self) -> "Question":
-        """Return it for the comparison, which loads what it needs."""
-        from pipeline.commands.compare.compared_runs import Question
-
-        return Question(**self._asdict())
 
 
 def _parse_target(text: str | None) -> float | None:
@@ -196,7 +181,7 @@ def _parse_target(text: str | None) -> float | None:
     return found
 
 
-def _compare_runs(words: Sequence[str], asked: _Asked, *, directory: Path, as_json: bool) -> None:
+def _compare_runs(words: Sequence[str], asked: Mapping[str, object], *, directory: Path, as_json: bool) -> None:
     """Compare recorded runs, or show the answer of a study.
 
     Raises:
@@ -204,7 +189,7 @@ def _compare_runs(words: Sequence[str], asked: _Asked, *, directory: Path, as_js
     """
     import rich.console
 
-    from pipeline.commands.compare.compared_runs import compare_runs, show_compared
+    from pipeline.commands.compare.compared_runs import Question, compare_runs, show_compared
 
     named = [summary_of(word, directory) for word in words]
     console = rich.console.Console(highlight=False)
@@ -212,7 +197,7 @@ def _compare_runs(words: Sequence[str], asked: _Asked, *, directory: Path, as_js
         from pipeline.commands.compare.study_answer import compare_study
         from pipeline.commands.ending import print_result
 
-        changes = {name: value for name, value in asked._asdict().items() if value is not None}
+        changes = {name: value for name, value in asked.items() if value is not None}
         compared = compare_study(named[0].folder, changes=changes)
         if as_json:
             print_json(json.dumps(compared.to_mapping(), indent=2))
@@ -224,7 +209,7 @@ def _compare_runs(words: Sequence[str], asked: _Asked, *, directory: Path, as_js
         raise UsageError(f"name at least two runs, or a sweep, e.g. pipeline compare {words[0]} RUN")
     if repeated := next((one.run for one in found if [other.run for other in found].count(one.run) > 1), ""):
         raise UsageError(f"{repeated} is named twice")
-    runs = compare_runs(found, asked.question())
+    runs = compare_runs(found, Question.model_validate(asked))
     if as_json:
         typer.echo(runs.to_json())
     else:

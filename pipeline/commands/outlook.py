@@ -47,12 +47,12 @@ def with_outlook(plan: Plan, file: ExperimentFile) -> Plan:
 
 def _find_earlier(plan: Plan, file: ExperimentFile) -> _Earlier | None:
     """Return the newest completed run of the file with the same model, data, devices and batch."""
-    wanted = {**_placed(provenance.trial_tags(plan.main)), "hardware": provenance.hardware(plan)}
+    wanted = {**_find_placement(provenance.trial_tags(plan.main)), "hardware": provenance.hardware(plan)}
     settings = _settings(flatten(plan.experiment))
     for folder, opened in runs_named(Path(plan.experiment.tracking.directory), name=plan.experiment.name):
         if opened.file != file.source or opened.tags.get("quick") or read_status(folder) != "FINISHED":
             continue
-        placed = {**_placed(opened.tags), "hardware": opened.tags.get("hardware")}
+        placed = {**_find_placement(opened.tags), "hardware": opened.tags.get("hardware")}
         if placed != wanted or _settings(opened.params) != settings:
             continue
         events = journal.marked(folder / journal.FILE_NAME, "started")
@@ -63,7 +63,7 @@ def _find_earlier(plan: Plan, file: ExperimentFile) -> _Earlier | None:
     return None
 
 
-def _placed(tags: Mapping[str, str]) -> dict[str, str | None]:
+def _find_placement(tags: Mapping[str, str]) -> dict[str, str | None]:
     return {name: tags.get(name) for name in ("strategy", "world_size", "device", "cpus_per_worker")}
 
 

@@ -50,15 +50,15 @@ def _courses(report: AnyReport, folder: Path) -> Iterator[Course]:
                     if course.trial == "main":
                         yield replace(course, title=report.swept.titled(trial), trial=trial.run)
         case Compared():
-            yield from _courses_of_study(report, folder)
+            yield from _iter_study_courses(report, folder)
 
 
-def _courses_of_study(report: Compared, folder: Path) -> Iterator[Course]:
+def _iter_study_courses(report: Compared, folder: Path) -> Iterator[Course]:
     for variant in (report.first, *(one.variant for one in report.others)):
         for run in variant.runs.values():
             for course in courses(journal.read(folder / Path(run).name / journal.FILE_NAME)):
                 if course.trial == "main":
-                    yield replace(course, title=variant.described, trial=run)
+                    yield replace(course, title=variant.full_name, trial=run)
 
 
 def about(folder: Path) -> About:

@@ -46,7 +46,7 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
             "with another number of workers. Set checkpoint.keep: 1, or set one number of workers.",
         )
     yield from name_problems(experiment.metrics)
-    yield from _trained_metrics(experiment)
+    yield from _check_trained_metrics(experiment)
     for key, metric in followed(experiment).items():
         if source_of(metric, experiment.metrics) is None and lightning_module.is_named(experiment.task):
             options = {"checkpoint.best": experiment.checkpoint, "train.early_stopping.metric": train.early_stopping}
@@ -83,7 +83,7 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
         )
 
 
-def _trained_metrics(experiment: Experiment) -> Iterator[Problem]:
+def _check_trained_metrics(experiment: Experiment) -> Iterator[Problem]:
     """Find metrics of training steps that can't be computed or reported, and metrics without the validation set."""
     for name, metric in experiment.metrics.items():
         key = keys.child(f"metrics.{name}", "on")

@@ -1,4 +1,4 @@
-"""What the function of ``tracking.on_end`` gets when a run has ended."""
+"""End of a run, the argument of the function that ``tracking.on_end`` names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ class ComparedVariant(Frozen):
         return f"{self.name}  {counted(len(self.runs), 'run')} with seeds {', '.join(map(str, self.runs))}"
 
     @property
-    def described(self) -> str:
+    def full_name(self) -> str:
         """Name and description."""
         return f"{self.name} ({self.description})" if self.description else self.name
 
@@ -94,7 +94,7 @@ class Compared(Frozen):
             line
             for one in self.others
             if one.time is not None
-            for line in one.time.format(self.first.described, one.variant.described)
+            for line in one.time.format(self.first.full_name, one.variant.full_name)
         )
 
     @property

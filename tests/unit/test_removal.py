@@ -110,12 +110,13 @@ def test_a_folder_stays_if_mlflow_refuses(runs: Path, monkeypatch: pytest.Monkey
     outcome.keep(runs / "1")
 
     def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("no answer")
+        raise ConnectionError("no answer of http://me:secret@host/mlflow")
 
     monkeypatch.setattr(removal, "delete_runs", refuse)
     chosen = removal.choose_named(["1"], runs)
-    with pytest.raises(ResourceError, match=r"no answer\), so the folder is kept\. .* use --keep-mlflow"):
+    with pytest.raises(ResourceError, match=r"no answer .*\), so the folder is kept\. .* use --keep-mlflow") as refused:
         list(removal.remove(chosen, keep_mlflow=False))
+    assert "secret" not in str(refused.value)
     assert (runs / "1").exists()
     assert len(list(removal.remove(chosen, keep_mlflow=True))) == 1
 

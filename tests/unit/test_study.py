@@ -51,28 +51,28 @@ def study(folder: Path, kept: StudyRecord, values: Mapping[int, tuple[float, flo
 def test_an_extension_trains_more_and_has_a_wider_interval() -> None:
     first = record(Looks(pairs=(5,)))
     assert first.confidence == pytest.approx(0.95)
-    assert first.extended((7,)).looks == (Looks(pairs=(7,)),)  # its answer was never printed
-    answered = first.answered(5)
+    assert first.extend((7,)).looks == (Looks(pairs=(7,)),)  # its answer was never printed
+    answered = first.mark_answered(5)
     with pytest.raises(
         UsageError, match=r"has its answer from 5 pairs\. For more pairs, use --seeds, e\.g\. --seeds 10"
     ):
-        answered.extended((5,))
-    assert answered.extended((5,), has_failures=True).looks[1].pairs == (5,)
-    seen = record(Looks(pairs=(5, 7))).seen()
-    assert seen.extended((5, 7)) == seen
+        answered.extend((5,))
+    assert answered.extend((5,), has_failures=True).looks[1].pairs == (5,)
+    seen = record(Looks(pairs=(5, 7))).mark_seen()
+    assert seen.extend((5, 7)) == seen
     with pytest.raises(UsageError, match="was looked at already"):
-        seen.extended((5,))
-    extended = answered.extended((5, 7, 10))
+        seen.extend((5,))
+    extended = answered.extend((5, 7, 10))
     assert extended.looks[1].pairs == (7, 10)
     assert extended.confidence == pytest.approx(1 - 0.0125 / 2)
-    early = record(Looks(pairs=(5, 7, 10))).answered(5)
+    early = record(Looks(pairs=(5, 7, 10))).mark_answered(5)
     assert early.last_look(9) == 5
-    assert early.extended((8,)).looks[1].pairs == (8,)
+    assert early.extend((8,)).looks[1].pairs == (8,)
     assert [record(Looks(pairs=(5, 7))).last_look(ended) for ended in (4, 5, 6, 7)] == [None, 5, 5, 7]
 
 
 def test_a_record_is_read_as_it_was_kept(tmp_path: Path) -> None:
-    kept = record(question=Question(metric="loss", margin=0.5)).answered(3)
+    kept = record(question=Question(metric="loss", margin=0.5)).mark_answered(3)
     kept.keep(tmp_path)
     assert StudyRecord.read(tmp_path) == kept
     (tmp_path / "study.json").write_text("{")

@@ -48,7 +48,7 @@ def test_the_default_target_is_the_worst_of_the_best() -> None:
 
 
 def test_the_ratio_is_that_of_the_pairs() -> None:
-    found = TimeToTarget.of({3: (100.0, 50.0), 4: (220.0, 100.0), 5: (90.0, 50.0)}, metric="m", target=0.97)
+    found = TimeToTarget.compare({3: (100.0, 50.0), 4: (220.0, 100.0), 5: (90.0, 50.0)}, metric="m", target=0.97)
     logs = [math.log(2), math.log(2.2), math.log(1.8)]
     assert found.ratio == pytest.approx(math.exp(sum(logs) / 3))
     assert found.low is not None and found.high is not None and 1 < found.low < found.ratio < found.high  # noqa: PT018
@@ -57,14 +57,14 @@ def test_the_ratio_is_that_of_the_pairs() -> None:
 
 
 def test_what_does_not_reach_the_target_is_named_and_does_not_count() -> None:
-    found = TimeToTarget.of({3: (50.0, 100.0), 4: (None, 90.0)}, metric="m", target=0.97)
+    found = TimeToTarget.compare({3: (50.0, 100.0), 4: (None, 90.0)}, metric="m", target=0.97)
     lines = [*found.model_copy(update={"prices": (2.0, 4.0), "watts": (None, 300.0)}).format("A", "B")]
     assert lines == [
         "not reached: m 0.97 by A with seed 4",
         "m 0.97: B in 1:40 (price 0.11, energy 8.3 Wh), A in 50 s (price 0.028): 2.00x later, inconclusive, only the "
         "1 of 2 pairs that both reached it",
     ]
-    assert list(TimeToTarget.of({3: (None, None)}, metric="m", target=1).format("A", "B")) == [
+    assert list(TimeToTarget.compare({3: (None, None)}, metric="m", target=1).format("A", "B")) == [
         "not reached: m 1 by A with seed 3, B with seed 3"
     ]
 
@@ -72,5 +72,5 @@ def test_what_does_not_reach_the_target_is_named_and_does_not_count() -> None:
 def test_steps_that_a_resumed_training_did_again_count_once() -> None:
     found = course([0.5, 0.7])
     found.windows = [Window(0, 10, 1.0, 10), Window(10, 20, 1.0, 20), Window(30, 40, 1.0, 20), Window(40, 50, 1.0, 30)]
-    assert found.trained_until() == pytest.approx(30)
-    assert found.trained_until(25) == pytest.approx(20)
+    assert found.measure_training() == pytest.approx(30)
+    assert found.measure_training(until=25) == pytest.approx(20)

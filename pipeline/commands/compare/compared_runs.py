@@ -18,7 +18,7 @@ from pipeline.report.numbers.paired import Answer, answer, have_spread, is_rate,
 
 
 class Question(Frozen):
-    """What the runs are compared by."""
+    """Metric, margin and target of a comparison."""
 
     metric: str | None = None
     """Name of the metric; None for ``checkpoint.best``, or else a validation metric."""
@@ -35,7 +35,7 @@ class ComparedRuns(Frozen):
 
     compared: Compared
     differences: tuple[Difference, ...]
-    """Differences between the first run of the first variant and that of each other."""
+    """Differences between the first run of the first variant and the first run of each other variant."""
 
     def to_json(self) -> str:
         """Return the first answer and its differences, with all else below them."""
@@ -81,7 +81,7 @@ def compare_variants(
         UsageError: there is no such metric. Without a metric in the question, a note says so.
     """
     first, *rest = variants
-    told = list(notes)
+    gathered = list(notes)
     try:
         chosen = choose_metric([one for variant in variants for one in variant.runs.values()], question.metric)
         better = direction_of(chosen, first.first, mode=question.mode)
@@ -89,9 +89,9 @@ def compare_variants(
         if question.metric is not None:
             raise
         others = [ComparedPair(variant=_list_runs(other)) for other in rest]
-        return Compared(first=_list_runs(first), others=tuple(others), notes=(*told, str(error)))
+        return Compared(first=_list_runs(first), others=tuple(others), notes=(*gathered, str(error)))
     paired = [pair(first, other, metric=chosen) for other in rest]
-    told += [note for pairs in paired for note in pairs.notes]
+    gathered += [note for pairs in paired for note in pairs.notes]
     answers = _answer(
         paired,
         metric=chosen,
@@ -100,13 +100,13 @@ def compare_variants(
         confidence=confidence,
         next_confidence=next_confidence,
     )
-    told += _explain(answers, first=first, others=rest)
+    gathered += _explain(answers, first=first, others=rest)
     left = iter(answers)
     others = [
         ComparedPair(variant=_list_runs(other), answer=next(left) if pairs.values else None, values=pairs.values)
         for other, pairs in zip(rest, paired, strict=True)
     ]
-    return Compared(first=_list_runs(first), others=tuple(others), notes=tuple(told))
+    return Compared(first=_list_runs(first), others=tuple(others), notes=tuple(gathered))
 
 
 def _list_runs(variant: Variant) -> ComparedVariant:

@@ -87,7 +87,7 @@ def study(
             if lacking := finish_trials.missing(invocation.folder):
                 invocation.warn(lacking)
         _check_ends(invocation.folder, lacked=lacked)
-        record.answered(pairs).keep(invocation.folder)
+        record.mark_answered(pairs).keep(invocation.folder)
         invocation.save_report(compared)
 
 
@@ -143,7 +143,7 @@ def _continue(plan: StudyPlan, folder: Path, looks: Sequence[int] | None) -> Stu
             "\n".join([f"--resume: {folder} is another study. Start a new one without --resume.", *changed])
         )
     failed = any(state_of(folder / folder_name(one.number))[0] == "failed" for one in records(folder))
-    return record.extended(looks, has_failures=failed)
+    return record.extend(looks, has_failures=failed)
 
 
 def _job(plan: StudyPlan, invocation: Invocation) -> TrialJob:
@@ -194,13 +194,14 @@ def _train(plan: StudyPlan, record: StudyRecord, *, job: TrialJob, invocation: I
                 tried.update(one.number for one in todo)
             if display.lacked or pairs == looks[-1]:
                 break
-            answers = [one.answer for one in compare_study(job.folder).others]
+            found = compare_study(job.folder)
+            answers = [one.answer for one in found.others]
             if None in answers:  # nothing to compare, and more of the same would not change that
                 break
             if all(one is not None and one.verdict != "inconclusive" for one in answers):
                 break
-            display.tell(f"after {pairs} pairs: {'; '.join(compare_study(job.folder).answers)}")
-            record.seen().keep(job.folder)
+            display.tell(f"after {pairs} pairs: {found.verdict}")
+            record.mark_seen().keep(job.folder)
     return display.lacked, pairs
 
 

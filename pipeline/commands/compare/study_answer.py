@@ -142,7 +142,7 @@ def _with_times(
         seconds = {
             seed: (until(both[0][seed]), until(both[1][seed])) for seed in sorted(both[0].keys() & both[1].keys())
         }
-        time = TimeToTarget.of(seconds, metric=metric, target=target, confidence=level)
+        time = TimeToTarget.compare(seconds, metric=metric, target=target, confidence=level)
         prices, watts = zip(*(rates[name] for name in names), strict=True)
         others.append(one.model_copy(update={"time": time.model_copy(update={"prices": prices, "watts": watts})}))
     return compared.model_copy(update={"others": tuple(others)})
@@ -151,7 +151,7 @@ def _with_times(
 def _find_rates(variant: Variant, followed: Mapping[int, Course]) -> tuple[float | None, float | None]:
     """Return the price of an hour of a variant's devices, and their mean power in W; None if unknown."""
     for seed, course in followed.items():
-        report, trained_s = report_of(variant.runs[seed].run), course.trained_until()
+        report, trained_s = report_of(variant.runs[seed].run), course.measure_training()
         if report is None or not trained_s:
             continue
         price, energy = report.price_per_device_hour, report.main.energy

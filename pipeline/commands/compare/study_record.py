@@ -36,7 +36,7 @@ class StudyRecord(Frozen):
     is_alone: bool
     looks: tuple[Looks, ...]
     notes: tuple[str, ...] = ()
-    """What the sessions noticed, e.g. other load."""
+    """Notes of the sessions, e.g. on other load."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -76,7 +76,7 @@ class StudyRecord(Frozen):
             return last.answered_at
         return max((look for look in last.pairs if look <= ended), default=None)
 
-    def extended(self, looks: Sequence[int], *, has_failures: bool = False) -> Self:
+    def extend(self, looks: Sequence[int], *, has_failures: bool = False) -> Self:
         """Return the record with the looks of this session.
 
         Args:
@@ -102,11 +102,11 @@ class StudyRecord(Frozen):
             )
         return self.model_copy(update={"looks": (*self.looks, Looks(pairs=more or (last.answered_at,)))})
 
-    def seen(self) -> Self:
+    def mark_seen(self) -> Self:
         """Return the record after a look at the answer that was not the last one."""
         return self._with_last(is_seen=True)
 
-    def answered(self, pairs: int) -> Self:
+    def mark_answered(self, pairs: int) -> Self:
         """Return the record after the answer of the last plan, from a number of pairs."""
         return self._with_last(answered_at=pairs)
 

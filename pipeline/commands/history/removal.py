@@ -14,6 +14,7 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.recording.journal import journal, runs
 from pipeline.recording.journal.folder import sweep_of, trials_of
 from pipeline.recording.journal.run_summary import RunSummary, last_opened, summarized, value_of
+from pipeline.recording.mlflow.delivery import describe_failure
 from pipeline.recording.mlflow.mlflow_runs import delete_runs
 from pipeline.recording.mlflow.outcome import TrackingOutcome
 from pipeline.recording.mlflow.store import sqlite_path, with_credentials
@@ -181,9 +182,10 @@ def _delete_from_mlflow(folder: Path) -> None:
         return  # the store is gone
     try:
         delete_runs(with_credentials(uri), experiment=outcome.experiment_id, name=folder.name)
-    except Exception as error:
-        said = " ".join(str(error).split())[:200]
-        message = f"{folder}: MLflow can't delete it ({type(error).__name__}: {said}), so the folder is kept."
+    except (
+        Exception
+    ) as error:  # of the store: MLflow's, SQLAlchemy's, those of the network; they quote URIs with passwords
+        message = f"{folder}: MLflow can't delete it ({describe_failure(error)}), so the folder is kept."
         raise ResourceError(f"{message} To delete the folder alone, use --keep-mlflow.") from error
 
 

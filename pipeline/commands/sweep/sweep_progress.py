@@ -155,7 +155,7 @@ class SweepProgress:
 
     @property
     def estimate(self) -> str:
-        """What all trials take, once the first ones have finished in this session; empty at other times."""
+        """Duration of all trials, in words, right after the first ones have finished; empty at other times."""
         if len(self._durations) != self.first or len(self.ended_trials) == self.total:
             return ""
         each = fmean(self._durations)

@@ -138,9 +138,9 @@ class Delivery:
                 except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
                     # Of a file, MLflow's answer alone is final; e.g. a package for the artifact store can be installed.
                     if _http_status(error) is None or _is_outage(error):
-                        self._files.begin(_reason(error))
+                        self._files.begin(describe_failure(error))
                         return False
-                    self._refuse(uploads[0], _reason(error))
+                    self._refuse(uploads[0], describe_failure(error))
                 uploads.popleft()
                 progress.by(1)
         self._files.end()
@@ -148,7 +148,7 @@ class Delivery:
 
     def fail(self, error: BaseException) -> None:
         """Start an outage: events could not be written."""
-        self._results.begin(_reason(error))
+        self._results.begin(describe_failure(error))
 
     def _write(self, events: Sequence[AnyEvent]) -> None:
         """Write all events except those that MLflow refuses for good."""
@@ -161,7 +161,7 @@ class Delivery:
                 for event in events:
                     self._write([event])
             else:
-                self._refuse(events[0], _reason(error))
+                self._refuse(events[0], describe_failure(error))
 
     def _refuse(self, event: AnyEvent, reason: str) -> None:
         self.refused += 1
@@ -214,7 +214,7 @@ def quiet() -> Iterator[None]:
             place.removeFilter(elsewhere)
 
 
-def _reason(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Return the first cause of an exception in one line; MLflow's own exceptions around it add only the URI."""
     hint = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" if _http_status(error) == 401 else ""
     while cause := error.__cause__ or error.__context__:

@@ -90,10 +90,10 @@ class Course:
         """Seconds until the last report."""
         return self._now
 
-    def trained_until(self, second: float = math.inf) -> float:
+    def measure_training(self, *, until: float = math.inf) -> float:
         """Return the seconds of training steps until a time, without steps that a resumed training did again."""
         found, first = 0.0, math.inf
-        for window in reversed([window for window in self.windows if window.begin < second]):
+        for window in reversed([window for window in self.windows if window.begin < until]):
             if window.step < first or not window.step:
                 found += window.end - window.begin
                 first = window.step

@@ -33,12 +33,12 @@ class TimeToTarget(Frozen):
     watts: tuple[float | None, float | None] = (None, None)
     """Mean power of each variant's devices while it trains."""
     ratio: float | None = None
-    """How many times sooner the second variant is there; None if no pair reached the target."""
+    """Ratio of the first variant's time to that of the second; None if no pair reached the target."""
     low: float | None = None
     high: float | None = None
 
     @classmethod
-    def of(
+    def compare(
         cls,
         seconds: Mapping[int, tuple[float | None, float | None]],
         *,
@@ -57,7 +57,7 @@ class TimeToTarget(Frozen):
 
     def format(self, first: str, second: str) -> Iterator[str]:
         """Yield sentences about two variants."""
-        missed = [f"{name} with seed {seed}" for seed, name in self._missed(first, second)]
+        missed = [f"{name} with seed {seed}" for seed, name in self._iter_missed(first, second)]
         if missed:
             yield f"not reached: {self.metric} {figure(self.target)} by {', '.join(missed)}"
         if self.ratio is None:
@@ -79,7 +79,7 @@ class TimeToTarget(Frozen):
         times_ = f"{reached[1]}, {reached[0]}: {self.ratio**sign:.2f}x {word}{interval}"
         yield f"{self.metric} {figure(self.target)}: {times_}"
 
-    def _missed(self, first: str, second: str) -> Iterator[tuple[int, str]]:
+    def _iter_missed(self, first: str, second: str) -> Iterator[tuple[int, str]]:
         for seed, both in self.seconds.items():
             yield from ((seed, name) for name, value in zip((first, second), both, strict=True) if value is None)
 
@@ -104,7 +104,7 @@ def seconds_until(course: Course, *, metric: str, target: float, direction: Dire
     series = course.validation.get(metric)
     before: tuple[float, float] | None = None
     for second, value in zip(series.seconds, series.values, strict=True) if series else ():
-        trained = course.trained_until(second)
+        trained = course.measure_training(until=second)
         if not math.isfinite(value):
             continue
         if value == target or (value < target) == (direction == "min"):

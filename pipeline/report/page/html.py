@@ -101,7 +101,7 @@ def save_page(report: AnyReport, path: Path, *, about: About, pictures: Mapping[
         case SweptReport():
             page = _summary(shared, title="sweep", tiles=tuple(_of_sweep(report.swept)), command=report.command)
         case Compared():
-            page = _summary(shared, title="study", tiles=tuple(_of_study(report)))
+            page = _summary(shared, title="study", tiles=tuple(_iter_study_tiles(report)))
     path.write_text(page, encoding="utf-8")
 
 
@@ -120,7 +120,7 @@ def _summary(shared: Mapping[str, object], *, title: str, tiles: Sequence[Tile],
     return _template("summary.html.jinja").render(shared, kind=title, tiles=tiles, command=command)
 
 
-def _of_study(report: Compared) -> Iterator[Tile]:
+def _iter_study_tiles(report: Compared) -> Iterator[Tile]:
     """Yield the difference of each variant to the first one."""
     for one in report.others:
         if (answer := one.answer) is not None:

@@ -55,7 +55,7 @@ def pictures(report: AnyReport, courses: Sequence[Course]) -> Iterator[Picture]:
         case SweptReport():
             yield from _of_sweep(report, courses)
         case Compared():
-            yield from _of_study(report, courses)
+            yield from _iter_study_pictures(report, courses)
 
 
 def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]:
@@ -83,7 +83,7 @@ def _of_sweep(report: SweptReport, courses: Sequence[Course]) -> Iterator[Pictur
         yield Picture(CURVES_NAME, draw, "Learning curves", report.name, curves.caption(courses))
 
 
-def _of_study(report: Compared, courses: Sequence[Course]) -> Iterator[Picture]:
+def _iter_study_pictures(report: Compared, courses: Sequence[Course]) -> Iterator[Picture]:
     if answered := [one for one in report.others if one.answer is not None]:
         label = "Differences of the pairs"
         draw = partial(compared_chart.draw_differences, answered, first=report.first.name)

@@ -43,14 +43,14 @@ class BatchTransform(Feature):
         def forward(micro_batch: MicroBatch, batch: Any) -> StepOutput:
             pair = _pair(batch, "a batch", remedy="remove this key, or transform the samples in loader.collate")
             inputs, targets = self._training.batches.placed(pair)
-            transformed = _pair(self._called(inputs, targets), "the returned value", remedy="return both")
+            transformed = _pair(self._call_transform(inputs, targets), "the returned value", remedy="return both")
             _check_rows(inputs, transformed[0])
             output = parts.forward(micro_batch, transformed)
             return output._replace(targets=_labels(output.targets, targets))
 
         return parts._replace(forward=forward)
 
-    def _called(self, inputs: Any, targets: Any) -> Any:
+    def _call_transform(self, inputs: Any, targets: Any) -> Any:
         try:
             return self._transform(inputs, targets)
         except torch.OutOfMemoryError:
