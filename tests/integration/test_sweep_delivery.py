@@ -111,7 +111,7 @@ def test_a_stopped_trial_that_was_killed_while_it_ended_stays_stopped(sweep: Swe
 
 def test_what_trials_could_not_send_is_named_and_sent(sweep: Sweep) -> None:
     told: list[str] = []
-    expected = "results of 2 trials (trial-001, trial-002) are missing in MLflow. Send them with: pipeline sync"
+    expected = "results of 2 trainings (trial-001, trial-002) are missing in MLflow. Send them with: pipeline sync"
     assert finish_trials.missing(sweep.folder) == f"{expected} {sweep.folder}"
 
     last = list(sync_with_trials(sweep.folder, warn=told.append))[-1]
@@ -134,7 +134,7 @@ def test_the_end_of_a_sweep_sends_what_is_left_and_stops_at_a_store_that_is_gone
     for folder in trials_of(sweep.folder):
         (folder / "tracking.json").unlink(missing_ok=True)
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
-    assert told == ["sending the results of 2 trials (trial-001, trial-002) to MLflow, because the trials couldn't"]
+    assert told == ["sending the results of 2 trainings (trial-001, trial-002) to MLflow: the trainings couldn't"]
     assert finish_trials.missing(sweep.folder) == ""
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert len(told) == 1
@@ -145,5 +145,5 @@ def test_the_end_of_a_sweep_sends_what_is_left_and_stops_at_a_store_that_is_gone
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert any("file is not a database" in line for line in told[2:])
     assert finish_trials.missing(sweep.folder).startswith(
-        "results of 1 trial (trial-002) are missing in MLflow. Send them with: pipeline sync "
+        "results of 1 training (trial-002) are missing in MLflow. Send them with: pipeline sync "
     )

@@ -91,8 +91,14 @@ def test_a_difference_is_found_and_the_study_is_extended(start: Start, tmp_path:
     )
     assert "B: model.hidden was [2], is now [4]" in stderr
 
-    stdout, _ = ended(start("compare", file, "--vary", WIDTHS, "--seeds", "4", "--resume=latest", cwd=tmp_path))
+    (tmp_path / "pyproject.toml").write_text("[tool.pipeline]\npackages = ['told']\n")
+    (tmp_path / "told.py").write_text(
+        "def told(end):\n    open('told.txt', 'a').write(f'{end.run}: {end.result}\\n')\n"
+    )
+    more = ("--seeds", "4", "--resume=latest", "tracking.on_end={_target_: told.told}")
+    stdout, _ = ended(start("compare", file, "--vary", WIDTHS, *more, cwd=tmp_path))
     lines = stdout.splitlines()
+    assert (tmp_path / "told.txt").read_text() == f"{study.name}: {lines[-1]}\n"  # once, not for each training
     assert lines[-1].endswith("4 pairs")
     assert "The study was extended after an answer from 3 pairs, so its interval is wider" in " ".join(stdout.split())
     assert starts_of(study_in(tmp_path)) == {f"trial-{number:03}": 1 for number in range(1, 9)}

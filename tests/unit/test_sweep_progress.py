@@ -67,7 +67,7 @@ def test_between_trials_it_says_what_is_starting() -> None:
     found = under_way()
     found.slots = 2
     assert found.counts == "2 of 4 done, 1 running, 1 starting, 1 stopped early"
-    assert drawn(found, width=80)[-1].strip() == "starting 1 trial"
+    assert drawn(found, width=80)[-1].strip() == "starting 1 training"
     note(found, 4, "running")
     assert found.counts == "2 of 4 done, 1 running, 1 starting, 1 stopped early"
     assert drawn(found, width=80)[-1].strip() == "trial 4: starting (lr=0.4)"
@@ -134,7 +134,7 @@ def test_many_running_trials_are_counted() -> None:
     for number in range(1, 13):
         note(found, number, "running", **values)
     lines = drawn(found, width=80)
-    assert lines[-1].strip() == "and 4 other trials"
+    assert lines[-1].strip() == "and 4 other trainings"
     assert len(lines) == 10
     assert all(len(line) <= 80 for line in lines)
 

@@ -32,7 +32,7 @@ def stop(*, grace_s: float, tell: Callable[[str], None]) -> None:
     """
     trials = [each for each in psutil.Process().children(recursive=True) if _is_trial(each)]
     if trials:
-        tell(f"stopping {counted(len(trials), 'trial')} after a checkpoint. To kill them, press Ctrl-C again.")
+        tell(f"stopping {counted(len(trials), 'training')} after a checkpoint. To kill them, press Ctrl-C again.")
     deadline = time.monotonic() + grace_s
     try:
         for trial in trials:
@@ -71,14 +71,14 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
         tell: gets progress messages.
         warn: gets warnings.
     """
-    stages.begin("waiting until the trials have ended")
+    stages.begin("waiting until the trainings have ended")
     deadline = time.monotonic() + patience_s
     while any(map(_is_open, trials_of(sweep))) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     stages.end()
     waiting = [folder for folder in find_undelivered(sweep) if not _is_open(folder)]
     if waiting:
-        tell(f"sending the results of {_format_names(waiting)} to MLflow, because the trials couldn't")
+        tell(f"sending the results of {_format_names(waiting)} to MLflow: the trainings couldn't")
     for folder in waiting:
         try:
             if not sync(folder, warn=warn).delivered:
@@ -106,4 +106,4 @@ def _is_open(folder: Path) -> bool:
 
 
 def _format_names(folders: list[Path]) -> str:
-    return f"{counted(len(folders), 'trial')} ({', '.join(folder.name for folder in folders)})"
+    return f"{counted(len(folders), 'training')} ({', '.join(folder.name for folder in folders)})"

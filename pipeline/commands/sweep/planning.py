@@ -63,7 +63,7 @@ def make(file: ExperimentFile) -> SweepPlan:
         direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
         concurrent, cpus = find_concurrency(file, resources, allowed=allowed, total=sweep.total, asked=sweep.concurrent)
         common[_CPUS] = cpus
-        busy = describe_busy(resources, concurrent=concurrent)
+        busy = [f"{note} For more, set sweep.concurrent." for note in describe_busy(resources, concurrent=concurrent)]
         parallel = file.experiment.parallel
         if parallel.launcher == "ray" and parallel.cluster is not None:
             common[_ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
@@ -188,8 +188,8 @@ def describe_busy(resources: Resources, *, concurrent: int) -> Iterator[str]:
     if resources.idle and any(free[name] < total for name, total in totals.items()):
         parts = (f"{free[name]:g} of {total} {name}" for name, total in totals.items() if total)
         yield (
-            f"{resources.node}: {', '.join(parts)} free now. The sweep runs {counted(concurrent, 'trial')} at a time, "
-            "and trials wait for room. To run more at a time, set sweep.concurrent."
+            f"{resources.node}: {', '.join(parts)} free now, so at most {counted(concurrent, 'training')} at a time; "
+            "each waits for room."
         )
 
 

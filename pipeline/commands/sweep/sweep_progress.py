@@ -159,9 +159,8 @@ class SweepProgress:
         if len(self._durations) != self.first or len(self.ended_trials) == self.total:
             return ""
         each = fmean(self._durations)
-        whole = each * math.ceil(self.total / self.slots)
-        noun = "trial" if self.is_search else "training"
-        return f"{counted(self.total, noun)} of about {approximate(each)}, {self.slots} at once: {approximate(whole)}"
+        whole = approximate(each * math.ceil(self.total / self.slots))
+        return f"{counted(self.total, 'training')} of about {approximate(each)}, {self.slots} at once: {whole}"
 
     @property
     def line(self) -> str:
@@ -193,9 +192,9 @@ class SweepProgress:
                 state = f"epoch {trial.epochs}{of}, {self.metric} {figure(trial.value)}"
             yield f"{trial.name}: {state}{f' ({assigned(trial.values)})' if self.is_search else ''}"
         if (more := len(running) - _MOST_ROWS) > 0:
-            yield f"and {counted(more, 'other trial')}"
+            yield f"and {counted(more, 'other training')}"
         if self._waiting:
-            yield f"starting {counted(self._waiting, 'trial')}"
+            yield f"starting {counted(self._waiting, 'training')}"
 
 
 def is_live(console: rich.console.Console) -> bool:
