@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -193,6 +193,11 @@ def show(error: PipelineError) -> None:
     """Print an error for the user; an error in training comes with the traceback of the failed rank."""
     stages.end()
     typer.echo(error.told, err=True)
+    with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
+        if is_follower() and not isinstance(error, Interrupted):
+            from pipeline.driver.outer_run import report_failure
+
+            report_failure(error)
 
 
 def problems_of(error: PipelineError | None) -> list[dict[str, str]]:

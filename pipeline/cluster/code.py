@@ -5,6 +5,7 @@ Files that git doesn't track (data, environments, secrets in an ``.env``) stay o
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -119,12 +120,19 @@ def tracked(folder: Path, *, most_bytes: int = MOST_BYTES) -> Package:
     """Return the existing files below a folder that git tracks; links count as the files that they lead to.
 
     Raises:
-        ResourceError: the folder is in no git repository, git tracks no file in it, or the files exceed ``most_bytes``.
+        ResourceError: the folder is in no git repository, git tracks no file in it or nothing of one of the project's
+            own packages, or the files exceed ``most_bytes``.
     """
     files = tuple(path for path in _listed(folder, "--cached", "--recurse-submodules") if (folder / path).is_file())
     if not files:
         raise ResourceError(
             f"{folder}: git tracks no file here, so no code can be sent to the cluster. {_remedy('Use git add')}"
+        )
+    own = [place.relative_to(folder.resolve()) for place in _places(folder)]
+    if missing := [place.as_posix() for place in own if not any(path.is_relative_to(place) for path in files)]:
+        raise ResourceError(
+            f"{folder}: git does not track {', '.join(missing)}, which [tool.pipeline] lists, so the cluster would not "
+            f"have this code. {_remedy(f'Use git add {shlex.join(missing)}')}"
         )
     sizes = {path: (folder / path).stat().st_size for path in files}
     package = Package(

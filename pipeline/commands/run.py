@@ -61,9 +61,9 @@ def run(
         PipelineError: ready to be shown.
     """
     if is_follower():  # rank 0 is the driver
-        follow(file.experiment.parallel)
+        follow(file.experiment)
         return
-    with leading(file.experiment.parallel):
+    with leading(file.experiment):
         _run(
             file,
             extent={"with_baseline": with_baseline, "train_only": train_only, "quick": quick},
@@ -193,9 +193,9 @@ def dry_run(
         PipelineError: as far as `run` would raise it before it starts anything.
     """
     if is_follower():
-        follow(file.experiment.parallel)
+        follow(file.experiment)
         return ""
-    with leading(file.experiment.parallel):
+    with leading(file.experiment):
         return _described(file, with_baseline=with_baseline, train_only=train_only, quick=quick, as_json=as_json)
 
 

@@ -145,8 +145,9 @@ class Train(Section):
     """Learning-rate scaling with the global batch size."""
     log_every_steps: Literal["auto"] | Positive = "auto"
     """Training steps of a reported point. auto: one point in 0.33 s, or one for each step that takes longer. 1: each
-    step has its point. A point of several steps is their mean; the loss also has its minimum and maximum. The file
-    losses.npy of a run has the loss of every step in any case."""
+    step has its point. A point of several steps is their mean; the loss also has its minimum and maximum. With auto,
+    the loss of a result is the mean of the last 20 steps. The file losses.npy of a run has the loss of every step in
+    any case."""
     evaluate_every_epochs: Positive = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     evaluate_every_steps: Positive | None = None

@@ -57,8 +57,8 @@ def differences(file: ExperimentFile, state: RunState) -> Iterator[str]:
     for key, value in flatten(file.experiment).items():
         if "${total_steps}" in value:
             yield (
-                f"{key} is now {value}. The steps before the checkpoint used the schedule for {before.length}, so the "
-                f"result differs from a run of {now.length} started from scratch."
+                f"{key}: {value} follows from {now.length} now. The steps before the checkpoint used the schedule for "
+                f"{before.length}, so the result differs from a run of {now.length} started from scratch."
             )
     follows = now.early_stopping is not None or "ReduceLROnPlateau" in str(file.experiment.scheduler)
     if follows and state.status == "FINISHED" and not _evaluates_there(now, before):

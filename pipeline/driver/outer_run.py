@@ -16,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from pipeline.config.parallel import Parallel
+from pipeline.config.schema import Experiment
+from pipeline.config.summary import flatten
 from pipeline.errors import PipelineError, Terminated, TrainingError, UsageError
 from pipeline.planning.outer_launcher import OuterLauncher, outer_launcher
 from pipeline.planning.plan import Plan
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
 
 _LAUNCHER = "torchrun"
 """Value of ``parallel.launcher`` for workers that an outer launcher has started: they have torchrun's variables."""
+_REPORT_S = 5.0
+"""Seconds in which rank 0 is told why another rank can't take part."""
 _END_S = 3.0
 """Seconds that a worker gets to end by itself once rank 0 sends the next command: it may wait for a GPU for ever."""
 
 
 @contextmanager
-def leading(parallel: Parallel) -> Iterator[None]:
+def leading(experiment: Experiment) -> Iterator[None]:
     """Lead the other ranks of an outer launcher, if there is one: at the end of the block they learn how it ended.
 
     Raises:
@@ -44,12 +48,12 @@ def leading(parallel: Parallel) -> Iterator[None]:
     if (outer := outer_launcher()) is None:
         yield
         return
-    if parallel.launcher != _LAUNCHER:
+    if (launcher := experiment.parallel.launcher) != _LAUNCHER:
         raise UsageError(
-            f"parallel.launcher: is {parallel.launcher}, but {outer.name} started this process. "
+            f"parallel.launcher: is {launcher}, but {outer.name} started this process. "
             f"Add parallel.launcher={_LAUNCHER}, or start it with pipeline run alone."
         )
-    group, code = _group(outer, parallel), 1
+    group, code = _group(outer, experiment), 1
     try:
         yield
         code = 0
@@ -87,7 +91,19 @@ def check_workers(plan: Plan) -> Plan:
     return plan
 
 
-def follow(parallel: Parallel) -> None:
+def report_failure(error: PipelineError) -> None:
+    """Tell rank 0 the error for which this rank can't take part, if torchrun's own store can be reached.
+
+    Where rank 0 would open the store, it may have failed as well. It then notices the missing rank by itself.
+    """
+    outer = outer_launcher()
+    if outer is None or outer.is_driver or not outer.has_store:
+        return
+    with suppress(RuntimeError, ConnectionError, PipelineError):
+        _join(outer, timeout_s=_REPORT_S).report_failure(str(error))
+
+
+def follow(experiment: Experiment) -> None:
     """Start this rank's workers for rank 0's trials, until the end of the run.
 
     Raises:
@@ -95,13 +111,13 @@ def follow(parallel: Parallel) -> None:
         ResourceError: rank 0 can't be reached.
         SystemExit: the run has not succeeded; with rank 0's exit code.
     """
-    outer = outer_launcher()
+    outer, parallel = outer_launcher(), experiment.parallel
     assert outer is not None
     if parallel.launcher != _LAUNCHER:
         sys.exit(UsageError.exit_code)  # rank 0 says why
     stops: list[bool] = []
     on_sigterm(lambda: stops.append(True))
-    group, worker = _group(outer, parallel), None
+    group, worker = _group(outer, experiment), None
     from torch.distributed import DistError
 
     from pipeline.launchers._outer_ranks import own_facts
@@ -172,10 +188,16 @@ def _end(worker: BaseProcess | None) -> None:
         worker.join()
 
 
-def _group(outer: OuterLauncher, parallel: Parallel) -> "OuterGroup":
+def _group(outer: OuterLauncher, experiment: Experiment) -> "OuterGroup":
+    group = _join(outer, timeout_s=experiment.parallel.start_timeout_s)
+    group.settings = flatten(experiment)
+    return group
+
+
+def _join(outer: OuterLauncher, *, timeout_s: float) -> "OuterGroup":
     with undisturbed():
         from pipeline.launchers._outer_group import joined  # imports torch, which takes seconds
-    return joined(outer, timeout_s=parallel.start_timeout_s)
+    return joined(outer, timeout_s=timeout_s)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -6,7 +6,7 @@ run ended. Any rank may ask for a stop.
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
 from functools import cache
@@ -14,7 +14,7 @@ from functools import cache
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pipeline.config.values import Frozen
-from pipeline.errors import ResourceError
+from pipeline.errors import ResourceError, UsageError
 from pipeline.planning.outer_launcher import OuterLauncher
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.rank import GPU_VARIABLE
@@ -55,6 +55,8 @@ class OuterGroup:
         """
         self.outer = outer
         self.node = socket.gethostname()
+        self.settings: Mapping[str, str] = {}
+        """Settings of the experiment as this rank has read it."""
         self._timeout_s = timeout_s
         self._server = _opened(outer, timeout_s=timeout_s) if outer.is_driver and not outer.has_store else None
         self._host = _own_address(outer) if self._server is not None else outer.host
@@ -71,15 +73,22 @@ class OuterGroup:
         self._store.set(_node_key(self.node), "")
         self._store.set(f"facts/{self.outer.rank}", facts)
 
+    def report_failure(self, message: str) -> None:
+        """Send rank 0 the error for which this rank can't take part."""
+        self._store.set("failure", f"rank {self.outer.rank} on {self.node} could not start: {message}")
+
     def gathered(self) -> list[str]:
         """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0.
 
         Raises:
             ResourceError: some ranks have not come within the timeout.
+            UsageError: a rank could not start.
         """
         missing = set(range(self.outer.world_size))
         deadline = time.monotonic() + self._timeout_s
         while missing := {rank for rank in missing if not self._store.check([f"facts/{rank}"])}:
+            if self._store.check(["failure"]):
+                raise UsageError(self._store.get("failure").decode())
             if time.monotonic() > deadline:
                 raise ResourceError(
                     f"{self.outer.name} started {self.outer.world_size} processes. {len(missing)} of them did not "

@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +36,8 @@ class RankFacts(Frozen):
     """Address of the machine that faces rank 0's."""
     versions: dict[str, str]
     """Versions that all ranks must share, by package."""
+    settings: Mapping[str, str] = {}
+    """Settings of the experiment as the rank has read it."""
 
 
 def own_facts(group: OuterGroup) -> RankFacts:
@@ -48,6 +50,7 @@ def own_facts(group: OuterGroup) -> RankFacts:
         gpus=visible_gpus(),
         address=group.address,
         versions=_versions(),
+        settings=group.settings,
     )
 
 
@@ -110,7 +113,7 @@ def combined(facts: Sequence[RankFacts]) -> Resources:
         has_compiler=all(rank.resources.has_compiler for rank in facts),
         placed=placed,
         is_divided=any(len({rank.cores for rank in ranks}) > 1 for ranks in nodes),
-        notes=tuple(_notes(nodes)),
+        notes=(*_notes(nodes), *_describe_settings(facts)),
     )
 
 
@@ -163,6 +166,19 @@ def _notes(nodes: Sequence[Sequence[RankFacts]]) -> Iterator[str]:
     if len(kinds) > 1:
         each = "; ".join(f"{', '.join(names[:_SHOWN])}: {kind}" for kind, names in kinds.items())
         yield f"The nodes have different hardware, so in each step the faster nodes wait: {each}"
+
+
+def _describe_settings(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """Name the settings in which ranks differ from rank 0; their values may be secret."""
+    own = facts[0].settings
+    for rank in facts[1:]:
+        there = rank.settings
+        if names := [name for name in {**own, **there} if own.get(name) != there.get(name)]:
+            yield (
+                f"rank {rank.rank} on {rank.resources.node} was started with another file or other arguments. Those "
+                f"of rank 0 on {facts[0].resources.node} are used. Different: {', '.join(names)}"
+            )
+            return
 
 
 def _differences(rank: RankFacts, first: RankFacts) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What is sent to a cluster, and what is refused before anything is sent."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -61,9 +62,21 @@ def test_a_folder_of_a_larger_repository_goes_alone(here: Path) -> None:
 
 
 def test_code_that_git_does_not_track_is_named(here: Path) -> None:
+    (here / "lab.py").unlink()
+    (here / "lab").mkdir()
+    (here / "lab" / "__init__.py").touch()
+    subprocess.run(["git", "add", "lab"], check=True)
+    (here / "lab" / "more.py").touch()
+    importlib.invalidate_caches()
+
+    assert tracked(here).untracked_code == (Path("lab/more.py"),)
+
+
+def test_a_package_of_which_git_tracks_nothing_is_refused(here: Path) -> None:
     subprocess.run(["git", "rm", "--quiet", "--cached", "lab.py"], check=True)
 
-    assert tracked(here).untracked_code == (Path("lab.py"),)
+    with pytest.raises(ResourceError, match=r"git does not track lab.py, which .* lists.* Use git add lab.py, or set"):
+        tracked(here)
 
 
 def test_without_a_repository_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_a_run_returns_its_figures_and_leaves_the_process_as_it_was(here: Path) 
     assert status(result.folder) == "FINISHED"
     assert (result.speedup, result.efficiency) == (None, None)  # it is its own baseline
     assert len(result.losses) == 4  # 50 samples
-    assert min(result.losses) < result.metrics["train/loss"] < max(result.losses)  # of the steps of the last report
+    assert min(result.losses) < result.metrics["train/loss"] < max(result.losses)  # their mean
     assert result.history()["validation/loss"].dropna().to_dict() == {4: result.metrics["validation/loss"]}
     assert result.to_pandas().loc["main", "train/loss"] == result.metrics["train/loss"]
     assert result.mlflow_run_id

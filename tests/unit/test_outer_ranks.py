@@ -11,7 +11,7 @@ import pytest
 import torch
 import toys
 
-from pipeline.errors import ResourceError
+from pipeline.errors import ResourceError, UsageError
 from pipeline.launchers import _outer_group as outer_group
 from pipeline.launchers._outer_group import Command, OuterGroup
 from pipeline.launchers._outer_ranks import RankFacts, combined, find_gpus, refuse_others
@@ -120,6 +120,19 @@ def test_other_gpus_on_a_node_are_told() -> None:
     assert combined(shared(1, 1)).notes == ()
 
 
+def test_settings_of_another_rank_that_differ_are_named_without_their_values() -> None:
+    settings = {"train.epochs": "2", "optimizer.lr": "0.1"}
+    there = combined([
+        rank(0, local_rank=0, settings=settings),
+        rank(1, node="b", local_rank=0, settings={"train.epochs": "3"}),
+        rank(2, node="b", local_rank=1, settings={"train.epochs": "3"}),
+    ])  # fmt: skip
+    assert there.notes == (
+        "rank 1 on b was started with another file or other arguments. Those of rank 0 on a are used. "
+        "Different: train.epochs, optimizer.lr",
+    )
+
+
 def test_versions_that_differ_are_refused_once_for_each_node() -> None:
     other = {**VERSIONS, "torch": "2.9.1"}
     with pytest.raises(ResourceError) as raised:
@@ -148,6 +161,16 @@ def test_ranks_that_did_not_come_are_named_with_their_hosts() -> None:
     group.publish("{}")
     with pytest.raises(ResourceError, match=r"0.2 s\): rank 1, 2, 3. No process came from b, c.$"):
         group.gathered()
+
+
+def test_a_rank_that_cannot_start_ends_the_wait_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lead = OuterGroup(outer(host="127.0.0.1", port=port, local_world_size=4), timeout_s=30)
+    lead.publish("{}")
+    OuterGroup(outer(rank=1, host="127.0.0.1", port=port, local_world_size=4), timeout_s=30).report_failure("no file")
+    with pytest.raises(UsageError, match=r"^rank 1 on .* could not start: no file$"):
+        lead.gathered()
 
 
 def test_ranks_ask_for_work_less_often_the_longer_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:

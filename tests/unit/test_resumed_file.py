@@ -182,7 +182,7 @@ def test_what_differs_from_a_run_of_that_length_is_told() -> None:
     text = FILE + ("scheduler: {_target_: torch.optim.lr_scheduler.CosineAnnealingLR, T_max: '${total_steps}'}\n")
     (_, told) = resume.changes(now(text), finished(text), allowed=False)
     assert told.startswith(
-        "scheduler.T_max is now ${total_steps}. The steps before the checkpoint used the schedule for 4 epochs"
+        "scheduler.T_max: ${total_steps} follows from 6 epochs now. The steps before the checkpoint used the schedule "
     )
 
     text = FILE.replace("epochs: 4,", "epochs: 4, evaluate_every_epochs: 3, early_stopping: true,")

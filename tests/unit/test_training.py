@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby, pairwise
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -340,6 +341,13 @@ def test_events_come_in_order() -> None:
     assert (started.train_samples, started.validation_samples, started.parameters) == (22, 10, 4)
     assert started.devices == ("localhost cpu, 1 thread",) or started.devices[0].endswith("threads")
     assert started.data_name == "toys.regression"
+
+
+def test_the_loss_of_a_result_is_of_the_last_steps_however_often_it_was_reported() -> None:
+    result, outbox = toys.trained(train={"log_every_steps": "auto", "epochs": 8})
+    every = [loss for event in outbox.events if isinstance(event, Metrics) for loss in event.losses]
+    assert len(every) == 8 * STEPS
+    assert result.metrics["train/loss"] == pytest.approx(mean(every[-20:]), abs=1e-12)
 
 
 def test_the_result_holds_the_latest_metrics() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.config.reported import GRADIENT_NORM, LEARNING_RATE, LOSS
+from pipeline.config.reported import GRADIENT_NORM, LEARNING_RATE, LOSS, TRAIN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Metrics, Outbox, Point
 from pipeline.protocol.trial import Measurement, Training
@@ -32,6 +32,8 @@ WINDOWS = ("throughput/", "time/")
 _SENT_AGAIN = 30
 """Number of latest reports that a checkpoint keeps, to be sent again: a driver that was killed may not have recorded
 them. It ignores those that it has."""
+_LAST_STEPS = 20
+"""Steps whose mean loss a result has if reports come by time: the number in the last report depends on the machine."""
 REPORT_MS = 330.0
 """Milliseconds between two regular reports, unless a step takes longer. Ranks exchange what they report, which takes as
 long as a short step, and MLflow takes a while for each point."""
@@ -61,6 +63,7 @@ class Meter:
     _losses: list[torch.Tensor] = field(default_factory=list)
     _samples: int = 0
     _skipped_before: int = 0
+    _last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST_STEPS))
     _sent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=_SENT_AGAIN))
 
     def __post_init__(self) -> None:
@@ -106,6 +109,7 @@ class Meter:
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
         first = step - len(losses) + 1
         count = self.finiteness.trusted(losses, first=first)
+        self._last_losses.extend(losses[:count])
         every = zip((LOSS, *names), (losses, *logs), strict=True)
         columns = {name: dict(enumerate(values, first)) for name, values in every}
         columns |= self._rates(range(first, step + 1)) | self._of_features(taken=columns)
@@ -174,7 +178,10 @@ class Meter:
     @property
     def reached(self) -> dict[str, float]:
         """Latest value of every metric, without those of single windows, which the result summarizes itself."""
-        return {name: value for name, value in self.latest.items() if not name.startswith(WINDOWS)}
+        found = {name: value for name, value in self.latest.items() if not name.startswith(WINDOWS)}
+        if self._last_losses and self.trial.experiment.train.log_every_steps == "auto":
+            found[f"{TRAIN}{LOSS}"] = mean(self._last_losses)
+        return found
 
     def send(self, points: list[Point], *, step: int, epoch: int, steps: int = 0, losses: Sequence[float] = ()) -> None:
         """Report points of any metrics at ``step`` of ``epoch``, both counted from 1.
@@ -207,6 +214,7 @@ class Meter:
         return {
             "latest": dict(self.latest),
             "first_losses": list(self.first_losses),
+            "last_losses": list(self._last_losses),
             "lap": [lap.steps, lap.samples, lap.seconds, lap.data_wait_ms, lap.own_wait_ms],
             "sent": [event.model_dump(mode="json") for event in self._sent],
         }
@@ -215,6 +223,7 @@ class Meter:
         """Load `state` and send its reports again; a finished training (``is_over``) takes its saved lap, too."""
         self.latest = dict(state["latest"])
         self.first_losses = tuple(state["first_losses"])
+        self._last_losses.extend(state.get("last_losses", ()))  # which older checkpoints do not have
         for event in map(Metrics.model_validate, state["sent"] if self.rank.is_first else ()):
             self._sent.append(event)
             self.outbox.event(event)

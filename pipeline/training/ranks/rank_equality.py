@@ -146,5 +146,6 @@ def _different_data(how: str) -> ExperimentError:
     return ExperimentError.of(
         "data",
         f"{how}. Some samples would be trained on twice, and others would leak into validation. Seed the generator "
-        f"that splits or shuffles the data, and do not use the rank in it. {_GENERATORS}{hash_hint()}.",
+        f"that splits or shuffles the data, and do not use the rank in it. {_GENERATORS}{hash_hint()}. "
+        "On several machines, give all the same code and files.",
     )
