@@ -33,16 +33,23 @@ class _Earlier(NamedTuple):
     started: Started
 
 
-def with_outlook(plan: Plan, file: ExperimentFile) -> Plan:
-    """Return the plan with a note on the whole training, if an earlier run allows an estimate."""
+def with_outlook(plan: Plan, file: ExperimentFile, *, at_least_s: float = 0.0) -> Plan:
+    """Return the plan with a note on the whole training, if an earlier run allows an estimate.
+
+    Args:
+        plan: the plan.
+        file: its experiment.
+        at_least_s: seconds of the shortest training that gets a note.
+    """
     main = plan.main
     earlier = None
     if isinstance(main, Training) and not main.is_quick:
         with suppress(UsageError, OSError):  # the journal of an earlier run is damaged
             earlier = _find_earlier(plan, file)
-    if earlier is None:
+    if earlier is None or (seconds := _estimate_s(earlier, plan.experiment)) < at_least_s:
         return plan
-    return plan.model_copy(update={"notes": (*plan.notes, _describe(main, earlier, plan.experiment))})
+    note = _describe(main, earlier, plan.experiment, seconds=seconds)
+    return plan.model_copy(update={"notes": (*plan.notes, note)})
 
 
 def _find_earlier(plan: Plan, file: ExperimentFile) -> _Earlier | None:
@@ -71,16 +78,19 @@ def _settings(params: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in params.items() if key.startswith(_ON_SPEED)}
 
 
-def _describe(main: Trial, earlier: _Earlier, experiment: Experiment) -> str:
+def _count_samples(earlier: _Earlier, experiment: Experiment) -> int:
     train, started = experiment.train, earlier.started
-    samples = (
-        train.steps * train.global_batch_size
-        if train.steps is not None
-        else (train.epochs or 0) * (started.epoch_samples or started.train_samples)
-    )
-    seconds = samples / earlier.samples_per_second
-    if train.minutes is not None:
-        seconds = min(seconds, 60 * train.minutes)
+    if train.steps is not None:
+        return train.steps * train.global_batch_size
+    return (train.epochs or 0) * (started.epoch_samples or started.train_samples)
+
+
+def _estimate_s(earlier: _Earlier, experiment: Experiment) -> float:
+    seconds = _count_samples(earlier, experiment) / earlier.samples_per_second
+    return seconds if experiment.train.minutes is None else min(seconds, 60 * experiment.train.minutes)
+
+
+def _describe(main: Trial, earlier: _Earlier, experiment: Experiment, *, seconds: float) -> str:
     is_cpu = main.device == "cpu"
     devices = main.workers * (main.cpus_per_worker if is_cpu else max(1, main.devices_per_worker))
     hours = devices * seconds / 3600
@@ -90,6 +100,6 @@ def _describe(main: Trial, earlier: _Earlier, experiment: Experiment) -> str:
     return (
         f"the training takes about {duration(seconds) if seconds >= 3600 else approximate(seconds)} "
         f"({figure(hours, digits=2)} {unit} hours on {counted(devices, unit)}{cost}). Estimated from {earlier.name}: "
-        f"{samples:,} samples at {figure(earlier.samples_per_second)} samples/s, without start, evaluations, "
+        f"{_count_samples(earlier, experiment):,} samples at {figure(earlier.samples_per_second)} samples/s, without start, evaluations, "
         "checkpoints and measurements"
     )

@@ -27,6 +27,9 @@ from pipeline.report.numbers.row_numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.storage import Storage, address_of
 
+_NOTED_S = 10.0
+"""Seconds of the shortest training whose duration is worth a note before it starts."""
+
 
 def run(
     file: ExperimentFile,
@@ -101,7 +104,7 @@ def _run(
     left_out = recovery.left_out(file, earlier) if earlier else {}
     plan = make(file, **extent, resumes=earlier is not None)
     if earlier is None and member is None:
-        plan = with_outlook(plan, file)
+        plan = with_outlook(plan, file, at_least_s=_NOTED_S)
     notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
     plan = plan.model_copy(update={"notes": notes})
     folder = earlier.folder if earlier else None

@@ -63,6 +63,9 @@ def test_time_device_hours_and_price_of_the_whole_training(tmp_path: Path) -> No
     (note,) = notes(tmp_path, "train.epochs=36", "train.minutes=3")
     assert note.startswith("the training takes about 3 min (")
     assert "price" not in note
+    for at_least_s in (10, 11):
+        short = with_outlook(*planned(tmp_path, "train.epochs=1"), at_least_s=at_least_s)
+        assert any("Estimated" in one for one in short.notes) == (at_least_s == 10)
 
 
 @pytest.mark.parametrize(
