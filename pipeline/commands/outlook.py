@@ -100,6 +100,6 @@ def _describe(main: Trial, earlier: _Earlier, experiment: Experiment, *, seconds
     return (
         f"the training takes about {duration(seconds) if seconds >= 3600 else approximate(seconds)} "
         f"({figure(hours, digits=2)} {unit} hours on {counted(devices, unit)}{cost}). Estimated from {earlier.name}: "
-        f"{_count_samples(earlier, experiment):,} samples at {figure(earlier.samples_per_second)} samples/s, without start, evaluations, "
-        "checkpoints and measurements"
+        f"{_count_samples(earlier, experiment):,} samples at {figure(earlier.samples_per_second)} samples/s, without "
+        "start, evaluations, checkpoints and measurements"
     )

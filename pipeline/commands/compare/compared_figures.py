@@ -39,7 +39,7 @@ class ComparedFigures(Frozen):
     change: str = ""
     """Change from ``a`` to ``b``, e.g. "+12.5%", "14x" or, of a validation metric, "+0.012"."""
     judgement: Judgement = ""
-    """Verdict on ``b``, compared with ``a``; empty if nobody can tell."""
+    """Verdict on ``b``, compared with ``a``; empty if it is unknown."""
 
     @property
     def differs(self) -> bool:

@@ -132,8 +132,8 @@ def _table(
     for name, pair in pairs.items():
         cells = [Text(name), Text(_shown(pair.a)), Text(_shown(pair.b))]
         change, judgement = (pair.change, pair.judgement) if isinstance(pair, ComparedFigures) else ("", "")
-        told = [Text(judgement, style=_STYLES.get(judgement, ""))]
-        table.add_row(*cells, *([change] if has_change else []), *(told if is_judged else []))
+        verdict = [Text(judgement, style=_STYLES.get(judgement, ""))]
+        table.add_row(*cells, *([change] if has_change else []), *(verdict if is_judged else []))
     return table
 
 

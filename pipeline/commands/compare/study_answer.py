@@ -71,8 +71,8 @@ def compare_study(folder: Path, *, hardware: str = "", changes: Mapping[str, Any
     others = tuple(
         one.model_copy(update={"variant": _describe(one.variant, record.descriptions)}) for one in compared.others
     )
-    first, told = _describe(compared.first, record.descriptions), (*compared.notes, *_describe_looks(record))
-    return compared.model_copy(update={**known, "first": first, "others": others, "notes": told})
+    first, notes = _describe(compared.first, record.descriptions), [*compared.notes, *_describe_looks(record)]
+    return compared.model_copy(update={**known, "first": first, "others": others, "notes": tuple(notes)})
 
 
 def _is_whole(pairs: int, ended: Collection[int], *, size: int) -> bool:

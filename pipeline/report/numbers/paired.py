@@ -1,7 +1,7 @@
 """Which of two variants is better, by pairs of trainings that share a seed, and with it their luck.
 
 Initial weights, order of samples and augmentations are functions of the seed, so the difference within a pair varies
-less than that of two averages. The interval of the mean difference is that of Student's t.
+less than the difference of two averages. The interval of the mean difference is that of Student's t.
 """
 
 import math
@@ -60,7 +60,7 @@ class Answer(Frozen):
     def is_skewed(self) -> bool:
         """True if the differences lean to one side, beyond two standard errors of the skewness of normal ones.
 
-        Of fewer than eight pairs nobody can tell.
+        Fewer than eight pairs are too few to tell.
         """
         count = self.pairs
         if count < _LEAST_TO_SEE or not (deviation := pstdev(self.differences)):
