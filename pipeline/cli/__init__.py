@@ -18,7 +18,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from pipeline.cli import benchmark, comparison, experiments, projects, results, submission, weights
-from pipeline.cli.arguments import show
+from pipeline.cli.arguments import report_failure, show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
 from pipeline.system.closed_terminal import hang_up, is_ended_by_hang_up
@@ -104,6 +104,8 @@ def main() -> NoReturn:
     try:
         _run()
     except SystemExit as end:
+        if end.code == UsageError.exit_code:  # of an option that typer refuses, too
+            report_failure(UsageError("its output has the error"))
         if "pipeline.system.leftovers" in sys.modules:  # else no user code has run
             from pipeline.system.leftovers import exit_despite_threads
 

@@ -193,11 +193,17 @@ def show(error: PipelineError) -> None:
     """Print an error for the user; an error in training comes with the traceback of the failed rank."""
     stages.end()
     typer.echo(error.told, err=True)
-    with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
-        if is_follower() and not isinstance(error, Interrupted):
-            from pipeline.driver.outer_run import report_failure
+    if not isinstance(error, Interrupted):
+        report_failure(error)
 
-            report_failure(error)
+
+def report_failure(error: PipelineError) -> None:
+    """Tell rank 0 the error for which this rank of an outer launcher can't take part; it would wait for it."""
+    with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
+        if is_follower():
+            from pipeline.driver import outer_run
+
+            outer_run.report_failure(error)
 
 
 def problems_of(error: PipelineError | None) -> list[dict[str, str]]:

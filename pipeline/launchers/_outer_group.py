@@ -74,8 +74,9 @@ class OuterGroup:
         self._store.set(f"facts/{self.outer.rank}", facts)
 
     def report_failure(self, message: str) -> None:
-        """Send rank 0 the error for which this rank can't take part."""
-        self._store.set("failure", f"rank {self.outer.rank} on {self.node} could not start: {message}")
+        """Send rank 0 the error for which this rank can't take part; the first one counts."""
+        if not self._store.check(["failure"]):
+            self._store.set("failure", f"rank {self.outer.rank} on {self.node} could not start: {message}")
 
     def gathered(self) -> list[str]:
         """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0.
