@@ -166,7 +166,9 @@ def _failure_reported(trial: Trial, *, rank: Rank, outbox: Outbox) -> Iterator[N
 
 
 def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
-    if error.__cause__ is not None:  # the user gets one line; its cause is in the rank's log
+    if error.__cause__ is not None or not isinstance(
+        error, PipelineError
+    ):  # the user gets a part; the log has the whole
         _log.warning("%s", environment.redact("".join(traceback.format_exception(error)).rstrip()))
     problems = error.problems if isinstance(error, ExperimentError) else ()
     if isinstance(error, PipelineError):
@@ -186,11 +188,18 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """Return the traceback from the first frame that is neither this project's nor torch's, else the whole."""
-    start = error.__traceback__
-    while start is not None and start.tb_frame.f_code.co_filename.startswith((torch_errors.OURS, torch_errors.TORCH)):
-        start = start.tb_next
-    return "".join(traceback.format_exception(type(error), error, start or error.__traceback__))
+    """Return the traceback without frames of this project and of torch; empty if no others are left.
+
+    The whole if the error is raised in this project's code, as it may be a bug of its own.
+    """
+    shown = link = traceback.TracebackException.from_exception(error)
+    is_raised_by_us = shown.stack[-1].filename.startswith(torch_errors.OURS)
+    while link is not None:
+        own = [one for one in link.stack if not one.filename.startswith((torch_errors.OURS, torch_errors.TORCH))]
+        link.stack, link = traceback.StackSummary.from_list(own), link.__cause__ or link.__context__
+    if not shown.stack and is_raised_by_us:
+        return "".join(traceback.format_exception(error))
+    return "".join(shown.format()) if shown.stack else ""
 
 
 class _PrintingOutbox:

@@ -384,6 +384,13 @@ class TestCheck:
             "Remove it.",
         }
 
+    def test_the_name_of_a_run_time_value_is_no_number(self) -> None:
+        inner = {"_target_": f"{SCHEDULERS}.StepLR", "step_size": "steps_per_epoch"}
+        scheduler = {"_target_": f"{SCHEDULERS}.SequentialLR", "schedulers": [inner], "milestones": []}
+        assert checked(scheduler=scheduler) == {
+            "scheduler.schedulers[0].step_size": "is 'steps_per_epoch' (a string). Write \"${steps_per_epoch}\"."
+        }
+
     def test_the_scheduler_is_given_the_optimizer(self, package: Any) -> None:
         name = package(nets="def none(): pass\ndef keywords(*, a=1): pass\ndef anything(*args, **kw): pass\n")
         scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR"}
