@@ -192,7 +192,8 @@ def _own_traceback(error: BaseException) -> str:
 
     The whole if the error is raised in this project's code, as it may be a bug of its own.
     """
-    shown = link = traceback.TracebackException.from_exception(error)
+    shown = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = shown
     is_raised_by_us = shown.stack[-1].filename.startswith(torch_errors.OURS)
     while link is not None:
         own = [one for one in link.stack if not one.filename.startswith((torch_errors.OURS, torch_errors.TORCH))]
