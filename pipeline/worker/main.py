@@ -166,9 +166,8 @@ def _failure_reported(trial: Trial, *, rank: Rank, outbox: Outbox) -> Iterator[N
 
 
 def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
-    if error.__cause__ is not None or not isinstance(
-        error, PipelineError
-    ):  # the user gets a part; the log has the whole
+    # The user gets a part of the traceback, or one line. The rank's log has the whole.
+    if error.__cause__ is not None or not isinstance(error, PipelineError):
         _log.warning("%s", environment.redact("".join(traceback.format_exception(error)).rstrip()))
     problems = error.problems if isinstance(error, ExperimentError) else ()
     if isinstance(error, PipelineError):
