@@ -42,8 +42,12 @@ class PipelineError(Exception):
     @property
     def told(self) -> str:
         """Text that the command line shows, with the notes that were added to the error."""
-        text = f"error: {self}" if "\n" not in str(self) else str(self)
-        return "\n".join([text, *getattr(self, "__notes__", ())])
+        return "\n".join([*(f"error: {message}" for message in self.messages), *getattr(self, "__notes__", ())])
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """What is wrong, each with its place."""
+        return (str(self),)
 
     def _render_traceback_(self) -> list[str]:
         """Show the message in IPython instead of a traceback."""
@@ -57,9 +61,13 @@ class ExperimentError(PipelineError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        shown = list(map(str, self.problems[:MOST_PROBLEMS]))
-        more = ["... and more problems"] if len(self.problems) > MOST_PROBLEMS else []
-        super().__init__("\n".join(shown + more))
+        super().__init__("\n".join(self.messages))
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """What is wrong, a message for each problem."""
+        more = ("... and more problems",) if len(self.problems) > MOST_PROBLEMS else ()
+        return (*map(str, self.problems[:MOST_PROBLEMS]), *more)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.problems,)

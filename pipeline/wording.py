@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 _PLAIN_TO = 1e15
 """Magnitude from which figures have an exponent."""
@@ -56,8 +57,10 @@ def join_names(names: Sequence[str]) -> str:
 def nearest(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the most similar name, or None; ignores case, and dashes in place of underscores."""
     names = {_plain(name): name for name in among}
-    found = difflib.get_close_matches(_plain(word), names, n=1, cutoff=cutoff)
-    return names[found[0]] if found else None
+    find = partial(difflib.get_close_matches, _plain(word), names)
+    if not find(cutoff=cutoff):
+        return None
+    return names[min(find(cutoff=min(cutoff, 0.6)), key=partial(_difference, _plain(word)))]
 
 
 def did_you_mean(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -74,6 +77,16 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's message, or its type; Ray's messages end with what matters."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+
+
+def _difference(word: str, name: str) -> tuple[int, int, int]:
+    """Return how much a name differs from a word in letters, in kinds of letters, and in length.
+
+    difflib prefers a missing letter to a wrong one, and so dp to ddp for dpp.
+    """
+    equal = sum(block.size for block in difflib.SequenceMatcher(None, name, word).get_matching_blocks())
+    longer, shorter = sorted((len(word), len(name)), reverse=True)
+    return longer - equal, len({*word} - {*name}), longer - shorter
 
 
 def _plain(word: str) -> str:

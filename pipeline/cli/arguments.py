@@ -191,8 +191,10 @@ def print_json(text: str) -> None:
 
 def show(error: PipelineError) -> None:
     """Print an error for the user; an error in training comes with the traceback of the failed rank."""
+    from pipeline.recording.terminal.terminal import OptionalConsole, write
+
     stages.end()
-    typer.echo(error.told, err=True)
+    write(OptionalConsole(stderr=True, highlight=False), error.told)
     if not isinstance(error, Interrupted):
         report_failure(error)
 

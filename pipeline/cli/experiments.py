@@ -132,6 +132,7 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     import rich.console
 
     from pipeline.recording.terminal.console import progress_on
+    from pipeline.recording.terminal.terminal import OptionalConsole, write
 
     stages.begin("importing torch")
     with undisturbed():
@@ -140,8 +141,10 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
         plan = runner.dry_run(experiment, **extent, as_json=as_json)
     stages.end()
-    if plan:
+    if plan and as_json:
         typer.echo(plan)
+    elif plan:
+        write(OptionalConsole(highlight=False), plan)
 
 
 def sweep(

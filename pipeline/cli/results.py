@@ -85,7 +85,7 @@ def show(
     from pipeline.recording.journal.run_summary import data_of
     from pipeline.recording.mlflow.outcome import places_of
     from pipeline.recording.terminal.console import print_report
-    from pipeline.recording.terminal.terminal import headed, linked
+    from pipeline.recording.terminal.terminal import headed, linked, write
 
     console = rich.console.Console(highlight=False)
     summary = summary_of(run, directory)
@@ -102,7 +102,7 @@ def show(
         typer.echo(result.to_json())
         return
     if summary.status not in ("FINISHED", "RUNNING"):
-        console.print(f"{summary.run}: {_state(summary)}", style="yellow", markup=False)
+        write(console, f"{summary.run}: {_state(summary)}", style="yellow")
     if result is not None and full:
         print_report(result.report, stdout=console)
         if result.command:

@@ -8,6 +8,7 @@ from numbers import Number
 from typing import Any
 
 from pipeline.config import keys, removed
+from pipeline.config.deferred import RUNTIME_VALUES, marker
 from pipeline.config.values import Component
 from pipeline.errors import Problem
 from pipeline.wording import did_you_mean
@@ -17,6 +18,8 @@ OPTIMIZER = "optimizer"
 _WEIGHTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors, for which a file has lists."""
 _LIST = re.compile(r"\b(list|List|tuple|Tuple|Sequence|Iterable|Collection)\b")
+_NUMBERS = (int, float, "int", "float")
+"""Annotations of numbers, as types or as text."""
 _CALLED_LATER = {
     "loss": "write a class whose forward(outputs, targets) calls it",
     "task": "write a class whose __call__(model, batch) calls it",
@@ -42,7 +45,7 @@ def takes_optimizer(function: Callable[..., Any]) -> bool:
 
 
 def check(function: Callable[..., Any], component: Component, *, key: str, passed: Sequence[str]) -> list[Problem]:
-    """Find keywords that the callable doesn't take, and required ones that are missing.
+    """Find keywords that the callable doesn't take, required ones that are missing, and run-time values without ${}.
 
     Args:
         function: the class or function.
@@ -68,12 +71,14 @@ def check(function: Callable[..., Any], component: Component, *, key: str, passe
     # A wrapper may take more than its function takes, as the wrapper of transformers' configurations does.
     outer = inspect.signature(function, follow_wrapped=False).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in (*parameters, *outer))
-    for name in given:
+    for name, value in given.items():
         if name in taken:
             message = f"pipeline passes {taken[name]} to {target} as this argument. Remove it."
             problems.append(Problem(keys.child(key, name), message))
         elif name not in named and not takes_any:
             problems.append(Problem(keys.child(key, name), describe_unknown(name, list(named), target)))
+        elif value in RUNTIME_VALUES and name in named and named[name].annotation in _NUMBERS:
+            problems.append(Problem(keys.child(key, name), f'is {value!r} (a string). Write "{marker(value)}".'))
     missing = [name for name, one in named.items() if one.default is one.empty and name not in given]
     is_itself = not inspect.isclass(function) and (len(missing) > 1 or not given)
     return [*problems, *_missing(missing, target=target, key=key, is_itself=is_itself)]

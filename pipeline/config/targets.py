@@ -7,9 +7,11 @@ project's pyproject.toml, before anything is imported. The callable must be defi
 
 import importlib
 import inspect
+import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
 from types import MappingProxyType, ModuleType
@@ -120,8 +122,11 @@ def find(
 
 
 def list_once(problems: Iterable[Problem], *, allowed: tuple[str, ...]) -> list[Problem]:
-    """Leave the list of allowed packages in the first of the problems that has it."""
-    listed, found = _format_allowed(allowed), list(problems)
+    """Leave the list of allowed packages and a failed import in the first of the problems that has it."""
+    by_cause = dict[object, Problem]()
+    for problem in problems:
+        by_cause.setdefault(problem.message if problem.message.startswith("importing ") else problem, problem)
+    listed, found = _format_allowed(allowed), list(by_cause.values())
     first = next((n for n, problem in enumerate(found) if listed in problem.message), len(found))
     rest = (problem._replace(message=problem.message.replace(listed, "")) for problem in found[first + 1 :])
     return [*found[: first + 1], *rest]
@@ -158,12 +163,14 @@ class _Search(NamedTuple):
         # A name directly in the root may be re-exported from an allowed package: transformers.ResNetConfig.
         if (root in roots and len(rest) == 1) or _under(self.target, self.allowed):
             return
-        if root not in roots and (meant := nearest(root, roots, cutoff=0.75)):
+        is_misspelt = root not in roots and root not in sys.modules and find_spec(root) is None
+        if is_misspelt and (meant := nearest(root, roots, cutoff=0.75)):
             self._fail(f"{root} is not an allowed package; did you mean {'.'.join((meant, *rest))}?")
         own = "myproject" if root in roots or root in sys.stdlib_module_names else root
+        packages = json.dumps([*(package for package in self.allowed if package not in BUILT_IN), own])
         self._fail(
             f"{self.target} is not in an allowed package{_format_allowed(self.allowed)}. "
-            f'To allow your package, write packages = ["{own}"] below [tool.pipeline] in pyproject.toml.'
+            f"To allow your package, write packages = {packages} below [tool.pipeline] in pyproject.toml."
         )
 
     def _step(self, found: object, part: str, name: str) -> object:
@@ -248,12 +255,14 @@ class _Search(NamedTuple):
 
     def _not_there(self, where: ModuleType | type, part: str) -> NoReturn:
         loaded = {package: sys.modules[package] for package in self.allowed if package in sys.modules}
-        elsewhere = [f"{package}.{part}" for package, module in loaded.items() if part in vars(module)]
-        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(part, _public(where))
+        root = where.__name__.partition(".")[0]
+        elsewhere = [name for name, module in loaded.items() if part in vars(module) and _under(name, (root,))]
+        near = did_you_mean(part, _own(where)) or did_you_mean(part, _public(where))
+        hint = f"; did you mean {elsewhere[0]}.{part}?" if elsewhere else near
         self._fail(f"{where.__name__} has no {part}{hint}")
 
     def _import_failed(self, name: str, error: BaseException) -> NoReturn:
-        cause = " ".join(str(error).split())[:200]
+        cause = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:200]
         place = _place(error, name.partition(".")[0])
         self._fail(f"importing {name} failed: {type(error).__name__}: {cause}{place}", cause=error)
 
@@ -283,7 +292,7 @@ def _public(owner: ModuleType | type) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def _own(module: ModuleType) -> list[str]:
+def _own(module: ModuleType | type) -> list[str]:
     """Return the public names that are defined in a module or in its submodules."""
     homes = {name: str(getattr(vars(module).get(name), "__module__", "")) for name in _public(module)}
     return [name for name, home in homes.items() if _under(home, [module.__name__])]

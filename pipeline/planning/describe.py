@@ -146,7 +146,7 @@ def _describe_trial(trial: Trial) -> list[str]:
     if trial.is_elastic:
         workers += f" now ({parallel.least_workers} to {parallel.workers})"
     return [
-        f"{trial.role:<9} {trial.strategy} with {trial.launcher}: {workers}, {device}{threads} each, "
-        f"per-worker batch {share}{accumulated}",
+        f"{trial.role:<9} {trial.strategy} with {trial.launcher}: {workers}, {device}{threads} each",
+        f"          per-worker batch {share}{accumulated}",
         f"          {trial.purpose}",
     ]

@@ -192,7 +192,7 @@ class Failed(Event):
     error: str
     """Type and message of the exception."""
     traceback: str
-    """Traceback of the rank, from user code up; empty for problems."""
+    """Traceback of the rank without frames of this project and of torch; empty for problems."""
     problems: tuple[Problem, ...] = ()
     nonfinite_step: int | None = None
     """The step, counted from 1, whose loss, gradients or weights are not finite, if that is what failed."""

@@ -166,7 +166,8 @@ def _failure_reported(trial: Trial, *, rank: Rank, outbox: Outbox) -> Iterator[N
 
 
 def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
-    if error.__cause__ is not None:  # the user gets one line; its cause is in the rank's log
+    # The user gets a part of the traceback, or one line. The rank's log has the whole.
+    if error.__cause__ is not None or not isinstance(error, PipelineError):
         _log.warning("%s", environment.redact("".join(traceback.format_exception(error)).rstrip()))
     problems = error.problems if isinstance(error, ExperimentError) else ()
     if isinstance(error, PipelineError):
@@ -186,11 +187,19 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """Return the traceback from the first frame that is neither this project's nor torch's, else the whole."""
-    start = error.__traceback__
-    while start is not None and start.tb_frame.f_code.co_filename.startswith((torch_errors.OURS, torch_errors.TORCH)):
-        start = start.tb_next
-    return "".join(traceback.format_exception(type(error), error, start or error.__traceback__))
+    """Return the traceback without frames of this project and of torch; empty if no others are left.
+
+    The whole if the error is raised in this project's code, as it may be a bug of its own.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = shown
+    is_raised_by_us = shown.stack[-1].filename.startswith(torch_errors.OURS)
+    while link is not None:
+        own = [one for one in link.stack if not one.filename.startswith((torch_errors.OURS, torch_errors.TORCH))]
+        link.stack, link = traceback.StackSummary.from_list(own), link.__cause__ or link.__context__
+    if not shown.stack and is_raised_by_us:
+        return "".join(traceback.format_exception(error))
+    return "".join(shown.format()) if shown.stack else ""
 
 
 class _PrintingOutbox:

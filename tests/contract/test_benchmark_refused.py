@@ -10,7 +10,7 @@ DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--strategies", "single,dpp"], "--strategies single,dpp: 'dpp' is not a strategy; did you mean dp?"),
+        (["--strategies", "single,dpp"], "--strategies single,dpp: 'dpp' is not a strategy; did you mean ddp?"),
         (["--workers", "1,0"], "--workers 1,0: '0' is not a number of workers. Use numbers of at least 1, e.g. 1,2,4."),
         (["--workers", "two"], "--workers two: 'two' is not a number of workers"),
         (["--workers", ""], "--workers : '' is not a number of workers"),

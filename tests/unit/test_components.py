@@ -224,6 +224,19 @@ class TestResolve:
         assert str(caught.value).count("torch.utils.data, torchmetrics") == 1
         assert str(caught.value).count("is not in an allowed package") == 2
 
+    def test_a_module_that_cannot_be_imported_is_reported_once_with_its_line(
+        self, package: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = package(nets="net = 1\ndata = (\n")
+        values = {"name": "x", "model": {"_target_": f"{name}.nets.net"}, "data": {"_target_": f"{name}.nets.data"}}
+        values |= {"loss": {"_target_": "torch.nn.MSELoss"}, "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1}}
+        file = from_mapping(values | {"train": {"epochs": 1, "global_batch_size": 8}})
+        monkeypatch.setattr(preflight, "allowed_packages", lambda: (*BUILT_IN, name))
+        with pytest.raises(ExperimentError) as caught:
+            preflight.check(file)
+        (problem,) = caught.value.problems
+        assert problem.message == f"importing {name}.nets failed: SyntaxError: '(' was never closed (nets.py:2)"
+
     def test_the_allowed_packages_are_listed(self) -> None:
         message = refusal("os.system")
         assert message.startswith("os.system is not in an allowed package (torch.nn, torch.optim, ")
@@ -263,6 +276,16 @@ class TestResolve:
     def test_each_refusal_says_what_to_do(self, target: str, expected: str) -> None:
         assert refusal(target).startswith(expected)
 
+    def test_a_name_that_is_missing_in_a_package_is_compared_with_the_names_that_it_defines(self, package: Any) -> None:
+        name = package(nets="from torch.utils.data import Dataset\ndef data(): pass\n")
+        assert refusal(f"{name}.nets.dataset", name) == f"{name}.nets has no dataset; did you mean data?"
+
+    def test_a_package_that_is_there_is_not_taken_for_a_misspelt_one(self, package: Any) -> None:
+        name = package()
+        message = refusal(f"{name}.Net", name[:-1])
+        assert message.endswith(f'write packages = ["{name[:-1]}", "{name}"] below [tool.pipeline] in pyproject.toml.')
+        assert refusal(f"{name}s.Net", name) == f"{name}s is not an allowed package; did you mean {name}.Net?"
+
     def test_own_packages_with_functions_classes_and_methods(self, package: Any) -> None:
         name = package(nets="class Net:\n    @classmethod\n    def small(cls): return cls()\ndef make(): return 1\n")
         assert find(f"{name}.nets.make", name)() == 1
@@ -292,7 +315,7 @@ class TestResolve:
         ("text", "expected"),
         [
             ("x = 1\n\nundefined_name\n", "NameError: name 'undefined_name' is not defined (nets.py:3)"),
-            ("def f(:\n", "SyntaxError: invalid syntax (nets.py, line 1) (nets.py:1)"),
+            ("def f(:\n", "SyntaxError: invalid syntax (nets.py:1)"),
             ("import not_there_either\n", "ModuleNotFoundError: No module named 'not_there_either' (nets.py:1)"),
             ("import sys\nsys.exit(3)\n", "SystemExit: 3 (nets.py:2)"),
             ("import torch\ntorch.zeros(2, 'a')\n", "(nets.py:2)"),
@@ -359,6 +382,13 @@ class TestCheck:
             "optimizer.lrr": "torch.optim.SGD has no such argument; did you mean lr?",
             "optimizer.params": "pipeline passes the model's parameters to torch.optim.SGD as this argument. "
             "Remove it.",
+        }
+
+    def test_the_name_of_a_run_time_value_is_no_number(self) -> None:
+        inner = {"_target_": f"{SCHEDULERS}.StepLR", "step_size": "steps_per_epoch"}
+        scheduler = {"_target_": f"{SCHEDULERS}.SequentialLR", "schedulers": [inner], "milestones": []}
+        assert checked(scheduler=scheduler) == {
+            "scheduler.schedulers[0].step_size": "is 'steps_per_epoch' (a string). Write \"${steps_per_epoch}\"."
         }
 
     def test_the_scheduler_is_given_the_optimizer(self, package: Any) -> None:

@@ -11,6 +11,8 @@ import pytest
 import rich.console
 from samples import BASELINE, DDP_2, HARDWARE, LOSSES, MAIN, comparison, finished, in_turn, report, spread
 
+from pipeline.cli.arguments import show as show_error
+from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import (
     Advanced,
     AnyEvent,
@@ -30,9 +32,10 @@ from pipeline.protocol.events import (
 from pipeline.protocol.rank import Rank
 from pipeline.recording.terminal import notebook
 from pipeline.recording.terminal.console import Console, print_report
-from pipeline.recording.terminal.terminal import OptionalConsole, Terminal
+from pipeline.recording.terminal.terminal import OptionalConsole, Terminal, print_report_table
 from pipeline.recording.terminal.trial_progress import facts
 from pipeline.report.report import Report
+from pipeline.report.text.tables import ReportTable
 
 RAY = MAIN.model_copy(update={"launcher": "ray"})
 
@@ -359,6 +362,26 @@ def test_only_the_row_that_the_result_is_about_is_stressed() -> None:
     bold = [line for line in printed(stdout).splitlines() if line.startswith("\x1b[1m")]
     assert next(line for line in bold if "1.9" in line).startswith("\x1b[1m2 workers (ddp) ")
     assert not any("(weak)" in line for line in bold if "1.96x" in line)
+
+
+def test_no_word_of_a_title_is_broken_in_80_columns() -> None:
+    header = ("configuration", "devices", "samples/s", "speedup", "scaling efficiency", "est. training time", "loss")
+    row = ("1 process, both cores", "2 cores", "123,456", "0.02x (0.01-1.23)", "1% to 62%", "3 min 16 s", "other")
+    stdout = terminal()
+    print_report_table(ReportTable(title="", header=header, rows=(row,)), console=stdout)
+    assert all(word in printed(stdout) for title in header for word in title.split())
+
+
+@pytest.mark.parametrize(("color", "lines"), [("1", 4), ("", 2)])
+def test_an_error_is_wrapped_between_words_on_a_terminal(
+    color: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", color)  # with which rich takes any stream for a terminal
+    monkeypatch.setenv("COLUMNS", "40")
+    show_error(ExperimentError([Problem(f"train.{key}", "unknown key; did you mean epochs?") for key in "ab"]))
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == lines
+    assert " ".join(shown.split()) == " ".join(f"error: train.{key}: unknown key; did you mean epochs?" for key in "ab")
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])

@@ -253,7 +253,7 @@ e.yaml:11: train.epochs: is -1 (an integer); write an integer greater than 0 or 
 e.yaml:12: train.batchsize: unknown key; did you mean global_batch_size?
 e.yaml:13: train.clip_grad_norm: ${total_steps} has no value until the data is loaded. \
 Use it only in the arguments of scheduler, optimizer and other components.
-e.yaml:14: parallel.strategy: is 'dpp' (a string); write one of STRATEGIES; did you mean dp?
+e.yaml:14: parallel.strategy: is 'dpp' (a string); write one of STRATEGIES; did you mean ddp?
 e.yaml:14: parallel.device: is 'gpu' (a string); write one of auto, cpu, cuda
 e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or [minimum, maximum]
 e.yaml:15: benchmark.configurations[0].strategy: missing; parallel strategy of this configuration

@@ -385,15 +385,16 @@ def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
     made = plan(parallel=ddp(3), benchmark={"baseline": {"strategy": "ddp", "workers": 2}})
     lines = describe(made, DataSizes(22, 10, 3)).splitlines()
     begin = lines.index("training run and measurements, in this order:") + 1
-    assert [line.split()[0] for line in lines[begin : begin + 6 : 2]] == ["baseline", "main", "then"]
-    assert lines[begin + 4].endswith("then      reference (1 process, 6 cores)")
-    assert lines[begin + 6].endswith("rank 0 holds a second copy of the model meanwhile")
-    assert lines[begin + 1].endswith("measures throughput in 3 windows of 5 steps after 3 warm-up steps")
+    assert [line.split()[0] for line in lines[begin : begin + 7 : 3]] == ["baseline", "main", "then"]
+    assert lines[begin + 6].endswith("then      reference (1 process, 6 cores)")
+    assert lines[begin + 8].endswith("rank 0 holds a second copy of the model meanwhile")
+    assert lines[begin + 2].endswith("measures throughput in 3 windows of 5 steps after 3 warm-up steps")
 
 
 def test_the_plan_in_words_on_gpus() -> None:
     text = describe(plan(SERVER, baseline=False, parallel=ddp(4)), DataSizes(22, 0, 3))
-    assert "main      ddp with torchrun: 4 workers, 1 GPU each, 8 CPU threads each, per-worker batch 2\n" in text
+    main = "main      ddp with torchrun: 4 workers, 1 GPU each, 8 CPU threads each\n            per-worker batch 2\n"
+    assert main in text
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -416,7 +417,8 @@ steps        3 per epoch, 6 in 2 epochs, 8 samples each, fp64
 tracking     sqlite:///mlflow.db (default)
 
 training run and measurements, in this order:
-  main      ddp with torchrun: 3 workers, 2 CPU threads each, per-worker batch 2 or 3 in 2 micro-batches
+  main      ddp with torchrun: 3 workers, 2 CPU threads each
+            per-worker batch 2 or 3 in 2 micro-batches
             trains 2 epochs; measures throughput, step time and peak memory
   then      baseline (1 worker), reference (1 process, 6 cores)
             alternating with the training run, at most 16 rounds in about 30 s

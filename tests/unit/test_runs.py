@@ -18,7 +18,7 @@ from pipeline.commands.compare.difference import difference, show_difference
 from pipeline.commands.history.run_list import ago, show_runs, sorted_runs
 from pipeline.config.renamed import NUMBERS
 from pipeline.errors import UsageError
-from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened
+from pipeline.protocol.events import WEIGHTS, Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
 from pipeline.recording.journal import runs
 from pipeline.recording.journal.journal import FILE_NAME
@@ -275,9 +275,13 @@ def test_a_run_that_ended_before_its_first_step_is_not_listed_but_the_latest(tmp
 
 def test_the_latest_trained_run_is_the_newest_that_completed_a_whole_training(tmp_path: Path) -> None:
     quick = {"role": "main", "strategy": "ddp", "world_size": "2", "quick": "true"}
-    run(tmp_path, "20260301-1-digits-aaaa", tags=quick)
+    short = run(tmp_path, "20260301-1-digits-aaaa", tags=quick)
     failed = run(tmp_path, "20260301-2-digits-bbbb", status="FAILED")
-    with pytest.raises(UsageError, match=r"no training in .* has completed; .* The newest is 20260301-2-digits-bbbb\."):
+    with pytest.raises(UsageError, match=r"no training in .* has completed; .* Train: pipeline run FILE$"):
+        runs.find_trained("latest", tmp_path)
+    (short / "model").mkdir()
+    (short / WEIGHTS).touch()
+    with pytest.raises(UsageError, match=rf"Name a run\. The newest with a model is {short.name}\."):
         runs.find_trained("latest", tmp_path)
 
     good = run(tmp_path, "20260301-3-digits-cccc")

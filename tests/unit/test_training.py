@@ -187,6 +187,11 @@ def test_a_scheduler_equals_a_plain_loop(interval: str) -> None:
     assert len(set(rates)) == (2 * STEPS if interval == "step" else 2)
 
 
+def test_a_scheduler_that_fails_in_a_step_is_named() -> None:
+    with pytest.raises(ExperimentError, match=r"^scheduler: a step raised TypeError: .* 'str'$"):
+        toys.trained(scheduler={**COSINE, "T_max": "ten"})
+
+
 def test_a_scheduler_may_take_exactly_all_steps() -> None:
     one_cycle = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": "${total_steps}"}
     assert len(losses(scheduler=one_cycle)) == 2 * STEPS

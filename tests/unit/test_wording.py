@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.protocol.events import ArtifactSaved, ModelSaved
 from pipeline.recording.mlflow.delivery import Delivery
-from pipeline.wording import counted, figure
+from pipeline.wording import counted, figure, nearest
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,11 @@ from pipeline.wording import counted, figure
 )
 def test_figures_have_four_digits_and_no_exponent_that_a_reader_would_have_to_count(value: float, text: str) -> None:
     assert figure(value) == text
+
+
+@pytest.mark.parametrize(("word", "name"), [("dpp", "ddp"), ("fdp", "fsdp"), ("Ddp", "ddp"), ("gpu", None)])
+def test_a_wrong_letter_is_as_likely_as_a_missing_one(word: str, name: str | None) -> None:
+    assert nearest(word, ("ddp", "dp", "fsdp", "cpu"), cutoff=0.7) == name
 
 
 def test_counts_go_with_their_noun() -> None:

@@ -117,6 +117,21 @@ def test_the_traceback_starts_where_the_users_code_does() -> None:
     assert len(lines) == 4
 
 
+def test_a_layer_of_torch_that_fails_is_named_without_the_frames_that_lead_to_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failed = failure(toys.trial(model={"_target_": "torch.nn.Linear", "in_features": 7, "out_features": 1}))
+    assert failed.error.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (")
+    assert failed.error.endswith("; in Linear(in_features=7, out_features=1, bias=True)")
+    assert failed.traceback == ""
+    assert "linear.py" in caplog.text
+
+
+def test_an_error_that_this_project_raises_keeps_its_whole_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "train", toys.trial)  # which takes other arguments
+    assert '/pipeline/worker/main.py", line' in failure(toys.trial()).traceback
+
+
 def test_a_package_whose_name_begins_like_ours_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as torchvision beside torch, or a project beside this package."""
     beside = Path(pipeline.__file__).parent

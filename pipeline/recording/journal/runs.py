@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import UsageError
-from pipeline.protocol.events import RunOpened
+from pipeline.protocol.events import WEIGHTS, RunOpened
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import is_listed, is_quick, is_trial, read_status, trials_of
 from pipeline.recording.journal.run_summary import RunSummary, summarized
@@ -58,10 +58,9 @@ def find_trained(text: str, directory: Path) -> TrainedRun:
         if (status := read_status(folder)) == "FINISHED":
             return TrainedRun(folder, note and f"{LATEST} is {folder.name}. {note}")
         note = note or f"The newer run {folder.name} {_ENDS[status]}."
-    raise UsageError(
-        f"{LATEST}: no training in {directory} has completed; runs with --quick do not count. "
-        f"Name a run. The newest is {there[-1].name}."
-    )
+    with_model = [folder.name for folder in there if (folder / WEIGHTS).is_file()]
+    remedy = f"Name a run. The newest with a model is {with_model[-1]}." if with_model else "Train: pipeline run FILE"
+    raise UsageError(f"{LATEST}: no training in {directory} has completed; runs with --quick do not count. {remedy}")
 
 
 def _is_training(folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """Output of a command on the terminal: its streams, chosen by ``--json`` and ``--quiet``, and tables laid out by rich.
 
-No cell of a table is ever cut, in a narrow terminal or in a pipe. What rich doesn't do is done here: heads in two lines
-that leave figures unbroken, and hanging indents.
+No cell of a table is ever cut, in a narrow terminal or in a pipe. What rich doesn't do is done here: heads in several
+lines that leave figures unbroken, and hanging indents.
 """
 
 import textwrap
@@ -104,7 +104,7 @@ def print_report_table(report_table: PrintableTable, *, console: Console) -> Non
         console.print(Text(report_table.title, style="bold"))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for index, name in enumerate(report_table.header):
-        table.add_column(_in_two_lines(name), justify="right" if index else "left", vertical="bottom", overflow="fold")
+        table.add_column(_break_title(name), justify="right" if index else "left", vertical="bottom", overflow="fold")
     for index, (name, *cells) in enumerate(report_table.rows):
         lines = textwrap.fill(name, _NAME_WIDTH, subsequent_indent="  ", break_long_words=False)
         table.add_row(*map(Text, (lines, *cells)), style="bold" if index == report_table.emphasis else "")
@@ -157,9 +157,9 @@ def headed(lines: Sequence[str], *, width: int) -> Text:
     return Text("\n").join(Text(line, style="" if index else "bold") for index, line in enumerate(wrapped))
 
 
-def _in_two_lines(name: str) -> str:
-    """Break a column's name into at most two lines, as narrow as possible."""
+def _break_title(name: str) -> str:
+    """Break a column's name into at most three lines, as narrow as possible."""
     longest = max(map(len, name.split()))
     return next(
-        lines for width in range(longest, len(name) + 1) if (lines := textwrap.fill(name, width)).count("\n") < 2
+        lines for width in range(longest, len(name) + 1) if (lines := textwrap.fill(name, width)).count("\n") < 3
     )

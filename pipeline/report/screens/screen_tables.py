@@ -115,8 +115,8 @@ def format_step_time(row: Row) -> tuple[str, ...]:
         )
     known = ((name, ms) for part, name in PARTS.items() if (ms := getattr(parts, part)) is not None)
     terms = " + ".join(f"{ms:,.{decimals}f} {name}" for name, ms in known)
-    sign, name = ("+", "unaccounted") if parts.unaccounted >= 0 else ("-", "measurement noise")
-    remainder = f" {sign} {abs(parts.unaccounted):,.{decimals}f} {name}" if parts.unaccounted else ""
+    sign = "+" if parts.unaccounted >= 0 else "-"
+    remainder = f" {sign} {abs(parts.unaccounted):,.{decimals}f} unaccounted" if parts.unaccounted else ""
     return wrap(f"Step time, {count_workers(row)} (ms): {parts.total:,.{decimals}f} total = {terms}{remainder}")
 
 

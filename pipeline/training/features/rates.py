@@ -16,6 +16,7 @@ from pipeline.training.feature import Feature, Saved
 from pipeline.training.model import plateau
 from pipeline.training.model.learning_rate import advance_scheduler, rates_by_metric, warmup
 from pipeline.training.model.several_optimizers import build_scheduler
+from pipeline.training.ranks.torch_errors import is_from_torch
 from pipeline.training.step.plain import Parts, Stepped
 
 _MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -65,10 +66,19 @@ class Rates(Feature):
             if scheduler is not None and self._is_due(number + 1):
                 # Whether the first fp16 step overflowed is known on the device only.
                 may_skip = not stepped.has_updated or (training.scaler.is_enabled() and not number)
-                advance_scheduler(scheduler, is_skipped=may_skip)
+                self._advance(scheduler, is_skipped=may_skip)
             return stepped
 
         return parts._replace(step=step)
+
+    def _advance(self, scheduler: LRScheduler, *, is_skipped: bool) -> None:
+        try:
+            advance_scheduler(scheduler, is_skipped=is_skipped)
+        except Exception as error:
+            if not is_from_torch(error):
+                raise
+            key = "schedulers" if self._training.experiment.schedulers else "scheduler"
+            raise ExperimentError.of(key, f"a step raised {type(error).__name__}: {error}") from error
 
     def _is_due(self, steps: int) -> bool:
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
+from torch import nn
 from torch.nn.functional import batch_norm
 
 from pipeline.errors import ExperimentError
@@ -82,10 +83,20 @@ def explain(error: Exception, context: TrainContext, *batches: object) -> None:
 
 
 def hint(error: BaseException) -> str:
-    """Return what a usual error of torch means, after "; "; empty for others, and for those of user code."""
+    """Return the layer that an error of torch is from, and what a usual one means; empty for those of user code."""
     if not isinstance(error, RuntimeError | IndexError) or not is_from_torch(error):
         return ""
-    return next((f"; {meaning}" for text, meaning in _HINTS if text in str(error)), "")
+    return _find_layer(error) + next((f"; {meaning}" for text, meaning in _HINTS if text in str(error)), "")
+
+
+def _find_layer(error: BaseException) -> str:
+    """Return the name and the arguments of the layer whose ``forward`` failed; empty if none did."""
+    callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    modules = [each for each in callers if isinstance(each, nn.Module)]
+    if not modules or any(modules[-1].children()):
+        return ""
+    name = next((name for name, each in modules[0].named_modules() if each is modules[-1]), "")
+    return f"; in layer {name.removeprefix('module.')}: {modules[-1]}" if name else f"; in {modules[-1]}"
 
 
 def loss_error(context: TrainContext, message: str) -> ExperimentError:
