@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.arguments import IdsOnly, Json
-from pipeline.errors import UsageError
+from pipeline.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from pipeline.recording.journal.run_summary import RunSummary
@@ -206,9 +206,12 @@ def remove(
     typer.echo(removal.describe_chosen(chosen, keep_mlflow=keep_mlflow))
     if not yes and not sys.stdin.isatty():
         raise UsageError("nothing is removed: the question can't be answered here. Use --yes.")
-    if not yes and not typer.confirm("Remove?"):
-        typer.echo("nothing is removed")
-        return
+    try:
+        if not yes and not typer.confirm("Remove?"):
+            typer.echo("nothing is removed")
+            return
+    except typer.Abort:
+        raise Interrupted("nothing is removed") from None
     for one in removal.remove(chosen, keep_mlflow=keep_mlflow):
         typer.echo(f"removed {one.folder.name}")
 

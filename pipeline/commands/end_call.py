@@ -1,9 +1,10 @@
 """The call of ``tracking.on_end`` once a run has ended. It can't harm the run: what goes wrong is a warning."""
 
+import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from pipeline.config import components, environment
@@ -39,13 +40,27 @@ def call_on_end(plan: Plan, report: Printable | None, folder: Path, *, warn: Cal
         finally:
             done.set()
 
-    with redirect_stdout(sys.stderr):  # with --json, stdout is one document
+    with _stdout_on_stderr():
         threading.Thread(target=call, name=KEY, daemon=True).start()
         if not done.wait(_PATIENCE_S):
             warn(
                 f"{KEY}: {component.target} did not return within {_PATIENCE_S:g} s, so the command ends without it. "
                 "The run is not affected."
             )
+
+
+@contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """Send what this process and its children print to stderr: with --json, stdout is one document."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _describe_end(report: Printable | None, folder: Path, *, experiment: str) -> RunEnd:

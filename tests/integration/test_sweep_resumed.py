@@ -90,9 +90,13 @@ def test_a_trial_that_ray_loses_is_left_and_told(start: Start, tmp_path: Path) -
     sweep = ("sweep", MLP, RATES, *LONG, "sweep.concurrent=1")
     process = start(*sweep, cwd=tmp_path)
     until(lambda: (tmp_path / "runs").exists() and len(folder.epochs(1)) >= 1, process)
-    children = psutil.Process(process.pid).children(recursive=True)
-    (actor,) = (one for one in children if "ray::ResourceTrainable" in " ".join(one.cmdline()))
-    actor.kill()
+
+    def actors() -> list[psutil.Process]:  # Ray changes the title of a process with what it does
+        children = psutil.Process(process.pid).children(recursive=True)
+        return [one for one in children if "ray::ResourceTrainable" in " ".join(one.cmdline())]
+
+    until(lambda: len(actors()) == 1, process)
+    actors()[0].kill()
     output = ended(process, 1)
     assert "trial 1: interrupted: Ray lost the process that ran it" in output
     assert "trials that did not end: 1. To continue them, use --resume." in output

@@ -93,6 +93,7 @@ def test_metrics_of_training_steps_get_the_class_with_the_largest_part() -> None
         ),
         ("fails", "raised ValueError: no such mix"),
         ("one", "the returned value is a tensor of shape (8, 3), not (inputs, targets); return both"),
+        ("arrays", "the returned inputs are of type ndarray; return a tensor"),
         ("shorter", "returned 7 of 8 samples; return as many samples as it gets"),
     ],
 )

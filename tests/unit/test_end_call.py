@@ -2,6 +2,7 @@
 
 # promise: `tracking.on_end` gets status, result and links of a run that ended or broke; what it raises is a warning
 
+import os
 import shutil
 import sys
 import time
@@ -36,6 +37,10 @@ def fail(end: RunEnd) -> None:
 
 def leave(end: RunEnd) -> None:
     sys.exit(7)
+
+
+def talk(end: RunEnd) -> None:
+    os.write(1, b"of a child\n")  # as a program does that the function starts
 
 
 def hang(end: RunEnd) -> None:
@@ -87,6 +92,12 @@ def test_what_goes_wrong_is_a_warning(name: str, said: str) -> None:
     (warning,) = call(name, JOURNALS / "finished")
     assert said in warning
     assert warning.endswith("The run is not affected.")
+
+
+def test_what_a_child_prints_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call("talk", JOURNALS / "finished") == []
+    os.write(1, b"a document\n")
+    assert capfd.readouterr() == ("a document\n", "of a child\n")
 
 
 def test_one_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,20 @@ def test_a_sweep_is_removed_as_a_whole(runs: Path) -> None:
     assert not sweep.exists()
 
 
+def test_a_link_to_a_run_is_not_counted_as_a_run(runs: Path) -> None:
+    (runs / "9").symlink_to(runs / "1", target_is_directory=True)
+    assert where(runs, keep_best=2, by="validation/accuracy") == ["1", "2", "3"]
+    assert "9" not in where(runs, older_than="30d")
+
+
+def test_a_folder_stays_if_its_store_is_not_there(runs: Path) -> None:
+    outcome = removal.TrackingOutcome(run_id="a", experiment_id="1", delivered=True, uri=f"sqlite:///{runs}/away.db")
+    outcome.keep(runs / "1")
+    with pytest.raises(ResourceError, match=r"store .*away\.db is not there, so the folder is kept\. To delete"):
+        next(removal.remove(removal.choose_named(["1"], runs), keep_mlflow=False))
+    assert (runs / "1").is_dir()
+
+
 def test_a_folder_stays_if_mlflow_refuses(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = removal.TrackingOutcome(run_id="a", experiment_id="1", delivered=True, uri="http://localhost:9")
     outcome.keep(runs / "1")

@@ -88,8 +88,8 @@ def compare_variants(
     except UsageError as error:
         if question.metric is not None:
             raise
-        others = [ComparedPair(variant=_list_runs(other)) for other in rest]
-        return Compared(first=_list_runs(first), others=tuple(others), notes=(*gathered, str(error)))
+        others = [ComparedPair(variant=list_runs(other)) for other in rest]
+        return Compared(first=list_runs(first), others=tuple(others), notes=(*gathered, str(error)))
     paired = [pair(first, other, metric=chosen) for other in rest]
     gathered += [note for pairs in paired for note in pairs.notes]
     answers = _answer(
@@ -103,13 +103,14 @@ def compare_variants(
     gathered += _explain(answers, first=first, others=rest)
     left = iter(answers)
     others = [
-        ComparedPair(variant=_list_runs(other), answer=next(left) if pairs.values else None, values=pairs.values)
+        ComparedPair(variant=list_runs(other), answer=next(left) if pairs.values else None, values=pairs.values)
         for other, pairs in zip(rest, paired, strict=True)
     ]
-    return Compared(first=_list_runs(first), others=tuple(others), notes=tuple(gathered))
+    return Compared(first=list_runs(first), others=tuple(others), notes=tuple(gathered))
 
 
-def _list_runs(variant: Variant) -> ComparedVariant:
+def list_runs(variant: Variant) -> ComparedVariant:
+    """Return a variant with the ids of its runs."""
     return ComparedVariant(name=variant.name, runs={seed: one.run.run for seed, one in variant.runs.items()})
 
 

@@ -38,6 +38,7 @@ def confirm_best(file: ExperimentFile, swept: Swept, *, pairs: int, verbose: boo
         shlex.quote(f"{override(key, settings[other][key])},{_value(key, settings[0][key])}") for key in keys
     )
     shown = [str(file.path), *map(without_credentials_in, overrides), "--vary", vary, "--seeds", str(pairs)]
+    shown += ["--metric", swept.metric, *(["--mode", swept.mode] if swept.mode else [])]
     command = shlex.join(["pipeline", "compare", *shown])
     write(terminal.progress, f"trial {ended[other].number} is A, trial {ended[0].number} is B: {command}")
     question = Question(metric=swept.metric, mode=swept.mode)

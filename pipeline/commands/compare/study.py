@@ -136,8 +136,13 @@ def _continue(plan: StudyPlan, folder: Path, looks: Sequence[int] | None) -> Stu
     ]
     if len(record.settings) != len(now.settings):
         changed = [f"it compares {counted(len(record.settings), 'variant')}"]
-    if record.question != plan.question or record.is_alone != plan.is_alone:
-        changed.append("--metric, --mode, --margin and --target must stay as they were")
+    changed += [
+        f"--{name} was {then}, is now {value}"
+        for (name, value), (_, then) in zip(plan.question, record.question, strict=True)
+        if then != value
+    ]
+    if record.is_alone != plan.is_alone:
+        changed.append("--target must stay as it was")
     if changed:
         raise UsageError(
             "\n".join([f"--resume: {folder} is another study. Start a new one without --resume.", *changed])

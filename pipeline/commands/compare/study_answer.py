@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.commands.compare.compared_runs import Question, compare_variants
+from pipeline.commands.compare.compared_runs import Question, compare_variants, list_runs
 from pipeline.commands.compare.study_record import StudyRecord, find_differing
 from pipeline.commands.compare.variants import SeededRun, Variant, read_training
 from pipeline.commands.history.run_result import report_of
@@ -60,7 +60,7 @@ def compare_study(folder: Path, *, hardware: str = "", changes: Mapping[str, Any
         "settings": find_differing([*record.settings.values()]),
         "left": max(0, record.looks[-1].pairs[0] * len(names) - len(ended)),
     }
-    lists = [_describe(ComparedVariant(name=one.name, runs={}), record.descriptions) for one in variants]
+    lists = [_describe(list_runs(one), record.descriptions) for one in variants]
     nothing = Compared(first=lists[0], others=tuple(ComparedPair(variant=one) for one in lists[1:]), notes=(), **known)
     if look is None:
         note = f"{pairs} of {record.looks[-1].pairs[0]} pairs are complete. The answer comes after all of them"

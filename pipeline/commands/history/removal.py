@@ -68,7 +68,8 @@ def choose_where(
         UsageError: an option is wrong.
     """
     age = _parse_age(older_than) if older_than is not None else None
-    ended = {folder: summarized(folder) for folder in runs.folders(directory) if not _is_running(folder)}
+    folders = [folder for folder in runs.folders(directory) if not folder.is_symlink()]  # of a run elsewhere, or here
+    ended = {folder: summarized(folder) for folder in folders if not _is_running(folder)}
     beaten = _find_beaten([one for one in ended.values() if one], number=keep_best, by=by) if by and keep_best else None
 
     def is_meant(folder: Path, run: RunSummary | None) -> bool:
@@ -95,7 +96,9 @@ def remove(chosen: Iterable[Chosen], *, keep_mlflow: bool) -> Iterator[Chosen]:
         try:
             shutil.rmtree(one.folder)
         except OSError as error:
-            raise ResourceError(f"{error.filename or one.folder} can't be deleted: {error.strerror}") from error
+            raise ResourceError(
+                f"{error.filename or one.folder} can't be deleted: {error.strerror or error}"
+            ) from error
         yield one
 
 
@@ -171,22 +174,20 @@ def _delete_from_mlflow(folder: Path) -> None:
     """Delete a run with its children in MLflow, where they can be restored.
 
     Raises:
-        ResourceError: the store can't be reached.
+        ResourceError: the store can't be reached, or its file is not there.
     """
     outcome, opened = TrackingOutcome.kept(folder), journal.opened(folder / journal.FILE_NAME)
     if outcome is None or not outcome.run_id or opened is None:
         return
     uri = outcome.uri or opened.tracking_uri
     path = sqlite_path(uri)
-    if path is not None and not path.is_file():
-        return  # the store is gone
+    remedy = "so the folder is kept. To delete the folder alone, use --keep-mlflow."
+    if path is not None and not path.is_file():  # MLflow would create it
+        raise ResourceError(f"{folder}: its MLflow store {path} is not there, {remedy}")
     try:
         delete_runs(with_credentials(uri), experiment=outcome.experiment_id, name=folder.name)
-    except (
-        Exception
-    ) as error:  # of the store: MLflow's, SQLAlchemy's, those of the network; they quote URIs with passwords
-        message = f"{folder}: MLflow can't delete it ({describe_failure(error)}), so the folder is kept."
-        raise ResourceError(f"{message} To delete the folder alone, use --keep-mlflow.") from error
+    except Exception as error:  # MLflow's, SQLAlchemy's, those of the network; they quote URIs with passwords
+        raise ResourceError(f"{folder}: MLflow can't delete it ({describe_failure(error)}), {remedy}") from error
 
 
 def describe_chosen(chosen: Sequence[Chosen], *, keep_mlflow: bool) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.report.screens.screen_layout import Block, Column, Places, assemble, label, label_command, lay_out, wrap
 from pipeline.report.swept import LEFT, STATES, Swept, SweptReport, SweptTrial, figure, short_names, shown
+from pipeline.wording import counted
 
 _MOST_TRIALS = 10
 _MOST_FAILURES = 2
@@ -42,7 +43,7 @@ def _best(swept: Swept) -> Iterator[str]:
         return
     names = short_names(list(best.values))
     values = [f"{name} {shown(value)}" for name, value in zip(names, best.values.values(), strict=True)]
-    result = f"trial {best.number}: {swept.metric} {figure(best.value)} after {best.epochs} epochs"
+    result = f"trial {best.number}: {swept.metric} {figure(best.value)} after {counted(best.epochs, 'epoch')}"
     yield from label("BEST", result, ", ".join(values))
 
 

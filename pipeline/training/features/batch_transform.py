@@ -44,7 +44,7 @@ class BatchTransform(Feature):
             pair = _pair(batch, "a batch", remedy="remove this key, or transform the samples in loader.collate")
             inputs, targets = self._training.batches.placed(pair)
             transformed = _pair(self._call_transform(inputs, targets), "the returned value", remedy="return both")
-            _check_rows(inputs, transformed[0])
+            _check_inputs(inputs, transformed[0])
             output = parts.forward(micro_batch, transformed)
             return output._replace(targets=_labels(output.targets, targets))
 
@@ -66,9 +66,13 @@ def _pair(value: Any, what: str, *, remedy: str) -> tuple[Any, Any]:
     raise ExperimentError.of(KEY, f"{what} is {described(value)}, not (inputs, targets); {remedy}")
 
 
-def _check_rows(inputs: Any, transformed: Any) -> None:
-    """Refuse another number of samples, by which the losses of micro-batches are weighted."""
-    if isinstance(inputs, Tensor) and isinstance(transformed, Tensor) and len(inputs) != len(transformed):
+def _check_inputs(inputs: Any, transformed: Any) -> None:
+    """Refuse another type, and another number of samples, by which the losses of micro-batches are weighted."""
+    if not isinstance(inputs, Tensor):
+        return
+    if not isinstance(transformed, Tensor):
+        raise ExperimentError.of(KEY, f"the returned inputs are {described(transformed)}; return a tensor")
+    if len(inputs) != len(transformed):
         message = f"returned {len(transformed)} of {counted(len(inputs), 'sample')}; return as many samples as it gets"
         raise ExperimentError.of(KEY, message)
 
