@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import sqlalchemy  # noqa: F401 - its first import starts uname, and a test may start no process
 from samples import finished, spread
 
 from pipeline.commands.history import removal
