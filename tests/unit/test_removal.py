@@ -6,8 +6,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import mlflow  # noqa: F401 - its import starts uname, and a test may start no process
 import pytest
-import sqlalchemy  # noqa: F401 - its first import starts uname, and a test may start no process
 from samples import finished, spread
 
 from pipeline.commands.history import removal
