@@ -46,7 +46,7 @@ class PipelineError(Exception):
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """What is wrong, each with its place."""
+        """Messages, each with its place."""
         return (str(self),)
 
     def _render_traceback_(self) -> list[str]:
@@ -65,7 +65,7 @@ class ExperimentError(PipelineError):
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """What is wrong, a message for each problem."""
+        """Messages, one for each problem."""
         more = ("... and more problems",) if len(self.problems) > MOST_PROBLEMS else ()
         return (*map(str, self.problems[:MOST_PROBLEMS]), *more)
 

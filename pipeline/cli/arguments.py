@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, UsageError
+from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, TrainingError, UsageError
 from pipeline.planning.outer_launcher import is_follower
 from pipeline.system import allocator, stages
 from pipeline.system.closed_terminal import redirect_to_null
@@ -195,12 +195,12 @@ def show(error: PipelineError) -> None:
 
     stages.end()
     write(OptionalConsole(stderr=True, highlight=False), error.told)
-    if not isinstance(error, Interrupted):
+    if not isinstance(error, Interrupted | TrainingError):  # those come after the start, which rank 0 waits for
         report_failure(error)
 
 
 def report_failure(error: PipelineError) -> None:
-    """Tell rank 0 the error for which this rank of an outer launcher can't take part; it would wait for it."""
+    """Send rank 0 of an outer launcher the error of this rank, for which it would wait."""
     with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
         if is_follower():
             from pipeline.driver import outer_run

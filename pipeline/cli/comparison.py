@@ -147,16 +147,17 @@ def compare(
 
         looks = plan_looks(first, at_most=most) if until_clear else (first,)
         plan = study_plan.make_study(variants, Question.model_validate(asked), pairs=first, is_timed=target is not None)
-        if dry_run:
-            stages.end()
-            typer.echo(study_plan.describe_study(plan, looks=looks))
-            return
-        from pipeline.commands.compare.study import study
+        from pipeline.commands.compare.study import open_record, study
 
-        is_as_before = resume is not None and seeds is None and not until_clear
+        asked_looks = None if resume is not None and seeds is None and not until_clear else looks
+        if dry_run:
+            _, record = open_record(plan, asked_looks, resume=resume)
+            stages.end()
+            typer.echo(study_plan.describe_study(plan, looks=record.looks[-1].pairs))
+            return
         study(
             plan,
-            None if is_as_before else looks,
+            asked_looks,
             resume=resume,
             verbose=verbose,
             terminal=terminal,

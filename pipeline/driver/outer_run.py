@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _LAUNCHER = "torchrun"
 """Value of ``parallel.launcher`` for workers that an outer launcher has started: they have torchrun's variables."""
 _REPORT_S = 5.0
-"""Seconds in which rank 0 is told why another rank can't take part."""
+"""Seconds within which a rank that can't take part reports its error to rank 0."""
 _END_S = 3.0
 """Seconds that a worker gets to end by itself once rank 0 sends the next command: it may wait for a GPU for ever."""
 
@@ -92,7 +92,7 @@ def check_workers(plan: Plan) -> Plan:
 
 
 def report_failure(error: PipelineError) -> None:
-    """Tell rank 0 the error for which this rank can't take part, if torchrun's own store can be reached.
+    """Send rank 0 the error of this rank, which can't take part, if torchrun's own store can be reached.
 
     Where rank 0 would open the store, it may have failed as well. It then notices the missing rank by itself.
     """

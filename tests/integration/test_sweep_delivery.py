@@ -134,7 +134,7 @@ def test_the_end_of_a_sweep_sends_what_is_left_and_stops_at_a_store_that_is_gone
     for folder in trials_of(sweep.folder):
         (folder / "tracking.json").unlink(missing_ok=True)
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
-    assert told == ["sending the results of 2 trainings (trial-001, trial-002) to MLflow: the trainings couldn't"]
+    assert told == ["sending the results of 2 trainings (trial-001, trial-002) that MLflow lacks"]
     assert finish_trials.missing(sweep.folder) == ""
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert len(told) == 1

@@ -122,6 +122,7 @@ def test_the_best_of_a_sweep_is_confirmed_by_a_study_that_its_command_continues(
     assert words[words.index("--metric") :] == ["--metric", "validation/accuracy", "--mode", "max"]
 
     changed = [*words[: words.index("--metric")], "--resume=latest", "--margin=1"]
+    ended(start(*changed, "--dry-run", cwd=tmp_path), code=2)
     _, stderr = ended(start(*changed, cwd=tmp_path), code=2)
     assert "--metric was validation/accuracy, is now None" in stderr
     assert "--margin was None, is now 1.0" in stderr

@@ -63,8 +63,7 @@ def study(
     """
     refuse_outer_launcher("compare")
     file = plan.variants[0].file
-    before = earlier(file, resume, role="study").folder if resume is not None else None
-    record = _continue(plan, before, looks) if before is not None else _new_record(plan, looks or ())
+    before, record = open_record(plan, looks, resume=resume)
     if plan.is_alone and (load := psutil.cpu_percent(interval=_LOAD_S) / 100) > _MUCH_LOAD:
         note = (
             f"other processes used {load:.0%} of the cores when a session of the study started: times may be too long"
@@ -106,6 +105,18 @@ def _continuable(run: str, *, command: str) -> Iterator[None]:
         words = words or ["pipeline", "compare", "..."]
         error.add_note(f"continue it with: {shlex.join(words)} --resume {run}")
         raise
+
+
+def open_record(plan: StudyPlan, looks: Sequence[int] | None, *, resume: str | None) -> tuple[Path | None, StudyRecord]:
+    """Return the folder and the record of the study to resume; None and a new record without one. See `study`.
+
+    Raises:
+        UsageError: there is no such study, it compares other variants or by something else, or has its answer already.
+    """
+    if resume is None:
+        return None, _new_record(plan, looks or ())
+    folder = earlier(plan.variants[0].file, resume, role="study").folder
+    return folder, _continue(plan, folder, looks)
 
 
 def _new_record(plan: StudyPlan, looks: Sequence[int]) -> StudyRecord:

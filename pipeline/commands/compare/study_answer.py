@@ -46,7 +46,7 @@ def compare_study(folder: Path, *, hardware: str = "", changes: Mapping[str, Any
     look = record.last_look(pairs)
     runs: dict[str, dict[int, SeededRun]] = {name: {} for name in names}
     notes = list(record.notes)
-    for training in trainings[: (look or pairs) * len(names)]:
+    for training in trainings if look is None else trainings[: look * len(names)]:
         place = folder / folder_name(training.number)
         if has_begun(place) and (found := summarized(place)) is not None:
             runs[training.variant][training.values["seed"]] = read_training(found)

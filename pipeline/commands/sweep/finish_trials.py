@@ -78,7 +78,7 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
     stages.end()
     waiting = [folder for folder in find_undelivered(sweep) if not _is_open(folder)]
     if waiting:
-        tell(f"sending the results of {_format_names(waiting)} to MLflow: the trainings couldn't")
+        tell(f"sending the results of {_format_names(waiting)} that MLflow lacks")
     for folder in waiting:
         try:
             if not sync(folder, warn=warn).delivered:

@@ -1,7 +1,7 @@
 """Which of two variants is better, by pairs of trainings that share a seed, and with it their luck.
 
 Initial weights, order of samples and augmentations are functions of the seed, so the difference within a pair varies
-less than the difference of two averages. The interval of the mean difference is that of Student's t.
+less than the difference of two averages. The mean difference has Student's t interval.
 """
 
 import math

@@ -66,17 +66,18 @@ class Rates(Feature):
             if scheduler is not None and self._is_due(number + 1):
                 # Whether the first fp16 step overflowed is known on the device only.
                 may_skip = not stepped.has_updated or (training.scaler.is_enabled() and not number)
-                self._advance(scheduler, is_skipped=may_skip)
+                try:
+                    advance_scheduler(scheduler, is_skipped=may_skip)
+                except Exception as error:
+                    self._refuse(error)
+                    raise
             return stepped
 
         return parts._replace(step=step)
 
-    def _advance(self, scheduler: LRScheduler, *, is_skipped: bool) -> None:
-        try:
-            advance_scheduler(scheduler, is_skipped=is_skipped)
-        except Exception as error:
-            if not is_from_torch(error):
-                raise
+    def _refuse(self, error: Exception) -> None:
+        """Raise an error in torch's own scheduler as an error of its key in the file."""
+        if is_from_torch(error):
             key = "schedulers" if self._training.experiment.schedulers else "scheduler"
             raise ExperimentError.of(key, f"a step raised {type(error).__name__}: {error}") from error
 
