@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import benchmark, comparison, experiments, projects, results, submission, weights
+from pipeline.cli import benchmark, comparison, experiments, projects, results, weights
 from pipeline.cli.arguments import report_failure, show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
@@ -88,7 +88,6 @@ _VERBS: Mapping[str, Callable[..., None]] = {
     "ui": results.ui,
     "sync": results.sync,
     "remove": results.remove,
-    "submit": submission.submit,
     "doctor": projects.doctor,
     "new": projects.new,
     "check": projects.check,

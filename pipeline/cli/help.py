@@ -46,10 +46,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "Run on a cluster": {
-        "submit": (
-            "pipeline submit experiments/mlp.yaml --address http://HOST:8265",
-            "pipeline submit experiments/mlp.yaml --slurm > job.sh",
-        ),
         "doctor": ("pipeline doctor", "pipeline doctor --address HOST:6379"),
     },
     "Set up a project": {

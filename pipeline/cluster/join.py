@@ -107,11 +107,11 @@ def _check_reachable(address: str) -> None:
     if address.startswith(("http://", "https://")):
         raise UsageError(
             f"{address} is the address of a dashboard. To join a cluster, use HOST:6379. To send a run to a dashboard, "
-            "use pipeline submit."
+            "use ray job submit."
         )
     if address.startswith("ray://"):
         raise UsageError(
-            f"{address}: Ray Client is not supported. Send the run with pipeline submit --address http://HOST:8265, "
+            f"{address}: Ray Client is not supported. Send the run with ray job submit --address http://HOST:8265, "
             "or start it on a node of the cluster with HOST:6379."
         )
     host, _, port = address.rpartition(":")
@@ -137,5 +137,5 @@ def _check_is_node(address: str) -> None:
     if here.isdisjoint(there):
         raise ResourceError(
             f"this machine is not a node of the Ray cluster at {address}. Its nodes are {', '.join(sorted(there))}. "
-            f"Add this machine with ray start --address={address} --num-cpus=0, or send the run with pipeline submit."
+            f"Add this machine with ray start --address={address} --num-cpus=0, or send the run with ray job submit."
         )

@@ -14,7 +14,7 @@ from pipeline.system import stages
 
 
 def refuse_outer_launcher(command: str) -> None:
-    """Raise UsageError in a process that ``torchrun``, ``srun`` or ``mpirun`` started as one of several."""
+    """Raise UsageError in a process that ``torchrun`` or ``srun`` started as one of several."""
     if (outer := outer_launcher()) is not None:
         raise UsageError(f"pipeline {command} starts its workers itself: call it without {outer.name}")
 

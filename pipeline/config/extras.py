@@ -13,7 +13,6 @@ OPTIONAL_PACKAGES: Mapping[str, str] = {
     "onnx": "pipeline export --onnx",
     "onnxscript": "pipeline export --onnx",
     "optuna": "sweep: {search: optuna}",
-    "ray[default]": "pipeline submit",
     "s3fs": "checkpoint.directory: s3://...",
     "tensorboard": "tracking.loggers: [tensorboard]",
     "transformers": "pipeline.models.pretrained, pipeline.data.texts",

@@ -26,7 +26,7 @@ def describe_origin(uri: str, *, is_set: bool) -> str:
 def fill_in(tree: dict[str, Any]) -> Iterator[Problem]:
     """Have ``tracking.uri`` refer to the variable if the file does not set the key; yield what is wrong with it.
 
-    It is a reference, as a file may have one, so that a submitted job reads the variable too.
+    It is a reference, as a file may have one, so that a job on a cluster reads the variable too.
     """
     section = tree.get("tracking", {})
     if not os.environ.get(VARIABLE) or not isinstance(section, dict) or "uri" in section:

@@ -1,4 +1,4 @@
-"""Runs within an outer launcher (``torchrun``, ``srun``, ``mpirun``): rank 0 leads, the other ranks follow.
+"""Runs within an outer launcher (``torchrun``, ``srun``): rank 0 leads, the other ranks follow.
 
 Rank 0's process is the driver, with journal, MLflow and terminal; it starts rank 0's worker. The processes of other
 ranks print nothing: each starts its rank's worker for the trials that rank 0 assigns, and exits with rank 0's code.

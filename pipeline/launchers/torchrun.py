@@ -1,7 +1,7 @@
 """Launcher for worker processes on this machine, with the environment variables of ``torchrun``.
 
 Workers are forked from a process that has imported torch, so that the first step comes sooner than under torch's
-elastic agent. In a run that ``torchrun``, ``srun`` or ``mpirun`` started, this process starts rank 0's worker only. The
+elastic agent. In a run that ``torchrun`` or ``srun`` started, this process starts rank 0's worker only. The
 processes of other ranks start theirs, see `pipeline.driver.outer_run`.
 """
 

@@ -1,6 +1,6 @@
 """Launchers that start this command as several processes, read from their environment variables.
 
-``torchrun``, ``srun`` and ``mpirun`` start ``pipeline run`` once for each rank; rank 0's process is the driver.
+``torchrun`` and ``srun`` start ``pipeline run`` once for each rank; rank 0's process is the driver.
 A shell inside an allocation, such as that of ``salloc`` or of a batch script, is no rank: ``srun`` alone sets the
 variables of a job step.
 """
@@ -21,6 +21,9 @@ _FIRST_PORT, _PORTS = 20000, 10000
 """Ports below those that Linux gives to outgoing connections."""
 _COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
+_OTHER_RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+"""Variables of platforms and of MPI, in which each process trains alone."""
+
 Variables = Mapping[str, str]
 
 
@@ -29,7 +32,7 @@ class OuterLauncher:
     """The launcher that started this process, and the process's place among the others."""
 
     name: str
-    """torchrun, srun or mpirun."""
+    """torchrun or srun."""
     rank: int
     world_size: int
     local_rank: int
@@ -71,8 +74,8 @@ class OuterLauncher:
 def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
     """Return the launcher that started this process as one of several, by default from its environment; None without.
 
-    Of nested launchers the inner one counts, e.g. torchrun under srun. A single process that srun or mpirun started
-    is None, too: it may start workers itself.
+    Of nested launchers the inner one counts, e.g. torchrun under srun. A single process that srun started is None,
+    too: it may start workers itself.
 
     Raises:
         UsageError: some variables of a launcher are missing, malformed, or contradict others.
@@ -85,9 +88,12 @@ def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
 def find_ignored_ranks(variables: Variables | None = None) -> str:
     """Return the variables of several ranks that no known launcher has set, e.g. ``RANK=3, WORLD_SIZE=4``."""
     given = os.environ if variables is None else variables
-    if given.get("WORLD_SIZE", "1") == "1" or outer_launcher(given) is not None:
+    if outer_launcher(given) is not None:
         return ""
-    return ", ".join(f"{name}={given[name]}" for name in ("RANK", "WORLD_SIZE") if name in given)
+    for rank, size in _OTHER_RANKS:
+        if given.get(size, "1") != "1":
+            return ", ".join(f"{name}={given[name]}" for name in (rank, size) if name in given)
+    return ""
 
 
 def is_follower() -> bool:
@@ -106,29 +112,15 @@ class _Names(NamedTuple):
 
 
 _TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = _Names("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-_PALS = _Names("mpirun", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-_HYDRA = _Names("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-"""MPICH and Intel MPI."""
 
 
 def _find_names(given: Variables) -> _Names | None:
-    """Return the variables of the innermost launcher; None without one."""
+    """Return the variables of the innermost launcher; None without one.
+
+    A batch script and a shell of salloc have a SLURM_PROCID, but no step.
+    """
     if "TORCHELASTIC_RUN_ID" in given:
         return _TORCHRUN
-    if _OPEN_MPI.rank in given or _OPEN_MPI.world_size in given:
-        return _OPEN_MPI
-    srun = _find_names_of_srun(given)
-    if _PALS.rank not in given and _PALS.world_size not in given:
-        return srun
-    # srun --mpi=pmi2 also sets the variables of PMI.
-    if srun and [given.get(name) for name in srun[1:3]] == [given.get(name) for name in _PALS[1:3]]:
-        return srun
-    return _PALS if _PALS.local_rank in given else _HYDRA
-
-
-def _find_names_of_srun(given: Variables) -> _Names | None:
-    """Return the variables of a job step; a batch script and a shell of salloc have a SLURM_PROCID, but no step."""
     steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")
     if "SLURM_PROCID" not in given or not any(name in given for name in steps):
         return None
@@ -152,11 +144,11 @@ class _Reader:
         """
         names, is_torchrun = self._names, self._names is _TORCHRUN
         world_size = self._number(names.world_size)
-        if world_size == 1 and not is_torchrun:  # runtimes leave some of the variables out then
+        if world_size == 1 and not is_torchrun:
             return None
         hosts = () if is_torchrun else self._hosts()
         local_world_size = self._local_world_size(hosts, world_size=world_size)
-        if names.launcher == "srun" and local_world_size < world_size:
+        if not is_torchrun and local_world_size < world_size:
             hosts = self._in_order_of_ranks(hosts)
         outer = OuterLauncher(
             name=names.launcher,
@@ -216,22 +208,14 @@ class _Reader:
     def _host(self, hosts: tuple[str, ...], *, is_one: bool) -> str:
         """Return the host of rank 0."""
         host = _LOOPBACK if is_one else self._given.get("MASTER_ADDR") or next(iter(hosts), "")
-        if host:
-            return host
-        if self._names.launcher == "srun":
+        if not host:
             raise UsageError("started by srun, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
-        raise UsageError(
-            "started by mpirun on several machines, but MASTER_ADDR is not set, the name or address of the first one; "
-            "write mpirun -x MASTER_ADDR=HOST ... (Open MPI) or mpirun -genv MASTER_ADDR HOST ... (MPICH, Intel MPI)"
-        )
+        return host
 
     def _derive_port(self) -> int:
         """Return a port that all ranks derive from the same job, and other jobs rarely share."""
         get = self._given.get
-        names = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
-        identity = next(filter(None, map(get, names)), "")
-        if self._names.launcher == "srun":
-            identity = f"{get('SLURM_JOB_ID', '')}.{get('SLURM_STEP_ID', '')}".strip(".")
+        identity = f"{get('SLURM_JOB_ID', '')}.{get('SLURM_STEP_ID', '')}".strip(".")
         return _FIRST_PORT + zlib.crc32(identity.encode()) % _PORTS if identity else _DEFAULT_PORT
 
     def _check(self, outer: OuterLauncher) -> None:

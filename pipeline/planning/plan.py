@@ -152,6 +152,7 @@ def _notes(main: Training, *, has_baseline: bool, wanted: bool) -> Iterator[str]
         yield "train.ema: the averaged weights are evaluated and logged as the model."
     yield from scheduler_units(main.experiment)
     yield from _find_ignored_variables(main.experiment.parallel)
+    yield from _find_lost_results(main.experiment)
     if main.experiment.sweep is not None:
         yield "This run uses the values of the file. To search the values of its sweep section, use pipeline sweep."
     if wanted and not has_baseline:
@@ -162,7 +163,7 @@ def _find_ignored_variables(parallel: Parallel) -> Iterator[str]:
     """Name variables that a platform or an earlier session has set, and that this run does not use."""
     if ranks := find_ignored_ranks():
         yield (
-            f"{ranks}: ignored, because torchrun, srun or mpirun did not start this process. It trains alone, without "
+            f"{ranks}: ignored, because torchrun or srun did not start this process. It trains alone, without "
             "the other processes of the platform. To train in all of them together, start pipeline with torchrun."
         )
     if parallel.launcher != "ray" and (address := os.environ.get("RAY_ADDRESS")):
@@ -170,3 +171,17 @@ def _find_ignored_variables(parallel: Parallel) -> Iterator[str]:
             f"RAY_ADDRESS={address}: ignored, because parallel.launcher is {parallel.launcher}. To train on this "
             "cluster, set parallel.launcher=ray."
         )
+
+
+def _find_lost_results(experiment: Experiment) -> Iterator[str]:
+    """Name what a Ray job writes to its working directory."""
+    if "working_dir" not in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
+        return
+    places = {
+        "tracking.directory": experiment.tracking.directory,
+        "tracking.uri": experiment.tracking.uri.removeprefix("sqlite:///"),
+        "checkpoint.directory": experiment.checkpoint.directory or "/",
+    }
+    for key, place in places.items():
+        if "://" not in place and not place.startswith(("/", "~")):
+            yield f"{key} is in the working directory of this Ray job, which Ray deletes. Set a lasting place."

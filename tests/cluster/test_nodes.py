@@ -162,7 +162,7 @@ def test_a_machine_without_ray_is_told_how_to_join(nodes: Nodes) -> None:
     assert refused.stderr == (
         f"error: this machine is not a node of the Ray cluster at {nodes.address}. Its nodes are {nodes.host(0)}, "
         f"{nodes.host(1)}, {nodes.host(2)}. Add this machine with ray start --address={nodes.address} --num-cpus=0, or "
-        "send the run with pipeline submit.\n"
+        "send the run with ray job submit.\n"
     )
 
 

@@ -73,7 +73,7 @@ class Ranks:
     """
 
     def __init__(self, lines: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, cwd: Path) -> None:
-        base = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
+        base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         self.cwd = cwd
         self.processes = [
             subprocess.Popen(

@@ -14,13 +14,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+SCRIPT = Path(__file__).parents[2] / "templates/ddp-project/{{cookiecutter.__project_slug}}/job.sbatch"
 _LOG, _BATCH = "slurm.log", "batch.pid"
 _ONCE_KNOWN = 'until [ -e "$0" ]; do sleep 0.01; done; exec "$@"'
 """Shell code of a task: Slurm knows all tasks of a step, and so signals them, before the first one runs."""
 
 
 class Slurm:
-    """One job of two nodes, which may run several times.
+    """One job, which may run several times.
 
     Args:
         folder: an empty folder for the commands and their records.
@@ -41,8 +42,10 @@ class Slurm:
             "PATH": f"{bin_}:{os.environ['PATH']}",
             "SLURM_JOB_ID": str(job),
             "SLURM_SUBMIT_DIR": str(cwd),
-            "SLURM_JOB_NODELIST": "here,other",
+            "SLURM_JOB_NODELIST": "here",
             "SLURM_NTASKS": str(tasks),
+            "SLURM_NTASKS_PER_NODE": str(tasks),
+            "SLURM_JOB_NUM_NODES": "1",
             "SLURM_CPUS_PER_TASK": "1",
         }
 
@@ -58,11 +61,11 @@ class Slurm:
         return [line.split()[-1] for line in self.commands if line.startswith("scontrol requeue")]
 
     @contextmanager
-    def start(self, script: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
+    def start(self, script: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         """Run a batch script; at the end of the block nothing of the job is left."""
         streams: Mapping[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        line, environment = ["bash", str(script)], {**self.environment, **more}
-        with subprocess.Popen(line, env=environment, process_group=0, **streams) as batch:
+        line = ["bash", str(script), *arguments]
+        with subprocess.Popen(line, env=self.environment, process_group=0, **streams) as batch:
             (self.folder / _BATCH).write_text(str(batch.pid))
             try:
                 yield batch
@@ -149,7 +152,7 @@ def _scancel(folder: Path, arguments: list[str]) -> int:
 
 def _scontrol(folder: Path, arguments: list[str]) -> int:
     if arguments[0] == "show":
-        sys.stdout.write(f"{os.uname().nodename}\nother\n")
+        sys.stdout.write(f"{os.uname().nodename}\n")
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _end_job(folder)

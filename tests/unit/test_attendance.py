@@ -1,6 +1,6 @@
 """Which ranks have come and gone, and the workers that other processes of an outer launcher start."""
 
-# promise: variables of torchrun, srun, mpirun; those that contradict are named; resources and versions of all ranks
+# promise: variables of torchrun and srun; those that contradict are named; resources and versions of all ranks
 
 import os
 import signal

@@ -8,12 +8,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from pipeline.commands.submit.ray_job import pack_experiment
-from pipeline.commands.submit.request import Request
 from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.config.load import ExperimentFile, from_mapping, load
 from pipeline.config.summary import config_hash, flatten, to_yaml
-from pipeline.errors import ExperimentError, UsageError
+from pipeline.errors import ExperimentError
 
 BASE = """\
 name: base
@@ -164,22 +162,6 @@ def test_a_dict_extends_a_file_of_the_working_directory() -> None:
     assert (file.experiment.name, file.experiment.train.epochs) == ("e", 2)
     with pytest.raises(ExperimentError, match=r"experiment: extends: is base\.yaml; base\.yaml: there is no such file"):
         from_mapping({"extends": "base.yaml"})
-
-
-def test_a_job_needs_the_variables_that_a_base_reads() -> None:
-    file = read("extends: base.yaml\nname: e\n", "seed=3")
-    assert Request(file=file, overrides=("seed=3",)).variables == ("SIZE",)
-
-
-def test_a_base_outside_of_the_project_is_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
-    package = SimpleNamespace(root=tmp_path / "lab", files=(Path("e.yaml"),))
-    monkeypatch.setattr("pipeline.commands.submit.ray_job.tracked", lambda _: package)
-    with pytest.raises(UsageError, match=r"^lab/base\.yaml: git doesn't track this file"):
-        pack_experiment(Path("lab/e.yaml"), Path("lab/base.yaml"))
-    with pytest.raises(UsageError, match=r"^base\.yaml: not in .*, the folder that is sent"):
-        pack_experiment(Path("lab/e.yaml"), Path("base.yaml"))
 
 
 @pytest.mark.parametrize("text", ["extends: base.yaml\ntrain: {epochs: 3}\noptimizer: {lr: 1.0}", "extends: base.yaml"])

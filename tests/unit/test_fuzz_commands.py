@@ -115,7 +115,7 @@ words = st.sampled_from(
     ]
 )
 # What they do with a good file takes long or starts servers: here they get none.
-WITH_FILE = ["check --no-data", "run", "run --dry-run", "benchmark", "submit", "submit --slurm"]
+WITH_FILE = ["check --no-data", "run", "run --dry-run", "benchmark"]
 OTHERS = ["list", "show", "compare", "sync", "new", "schema", "evaluate", "export", "nope"]
 OTHERS += ["new --update", "export --to=out", ""]
 

@@ -1,6 +1,6 @@
 """The launchers that start this command as several processes: their variables, and what contradicts them."""
 
-# promise: variables of torchrun, srun, mpirun; those that contradict are named; resources and versions of all ranks
+# promise: variables of torchrun and srun; those that contradict are named; resources and versions of all ranks
 
 from pathlib import Path
 
@@ -20,16 +20,6 @@ def found(variables: dict[str, str]) -> OuterLauncher:
 
 def place(outer: OuterLauncher) -> tuple[int, int, int, int]:
     return outer.rank, outer.world_size, outer.local_rank, outer.local_world_size
-
-
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "PMIX_NAMESPACE": "prterun-node0-1234@1",
-}
-HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
 def test_without_a_launcher_there_is_none() -> None:
@@ -89,41 +79,11 @@ def test_job_step_counts_where_the_job_has_another_number_of_tasks() -> None:
         srun(0, 1),  # srun -n 1, or the shell of salloc if it is a step
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b"},  # the shell of salloc
         {name: value for name, value in srun(0, 4).items() if "STEP" not in name},  # a batch script
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-        {"PMI_RANK": "0", "PMI_SIZE": "1"},
     ],
-    ids=["one task", "salloc", "batch script", "mpirun -n 1", "mpiexec -n 1"],
+    ids=["one task", "salloc", "batch script"],
 )
 def test_process_that_is_alone_changes_nothing(variables: dict[str, str]) -> None:
     assert outer_launcher(variables) is None
-
-
-def test_open_mpi() -> None:
-    outer = found({**OPEN_MPI, "MASTER_ADDR": "node0"})
-    assert (outer.name, outer.host) == ("mpirun", "node0")
-    assert place(outer) == (5, 8, 1, 4)
-
-
-@pytest.mark.parametrize(
-    "local",
-    [
-        {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
-        {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"},
-    ],
-    ids=["MPICH and Intel MPI", "PALS"],
-)
-def test_pmi_on_one_machine(local: dict[str, str]) -> None:
-    outer = found({"PMI_RANK": "1", "PMI_SIZE": "4", **local})
-    assert place(outer) == (1, 4, 1, 4)
-    assert (outer.name, outer.host, outer.port) == ("mpirun", "127.0.0.1", 29500)
-
-
-def test_mpirun_within_a_job_finds_the_first_node() -> None:
-    """Its daemons are tasks of a step of their own, one on each node."""
-    daemon = srun(1, 2, nodes="a,b", per_node="1(x2)", node=1, local_rank=0)
-    outer = found({**daemon, **HYDRA})
-    assert (outer.name, outer.host) == ("mpirun", "a")
-    assert place(outer) == (3, 4, 1, 2)
 
 
 def test_srun_with_pmi_is_srun() -> None:
@@ -136,7 +96,8 @@ def test_torchrun_within_srun_is_torchrun() -> None:
 
 
 def test_variables_of_torch_are_those_of_every_launcher() -> None:
-    outer = found({**OPEN_MPI, "MASTER_ADDR": "node0", "MASTER_PORT": "29400"})
+    task = srun(5, 8, nodes="node[0-1]", per_node="4(x2)", node=1, local_rank=1)
+    outer = found({**task, "MASTER_ADDR": "node0", "MASTER_PORT": "29400"})
     assert outer.variables == {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -145,7 +106,7 @@ def test_variables_of_torch_are_those_of_every_launcher() -> None:
         "MASTER_ADDR": "node0",
         "MASTER_PORT": "29400",
     }
-    assert outer_launcher({**OPEN_MPI, **outer.variables}) == outer
+    assert outer_launcher({**task, **outer.variables}) == outer
 
 
 def without(variables: dict[str, str], *names: str) -> dict[str, str]:
@@ -167,10 +128,6 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ({**srun(), "WORLD_SIZE": "1"}, "WORLD_SIZE=1 and SLURM_STEP_NUM_TASKS=2 contradict each other"),
         ({**srun(), "SLURM_NODEID": "3"}, "SLURM_NODEID=3 is no node of SLURM_STEP_TASKS_PER_NODE=2"),
         ({**srun(), "SLURM_STEP_NODELIST": "a[1-b]"}, "SLURM_STEP_NODELIST=a[1-b]: not a node list"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "started by mpirun, but OMPI_COMM_WORLD_LOCAL_SIZE is not set"),
-        (OPEN_MPI, "MASTER_ADDR is not set"),
-        (without(HYDRA, "PMI_SIZE"), "started by mpirun, but PMI_SIZE is not set"),
-        ({**HYDRA, "MPI_LOCALNRANKS": "9"}, "MPI_LOCALNRANKS says 9 processes on this machine, but PMI_SIZE says 4"),
     ],
 )
 def test_variables_that_are_missing_or_contradict_are_named(variables: dict[str, str], said: str) -> None:

@@ -1,7 +1,7 @@
 """Resources of all ranks of an outer launcher, and the plan that follows from them."""
 
 # promise: each rank of srun has a GPU that it sees; an export fits into a container
-# promise: variables of torchrun, srun, mpirun; those that contradict are named; resources and versions of all ranks
+# promise: variables of torchrun and srun; those that contradict are named; resources and versions of all ranks
 
 import socket
 from types import SimpleNamespace

@@ -38,8 +38,8 @@ ELSEWHERE = {
     r"cd pipeline$": "into what was cloned",
     r"source \.venv/bin/activate$": "the tests have an environment",
     r"cookiecutter templates$": "asks questions; tests/templates bakes with it",
-    r"(torchrun|srun|mpirun) .* -m pipeline run ": "several machines; test_outer_nodes.py starts what they start there",
-    r"pipeline submit digits\.yaml ": "needs a container engine; test_submit.py submits to a head of Ray",
+    r"(torchrun|srun) .* -m pipeline run ": "several machines; test_outer_nodes.py starts what they start there",
+    r"ray job submit ": "needs a cluster; test_jobs.py submits to a head of Ray",
     r"sbatch ": "a batch system; test_slurm_jobs.py runs the script",
     r"python -m PACKAGE\.predict ": "a module of a generated project, whose own tests call it",
 }
@@ -121,7 +121,7 @@ def test_the_tutorial_ends_with_the_files_of_its_example(name: str) -> None:
 
 def test_the_tutorial_submits_what_a_cluster_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = [line for block in BLOCKS if block.page == "docs/convert.md" for line in block.lines]
-    (line,) = [line for line in typed if line.startswith("pipeline submit ")]
+    (line,) = [line for line in typed if line.startswith("ray job submit ")]
     monkeypatch.chdir(ROOT / "examples" / "tutorial")
     assert load("digits.yaml", re.findall(r"\S+=\S+", line)).experiment.parallel.placement == "strict_spread"
 

@@ -60,9 +60,23 @@ def test_variables_of_a_platform_that_are_ignored_are_named(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     ranks, _ = (note for note in plan().notes if "ignored" in note)
-    assert ranks.startswith(
-        "RANK=3, WORLD_SIZE=4: ignored, because torchrun, srun or mpirun did not start this process."
-    )
+    assert ranks.startswith("RANK=3, WORLD_SIZE=4: ignored, because torchrun or srun did not start this process.")
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    ranks, _ = (note for note in plan().notes if "ignored" in note)
+    assert ranks.startswith("OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2: ignored")
+
+
+def test_results_in_the_working_directory_of_a_ray_job_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [note for note in plan().notes if "Ray deletes" in note]
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"working_dir": "gcs://a.zip"}}')
+    told = [note for note in plan(tracking={"uri": "http://a"}).notes if "Ray deletes" in note]
+    assert told == [
+        "tracking.directory is in the working directory of this Ray job, which Ray deletes. Set a lasting place."
+    ]
+    there = plan(tracking={"uri": "sqlite:////a.db", "directory": "/runs"}, checkpoint={"directory": "s3://a"})
+    assert not [note for note in there.notes if "Ray deletes" in note]
 
 
 def test_workers_on_cpu_are_compared_with_one_and_with_all_their_cores() -> None:

@@ -23,7 +23,7 @@ def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ray_client_is_refused_and_the_other_ways_are_named() -> None:
-    refused = r"ray://head:10001: Ray Client is not supported\. Send .* pipeline submit --address .* with HOST:6379"
+    refused = r"ray://head:10001: Ray Client is not supported\. Send .* ray job submit --address .* with HOST:6379"
     with pytest.raises(UsageError, match=refused), connected("ray://head:10001", verbose=False):
         pass
 
