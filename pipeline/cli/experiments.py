@@ -1,7 +1,7 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,25 +19,21 @@ from pipeline.cli.arguments import (
     Resume,
     TrainOnly,
     Verbose,
-    consoles,
     head_start,
     interruptible,
-    is_file,
     opened,
     print_json,
     with_address,
 )
-from pipeline.errors import UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.commands.repetition import Repetition
     from pipeline.config.load import ExperimentFile
 
 
 def run(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Experiment file (YAML).", show_default=False)] = "",
+    file: FileArgument,
     overrides: Overrides = None,
     *,
     dry_run: DryRun = False,
@@ -45,38 +41,14 @@ def run(
     train_only: TrainOnly = False,
     quick: Quick = False,
     resume: Resume = None,
-    again: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN",
-            show_default=False,
-            help="Repeat a run: its file, overrides and seed. Says whether the losses are the same to the bit.",
-        ),
-    ] = None,
     allow_changed: AllowChanged = False,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Train an experiment and report its speedup over a baseline; several files run one after the other."""
+    """Train an experiment and report its speedup over a baseline."""
     given = with_address(overrides, address)
-    if again is not None and (file or given or resume is not None):
-        raise UsageError(f"--again {again}: repeats the run as it was. Remove the file, the overrides and --resume.")
-    repeated = None
-    if again is not None:
-        repeated, file = _find_repeated(again)
-        quick = quick or repeated.is_quick
-    if not file:
-        raise UsageError("pipeline run: no file is named. Write pipeline run FILE, or pipeline run --again RUN.")
-    if files := [word for word in given if is_file(word)]:
-        options = {"--no-baseline": not baseline, "--train-only": train_only, "--quick": quick, "--quiet": quiet,
-                   "--allow-changed": allow_changed, "--json": as_json, "--verbose": verbose}  # fmt: skip
-        words = [*(word for word in given if word not in files), *(name for name, is_on in options.items() if is_on)]
-        if dry_run:
-            raise UsageError("--dry-run plans one file. Name one file.")
-        _run_several([file, *files], words, resume=resume, as_json=as_json, quiet=quiet)
-        return
     with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
         if dry_run:
             extent = {"with_baseline": baseline, "train_only": train_only, "quick": quick}
@@ -96,35 +68,7 @@ def run(
                 show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
                 resume=resume,
                 allow_changed=allow_changed,
-                again=repeated,
             )
-
-
-def _find_repeated(again: str) -> "tuple[Repetition, str]":
-    """Return the run to repeat, and its experiment file."""
-    from pipeline.commands.repetition import Repetition
-    from pipeline.recording.journal.folder import EXPERIMENT_NAME
-
-    found = Repetition(again)
-    return found, str(found.folder / EXPERIMENT_NAME)
-
-
-def _run_several(files: Sequence[str], words: Sequence[str], *, resume: str | None, as_json: bool, quiet: bool) -> None:
-    """Run several files one after the other, see `pipeline.commands.several_runs.run_several`."""
-    with consoles(as_json=as_json, quiet=quiet) as terminal:
-        stages.begin("reading the experiments")
-        from pipeline.config.load import load
-
-        overrides = [word for word in words if not word.startswith("-")]
-        experiments = [load(path, overrides) for path in files]
-        stages.end()
-        from pipeline.commands.several_runs import run_several, show_several
-
-        ended = run_several(experiments, words, resume=resume, terminal=terminal, as_json=as_json)
-        if as_json:
-            results = [{**one.to_mapping(), "result": json.loads(one.output) if one.output else None} for one in ended]
-            print_json(json.dumps(results, indent=2))
-        show_several(ended, terminal=terminal)
 
 
 def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_json: bool, quiet: bool) -> None:

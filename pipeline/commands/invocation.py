@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pipeline import registry
 from pipeline.commands import page
-from pipeline.commands.end_call import call_on_end
 from pipeline.commands.ending import print_end
 from pipeline.commands.interruption import continuable
 from pipeline.config.load import ExperimentFile
@@ -122,7 +121,7 @@ class Invocation:
 
     def warn(self, message: str) -> None:
         """Print a warning."""
-        _warn(self.terminal, message)
+        self.terminal.warnings.print(message, style="yellow", markup=False, highlight=False)
 
     def log(self, figures: Mapping[str, float | None], *, trial: str = "main", step: int, epoch: int) -> None:
         """Record the figures that are known as metrics of a trial."""
@@ -223,14 +222,7 @@ def invoked(
                 yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
     finally:
         for ended in folders:
-            last = shown[-1] if shown else None
-            print_end(last, ended, terminal=terminal, is_verbose=verbose)
-            if member is None and not adds:
-                call_on_end(plan, last, ended, warn=partial(_warn, terminal))
-
-
-def _warn(terminal: Terminal, message: str) -> None:
-    terminal.warnings.print(message, style="yellow", markup=False, highlight=False)
+            print_end(shown[-1] if shown else None, ended, terminal=terminal, is_verbose=verbose)
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:

@@ -5,9 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked
-from pipeline.commands.outlook import with_outlook
 from pipeline.commands.preparation import planning
-from pipeline.commands.repetition import Repetition
 from pipeline.config.load import ExperimentFile
 from pipeline.driver import initial_weights, preflight
 from pipeline.driver import resume as recovery
@@ -22,13 +20,10 @@ from pipeline.protocol.events import WEIGHTS
 from pipeline.protocol.trial import Training, Trial
 from pipeline.recording.journal.journal import FILE_NAME, read
 from pipeline.recording.recorded_run import Membership
-from pipeline.recording.terminal.terminal import Terminal, write
+from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.numbers.row_numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
 from pipeline.training.checkpoints.storage import Storage, address_of
-
-_NOTED_S = 10.0
-"""Seconds of the shortest training whose duration is worth a note before it starts."""
 
 
 def run(
@@ -43,7 +38,6 @@ def run(
     resume: str | None = None,
     allow_changed: bool = False,
     member: Membership | None = None,
-    again: Repetition | None = None,
 ) -> None:
     """Measure the baseline, train, and report the speedup.
 
@@ -58,7 +52,6 @@ def run(
         resume: the run to resume, see `pipeline.driver.resume.earlier`; None starts a new one.
         allow_changed: True if the experiment and the data of the resumed run may differ.
         member: given for a run that is a trial of a sweep.
-        again: the run that this one repeats, if it does.
 
     Raises:
         PipelineError: ready to be shown.
@@ -76,7 +69,6 @@ def run(
             resume=resume,
             allow_changed=allow_changed,
             member=member,
-            repeated=again,
         )
 
 
@@ -90,7 +82,6 @@ def _run(
     resume: str | None,
     allow_changed: bool,
     member: Membership | None,
-    repeated: Repetition | None,
 ) -> None:
     """Run the trials and report, see `run`; ``extent`` says what is measured, see `make`."""
     if extent["quick"] and resume is not None:
@@ -103,8 +94,6 @@ def _run(
         changes += recovery.describe_newer(file, earlier) if resume == recovery.LATEST else []
     left_out = recovery.left_out(file, earlier) if earlier else {}
     plan = make(file, **extent, resumes=earlier is not None)
-    if earlier is None and member is None:
-        plan = with_outlook(plan, file, at_least_s=_NOTED_S)
     notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
     plan = plan.model_copy(update={"notes": notes})
     folder = earlier.folder if earlier else None
@@ -112,8 +101,6 @@ def _run(
     with invoked(
         plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again
     ) as invocation:
-        if repeated is not None:
-            repeated.warn_of_environment(invocation.folder, warn=invocation.warn)
         done = set(invocation.results)
         if earlier is not None and (earlier.status == "FINISHED" or _has_lost_weights(invocation)):
             done -= {plan.main.name}  # the training is continued
@@ -139,9 +126,6 @@ def _run(
                 f"{invocation.folder}: the trained weights are lost; neither {WEIGHTS} nor a checkpoint of the last "
                 "step could be saved. Make room, and continue with --resume"
             )
-    if repeated is not None:
-        repeated.warn_of_data(invocation.folder, warn=invocation.warn)
-        write(terminal.result, repeated.describe_losses(invocation.folder), style="bold")
 
 
 def _has_lost_weights(invocation: Invocation) -> bool:
@@ -204,7 +188,6 @@ def dry_run(
 
 def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, quick: bool, as_json: bool) -> str:
     plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
-    plan = with_outlook(plan, file)
     with explained(file):
         sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
     if (initial := initial_weights.find(file.experiment)) is not None:

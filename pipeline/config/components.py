@@ -24,7 +24,6 @@ _PASSED = {
     "schedulers": ("the optimizer",),
     "features": ("the training",),
     "tracking.loggers": ("the run's folder",),
-    "tracking.on_end": ("the end of the run",),
     "sampler": ("the training set", "the epoch", "a generator"),
     "sampler.weights": ("the training set",),
     "sampler.bucket_by": ("the training set",),
@@ -160,8 +159,6 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
     for number, component in enumerate(experiment.features):
         yield keys.child("features", number), component
     yield from experiment.tracking.custom_loggers.items()
-    if component := experiment.tracking.on_end:
-        yield "tracking.on_end", component
 
 
 class _Resolved(NamedTuple):

@@ -67,9 +67,6 @@ class Tracking(Section):
     """Destinations in addition to MLflow: tensorboard, wandb, or components. tensorboard and wandb write into the run's
     folder; wandb also sends the results to Weights & Biases. Their packages must be installed. A component is built
     with the run's folder and receives every event."""
-    on_end: Component | None = None
-    """Function to call in the driver once a run has ended or broken, with its status, result and links. It can't harm
-    the run: an exception, or no end within 15 seconds, is a warning. A sweep or study calls it, its trials don't."""
 
     @property
     def named_loggers(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Wishes for a study or for several files that can't be met."""
+"""Wishes for a study that can't be met."""
 
 from typing import Any
 
@@ -28,9 +28,6 @@ import pytest
         (["compare", "lab.yaml", "--vary", "train.epochs=1,"], "write key=value,value"),
         (["compare", "lab.yaml", "--vary", "train.epochs=1,2", "--dry-run", "--json"], "--dry-run prints the plan"),
         (["compare", "lab.yaml", "--vary", "tracking.uri=sqlite:///a.db,sqlite:///b.db"], "different tracking.uri"),
-        (["run", "lab.yaml", "lab.yaml", "--dry-run"], "--dry-run plans one file. Name one file."),
-        (["run", "lab.yaml", "lab.yaml", "--resume", "22af"], "--resume 22af: several files are named"),
-        (["run", "lab.yaml", "nothing.yaml"], "nothing.yaml: there is no such file"),
     ],
 )
 def test_bad_wishes(command: Any, words: list[str], message: str) -> None:

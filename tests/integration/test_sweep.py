@@ -22,13 +22,10 @@ PATIENCE_S = 230.0
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, Ended]:
     """Three trials, two side by side; the third can't learn, and begins when a better one has ended."""
     cwd = tmp_path_factory.mktemp("sweep")
-    (cwd / "pyproject.toml").write_text("[tool.pipeline]\npackages = ['told']\n")
-    (cwd / "told.py").write_text("def told(end):\n    open('told.txt', 'a').write(f'{end.run} {end.status}\\n')\n")
     rates = {"grid": [0.1, 0.05, 1e-6]}
     overrides = [
         *INPROCESS,
         "train.epochs=30",
-        "tracking.on_end={_target_: told.told}",
         section(parameters={"optimizer.lr": rates}, asha={"reduction_factor": 2}),
     ]
     process = started("sweep", MLP, *overrides, cwd=cwd)
@@ -62,11 +59,6 @@ def test_trials_run_side_by_side_and_the_worst_is_stopped_early(swept: tuple[Fol
     assert first[0].time < second[-1].time
     assert second[0].time < first[-1].time
     assert all(not [e for e in folder.events(n) if getattr(e, "trial", "") == "baseline"] for n in (1, 2, 3))
-
-
-def test_only_the_sweep_calls_the_function_of_its_end(swept: tuple[Folder, Ended]) -> None:
-    folder, _ = swept
-    assert (folder.path / "told.txt").read_text() == f"{folder.sweep.name} FINISHED\n"
 
 
 def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Folder, Ended]) -> None:

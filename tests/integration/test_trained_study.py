@@ -1,4 +1,4 @@
-"""``pipeline compare FILE --vary ...`` trains pairs, answers, is extended and resumed; several files for ``run``."""
+"""``pipeline compare FILE --vary ...`` trains pairs, answers, is extended and resumed."""
 
 # promise: a study of `compare` trains pairs with equal seeds, and is resumed and extended without training twice
 
@@ -92,14 +92,9 @@ def test_a_difference_is_found_and_the_study_is_extended(start: Start, tmp_path:
     )
     assert "B: model.hidden was [2], is now [4]" in stderr
 
-    (tmp_path / "pyproject.toml").write_text("[tool.pipeline]\npackages = ['told']\n")
-    (tmp_path / "told.py").write_text(
-        "def told(end):\n    open('told.txt', 'a').write(f'{end.run}: {end.result}\\n')\n"
-    )
-    more = ("--seeds", "4", "--resume=latest", "tracking.on_end={_target_: told.told}")
+    more = ("--seeds", "4", "--resume=latest")
     stdout, _ = ended(start("compare", file, "--vary", WIDTHS, *more, cwd=tmp_path))
     lines = stdout.splitlines()
-    assert (tmp_path / "told.txt").read_text() == f"{study.name}: {lines[-1]}\n"  # once, not for each training
     assert lines[-1].endswith("4 pairs")
     assert "The study was extended after an answer from 3 pairs, so its interval is wider" in " ".join(stdout.split())
     assert starts_of(study_in(tmp_path)) == {f"trial-{number:03}": 1 for number in range(1, 9)}
@@ -154,21 +149,3 @@ def test_ctrl_c_keeps_what_was_trained(start: Start, tmp_path: Path, file: str) 
     assert "x sooner" in said or "x later" in said
     begins = [next(iter(journal.read(path))).time for path in sorted(study_in(tmp_path).glob("trial-*/events.jsonl"))]
     assert begins == sorted(begins)
-
-
-@pytest.mark.timeout(600)
-def test_several_files_run_one_after_the_other(start: Start, tmp_path: Path, file: str) -> None:
-    (tmp_path / "fails.yaml").write_text(
-        TEXT.format(name="fails", width=32).replace("lr: 0.1", "lr: 0.1, nesterov: true")
-    )
-    (tmp_path / "last.yaml").write_text(TEXT.format(name="last", width=8))
-    words = ("run", file, "fails.yaml", "last.yaml", "--train-only", "--quiet")
-    stdout, stderr = ended(start(*words, cwd=tmp_path), code=1)
-    assert "1 run of 3 failed: fails.yaml (exit code " in " ".join(stderr.split())
-    table = stdout.splitlines()[-4:]
-    assert [name for line in table for name in ("tiny", "last") if f"-{name}-" in line][-2:] == ["tiny", "last"]
-
-    (tmp_path / "fails.yaml").write_text(TEXT.format(name="fails", width=32))
-    stdout, stderr = ended(start(*words, "--resume=latest", "--allow-changed", "--json", cwd=tmp_path))
-    assert [(one["file"], one["exit_code"]) for one in json.loads(stdout)] == [(one, 0) for one in words[1:4]]
-    assert len(list((tmp_path / "runs").glob("*-tiny-*"))) == 1

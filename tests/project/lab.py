@@ -7,7 +7,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from pipeline.protocol.run_end import RunEnd
 from pipeline.tasks import StepOutput, Task
 
 FEATURES, CLASSES = 4, 3
@@ -304,12 +302,6 @@ def augmented(samples: int = 50) -> tuple[TensorDataset, TensorDataset]:
 
 def no_tracker(folder: Path) -> object:
     raise PermissionError("no such account")
-
-
-def notified(end: RunEnd, code: int = 0) -> None:
-    sys.stdout.write(f"notified: {end.status} {end.result}\n")
-    if code:
-        sys.exit(code)
 
 
 class Crashing(Net):

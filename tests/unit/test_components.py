@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import component_arguments
+from pipeline.config import component_arguments, environment
 from pipeline.config.components import build, check, resolve
 from pipeline.config.deferred import RUNTIME_VALUES, marker
 from pipeline.config.load import from_mapping, load
@@ -84,6 +84,12 @@ def test_a_variable_that_is_not_set_is_found_before_anything_starts() -> None:
         "loss.reduction: is '${oc.env:NOT_SET}'; the environment variable NOT_SET is not set. "
         "Set it, or write ${oc.env:NOT_SET,default}."
     )
+
+
+def test_a_secret_that_is_not_set_is_an_error_before_the_run() -> None:
+    (problem,) = environment.unset({"url": "${oc.env:NO_SUCH_TOKEN}"}, key="tracking.loggers[0]")
+    assert (problem.key, "NO_SUCH_TOKEN is not set" in problem.message) == ("tracking.loggers[0].url", True)
+    assert not list(environment.unset({"url": "${oc.env:NO_SUCH_TOKEN}"}, key="model"))  # may be set on the nodes
 
 
 class TestAllowedPackages:
