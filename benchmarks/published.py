@@ -57,7 +57,7 @@ def points() -> list[Point]:
             model=name,
             gpus=gpus,
             published=efficiency,
-            predicted=predict(_workload(model), LINK, workers=gpus, scaling="weak").efficiency,
+            predicted=predict(_workload(model, gpus=gpus), LINK, workers=gpus).efficiency,
         )
         for name, model, gpus, efficiency in FIGURES
     ]
@@ -80,7 +80,7 @@ def table(found: list[Point]) -> list[str]:
     ]
 
 
-def _workload(model: Model) -> Workload:
+def _workload(model: Model, *, gpus: int) -> Workload:
     step_ms = 1e3 * BATCH / model.images_per_second
     late = (model.parameters - model.early) / LAYERS
     gradients = [Gradient(bytes=round(4e6 * late), ready=(i + 1) / LAYERS) for i in range(LAYERS)]
@@ -90,7 +90,7 @@ def _workload(model: Model) -> Workload:
     return Workload(
         costs=Costs(curve=(cost,), gradients=tuple(gradients), world_size=1),
         optimizer_ms=0.0,
-        global_batch_size=BATCH,
+        global_batch_size=BATCH * gpus,
         bucket_bytes=BUCKET_BYTES,
         backend="nccl",
     )

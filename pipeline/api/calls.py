@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -82,8 +81,7 @@ def benchmark(
     strategies: Sequence[str] = (),
     workers: Sequence[int] = (),
     repeats: int = 3,
-    scaling: Literal["strong", "weak", "both"] = "strong",
-    batch_sizes: Sequence[int] | Literal["auto"] = (),
+    batch_sizes: Sequence[int] = (),
     predict: Sequence[int] = (),
     network: str | None = None,
     profile: bool = False,
@@ -95,12 +93,10 @@ def benchmark(
     Args:
         experiment: as in `run`.
         overrides: as in `run`.
-        strategies: names of strategies; default: the strategies in the experiment's ``benchmark`` section.
-        workers: numbers of workers; default: the numbers in the experiment's ``benchmark`` section.
+        strategies: names of strategies; default: those of the baseline and of the experiment.
+        workers: numbers of workers; default: those of the baseline and of the experiment.
         repeats: number of times to measure each configuration; configurations alternate.
-        scaling: "strong" keeps the global batch size, "weak" the batch size per worker; "both" measures both.
-        batch_sizes: batch sizes per device to measure the experiment's configuration with; "auto" doubles its batch
-            size until memory runs out or throughput grows by less than 5%.
+        batch_sizes: batch sizes per device to measure the experiment's configuration with.
         predict: numbers of workers to add predicted rows for.
         network: bandwidth and latency between predicted workers, such as "25Gbit,20us"; default: measured here.
         profile: True to record a torch.profiler trace of each configuration.
@@ -112,7 +108,7 @@ def benchmark(
         KeyboardInterrupt: as `run`.
     """
     ended: list[tuple[Report, Path]] = []
-    _check_wanted(strategies, (*workers, *(batch_sizes if batch_sizes != "auto" else ())), repeats, scaling)
+    _check_wanted(strategies, (*workers, *batch_sizes), repeats)
     counts, link = parse_request(predict, network)
     with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
         measure.benchmark(
@@ -121,9 +117,8 @@ def benchmark(
                 strategies=tuple(strategies),
                 workers=tuple(workers),
                 repeats=repeats,
-                scaling=scaling,
                 profile=profile,
-                batch_sizes="auto" if batch_sizes == "auto" else tuple(batch_sizes),
+                batch_sizes=tuple(batch_sizes),
                 predict=counts,
                 network=link,
             ),
@@ -134,7 +129,7 @@ def benchmark(
     return BenchmarkResult.of(*ended[-1])
 
 
-def _check_wanted(strategies: Sequence[str], counts: Sequence[int], repeats: int, scaling: str) -> None:
+def _check_wanted(strategies: Sequence[str], counts: Sequence[int], repeats: int) -> None:
     known = registry.names("strategies")
     for name in (strategies,) if isinstance(strategies, str) else strategies:
         if name not in known:
@@ -145,8 +140,6 @@ def _check_wanted(strategies: Sequence[str], counts: Sequence[int], repeats: int
     for count in (*counts, repeats):
         if type(count) is not int or count < 1:
             raise UsageError(f"workers, batch_sizes and repeats must be integers of at least 1, not {count!r}")
-    if scaling not in ("strong", "weak", "both"):
-        raise UsageError(f"scaling: is {scaling!r}. Use strong, weak or both.")
 
 
 def _terminal(*, quiet: bool) -> Terminal:

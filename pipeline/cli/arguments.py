@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -70,14 +69,6 @@ Json = Annotated[
 ]
 IdsOnly = Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result; warnings go to stderr.")]
-
-
-class Scaling(StrEnum):
-    """Batch size that stays constant as workers are added: global (strong) or per worker (weak)."""
-
-    strong = "strong"
-    weak = "weak"
-    both = "both"
 
 
 def is_file(word: str) -> bool:

@@ -1,17 +1,15 @@
-"""The command that measures the speed of an experiment's configurations, or of a completed run again."""
+"""The command that measures the speed of an experiment's configurations."""
 
-from collections.abc import Collection
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from pipeline.cli.arguments import (
     Cluster,
+    FileArgument,
     Json,
     Overrides,
     Quiet,
-    Scaling,
     Verbose,
     counts_of,
     head_start,
@@ -20,57 +18,34 @@ from pipeline.cli.arguments import (
     strategies_of,
     with_address,
 )
-from pipeline.cli.results import Directory, find_trained
-from pipeline.errors import UsageError
-
-_OF_A_RUN = ("time_budget", "directory")
-"""Parameters that are only for a completed run."""
-_OF_A_FILE = (
-    *("overrides", "strategies", "workers", "scaling", "repeats", "profile", "address"),
-    *("batch_sizes", "predict", "network"),
-)
-"""Parameters that are only for an experiment file."""
 
 
 def benchmark(
-    ctx: typer.Context,
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE|RUN",
-            help="Experiment file (YAML), or a completed run to measure again: its id, its folder, or latest.",
-            show_default=False,
-        ),
-    ],
+    file: FileArgument,
     overrides: Overrides = None,
     *,
     strategies: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Strategies to measure, e.g. single,ddp. Default: the strategies in the file's benchmark section.",
+            help="Strategies to measure, e.g. single,ddp. Default: those of the file and of its baseline.",
         ),
     ] = None,
     workers: Annotated[
         str | None,
         typer.Option(
             metavar="N,...",
-            help="Numbers of workers, e.g. 1,2,4. Default: the numbers in the file's benchmark section.",
+            help="Numbers of workers, e.g. 1,2,4. Default: those of the file and of its baseline.",
         ),
     ] = None,
-    scaling: Annotated[
-        Scaling,
-        typer.Option(help="Keep the global batch size (strong) or the batch size per worker (weak), or measure both."),
-    ] = Scaling.strong,
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of times to measure each configuration.")
     ] = 3,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...|auto",
-            help="Also measure the file's configuration with these batch sizes per device. auto doubles the file's "
-            "batch size until memory runs out or throughput grows by less than 5%.",
+            metavar="N,...",
+            help="Also measure the file's configuration with these batch sizes per device.",
         ),
     ] = None,
     predict: Annotated[
@@ -90,29 +65,13 @@ def benchmark(
     profile: Annotated[
         bool, typer.Option("--profile", help="Record a torch.profiler trace of each configuration.")
     ] = False,
-    time_budget: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help="Time budget to measure a RUN again, in seconds. Default: the run's benchmark.time_budget_s.",
-        ),
-    ] = None,
-    directory: Directory = Path("runs"),
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure the speed of strategies, workers and batch sizes, or the speedup of a completed run again."""
-    if not is_file(target):
-        _check_ungiven(ctx, _OF_A_FILE, reason=f"{target} is not an experiment file, and a run is measured as it was")
-        _measure_again(
-            target, directory=directory, time_budget=time_budget, as_json=as_json, quiet=quiet, verbose=verbose
-        )
-        return
-    _check_ungiven(ctx, _OF_A_RUN, reason=f"{target} is an experiment file, not a run")
-    with opened(target, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
+    """Measure the speed of strategies, workers and batch sizes."""
+    with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
         from pipeline.commands.benchmark.matrix import MatrixRequest
         from pipeline.commands.benchmark.predicted_rows import parse_request
 
@@ -120,10 +79,9 @@ def benchmark(
         wanted = MatrixRequest(
             strategies=strategies_of(strategies) if strategies is not None else (),
             workers=counts_of("--workers", workers) if workers is not None else (),
-            scaling=scaling.value,
             repeats=repeats,
             profile=profile,
-            batch_sizes=_parse_sizes(batch_sizes) if batch_sizes is not None else (),
+            batch_sizes=counts_of("--batch-sizes", batch_sizes, what="batch size") if batch_sizes is not None else (),
             predict=counts,
             network=link,
         )
@@ -138,47 +96,3 @@ def benchmark(
                 terminal=terminal,
                 show=lambda report, _: print_json(comparison_json(report)) if as_json else None,
             )
-
-
-def _measure_again(
-    run: str, *, directory: Path, time_budget: float | None, as_json: bool, quiet: bool, verbose: bool
-) -> None:
-    folder = find_trained(run, directory)
-    with (
-        opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal),
-        head_start(experiment, verbose=verbose),
-    ):
-        from pipeline.commands.benchmark.again import measure_again
-        from pipeline.report.report import run_json
-
-        measure_again(
-            experiment,
-            folder=folder,
-            budget_s=time_budget,
-            verbose=verbose,
-            terminal=terminal,
-            show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
-        )
-
-
-def _parse_sizes(text: str) -> "tuple[int, ...] | Literal['auto']":
-    return "auto" if text == "auto" else counts_of("--batch-sizes", text, what="batch size")
-
-
-def is_file(target: str) -> bool:
-    """Return True if an argument is meant as an experiment file, which may be missing."""
-    path = Path(target)
-    return path.is_file() or path.suffix in (".yaml", ".yml")
-
-
-def _check_ungiven(ctx: typer.Context, names: Collection[str], *, reason: str) -> None:
-    """Check that parameters are not on the command line.
-
-    Raises:
-        UsageError: one is.
-    """
-    for parameter in ctx.command.params:
-        source = ctx.get_parameter_source(parameter.name or "")
-        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
-            word = parameter.opts[0] if parameter.param_type_name == "option" else "KEY=VALUE"
-            raise UsageError(f"{word}: {reason}. Remove it.")

@@ -198,17 +198,9 @@ def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, q
     return (record if as_json else describe)(plan, sizes)
 
 
-def report(invocation: Invocation, *, time_to_first_step_s: float | None = None) -> Report:
-    """Compare the trials in a report: printed, recorded, saved.
-
-    Args:
-        invocation: the command under way.
-        time_to_first_step_s: that of the training, if it was launched in an earlier session.
-    """
+def report(invocation: Invocation) -> Report:
+    """Compare the trials in a report: printed, recorded, saved."""
     plan, finished = invocation.plan, invocation.finished
-    if time_to_first_step_s is not None:
-        known = {"time_to_first_step_s": time_to_first_step_s}
-        finished = [end.model_copy(update=known) if end.trial == plan.main.name else end for end in finished]
     trials = [as_ended(trial, finished) for trial in plan.measured]
     measured = Report.of(trials, finished, hardware=invocation.hardware)
     if plan.main.is_elastic:

@@ -25,8 +25,6 @@ class Benchmark(Section):
 
     baseline: Configuration = Configuration(strategy="single")
     """Configuration that the speedup is measured against. Default: one worker without a strategy."""
-    configurations: tuple[Configuration, ...] = ()
-    """Further configurations for ``pipeline benchmark``."""
     rounds: Annotated[int, Field(ge=5)] = 16
     """Maximum number of rounds of a speedup measurement. A round times the baseline and the training run once each."""
     time_budget_s: PositiveFloat = 30.0
@@ -51,12 +49,6 @@ class Benchmark(Section):
     def limit_s(self) -> float:
         """Time limit in seconds for all measurements after a training."""
         return 2 * self.time_budget_s
-
-    @property
-    def entries(self) -> dict[str, Configuration]:
-        """Configurations by key, the baseline first."""
-        others = {f"benchmark.configurations[{i}]": entry for i, entry in enumerate(self.configurations)}
-        return {"benchmark.baseline": self.baseline, **others}
 
     @property
     def total_steps(self) -> int:

@@ -122,12 +122,11 @@ def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:
     if workers > (evaluated := train.evaluation_batch_size or workers):
         message = f"{counted(evaluated, 'sample')} cannot be split over {workers} workers. Use at least {workers}."
         yield Problem("train.evaluation_batch_size", message)
-    for key, entry in experiment.benchmark.entries.items():
-        if size < (entry.workers or 1):
-            yield Problem(
-                f"{key}.workers",
-                f"a global batch of {size} samples cannot be split over {entry.workers} workers. Use at most {size}.",
-            )
+    if size < (baseline := experiment.benchmark.baseline.workers or 1):
+        yield Problem(
+            "benchmark.baseline.workers",
+            f"a global batch of {size} samples cannot be split over {baseline} workers. Use at most {size}.",
+        )
     share = size // workers
     if share and train.gradient_accumulation > share:
         yield Problem(
@@ -160,8 +159,10 @@ def _layouts(experiment: Experiment) -> Iterator[Problem]:
     """Find fsdp with channels_last: FSDP2 shards contiguous parameters only."""
     if experiment.train.memory_format != "channels_last":
         return
-    strategies = {"parallel.strategy": experiment.parallel.strategy}
-    strategies |= {f"{key}.strategy": entry.strategy for key, entry in experiment.benchmark.entries.items()}
+    strategies = {
+        "parallel.strategy": experiment.parallel.strategy,
+        "benchmark.baseline.strategy": experiment.benchmark.baseline.strategy,
+    }
     for key, strategy in strategies.items():
         if strategy == "fsdp":
             message = "fsdp cannot shard channels_last parameters. Set ddp, or train.memory_format: contiguous."

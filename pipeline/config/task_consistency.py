@@ -77,8 +77,10 @@ def with_lightning(experiment: Experiment) -> Iterator[Problem]:
     if experiment.train.compile is not None:
         message = "would compile training_step and its self.log calls"
         yield Problem("train.compile", f"{message}. Remove this key, and compile submodules in the module's __init__.")
-    strategies = {"parallel.strategy": experiment.parallel.strategy}
-    strategies |= {f"{key}.strategy": entry.strategy for key, entry in experiment.benchmark.entries.items()}
+    strategies = {
+        "parallel.strategy": experiment.parallel.strategy,
+        "benchmark.baseline.strategy": experiment.benchmark.baseline.strategy,
+    }
     for key, strategy in strategies.items():
         if strategy == "dp":
             yield Problem(key, "dp copies the module to each GPU, so its logs would be lost. Set ddp.")

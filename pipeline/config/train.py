@@ -108,7 +108,7 @@ class Train(Section):
     batch_size_per_worker: Positive | None = None
     """Samples per optimizer step and worker, instead of ``global_batch_size``. The global batch size is this value
     times parallel.workers (the maximum if training is elastic). It stays constant if the run loses workers or is
-    resumed. The baseline, a benchmark (unless weak or of batch sizes) and the trials of a sweep use the same global
+    resumed. The baseline, a benchmark (except with --batch-sizes) and the trials of a sweep use the same global
     batch size. benchmark --batch-sizes recommends a value for this key."""
     gradient_accumulation: Positive = 1
     """Micro-batches per worker and optimizer step."""

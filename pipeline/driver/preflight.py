@@ -221,7 +221,7 @@ def _check_plateau(mode: str, experiment: Experiment, *, judges: Mapping[str, An
 def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
     main = Configuration(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
-    for key, entry in (("parallel", main), *experiment.benchmark.entries.items()):
+    for key, entry in (("parallel", main), ("benchmark.baseline", experiment.benchmark.baseline)):
         strategy: Any = registry.load("strategies", entry.strategy).Strategy
         if strategy.processes == "one" and (entry.workers or 1) > 1:
             yield Problem(

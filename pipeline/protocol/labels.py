@@ -1,4 +1,4 @@
-"""Labels of trials: their role, the held-out set that they evaluate, how they scale, and how they ended."""
+"""Labels of trials: their role, the held-out set that they evaluate, and how they ended."""
 
 from typing import Literal
 
@@ -8,5 +8,4 @@ PARENTS = ("sweep", "study")
 """Roles of runs whose trainings are runs themselves, each in a folder inside theirs."""
 Split = Literal["validation", "test"]
 """Held-out set that can be evaluated."""
-Scaling = Literal["strong", "weak"]
 Status = Literal["FINISHED", "FAILED", "KILLED"]

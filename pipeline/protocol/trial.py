@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Frozen
-from pipeline.protocol.labels import Role, Scaling, Split
+from pipeline.protocol.labels import Role, Split
 from pipeline.wording import counted, format_parallel
 
 QUICK_STEPS = 2
@@ -205,16 +205,13 @@ class CellMeasurement(Measurement):
     """One cell of a matrix of comparisons."""
 
     role: Literal["cell"] = "cell"
-    scaling: Scaling = "strong"
-    """strong: the global batch is the baseline's; weak: the batch of each worker is."""
     variant: str = ""
     """Difference from cells of the same strategy and size, e.g. "static_graph"."""
 
     @property
     @override
     def title(self) -> str:
-        remarks = ", ".join(filter(None, ["weak" if self.scaling == "weak" else "", self.variant]))
-        return f"{super().title} ({remarks})" if remarks else super().title
+        return f"{super().title} ({self.variant})" if self.variant else super().title
 
 
 class Evaluation(Trial):

@@ -278,11 +278,11 @@ def numbered(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def _sorted(entries: Sequence[Row | Unmeasured], *, order: Sequence[str]) -> list[Row | Unmeasured]:
-    def place(entry: Row | Unmeasured) -> tuple[int, str, int]:
+    def place(entry: Row | Unmeasured) -> tuple[int, int]:
         role = entry.role if isinstance(entry, Row) else "cell"
         if isinstance(entry, Row) and role == "reference":
-            return _ORDER.index(role), entry.scaling, entry.replicas
+            return _ORDER.index(role), entry.replicas
         asked = order.index(entry.trial) if entry.trial in order else len(order)
-        return _ORDER.index(role), entry.scaling, asked
+        return _ORDER.index(role), asked
 
     return sorted(entries, key=place)  # stable

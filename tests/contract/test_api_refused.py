@@ -63,7 +63,6 @@ def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
         ({"batch_sizes": [0]}, "workers, batch_sizes and repeats must be integers of at least 1, not 0"),
         ({"predict": [1]}, "--predict: 1 workers cannot be predicted. Use 2 to 1,024."),
         ({"predict": [8], "network": "fast"}, "--network fast: 'fast' is not understood"),
-        ({"scaling": "large"}, "scaling: is 'large'. Use strong, weak or both."),
     ],
 )
 def test_what_to_compare_is_checked(here: Path, wanted: dict[str, object], message: str) -> None:

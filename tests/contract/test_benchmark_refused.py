@@ -24,7 +24,6 @@ DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=
             ["--predict", "8", "--network", "10Gbit,50us", "parallel.options.communication_hook=powersgd", *DDP],
             "parallel.options.communication_hook: is powersgd, with which no speedup can be predicted",
         ),
-        (["--time-budget", "9"], "--time-budget: lab.yaml is an experiment file, not a run. Remove it."),
     ],
 )
 def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:
@@ -41,14 +40,6 @@ def test_a_network_needs_two_workers(command: Any, arguments: list[str]) -> None
     ended = command("benchmark", "lab.yaml", "--predict", "8", *arguments)
     assert ended.code == 3
     assert "so the network cannot be measured. Give it, e.g. --network 10Gbit,50us" in " ".join(ended.stderr.split())
-
-
-@pytest.mark.parametrize("option", [["--workers", "2"], ["--repeats", "3"], ["train.epochs=2"]])
-def test_a_run_is_measured_as_it_was(command: Any, option: list[str]) -> None:
-    ended = command("benchmark", "latest", *option)
-    assert ended.code == 2
-    word = option[0] if option[0].startswith("-") else "KEY=VALUE"
-    assert f"{word}: latest is not an experiment file, and a run is measured as it was. Remove it." in ended.stderr
 
 
 @pytest.mark.parametrize(

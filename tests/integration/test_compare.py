@@ -1,6 +1,6 @@
 """``pipeline benchmark FILE`` as a whole: the matrix under torchrun, its JSON, its runs in MLflow, its failures."""
 
-# promise: `benchmark`: its failures, Ctrl-C, weak scaling
+# promise: `benchmark`: its failures, Ctrl-C
 
 import json
 import signal
@@ -20,7 +20,7 @@ from pipeline.recording.journal import journal
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 REPEATS = 2
 KEYS = {
-    "strategy", "workers", "scaling", "measured", "reason", "samples_per_second", "speedup", "efficiency", "spread",
+    "strategy", "workers", "measured", "reason", "samples_per_second", "speedup", "efficiency", "spread",
     "step_ms", "exposed_communication_ms", "data_wait_ms", "peak_memory_mb", "time_to_first_step_s",
     "largest_loss_difference",
 }  # fmt: skip
@@ -35,12 +35,8 @@ class Compared(NamedTuple):
     def json(self) -> Any:
         return json.loads(self.ended.stdout)
 
-    def cell(self, strategy: str, workers: int, scaling: str = "strong") -> Any:
-        (cell,) = (
-            cell
-            for cell in self.json["cells"]
-            if (cell["strategy"], cell["workers"], cell["scaling"]) == (strategy, workers, scaling)
-        )
+    def cell(self, strategy: str, workers: int) -> Any:
+        (cell,) = (cell for cell in self.json["cells"] if (cell["strategy"], cell["workers"]) == (strategy, workers))
         return cell
 
 
@@ -48,7 +44,7 @@ class Compared(NamedTuple):
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """In fp64, where the same training gives the same losses."""
     cwd = tmp_path_factory.mktemp("compared")
-    wishes = ["--strategies", "single,ddp", "--workers", "2,64", "--scaling", "both", "--repeats", str(REPEATS)]
+    wishes = ["--strategies", "single,ddp", "--workers", "2,64", "--repeats", str(REPEATS)]
     process = started("benchmark", MLP, "train.precision=fp64", *wishes, "--json", "--profile", cwd=cwd)
     stdout, stderr = process.communicate(timeout=230)
     (folder,) = (cwd / "runs").iterdir()
@@ -62,15 +58,9 @@ def test_it_succeeds_and_prints_one_document(compared: Compared) -> None:
 
 
 def test_each_cell_is_measured_or_has_a_reason(compared: Compared) -> None:
-    cells = {(cell["strategy"], cell["workers"], cell["scaling"]): cell for cell in compared.json["cells"]}
-    assert list(cells) == [
-        ("single", 1, "strong"), ("ddp", 2, "strong"), ("ddp", 64, "strong"),
-        ("single", 1, "weak"), ("ddp", 2, "weak"), ("ddp", 64, "weak"),
-    ] or list(cells) == [
-        ("single", 1, "strong"), ("ddp", 2, "strong"), ("ddp", 64, "strong"),
-        ("ddp", 2, "weak"), ("ddp", 64, "weak"),
-    ]  # fmt: skip
-    for (_, workers, _), cell in cells.items():
+    cells = {(cell["strategy"], cell["workers"]): cell for cell in compared.json["cells"]}
+    assert list(cells) == [("single", 1), ("ddp", 2), ("ddp", 64)]
+    for (_, workers), cell in cells.items():
         assert cell["measured"] is (workers < 64)
         assert (cell["reason"] is None) is cell["measured"]
         assert (cell["samples_per_second"] is None) is not cell["measured"]
@@ -79,7 +69,7 @@ def test_each_cell_is_measured_or_has_a_reason(compared: Compared) -> None:
 
 def test_the_measurements_took_turns(compared: Compared) -> None:
     opened = [event for event in journal.read(compared.folder / journal.FILE_NAME) if isinstance(event, TrialOpened)]
-    names = ["baseline", "ddp-2", "ddp-2-weak", "reference"]
+    names = ["baseline", "ddp-2", "reference"]
     assert [(event.trial, event.repeat) for event in opened] == [(n, r) for r in range(REPEATS) for n in names]
 
 
@@ -97,7 +87,6 @@ def test_a_speedup_is_that_of_neighbouring_measurements_with_its_interval(compar
 
 def test_two_workers_train_the_same_as_one(compared: Compared) -> None:
     assert compared.cell("ddp", 2)["largest_loss_difference"] < 1e-12
-    assert compared.cell("ddp", 2, "weak")["largest_loss_difference"] is None
 
 
 def test_each_cell_has_its_parts(compared: Compared) -> None:
@@ -116,9 +105,7 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
     children = {run.info.run_name: run for run in runs if run is not parent}
 
-    assert set(children) == {
-        "baseline: 1 worker", "ddp, 2 workers", "ddp, 2 workers (weak)", "reference: 1 process, 2 cores"
-    }  # fmt: skip
+    assert set(children) == {"baseline: 1 worker", "ddp, 2 workers", "reference: 1 process, 2 cores"}
     assert parent.info.run_name == "benchmark"
     assert {run.data.tags["mlflow.parentRunId"] for run in children.values()} == {parent.info.run_id}
     assert {run.info.status for run in runs} == {"FINISHED"}
@@ -160,10 +147,10 @@ def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
 
 
 def test_a_batch_without_memory_is_a_row_with_the_reason(command: Any) -> None:
-    """The file's batch of 8 per worker does not fit on the second rank, so that auto halves it until one fits."""
+    """The file's batch of 8 per worker does not fit on the second rank."""
     ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "train.epochs=9"]
     hungry = ["model={_target_: lab.Hungry, limit: 3, rank: 1}"]
-    ended = command("benchmark", "lab.yaml", *ddp, *hungry, "--batch-sizes", "auto", "--repeats", "2", "--json")
+    ended = command("benchmark", "lab.yaml", *ddp, *hungry, "--batch-sizes", "4,2", "--repeats", "2", "--json")
     assert ended.code == 0, ended.output
     document = json.loads(ended.stdout)
     cells = {cell["title"]: cell for cell in document["cells"]}

@@ -2,10 +2,9 @@
 
 # promise: `export`: the weights of the result, loaded where `pipeline` can't be imported
 # promise: `evaluate`: a checkpoint's values are the training's, at any world size; the run keeps status and duration
-# promise: `benchmark RUN` adds to a finished run, which keeps its status and duration whatever happens
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,11 @@ import pytest
 from recordings import Recording, Store, written_here
 from toy_runs import toy_run
 
-from pipeline.commands.invocation import Invocation
-from pipeline.errors import TrainingError
 from pipeline.protocol.events import Evaluated
-from pipeline.protocol.trial import Trial
 from pipeline.recording import recorded_run
 from pipeline.recording.journal import journal as journals
 from pipeline.recording.journal.folder import read_state
 from pipeline.recording.mlflow.sync import sync
-from pipeline.recording.recorded_run import open_trial
 from pipeline.training.result import restored
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 1}
@@ -110,44 +105,24 @@ def test_an_evaluation_that_fails_is_no_failure_of_the_run(there: Callable[..., 
     )
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_an_evaluation_that_is_interrupted_leaves_the_run_finished(
-    there: Callable[..., Any], lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    there: Callable[..., Any], lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
+    """Killed: its journal has no end, and MLflow gets nothing more."""
     folder = toy_run(lab, tracking={"log_model": False})
+    assert sync(folder, warn=pytest.fail).delivered
+    (before,) = store.runs("toy")
+    listed = there("list", "--json").stdout
 
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(restored, "evaluate", interrupted)
+    if is_killed:
+        monkeypatch.setattr(recorded_run, "_close", lambda *_, **__: None)
     ended = there("evaluate", "aaaa")
     assert (ended.code, ended.stderr) == (130, "error: interrupted\n")
-    assert read_state(folder).status == "FINISHED"
-
-
-@pytest.mark.parametrize("how", ["interrupted", "failed", "killed"])
-def test_a_measurement_that_does_not_end_leaves_the_run_finished(
-    there: Callable[..., Any], lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """Killed: its journal has no end, and MLflow gets nothing more."""
-    folder = toy_run(lab, tracking={"log_model": False})
-    file = folder / "experiment.yaml"
-    parallel = "strategy: ddp\n  launcher: torchrun\n  workers: 2"
-    file.write_text(file.read_text().replace("strategy: single\n  launcher: inprocess\n  workers: 1", parallel))
-    assert sync(folder, warn=pytest.fail).delivered
-    (before,) = store.runs("toy")
-    listed = there("list", "--json").stdout
-
-    def execute(invocation: Invocation, trials: Iterable[Trial]) -> None:
-        (again,) = trials
-        assert again.workers == 2
-        open_trial(again, invocation.recorder)
-        raise KeyboardInterrupt if how == "interrupted" else TrainingError("a rank failed")
-
-    monkeypatch.setattr(Invocation, "execute", execute)
-    if how == "killed":
-        monkeypatch.setattr(recorded_run, "_close", lambda *_, **__: None)
-    ended = there("benchmark", "latest")
-    assert ended.code == (130 if how == "interrupted" else 1), ended.output
     assert journals.ending(folder / journals.FILE_NAME) is not None
     assert read_state(folder).status == "FINISHED"
     assert there("list", "--json").stdout == listed

@@ -195,28 +195,6 @@ def test_the_document_of_a_run_has_its_evaluations(there: Any, journal: Recorded
     assert second["values"] == {"test/loss": None}
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("failed", "hasn't finished: continue it with --resume"),
-        ("killed", "pipeline benchmark RUN needs a completed training"),
-        ("comparison", "this run has no training; pipeline benchmark RUN needs one of pipeline run"),
-        (
-            "single",
-            "1 worker has no baseline that rank 0 can time alternately with it. Use pipeline benchmark FILE",
-        ),
-        ("finished", "has no checkpoint, from which the model would be loaded"),
-    ],
-)
-def test_what_can_t_be_measured_again_is_refused(there: Any, journal: Recorded, name: str, said: str) -> None:
-    run = journal(name).folder
-    before = (run / "events.jsonl").read_bytes()
-    ended = there("benchmark", run.name)
-    assert (ended.code, ended.stdout) == (2, "")
-    assert said in ended.stderr
-    assert (run / "events.jsonl").read_bytes() == before
-
-
 def test_a_finished_run_is_not_resumed(there: Any, journal: Recorded) -> None:
     finished = journal("finished")
     ended = there("run", str(finished.folder / "experiment.yaml"), "--resume", finished.folder.name)

@@ -178,7 +178,7 @@ def test_what_mlflow_has_no_room_for_is_cut_and_renamed(store: Store, tmp_path: 
 
 
 def test_names_that_mlflow_does_not_accept_are_told_apart(store: Store, tmp_path: Path) -> None:
-    params = {"optimizer.lr": "0.1", "benchmark.configurations[0].workers": "2"} | {
+    params = {"optimizer.lr": "0.1", "optimizer.groups[0].lr": "0.2"} | {
         f"labels.{name}": name for name in ("+", "*", "a//b", "a/", "../a")
     }
     told: list[str] = []
@@ -187,7 +187,7 @@ def test_names_that_mlflow_does_not_accept_are_told_apart(store: Store, tmp_path
     (run,) = store.runs("made")
     names = [
         "optimizer.lr",
-        "benchmark.configurations_0_.workers",
+        "optimizer.groups_0_.lr",
         "labels._",
         "labels.__2",
         "labels.a/_/b",

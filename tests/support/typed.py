@@ -9,7 +9,6 @@ import typer
 
 from pipeline.cli import _with_latest, app
 from pipeline.cli.arguments import counts_of, strategies_of
-from pipeline.cli.benchmark import is_file
 from pipeline.config.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -80,8 +79,7 @@ def _as_pipeline(words: list[str]) -> None:
     if name not in _CLI.commands:
         raise NotThere(f"pipeline {name}")
     given = _CLI.commands[name].make_context(name, rest, parent=None).params
-    measured = [path for path in _listed(given.get("target")) if is_file(path)]
-    for file in (*measured, *(path for key in ("file", "files") for path in _listed(given.get(key)))):
+    for file in (path for key in ("file", "files") for path in _listed(given.get(key))):
         load(file, _listed(given.get("overrides")))
     if given.get("strategies"):
         strategies_of(given["strategies"])

@@ -101,12 +101,16 @@ def test_the_plan_shows_both() -> None:
     assert "72 samples each (12 for each of at most 6 workers)" in elastic
 
 
-def test_a_comparison_keeps_the_global_batch_unless_it_is_weak() -> None:
-    wanted = MatrixRequest(workers=(1, 2, 4), scaling="both")
-    cells = make_matrix(read(), MACHINE, allowed=(), wanted=wanted).cells
-    batches = {(cell.scaling, cell.workers): cell.trial.experiment.train.global_batch_size
-               for cell in cells if cell.trial}  # fmt: skip
-    assert batches == {("strong", 1): 48, ("strong", 2): 48, ("strong", 4): 48, ("weak", 2): 96, ("weak", 4): 192}
+def test_a_comparison_keeps_the_global_batch() -> None:
+    cells = make_matrix(read(), MACHINE, allowed=(), wanted=MatrixRequest(workers=(1, 2, 4))).cells
+    batches = {cell.workers: cell.trial.experiment.train.global_batch_size for cell in cells if cell.trial}
+    assert batches == {1: 48, 2: 48, 4: 48}
+
+
+@pytest.mark.parametrize(("workers", "batch"), [(1, 12), (2, 24), (4, 48)])
+def test_the_batch_of_each_worker_stays_with_other_workers_as_weak_scaling_needs(workers: int, batch: int) -> None:
+    plan = make_plan(read(f"parallel.workers={workers}"), MACHINE, allowed=())
+    assert {trial.experiment.train.global_batch_size for trial in plan.measured} == {batch}
 
 
 def test_advice_names_the_key_of_the_file() -> None:

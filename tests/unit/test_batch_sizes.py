@@ -3,7 +3,6 @@
 # promise: `benchmark --batch-sizes`: which sizes are tried, and what is recommended
 
 import shlex
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import toys
 import yaml
 from samples import HARDWARE, in_turn, spread
 
-from pipeline.commands.benchmark.batch_sizes import double_batch
 from pipeline.commands.benchmark.matrix import Cell, MatrixRequest, batch_cell, make_matrix
 from pipeline.config.overrides import apply_overrides
 from pipeline.config.schema import Experiment
 from pipeline.planning.resources import Resources
-from pipeline.protocol.trial import CellMeasurement
 from pipeline.report.advice import advise
 from pipeline.report.numbers.row import Advice
 from pipeline.report.report import Report
@@ -65,37 +62,6 @@ def test_the_sizes_of_a_configuration_that_does_not_fit_have_its_reason() -> Non
     assert "64 workers with 32 cores each need 2048 cores" in made[-1].reason
 
 
-# Doubling
-
-
-def doubled(rate: Callable[[int], float | None]) -> list[int]:
-    """The sizes that are measured from 8 on, with their throughput; None if a size is too large."""
-    declared = Cell(name="own", strategy="single", workers=1, scaling="strong", trial=toys.trial(kind=CellMeasurement))
-    tried: list[int] = []
-
-    def measure(cell: Cell) -> float | None:
-        assert cell.batch_size is not None
-        tried.append(cell.batch_size)
-        return rate(cell.batch_size)
-
-    double_batch(declared, rate=lambda name: rate(8) if name == "own" else None, measure=measure)
-    return tried
-
-
-def test_a_batch_is_doubled_until_throughput_hardly_grows() -> None:
-    assert doubled(lambda size: float(min(size, 32))) == [16, 32, 64]
-    assert doubled(lambda size: 100.0) == [16]
-
-
-def test_a_batch_is_doubled_until_it_does_not_fit() -> None:
-    assert doubled(lambda size: float(size) if size < 60 else None) == [16, 32, 64]
-
-
-def test_a_declared_batch_that_does_not_fit_is_halved() -> None:
-    assert doubled(lambda size: float(size) if size < 3 else None) == [4, 2]
-    assert doubled(lambda size: None) == [4, 2, 1]
-
-
 # What to write in the file
 
 
@@ -114,7 +80,7 @@ def reported(rates: dict[int, float], *, batch: int, split: int = 1, noise: floa
     tree["train"] = {"epochs": 2, "global_batch_size": batch, "gradient_accumulation": split, **train}
     experiment = Experiment.model_validate(tree)
     own = samples.trial("ddp-2", "cell", strategy="ddp", workers=2)
-    declared = Cell(name="ddp-2", strategy="ddp", workers=2, scaling="strong", trial=_of(own, experiment))
+    declared = Cell(name="ddp-2", strategy="ddp", workers=2, trial=_of(own, experiment))
     made = [batch_cell(declared, size) for size in rates]
     trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in made if cell.trial]
     ends = [

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from samples import BASELINE, DDP_2, DDP_4, HARDWARE, LOSSES, MEASURED, WEAK, comparison, finished, spread
+from samples import BASELINE, DDP_2, DDP_4, HARDWARE, LARGER, LOSSES, MEASURED, comparison, finished, spread
 
 from pipeline.protocol.trial_result import BATCH_TRANSFORM, RANDOM_NUMBERS
 from pipeline.report.report import Report, comparison_json
@@ -12,7 +12,7 @@ from pipeline.report.report import Report, comparison_json
 
 def test_a_comparison_pairs_its_repeats() -> None:
     ddp = comparison().main
-    assert ddp.trial == "ddp-2"  # weak scaling has the higher speedup, but trains something else
+    assert ddp.trial == "ddp-2"  # the larger batch has the higher speedup, but trains something else
     # Student's t of 3 pairs, 4.303, times the root of 1.5 / 3, times the deviation
     ends = (1.9 * 1.02**-3.0425, 1.9 * 1.02**3.0425)
     assert (ddp.speedup, ddp.speedup_ci_low, ddp.speedup_ci_high) == pytest.approx((1.9, *ends), rel=1e-4)
@@ -20,8 +20,8 @@ def test_a_comparison_pairs_its_repeats() -> None:
     assert ddp.efficiency == pytest.approx(0.95)
     rate = ddp.samples_per_second
     assert (rate.median, rate.low, rate.high) == pytest.approx((190, 152 / 1.02, 237.5 * 1.02))
-    weak = comparison().rows[-1]
-    assert (weak.speedup, weak.speedup_ci_low) == pytest.approx((1.96, 1.96 * 1.02**-3.0425), rel=1e-4)
+    larger = comparison().rows[-1]
+    assert (larger.speedup, larger.speedup_ci_low) == pytest.approx((1.96, 1.96 * 1.02**-3.0425), rel=1e-4)
 
 
 def test_a_comparison_of_one_round_asks_for_more() -> None:
@@ -39,7 +39,7 @@ def test_the_tables_of_a_comparison_keep_the_order_and_the_cells_that_are_not_me
         ("1 process, both cores", "2 cores", "150", "1.50x (1.50-1.50)", "75%", "same"),
         ("2 workers (ddp)", "2 cores", "190", "1.90x (1.79-2.02)", "95%", "same"),
         ("4 workers (ddp)", "-", "-", "not measured", "-", "-"),
-        ("2 workers (ddp, weak)", "2 cores", "196", "1.96x (1.85-2.08)", "98%", "-"),
+        ("2 workers (ddp, batch 64)", "2 cores", "196", "1.96x (1.85-2.08)", "98%", "-"),
     )
     assert table.emphasis == 2
     assert table.notes == (
@@ -48,16 +48,16 @@ def test_the_tables_of_a_comparison_keep_the_order_and_the_cells_that_are_not_me
 
 
 def test_without_an_order_unmeasured_cells_follow_those_that_are_measured() -> None:
-    ends = [finished(one.name, spread(100)) for one in (BASELINE, DDP_2, WEAK)]
-    result = Report.of([BASELINE, WEAK, DDP_2], ends, hardware=HARDWARE, unmeasured=[DDP_4])
-    assert [entry.trial for entry in result.entries] == ["baseline", "ddp-2", "ddp-4", "ddp-2-weak"]
+    ends = [finished(one.name, spread(100)) for one in (BASELINE, DDP_2, LARGER)]
+    result = Report.of([BASELINE, LARGER, DDP_2], ends, hardware=HARDWARE, unmeasured=[DDP_4])
+    assert [entry.trial for entry in result.entries] == ["baseline", "ddp-2-batch-64", "ddp-2", "ddp-4"]
 
 
-def compared(throughput: tuple[float, ...], *, weak: float = 0) -> Report:
+def compared(throughput: tuple[float, ...], *, larger: float = 0) -> Report:
     ends = [finished("baseline", spread(100)) for _ in throughput]
     ends += [finished("ddp-2", spread(rate)) for rate in throughput]
-    ends += [finished("ddp-2-weak", spread(weak), batch=128) for _ in throughput if weak]
-    return Report.of([BASELINE, DDP_2, WEAK][: 3 if weak else 2], ends, hardware=HARDWARE)
+    ends += [finished("ddp-2-batch-64", spread(larger), batch=128) for _ in throughput if larger]
+    return Report.of([BASELINE, DDP_2, LARGER][: 3 if larger else 2], ends, hardware=HARDWARE)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_the_verdict_says_whether_anything_beats_the_baseline(throughput: tuple[
     assert compared(throughput).verdict == verdict
 
 
-def test_the_verdict_is_about_strong_scaling_which_trains_the_same_batches() -> None:
+def test_the_verdict_is_about_the_row_that_trains_the_same_batches() -> None:
     verdict = "2 workers (ddp): 1.90x as fast as 1 worker (95% CI 1.58x to 2.28x)"
-    assert compared((180, 190, 200), weak=250).verdict == verdict
+    assert compared((180, 190, 200), larger=250).verdict == verdict
 
 
 def test_a_comparison_of_which_only_the_baseline_was_reached_claims_nothing() -> None:
@@ -130,11 +130,11 @@ def test_losses_that_drift_apart_later_are_explained_by_rounding() -> None:
     assert result.results.rows[2][-1] == "same early"
 
 
-def test_the_same_losses_need_no_remark_and_weak_scaling_is_explained() -> None:
+def test_the_same_losses_need_no_remark_and_other_batches_are_explained() -> None:
     assert comparison().main.losses == LOSSES
-    all_cores, weak = comparison().remarks
+    all_cores, batches = comparison().remarks
     assert all_cores.startswith("2 workers are 1.27x as fast as 1 process on both cores")
-    assert weak.startswith("Weak scaling: the batch size per worker is constant")
+    assert batches.startswith("Other batch sizes: the global batch size is")
 
 
 def cells_of(result: Report) -> Any:
@@ -142,22 +142,22 @@ def cells_of(result: Report) -> Any:
 
 
 def test_the_json_of_a_comparison_has_every_cell_in_the_order_asked_for() -> None:
-    baseline, ddp, larger, weak = cells_of(comparison())
+    baseline, ddp, missing, larger = cells_of(comparison())
     assert (baseline["speedup"], baseline["efficiency"], baseline["role"]) == (1.0, 1.0, "baseline")
     assert (ddp["speedup"], ddp["speedup_ci_low"], ddp["speedup_ci_high"]) == pytest.approx(
         (1.9, 1.789, 2.018), rel=1e-3
     )
     assert (ddp["speedup_rounds"], ddp["confidence"], ddp["slots"]) == (3, 0.95, list(MEASURED["ddp-2"]))
-    assert (baseline["slots"], larger["slots"], baseline["speedup_rounds"]) == (list(MEASURED["baseline"]), None, None)
+    assert (baseline["slots"], missing["slots"], baseline["speedup_rounds"]) == (list(MEASURED["baseline"]), None, None)
     assert ddp["samples_per_second"] == pytest.approx(190)
     assert ddp["spread"] == pytest.approx({"low": 152 / 1.02, "high": 237.5 * 1.02})
     assert (ddp["measured"], ddp["reason"], ddp["exposed_communication_ms"]) == (True, None, 21.5)
     assert (ddp["peak_memory_mb"], ddp["largest_loss_difference"]) == ([410, 410], 0)
-    assert (weak["scaling"], weak["largest_loss_difference"]) == ("weak", None)
-    assert (larger["measured"], larger["reason"]) == (False, DDP_4.reason)
-    known = {"strategy", "workers", "scaling", "title", "role", "measured", "predicted", "reason"}
-    assert {name for name, value in larger.items() if value is not None} == known
-    assert list(larger) == list(ddp)
+    assert larger["largest_loss_difference"] is None
+    assert (missing["measured"], missing["reason"]) == (False, DDP_4.reason)
+    known = {"strategy", "workers", "title", "role", "measured", "predicted", "reason"}
+    assert {name for name, value in missing.items() if value is not None} == known
+    assert list(missing) == list(ddp)
 
 
 def test_the_reference_stands_beside_the_cells() -> None:

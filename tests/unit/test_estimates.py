@@ -293,9 +293,10 @@ def test_an_inconclusive_speedup_says_how_long_to_measure() -> None:
     """
     assert unresolved(103, noise=0.05) == (
         "2 workers (ddp): inconclusive, 0.98x to 1.09x (95% CI). 8 rounds are too few for a speedup this close to 1x. "
-        "Measure longer (about 1 min 20 s): pipeline benchmark RUN --time-budget 80"
+        "Train again and measure longer (about 1 min 20 s): "
+        "pipeline run FILE benchmark.rounds=21 benchmark.time_budget_s=80"
     )
-    assert unresolved(100 / 1.03, noise=0.05).endswith(": pipeline benchmark RUN --time-budget 80")
+    assert unresolved(100 / 1.03, noise=0.05).endswith(" benchmark.rounds=21 benchmark.time_budget_s=80")
 
 
 def test_a_comparison_asks_for_repeats() -> None:
@@ -312,9 +313,7 @@ def test_what_no_measurement_would_tell_is_not_asked_for(rate: float) -> None:
 
 def test_on_a_busy_machine_it_is_not_the_speedup_that_is_too_small_to_tell() -> None:
     said = unresolved(101, noise=0.9)
-    assert said.endswith(
-        "The machine was too busy with other work. Measure again on an idle machine: pipeline benchmark RUN"
-    )
+    assert said.endswith("The machine was too busy with other work. Train again on an idle machine: pipeline run FILE")
 
 
 def test_few_repeats_need_fewer_more_than_their_number_suggests() -> None:

@@ -65,7 +65,7 @@ def test_sections_are_merged_lists_and_components_are_replaced() -> None:
     assert experiment.optimizer.arguments == {"lr": 1e-3}
     assert (experiment.train.epochs, experiment.train.global_batch_size) == (5, 16)
     assert experiment.train.lr_scaling.rule == "linear"
-    assert [entry.strategy for entry in experiment.benchmark.entries.values()] == ["dp"]
+    assert experiment.benchmark.baseline.strategy == "dp"
     assert experiment.sweep is not None
     assert experiment.sweep.parameters["optimizer.lr"].choice == (1, 2)
     assert file.bases == (Path("lab/base.yaml"),)

@@ -63,7 +63,6 @@ words = st.sampled_from(
             "--strategies=,",
             "--repeats=0",
             "--repeats=x",
-            "--scaling=odd",
             "--max=0",
         ),
         *(

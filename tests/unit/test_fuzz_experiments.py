@@ -46,8 +46,6 @@ train:
 parallel: &main {strategy: ddp, launcher: torchrun, workers: 2, options: {x: 1}}
 benchmark:
   baseline: {strategy: single}
-  configurations:
-  - {strategy: ddp, workers: 2}
   steps: 2
 tracking: {uri: "sqlite:///m.db", directory: runs}
 checkpoint: {keep: 1, best: validation/accuracy}

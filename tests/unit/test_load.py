@@ -42,9 +42,9 @@ scheduler:
 train:
   epochs: 2
   global_batch_size: 16
-benchmark:
-  configurations:
-  - {strategy: ddp, workers: 2}
+features:
+- _target_: myproject.Feature
+  size: 2
 """
 
 
@@ -71,7 +71,7 @@ class TestReading:
         assert experiment.model.target == "torch.nn.Linear"
         assert experiment.model.arguments == {"in_features": 4, "out_features": 2}
         assert experiment.optimizer.arguments == {"lr": 0.001}
-        assert experiment.benchmark.configurations[0].workers == 2
+        assert experiment.features[0].arguments == {"size": 2}
 
     def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(self) -> None:
         assert read(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()).experiment == read(GOOD).experiment
@@ -113,10 +113,9 @@ class TestReading:
 
     def test_merge_keys_and_aliases_work_and_own_keys_win(self) -> None:
         extra = "parallel: &p {strategy: ddp, workers: 2}\n"
-        changed = GOOD.replace("  - {strategy: ddp, workers: 2}", "  - {<<: *p, workers: 4}")
-        file = read(extra + changed)
-        assert file.experiment.benchmark.configurations[0].strategy == "ddp"
-        assert file.experiment.benchmark.configurations[0].workers == 4
+        file = read(extra + GOOD + "benchmark: {baseline: {<<: *p, workers: 4}}\n")
+        assert file.experiment.benchmark.baseline.strategy == "ddp"
+        assert file.experiment.benchmark.baseline.workers == 4
 
     def test_of_several_merged_mappings_the_first_wins(self) -> None:
         merged = "metrics: {a: {<<: [&x {_target_: a.b, n: 1}, &y {n: 2, o: 3}]}}\n"
@@ -219,14 +218,14 @@ data: {target: x.y}
 loader:
   pin_memory: yess
   collate: {_target_: foo}
-optimizer: {_target_: torch.optim.SGD, a: "${trian.epochs}", c: "${x", d: "???"}
+optimizer: {_target_: torch.optim.SGD, a: "${trian.epochs}", b: [0.9], c: "${x", d: "???"}
 epochs: 3
 train:
   epochs: -1
   batchsize: 12
   clip_grad_norm: ${total_steps}
 parallel: {strategy: dpp, device: gpu, workers: 1.5}
-benchmark: {configurations: [{workers: two}]}
+benchmark: {baseline: {workers: two}}
 tracking: {uri: mlruns, log_model: maybe, experiment: "${oc.env:PIPELINE_NOT_SET}"}
 zzz: 1
 metrics: {accuracy: 3}
@@ -234,7 +233,7 @@ checkpoint:
 """
 
     def test_a_file_with_many_mistakes(self) -> None:
-        found = problems_of(self.MANY, "trian.epochs=3", "benchmark.configurations[6].workers=2", "loader.num_wokers=1")
+        found = problems_of(self.MANY, "trian.epochs=3", "optimizer.b[6]=2", "loader.num_wokers=1")
         rendered = "\n".join(found).replace(", ".join(registry.names("strategies")), "STRATEGIES")
         assert (
             rendered
@@ -256,8 +255,8 @@ Use it only in the arguments of scheduler, optimizer and other components.
 e.yaml:14: parallel.strategy: is 'dpp' (a string); write one of STRATEGIES; did you mean ddp?
 e.yaml:14: parallel.device: is 'gpu' (a string); write one of auto, cpu, cuda
 e.yaml:14: parallel.workers: is 1.5 (a number); write an integer greater than 0, or [minimum, maximum]
-e.yaml:15: benchmark.configurations[0].strategy: missing; parallel strategy of this configuration
-e.yaml:15: benchmark.configurations[0].workers: is 'two' (a string); write an integer greater than 0 or null
+e.yaml:15: benchmark.baseline.strategy: missing; parallel strategy of this configuration
+e.yaml:15: benchmark.baseline.workers: is 'two' (a string); write an integer greater than 0 or null
 e.yaml:16: tracking.uri: is 'mlruns' (a string); MLflow no longer stores runs in plain folders. \
 Use sqlite:///mlflow.db or a server's http address.
 e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
@@ -267,9 +266,7 @@ e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, dat
 metrics, optimizer, scheduler, optimizers, schedulers, features, train, checkpoint, parallel, benchmark, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: checkpoint: is empty; write a mapping with keys from every_steps, every_minutes, keep, best, mode, directory
-command line: benchmark.configurations[6].workers=2: \
-benchmark.configurations[6].workers: benchmark.configurations has no entry 6. \
-It has 1 entries, counted from 0.
+command line: optimizer.b[6]=2: optimizer.b[6]: optimizer.b has no entry 6. It has 1 entries, counted from 0.
 command line: trian.epochs=3: trian: unknown key; did you mean train?
 command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean num_workers?"""
         )
@@ -357,12 +354,12 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
 
 class TestOverrides:
     def test_values_are_yaml_and_keys_reach_everywhere(self) -> None:
-        of_entry = ["benchmark.configurations[0].workers=4", "benchmark.configurations.0.strategy=fsdp"]
+        of_entry = ["features[0].size=4", "features.0._target_=myproject.Other"]
         overrides = ["train.epochs=3", *of_entry, "train.lr_scaling.rule=sqrt"]
         experiment = read(GOOD, *overrides, "tracking.uri=http://host:5000", "optimizer.nesterov=true").experiment
         assert experiment.train.epochs == 3
-        assert [entry.strategy for entry in experiment.benchmark.configurations] == ["fsdp"]
-        assert experiment.benchmark.configurations[0].workers == 4
+        assert [entry.target for entry in experiment.features] == ["myproject.Other"]
+        assert experiment.features[0].arguments == {"size": 4}
         assert experiment.train.lr_scaling.rule == "sqrt"
         assert experiment.tracking.uri == "http://host:5000"
         assert experiment.optimizer.arguments == {"lr": 0.001, "nesterov": True}
@@ -393,9 +390,8 @@ class TestOverrides:
             ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0 or null"),
             ("name.x=1", "name.x: name is 'good' (a string). Keys inside it cannot be set."),
             (
-                "benchmark.configurations.x=1",
-                "benchmark.configurations.x: benchmark.configurations has no entry x. "
-                "It has 1 entries, counted from 0.",
+                "features.x=1",
+                "features.x: features has no entry x. It has 1 entries, counted from 0.",
             ),
             ("model={a: 1, a: 2}", "model.a: set twice, first in line 1. Remove one of them."),
             ("name=[1", "name: a bracket is not closed, or a comma is missing"),
@@ -562,9 +558,9 @@ class TestPlaces:
             ("train.epochs", "e.yaml:13"),
             ("train.precision", "e.yaml:12"),
             ("model.in_features", "e.yaml:3"),
-            ("benchmark.configurations[0].workers", "e.yaml:17"),
-            ("benchmark.configurations.0.workers", "e.yaml:17"),
-            ("benchmark.baseline", "e.yaml:15"),
+            ("features[0].size", "e.yaml:17"),
+            ("features.0.size", "e.yaml:17"),
+            ("features[0].count", "e.yaml:16"),
             ("parallel.strategy", "e.yaml"),
             ("", "e.yaml"),
             ("seed", "command line: seed=3"),
@@ -590,7 +586,7 @@ class TestSummary:
     def test_flat_parameters(self) -> None:
         flat = flatten(read(GOOD).experiment)
         assert flat["train.epochs"] == "2"
-        assert flat["benchmark.configurations[0].strategy"] == "ddp"
+        assert flat["features[0]._target_"] == "myproject.Feature"
         assert flat["loader.persistent_workers"] == "true"
         assert flat["metrics"] == "{}"
         assert flat["task"] == "null"

@@ -31,13 +31,8 @@ def test_without_a_wish_it_is_the_baseline_and_the_experiment_itself() -> None:
     assert [cell.name for cell in made.cells] == ["baseline", "ddp-2"]
 
 
-def test_entries_of_the_file_are_compared_once_each() -> None:
-    entries = [{"strategy": "single"}, {"strategy": "dp"}, {"strategy": "ddp", "workers": 2}, {"strategy": "ddp"}]
-    assert titles(matrix(sections={"benchmark": {"baseline": entries[0], "configurations": entries[1:]}})) == [
-        "1 worker",
-        "dp, 1 worker",
-        "ddp, 2 workers",
-    ]
+def test_a_baseline_that_is_the_experiment_itself_is_measured_once() -> None:
+    assert titles(matrix(sections={"benchmark": {"baseline": {"strategy": "ddp"}}})) == ["ddp, 2 workers"]
 
 
 def test_the_cells_take_turns() -> None:
@@ -88,35 +83,16 @@ def test_every_worker_has_the_same_cores_as_many_as_the_fullest_cell_leaves(work
     assert {trial.cpus_per_worker for trial in trials} == {cpus}
 
 
-def test_weak_scaling_keeps_the_batch_of_each_replica() -> None:
-    made = matrix(SERVER, workers=(1, 2, 4), strategies=("single", "ddp", "dp"), scaling="both")
-    batches = {cell.title: cell.trial.experiment.train.global_batch_size for cell in made.cells if cell.trial}
-    assert batches == {
-        "1 worker": 8, "ddp, 1 worker": 8, "ddp, 2 workers": 8, "ddp, 4 workers": 8, "dp, 4 GPUs": 8,
-        "ddp, 2 workers (weak)": 16, "ddp, 4 workers (weak)": 32, "dp, 4 GPUs (weak)": 32,
-    }  # fmt: skip
-
-
-def test_weak_scaling_alone_still_has_its_baseline() -> None:
-    made = matrix(workers=(1, 2), scaling="weak")
-    assert titles(made) == ["1 worker", "ddp, 1 worker (weak)", "ddp, 2 workers (weak)"]
-    assert [cell.scaling for cell in made.cells] == ["strong", "weak", "weak"]
-
-
 def test_options_tell_cells_of_the_same_size_apart() -> None:
-    entries = [
-        {"strategy": "single"},
-        {"strategy": "ddp", "options": {"static_graph": True}},
-        {"strategy": "ddp", "options": {"bucket_cap_mb": 1}},
-    ]
-    made = matrix(sections={"benchmark": {"baseline": entries[0], "configurations": entries[1:]}})
+    baseline = {"strategy": "ddp", "workers": 1, "options": {"static_graph": True, "bucket_cap_mb": 1}}
+    made = matrix(sections={"benchmark": {"baseline": baseline}}, workers=(2,), batch_sizes=(8,))
     assert titles(made) == [
-        "1 worker",
-        "ddp, 2 workers (static_graph)",
-        "ddp, 2 workers (bucket_cap_mb=1)",
+        "ddp, 1 worker",
+        "ddp, 2 workers (static_graph, bucket_cap_mb=1)",
         "ddp, 2 workers",
+        "ddp, 2 workers (batch 8)",
     ]
-    assert [cell.name for cell in made.cells] == ["baseline", "ddp-2", "ddp-2-2", "ddp-2-3"]
+    assert [cell.name for cell in made.cells] == ["baseline", "ddp-2", "ddp-2-2", "ddp-2-batch-8"]
 
 
 def test_gpus_need_no_reference_and_a_trace_is_recorded_once() -> None:

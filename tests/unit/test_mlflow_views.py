@@ -92,7 +92,7 @@ def test_sections_of_a_runs_own_page_come_behind_training_and_validation() -> No
         ("baseline", "1 worker", "baseline: 1 worker"),
         ("baseline", "ddp, 2 workers", "baseline: ddp, 2 workers"),
         ("reference", "1 process, 2 cores", "reference: 1 process, 2 cores"),
-        ("cell", "ddp, 2 workers (weak, static_graph)", "ddp, 2 workers (weak, static_graph)"),
+        ("cell", "ddp, 2 workers (static_graph)", "ddp, 2 workers (static_graph)"),
         ("probe", "ddp, 2 workers", "ddp, 2 workers"),
         ("baseline", "single", "baseline: 1 worker"),  # these as journals of before have them
         ("reference", "single, 2 cores", "reference: 1 process, 2 cores"),

@@ -34,7 +34,7 @@ def crowded() -> Report:
     """Eight strategies with long names and large figures, one with a wide interval, and two that are not measured."""
     trials = [trial("baseline", "baseline"), trial("reference", "reference", cpus=16)]
     trials += [trial(f"cell-{n}", "cell", strategy=f"{LONG}_{n}"[-8 * n :], workers=2**n) for n in range(1, 6)]
-    trials.append(trial("weak", "cell", strategy=LONG, workers=4, scaling="weak", batch=256))
+    trials.append(trial("larger", "cell", strategy=LONG, workers=4, batch=256))
     rates = [1_234_567.0 * (1 + index) for index in range(len(trials))]
     ends = [
         finished(

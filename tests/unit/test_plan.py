@@ -225,10 +225,8 @@ def test_cores_and_options_are_as_written() -> None:
     assert made.measured[1].options == {}
 
 
-def test_the_baseline_is_the_first_entry_of_compare() -> None:
-    made = plan(
-        parallel=ddp(4), benchmark={"baseline": {"strategy": "ddp"}, "configurations": [{"strategy": "single"}]}
-    )
+def test_a_baseline_that_is_the_training_itself() -> None:
+    made = plan(parallel=ddp(4), benchmark={"baseline": {"strategy": "ddp"}})
     assert [trial.role for trial in made.measured] == ["main", "reference"]  # ddp, 4 workers is the main trial itself
     assert "The training run is the baseline (ddp, 4 workers), so no speedup is measured." in made.notes
     made = plan(parallel=ddp(4), benchmark={"baseline": {"strategy": "ddp", "workers": 2}})

@@ -80,19 +80,15 @@ def predicted(*, network: Link | None = None, counts: tuple[int, ...] = (8, 64, 
     experiment = toys.experiment(train={"global_batch_size": 64})
     costs = {"baseline": ALONE} | ({} if network else {"ddp-2": TOGETHER})
     predictor = Predictor(report, experiment, alone=report.rows[0], costs=costs, network=network)
-    forecast = predictor.predict(counts, ("strong", "weak"))
+    forecast = predictor.predict(counts)
     return report.with_forecast(forecast, missing=tuple(iter_unpredicted(counts, batch=64)))
 
 
 def test_they_follow_the_measured_rows_in_each_table() -> None:
     report = predicted(network=NETWORK)
-    names = [
-        "8 workers (ddp, predicted)", "64 workers (ddp, predicted)", "8 workers (ddp, weak, predicted)",
-        "64 workers (ddp, weak, predicted)", "128 workers (ddp, weak, predicted)",
-    ]  # fmt: skip
     for table in (report.results, report.step_parts):
-        assert [row[0] for row in table.rows[-5:]] == names
-    assert report.results.rows[-5][1:] == ("8 cores", "763", "7.63x", "95%", "-")
+        assert [row[0] for row in table.rows[-2:]] == ["8 workers (ddp, predicted)", "64 workers (ddp, predicted)"]
+    assert report.results.rows[-2][1:] == ("8 cores", "763", "7.63x", "95%", "-")
     reason = "128 workers (ddp, predicted) was not measured: 128 workers can't share a global batch of 64 samples."
     assert reason in report.results.notes
     assert report.main.trial == "ddp-2"
@@ -109,7 +105,7 @@ def test_their_speedup_is_over_the_measured_baseline() -> None:
 def test_a_measured_network_is_checked_with_the_measured_rows() -> None:
     forecast = predicted().forecast
     assert forecast is not None
-    assert [(check.workers, check.scaling) for check in forecast.checks] == [(2, "strong"), (2, "weak")]
+    assert [check.workers for check in forecast.checks] == [2]
     assert forecast.checks[0].measured == pytest.approx(1.9)
     first, second, *_ = forecast.notes
     assert "measured between 2 workers" in first
@@ -131,7 +127,7 @@ def test_a_price_is_that_of_the_whole_training() -> None:
     priced = report.model_copy(update={"rows": tuple(rows), "price_per_device_hour": 2.0})
     experiment = toys.experiment(train={"global_batch_size": 64})
     predictor = Predictor(priced, experiment, alone=rows[0], costs={"baseline": ALONE}, network=NETWORK)
-    (eight,) = predictor.predict((8,), ("strong",)).rows
+    (eight,) = predictor.predict((8,)).rows
     start_s = priced.main.time_to_first_step_s or 0.0
     hours = (36_000 / eight.samples_per_second.median + start_s) / 3600
     assert eight.cost == pytest.approx(2.0 * 8 * hours)
@@ -142,7 +138,7 @@ def test_the_report_survives_json_and_its_records_mark_what_is_predicted() -> No
     assert Report.model_validate_json(report.to_json()) == report
     document = json.loads(comparison_json(report))
     marked = [cell for cell in document["cells"] if cell["predicted"]]
-    assert [(cell["workers"], cell["scaling"]) for cell in marked][:2] == [(8, "strong"), (64, "strong")]
+    assert [cell["workers"] for cell in marked] == [8, 64]
     assert all(not cell["measured"] and cell["limited_by"] and cell["speedup"] for cell in marked)
     assert document["forecast"]["link"] == {"latency_us": 20.0, "bandwidth_gbit": 25.0}
     table = report.table()

@@ -106,12 +106,11 @@ def test_buckets_fill_in_the_order_of_readiness():
 
 
 def test_without_communication_scaling_is_linear():
-    for scaling in ("strong", "weak"):
-        for workers in (1, 2, 8, 64):
-            found = predict(workload(), PERFECT, workers=workers, scaling=scaling)
-            assert found.speedup == pytest.approx(workers)
-            assert found.efficiency == pytest.approx(1)
-            assert found.limit == "compute"
+    for workers in (1, 2, 8, 64):
+        found = predict(workload(), PERFECT, workers=workers)
+        assert found.speedup == pytest.approx(workers)
+        assert found.efficiency == pytest.approx(1)
+        assert found.limit == "compute"
 
 
 def test_a_link_of_endless_latency_gives_no_speedup():
@@ -127,12 +126,6 @@ def test_a_step_bound_by_bandwidth_by_hand():
     assert found.exposed_communication_ms == pytest.approx(80)
     assert found.speedup == pytest.approx(192 / 176)
     assert found.limit == "bandwidth"
-
-
-def test_weak_scaling_by_hand():
-    found = predict(workload(), Link(latency_us=0, bandwidth_gbit=0.8), workers=4, scaling="weak")
-    assert found.step_ms == pytest.approx(192 + 2 * 3 / 4 * 80)
-    assert found.speedup == pytest.approx(4 * 192 / 312)
 
 
 def test_exchange_hides_behind_backward():
@@ -238,7 +231,6 @@ def test_parts_add_up():
 def test_more_workers_than_samples_are_refused():
     with pytest.raises(ValueError, match="65 workers can't share a global batch of 64"):
         predict(workload(), PERFECT, workers=65)
-    assert predict(workload(), PERFECT, workers=65, scaling="weak").speedup == pytest.approx(65)
 
 
 def test_times_between_and_beyond_the_measured_sizes():

@@ -185,7 +185,7 @@ def test_being_stopped_is_no_exception_that_user_code_catches() -> None:
         (Baseline, {}, "1 worker"),
         (CellMeasurement, {"strategy": "ddp", "workers": 3}, "ddp, 3 workers"),
         (Baseline, {"strategy": "dp", "devices_per_worker": 4, "device": "cuda"}, "dp, 4 GPUs"),
-        (CellMeasurement, {"scaling": "weak", "variant": "static_graph"}, "1 worker (weak, static_graph)"),
+        (CellMeasurement, {"variant": "static_graph"}, "1 worker (static_graph)"),
         (Reference, {"cpus_per_worker": 6}, "1 process, 6 cores"),
     ],
 )

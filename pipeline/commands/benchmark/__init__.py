@@ -1,1 +1,1 @@
-"""``pipeline benchmark``: measure the configurations of an experiment, or a completed run again."""
+"""``pipeline benchmark``: measure the configurations of an experiment."""

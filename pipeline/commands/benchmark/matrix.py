@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal
 
 from pipeline import registry
 from pipeline.commands.benchmark.predicted_rows import check_predictable, find_pair, is_pair
@@ -13,7 +12,6 @@ from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning.layout import Planner
 from pipeline.planning.plan import Plan, same_work
 from pipeline.planning.resources import Resources
-from pipeline.protocol.labels import Scaling
 from pipeline.protocol.trial import Baseline, CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link
 from pipeline.wording import format_parallel
@@ -26,22 +24,16 @@ class MatrixRequest(Frozen):
 
     strategies: tuple[str, ...] = ()
     workers: tuple[int, ...] = ()
-    scaling: Literal["strong", "weak", "both"] = "strong"
     repeats: int = 3
     """Number of measurements of each cell, alternating with the other cells."""
     profile: bool = False
     """True to record a trace of each cell's first measurement."""
-    batch_sizes: tuple[int, ...] | Literal["auto"] = ()
-    """Batch sizes of a device to measure the declared configuration with; auto: see `pipeline benchmark --help`."""
+    batch_sizes: tuple[int, ...] = ()
+    """Batch sizes of a device to measure the declared configuration with."""
     predict: tuple[int, ...] = ()
     """Numbers of workers to predict."""
     network: Link | None = None
     """Network between predicted workers; None to measure it between workers of this run."""
-
-    @property
-    def scalings(self) -> tuple[Scaling, ...]:
-        """Kinds of scaling."""
-        return ("strong", "weak") if self.scaling == "both" else (self.scaling,)
 
 
 class Cell(Frozen):
@@ -50,7 +42,6 @@ class Cell(Frozen):
     name: str
     strategy: str
     workers: int
-    scaling: Scaling
     batch_size: int | None = None
     """Batch size of each device, if the request names it."""
     trial: Trial | None = None
@@ -61,9 +52,8 @@ class Cell(Frozen):
         """Title in tables."""
         if self.trial:
             return self.trial.title
-        remarks = ["weak" if self.scaling == "weak" else "", f"batch {self.batch_size}" if self.batch_size else ""]
-        listed = ", ".join(filter(None, remarks))
-        return f"{format_parallel(self.strategy, self.workers)}{f' ({listed})' if listed else ''}"
+        listed = f" (batch {self.batch_size})" if self.batch_size else ""
+        return f"{format_parallel(self.strategy, self.workers)}{listed}"
 
 
 class Matrix(Frozen):
@@ -71,8 +61,6 @@ class Matrix(Frozen):
 
     cells: tuple[Cell, ...]
     """Cells in the order of the request, the baseline first."""
-    declared: Cell
-    """The experiment's own configuration."""
     alone: str
     """Name of the cell of one worker that predictions are made from; empty without predictions."""
     wanted: MatrixRequest
@@ -95,17 +83,14 @@ def make_matrix(
     extras = list(_extras(entries, experiment, resources, wanted=wanted))
     planner = Planner(experiment, resources, allowed, workers=_most_workers([*entries, *extras], experiment, resources))
     baseline = planner.trial(Baseline, experiment.benchmark.baseline, key="benchmark.baseline")
-    cell_of = partial(_cell, planner=planner, experiment=experiment, baseline=baseline)
+    cell_of = partial(_cell, planner=planner, experiment=experiment)
     table = _Table(baseline)
-    for scaling in wanted.scalings:
-        for entry in entries:
-            table.add(cell_of(entry, scaling=scaling))
-    for entry in extras:
-        table.add(cell_of(entry, scaling="strong"))
-    declared = table.name_as_added(cell_of(_find_declared(experiment), scaling="strong"))
-    for size in wanted.batch_sizes if wanted.batch_sizes != "auto" else ():
+    for entry in (*entries, *extras):
+        table.add(cell_of(entry))
+    declared = table.name_as_added(cell_of(_find_declared(experiment)))
+    for size in wanted.batch_sizes:
         table.add(batch_cell(declared, size))
-    alone = table.name_as_added(cell_of(_ALONE, scaling="strong")).name if wanted.predict else ""
+    alone = table.name_as_added(cell_of(_ALONE)).name if wanted.predict else ""
     trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in table.cells if cell.trial]
     if baseline.device == "cpu" and resources.is_one_node and any(trial.workers > 1 for trial in trials):
         trials.append(planner.reference())
@@ -116,7 +101,7 @@ def make_matrix(
         for trial in trials
     ]
     plan = Plan(command="benchmark", experiment=experiment, resources=resources, trials=tuple(rounds))
-    return Matrix(cells=tuple(table.cells), declared=declared, alone=alone, wanted=wanted, plan=plan)
+    return Matrix(cells=tuple(table.cells), alone=alone, wanted=wanted, plan=plan)
 
 
 class _Table:
@@ -193,10 +178,7 @@ def _find_declared(experiment: Experiment) -> Configuration:
 def _entries(experiment: Experiment, wanted: MatrixRequest) -> Iterator[Configuration]:
     """Yield the entries to compare, each with its number of workers."""
     parallel = experiment.parallel
-    written = [
-        *(_fill_in_workers(entry, parallel.workers) for entry in experiment.benchmark.entries.values()),
-        _find_declared(experiment),
-    ]
+    written = [_fill_in_workers(experiment.benchmark.baseline, parallel.workers), _find_declared(experiment)]
     if not (wanted.strategies or wanted.workers):
         yield from written
         return
@@ -224,18 +206,16 @@ def _most_workers(entries: Iterable[Configuration], experiment: Experiment, reso
     return max((count for count in counts if count * share <= resources.cpus), default=1)
 
 
-def _cell(entry: Configuration, *, planner: Planner, experiment: Experiment, scaling: Scaling, baseline: Trial) -> Cell:
+def _cell(entry: Configuration, *, planner: Planner, experiment: Experiment) -> Cell:
     workers = entry.workers or 1
-    name = f"{entry.strategy}-{workers}{'-weak' if scaling == 'weak' else ''}"
-    cell = Cell(name=name, strategy=entry.strategy, workers=workers, scaling=scaling)
+    name = f"{entry.strategy}-{workers}"
+    cell = Cell(name=name, strategy=entry.strategy, workers=workers)
     try:
         trial = planner.trial(CellMeasurement, entry, name=name, variant=_variant(entry, experiment))
     except ExperimentError as error:
         return cell.model_copy(update={"reason": "; ".join(problem.message for problem in error.problems)})
     except ResourceError as error:
         return cell.model_copy(update={"reason": str(error).removeprefix("parallel.workers: ")})
-    if scaling == "weak":
-        trial = _weak(trial, baseline)
     batch = trial.experiment.train.global_batch_size
     if batch < trial.workers:
         return cell.model_copy(update={"reason": f"{workers} workers can't share a global batch of {batch} samples"})
@@ -243,16 +223,7 @@ def _cell(entry: Configuration, *, planner: Planner, experiment: Experiment, sca
 
 
 def _cell_of(baseline: Trial) -> Cell:
-    return Cell(
-        name=baseline.name, strategy=baseline.strategy, workers=baseline.workers, scaling="strong", trial=baseline
-    )
-
-
-def _weak(trial: CellMeasurement, baseline: Trial) -> CellMeasurement:
-    """Return the trial with the baseline's samples for each replica."""
-    train = trial.experiment.train
-    batch = train.global_batch_size * trial.replicas // baseline.replicas
-    return trial.model_copy(update={"experiment": _set_batch_size(trial.experiment, batch), "scaling": "weak"})
+    return Cell(name=baseline.name, strategy=baseline.strategy, workers=baseline.workers, trial=baseline)
 
 
 def _set_batch_size(experiment: Experiment, batch: int) -> Experiment:

@@ -1,11 +1,8 @@
 """Measure an experiment's configurations in short, alternating trainings: ``pipeline benchmark FILE``."""
 
 from collections.abc import Callable
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 
-from pipeline.commands.benchmark.batch_sizes import double_batch
 from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make_matrix
 from pipeline.commands.benchmark.predicted_rows import Predictor, iter_unpredicted
 from pipeline.commands.invocation import Invocation, invoked
@@ -68,8 +65,6 @@ class _Benchmark:
         self._too_large: dict[str, str] = {}
         self._out_of_memory: NoMemoryError | None = None
         self._samples: int | None = None
-        self._cells = list(matrix.cells)
-        self._doubled: list[Trial] = []
         self._matrix = matrix
         self._invocation = invocation
 
@@ -80,15 +75,8 @@ class _Benchmark:
             PipelineError: the baseline failed, so there is nothing to compare with; or nothing fits into memory.
         """
         with self._invocation.launching() as execute:
-            run = partial(self._run, execute=execute)
-            for repeat, trials in groupby(self._matrix.plan.trials, key=lambda trial: trial.repeat):
-                for trial in trials:
-                    run(trial)
-                if repeat == 0:
-                    self._double_batch(run)
-                else:
-                    for trial in self._doubled:
-                        run(trial.model_copy(update={"repeat": repeat, "profile": False}))
+            for trial in self._matrix.plan.trials:
+                self._run(trial, execute=execute)
         if self._out_of_memory is not None and not self._invocation.results:
             raise self._out_of_memory
 
@@ -111,32 +99,11 @@ class _Benchmark:
             if self._samples is None:
                 self._check_sizes(outcome)
 
-    def _double_batch(self, run: Callable[[Trial], None]) -> None:
-        """Measure the declared configuration with doubled batches, if that was asked for and it did not fail."""
-        declared = self._matrix.declared
-        if self._matrix.wanted.batch_sizes == "auto" and declared.name not in self.failures:
-            double_batch(declared, rate=self._rate_of, measure=partial(self._add, run=run))
-
-    def _add(self, cell: Cell, *, run: Callable[[Trial], None]) -> float | None:
-        """Add a cell with a doubled batch, measure it, and return its throughput; None if it is too large."""
-        self._cells.append(cell)
-        assert cell.trial is not None
-        trial = cell.trial.model_copy(update={"name": cell.name, "profile": self._matrix.wanted.profile})
-        self._doubled.append(trial)
-        self._check_size(trial)
-        run(trial)
-        return self._rate_of(cell.name)
-
-    def _rate_of(self, name: str) -> float | None:
-        """Return the throughput of a cell; None if it could not be measured."""
-        result = self._invocation.results.get(name)
-        return result.samples_per_second.median if result else None
-
     def report(self) -> Report:
         """Compare the cells in a report: printed, recorded, saved."""
-        invocation, cells = self._invocation, self._cells
+        invocation, cells = self._invocation, self._matrix.cells
         measured = Report.of(
-            [*invocation.plan.trials, *self._doubled],
+            invocation.plan.trials,
             invocation.finished,
             hardware=invocation.hardware,
             unmeasured=[self._describe_unmeasured(cell) for cell in cells if cell.name not in invocation.results],
@@ -164,9 +131,8 @@ class _Benchmark:
             self._invocation.warn("no speedup is predicted, because what a prediction needs could not be measured")
             return report
         predictor = Predictor(report, experiment, alone=alone, costs=costs, network=wanted.network)
-        forecast = predictor.predict(wanted.predict, wanted.scalings)
         missing = iter_unpredicted(wanted.predict, batch=experiment.train.global_batch_size)
-        return report.with_forecast(forecast, missing=tuple(missing) if "strong" in wanted.scalings else ())
+        return report.with_forecast(predictor.predict(wanted.predict), missing=tuple(missing))
 
     def _check_sizes(self, outcome: Outcome) -> None:
         """Check that the data, whose size is known now, is large enough for each cell.
@@ -180,12 +146,8 @@ class _Benchmark:
         if reason := too_small(baseline, samples=self._samples):
             raise self._invocation.file.explain(ExperimentError.of("data", reason).problems)
         for trial in others:
-            self._check_size(trial)
-
-    def _check_size(self, trial: Trial) -> None:
-        """Note if the data is too small for a trial."""
-        if self._samples is not None and (reason := too_small(trial, samples=self._samples)):
-            self._too_large[trial.name] = reason
+            if reason := too_small(trial, samples=self._samples):
+                self._too_large[trial.name] = reason
 
     def _describe_unmeasured(self, cell: Cell) -> Unmeasured:
         failure = self.failures.get(cell.name)
@@ -195,7 +157,6 @@ class _Benchmark:
             title=cell.title,
             strategy=cell.strategy,
             workers=cell.workers,
-            scaling=cell.scaling,
             reason=cell.reason or failed or self._too_large.get(cell.name) or NOT_REACHED,
         )
 

@@ -8,7 +8,6 @@ from pipeline.config.benchmark_section import Configuration
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.planning.resources import Resources
-from pipeline.protocol.labels import Scaling
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Costs, Link, Spread, StepParts
 from pipeline.report.numbers.forecast import Check, Forecast, Predicted
@@ -152,13 +151,12 @@ class Predictor:
             network = fit(together.all_reduces, workers=together.world_size, backend=self._workload.backend)
         self._network = network
 
-    def predict(self, counts: Sequence[int], scalings: Sequence[Scaling]) -> Forecast:
+    def predict(self, counts: Sequence[int]) -> Forecast:
         """Return the predicted rows, which the batch has samples for, with their notes."""
         rows = [
-            self._row(predict(self._workload, self._network, workers=workers, scaling=scaling))
-            for scaling in scalings
+            self._row(predict(self._workload, self._network, workers=workers))
             for workers in counts
-            if scaling == "weak" or workers <= self._workload.global_batch_size
+            if workers <= self._workload.global_batch_size
         ]
         return Forecast(
             rows=tuple(rows),
@@ -176,15 +174,12 @@ class Predictor:
         # Relative to the measured row, since the last batch of an epoch may be smaller than the predicted ones.
         throughput = found.speedup * self._alone.samples_per_second.median
         speedup = throughput / baseline.samples_per_second.median
-        weak = "-weak" if found.scaling == "weak" else ""
-        batch = self._workload.global_batch_size
         row = Predicted(
-            trial=f"predicted-{found.workers}{weak}",
-            title=f"ddp, {found.workers} workers ({'weak, ' if weak else ''}predicted)",
+            trial=f"predicted-{found.workers}",
+            title=f"ddp, {found.workers} workers (predicted)",
             strategy="ddp",
             workers=found.workers,
-            scaling=found.scaling,
-            global_batch_size=batch * found.workers if weak else batch,
+            global_batch_size=self._workload.global_batch_size,
             device=self._alone.device,
             device_count=device_count,
             samples_per_second=_single(throughput),
@@ -208,11 +203,10 @@ class Predictor:
         """Compare the prediction with each measured row of ddp on several workers."""
         alone = self._alone.samples_per_second.median
         for row in rows:
-            batch = self._workload.global_batch_size * (row.workers if row.scaling == "weak" else 1)
-            if is_pair(row, self._experiment) and row.global_batch_size == batch:
-                found = predict(self._workload, self._network, workers=row.workers, scaling=row.scaling)
+            if is_pair(row, self._experiment) and row.global_batch_size == self._workload.global_batch_size:
+                found = predict(self._workload, self._network, workers=row.workers)
                 measured = row.samples_per_second.median / alone
-                yield Check(workers=row.workers, scaling=row.scaling, measured=measured, predicted=found.speedup)
+                yield Check(workers=row.workers, measured=measured, predicted=found.speedup)
 
 
 def iter_unpredicted(counts: Sequence[int], *, batch: int) -> Iterator[Unmeasured]:
@@ -224,7 +218,6 @@ def iter_unpredicted(counts: Sequence[int], *, batch: int) -> Iterator[Unmeasure
                 title=f"ddp, {workers} workers (predicted)",
                 strategy="ddp",
                 workers=workers,
-                scaling="strong",
                 reason=f"{workers} workers can't share a global batch of {batch} samples",
             )
 

@@ -98,7 +98,7 @@ def params(values: Mapping[str, str]) -> "list[Param]":
 
 def describe_renamed(names: Iterable[str]) -> str:
     """Return a warning that names parameters which MLflow has under other names; empty if none."""
-    # The brackets of lists, e.g. benchmark.configurations[0].workers, are no surprise.
+    # The brackets of lists, e.g. optimizer.params[0].lr, are no surprise.
     renamed = [
         f"{name} is {accepted}"
         for name, accepted in mlflow_names(names).items()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipeline.config.schema import Experiment
 from pipeline.report.advice import rules
-from pipeline.report.advice.rules import Case, Finding, describe_part, format_overrides, scale_rate
+from pipeline.report.advice.rules import Case, Finding, describe_part, scale_rate
 from pipeline.report.numbers.breakdown import has_consistent_parts
 from pipeline.report.numbers.row import Advice, Row
 from pipeline.report.report import Report
@@ -70,7 +70,7 @@ def _iter_declared(rows: Sequence[Row], experiment: Experiment) -> Iterator[Row]
     """Yield the rows of a comparison that have the file's ``parallel`` section, with any batch size."""
     parallel = experiment.parallel
     wanted = (parallel.strategy, parallel.workers, dict(parallel.options))
-    own = (row for row in rows if row.role in ("baseline", "cell") and row.scaling == "strong")
+    own = (row for row in rows if row.role in ("baseline", "cell"))
     yield from (row for row in own if (row.strategy, row.workers, dict(row.options)) == wanted)
 
 
@@ -96,7 +96,7 @@ def _findings(report: Report, own: Row, *, experiment: Experiment, cores: int | 
 def _others(case: Case, rows: Sequence[Row]) -> Iterator[Finding]:
     """Apply the rules that don't depend on a better row."""
     batch = rules.larger_batch(case)  # comes with its own change of the learning rate
-    rate = None if batch else recommend_learning_rate(case, rows)
+    rate = None if batch else recommend_learning_rate(case)
     more = (rules.data_wait(case), rules.find_unused_search(case), rules.idle_cores(case, rows))
     yield from filter(None, [batch, rate, *more, rules.matmul_precision(case)])
 
@@ -131,7 +131,7 @@ def better(rows: Sequence[Row], case: Case) -> Better | None:
 
 
 def _is_alternative(row: Row, own: Row, *, baseline: Row) -> bool:
-    """Return True if the row is the same training on other workers; weak scaling is a different training."""
+    """Return True if the row is the same training on other workers."""
     is_explained = row.same_training != "no" or bool(explain_loss(row, baseline))
     trains_the_same = row.global_batch_size == own.global_batch_size and is_explained
     is_another = (row.strategy, row.workers, row.cpus, row.options) != (
@@ -258,22 +258,12 @@ def _reason_for_batch(row: Row, own: Row | None, *, declared: int, size: int) ->
     return f"{best} {compared}; the file's {declared} has {rate(own.samples_per_second)}"
 
 
-def recommend_learning_rate(case: Case, rows: Sequence[Row]) -> Finding | None:
+def recommend_learning_rate(case: Case) -> Finding | None:
     """Suggest scaling the learning rate if it was chosen for another global batch size."""
     train = case.experiment.train
     scaling = train.lr_scaling
-    if "base_batch_size" in scaling.model_fields_set and train.global_batch_size > scaling.base_batch_size:
-        reason = f"The global batch size is {train.global_batch_size}, but the learning rate was chosen for"
-        values = scale_rate(case.experiment, base=scaling.base_batch_size)
-        return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None
-    weak = [row for row in rows if row.scaling == "weak" and row.global_batch_size > train.global_batch_size]
-    fastest = max(weak, key=lambda row: row.samples_per_second.median, default=None)
-    if fastest is None or not fastest.is_faster_than(case.row):
+    if "base_batch_size" not in scaling.model_fields_set or train.global_batch_size <= scaling.base_batch_size:
         return None
-    values = scale_rate(case.experiment, base=train.global_batch_size)
-    reason = (
-        f"{name_row(fastest)}: {rate(fastest.samples_per_second)} samples/s with a global batch size of "
-        f"{fastest.global_batch_size}, for which the learning rate was not chosen"
-    )
-    change = f"if you train with {format_overrides(case.experiment.batch_keys(fastest.global_batch_size))}"
-    return Finding(reason=reason, values=values, change=change) if values else None
+    reason = f"The global batch size is {train.global_batch_size}, but the learning rate was chosen for"
+    values = scale_rate(case.experiment, base=scaling.base_batch_size)
+    return Finding(reason=f"{reason} {scaling.base_batch_size}", values=values) if values else None

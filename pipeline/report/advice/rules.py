@@ -125,7 +125,7 @@ def larger_batch(case: Case) -> Finding | None:
     """Suggest a larger global batch if gradient synchronization takes much of a step."""
     row, train = case.row, case.experiment.train
     ends_early = row.role == "main" and row.steps < 2 * (train.epochs or 1)  # too few samples for larger batches
-    if not _exchange_is_long(case, share=EXPOSED) or row.scaling == "weak" or ends_early:
+    if not _exchange_is_long(case, share=EXPOSED) or ends_early:
         return None
     batch = 2 * train.global_batch_size
     values: dict[str, Any] = {**case.experiment.batch_keys(batch)}

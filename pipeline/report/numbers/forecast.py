@@ -5,7 +5,6 @@ from typing import Literal
 
 from pipeline.config.values import Recorded
 from pipeline.protocol.estimates import Estimate
-from pipeline.protocol.labels import Scaling
 from pipeline.protocol.titles import Title
 from pipeline.protocol.trial_result import Link, Spread, StepParts
 from pipeline.wording import counted, join_names
@@ -22,7 +21,6 @@ class Predicted(Recorded):
     """Title, e.g. "ddp, 8 workers (predicted)"."""
     strategy: str
     workers: int
-    scaling: Scaling
     global_batch_size: int
     device: Literal["cpu", "cuda"]
     device_count: int
@@ -71,7 +69,6 @@ class Check(Recorded):
     """A predicted speedup over one worker next to the measured one."""
 
     workers: int
-    scaling: Scaling
     measured: float
     predicted: float
 
@@ -126,7 +123,7 @@ def _describe_limits(rows: Sequence[Predicted]) -> str:
     """Name the main loss of efficiency of each row, e.g. "Limited by bandwidth (8 workers), latency (64 workers)"."""
     limits: dict[str, list[str]] = {}
     for row in rows:
-        limits.setdefault(row.limit, []).append(_name(row))
+        limits.setdefault(row.limit, []).append(counted(row.workers, "worker"))
     if len(limits) < 2:
         return f"Limited by {', '.join(limits) or 'nothing'}"
     return "Limited by " + ", ".join(f"{limit} ({join_names(names)})" for limit, names in limits.items())
@@ -134,8 +131,4 @@ def _describe_limits(rows: Sequence[Predicted]) -> str:
 
 def _describe_check(check: Check) -> str:
     measured = f"{check.measured:.2f}x measured, {check.predicted:.2f}x predicted"
-    return f"{_name(check)}: {measured} ({check.error:+.0%})"
-
-
-def _name(row: Predicted | Check) -> str:
-    return f"{counted(row.workers, 'worker')}{' (weak)' if row.scaling == 'weak' else ''}"
+    return f"{counted(check.workers, 'worker')}: {measured} ({check.error:+.0%})"

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from pipeline.config.values import Frozen
-from pipeline.protocol.labels import Scaling
 from pipeline.protocol.trial_result import Costs, Link
 from pipeline.report.numbers.link import Backend, broadcast_ms, latency_ms, transfer_ms
 
@@ -48,7 +47,7 @@ class Workload(Frozen):
     optimizer_ms: float
     """Time of a step besides loading, forward and backward: optimizer, clipping, book-keeping."""
     global_batch_size: int
-    """Samples in the baseline's batch; shared by all workers in strong scaling, the batch of each in weak scaling."""
+    """Samples in the baseline's batch, which all workers share."""
     micro_batches: int = 1
     """Micro-batches of each worker per step (gradient accumulation); the last one exchanges gradients."""
     loader_workers: int = 0
@@ -68,7 +67,6 @@ class Prediction(Frozen):
     """Prediction for one number of workers; the parts of a step sum up to ``step_ms``."""
 
     workers: int
-    scaling: Scaling
     step_ms: float
     compute_ms: float
     exposed_communication_ms: float
@@ -92,25 +90,21 @@ class _Step(NamedTuple):
     bandwidth: float
 
 
-def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = "strong") -> Prediction:
+def predict(workload: Workload, link: Link, *, workers: int) -> Prediction:
     """Predict the speedup and the parts of a step for one number of workers.
 
     Raises:
-        ValueError: strong scaling with more workers than samples in the global batch.
+        ValueError: more workers than samples in the global batch.
     """
-    if scaling == "strong" and workers > workload.global_batch_size:
+    if workers > workload.global_batch_size:
         raise ValueError(f"{workers} workers can't share a global batch of {workload.global_batch_size} samples")
     base = _simulate(workload, NO_LINK, workers=1, batch=workload.global_batch_size)
-    shares = workers if scaling == "strong" else 1
-    batch = -(-workload.global_batch_size // shares)
-    step = _simulate(workload, link, workers=workers, batch=batch)
+    step = _simulate(workload, link, workers=workers, batch=-(-workload.global_batch_size // workers))
     step_ms = sum(step)
-    samples = workload.global_batch_size * workers // shares
-    speedup = samples / workload.global_batch_size * sum(base) / step_ms
+    speedup = sum(base) / step_ms
     is_good = speedup >= GOOD_EFFICIENCY * workers
     return Prediction(
         workers=workers,
-        scaling=scaling,
         step_ms=step_ms,
         compute_ms=step.compute + step.contention,
         exposed_communication_ms=step.latency + step.bandwidth,
@@ -118,7 +112,7 @@ def predict(workload: Workload, link: Link, *, workers: int, scaling: Scaling = 
         optimizer_ms=step.optimizer,
         speedup=speedup,
         efficiency=speedup / workers,
-        limit="compute" if is_good else _limit(step, base, shares=shares),
+        limit="compute" if is_good else _limit(step, base, workers=workers),
     )
 
 
@@ -200,13 +194,13 @@ def _ends_of_all_reduces(workload: Workload, link: Link, *, workers: int, backwa
         yield idle + latency
 
 
-def _limit(step: _Step, base: _Step, *, shares: int) -> Limit:
+def _limit(step: _Step, base: _Step, *, workers: int) -> Limit:
     """Return the largest contribution to a step beyond linear scaling."""
     losses: Sequence[tuple[float, Limit]] = (
         (step.latency, "latency"),
         (step.bandwidth, "bandwidth"),
-        (step.loader - base.loader / shares, "loader"),
-        (step.compute + step.optimizer - (base.compute + base.optimizer) / shares, "batch per worker"),
+        (step.loader - base.loader / workers, "loader"),
+        (step.compute + step.optimizer - (base.compute + base.optimizer) / workers, "batch per worker"),
         (step.contention, "contention"),
     )
     return max(losses)[1]

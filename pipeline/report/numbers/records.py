@@ -22,9 +22,9 @@ _FIRST = (
 """First columns of a table, visible without scrolling."""
 _METRICS = ("test/", "validation/", "train/")
 """Prefixes of the columns after them."""
-_RAN = ("role", "strategy", "workers", "replicas", "device", "cpus", "scaling", "global_batch_size", "steps")
+_RAN = ("role", "strategy", "workers", "replicas", "device", "cpus", "global_batch_size", "steps")
 """Columns after the metrics and all other numbers: what ran. Details are last."""
-_SHARED = {"strategy", "workers", "scaling", "title"}
+_SHARED = {"strategy", "workers", "title"}
 _FACTS = (
     *("title", "role", *_SHARED, "measured", "reason", "predicted", "limited_by"),
     *("spread", "confidence", "slots", "communication", "ranks_ms", "same_training", "gpus", "matmul_precision"),

@@ -1,9 +1,8 @@
 """Definitions of speedup and scaling efficiency, for the rows that every form of a report shows.
 
 Speedup is throughput over the baseline's throughput; efficiency is speedup over the ratio of devices, which are cores
-on CPU. Strong scaling keeps the baseline's global batch; weak scaling keeps the baseline's batch per replica. A worker
-has a fixed number of cores, so N workers have N times the cores of one worker; the reference measures a single process
-with all these cores.
+on CPU. A worker has a fixed number of cores, so N workers have N times the cores of one worker; the reference measures
+a single process with all these cores.
 """
 
 import math
@@ -17,7 +16,7 @@ from pipeline.config.renamed import NUMBERS
 from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
-from pipeline.protocol.labels import Role, Scaling
+from pipeline.protocol.labels import Role
 from pipeline.protocol.titles import Title
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import TrialResult
@@ -63,7 +62,6 @@ class Row(TrialResult):
     device: Literal["cpu", "cuda"]
     cpus: int
     """Total cores of all workers."""
-    scaling: Scaling = "strong"
     global_batch_size: int
     speedup: float | None = None
     """Throughput over the baseline's throughput; None if no speedup can be claimed."""
@@ -114,7 +112,7 @@ class Row(TrialResult):
             confidence=trial.experiment.benchmark.confidence_level,
             time_to_first_step_s=median(waits) if waits else None,
             loss_tolerance=LOSS_TOLERANCE[_precision(trial, result)],
-            **trial.model_dump(include={"role", "strategy", "options", "workers", "device", "scaling"}),
+            **trial.model_dump(include={"role", "strategy", "options", "workers", "device"}),
         )
 
     @property
@@ -245,7 +243,6 @@ class Unmeasured(Recorded):
     title: Title
     strategy: str
     workers: int
-    scaling: Scaling = "strong"
     reason: str
     """Explanation, e.g. that the cell needs more cores than there are."""
 

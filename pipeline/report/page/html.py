@@ -213,13 +213,11 @@ def marked(advice: Advice) -> tuple[str, str]:
 
 
 def _method(report: Report) -> Iterator[str]:
-    strong = "Strong scaling: every configuration trains the same global batches."
-    weak = " Weak scaling: every replica has as many samples of a global batch as the baseline's."
-    has_weak = any(entry.scaling == "weak" for entry in report.entries)
     yield (
-        f"{strong}{weak if has_weak else ''} Throughput is measured in the steady state, without warm-up, evaluation "
-        "and checkpoints. Speedup is throughput over the baseline's throughput. Scaling efficiency is speedup over the "
-        "ratio of devices. Each worker has a fixed number of cores: N workers have N times the cores of one."
+        "Strong scaling: every configuration trains the same global batches. Throughput is measured in the steady "
+        "state, without warm-up, evaluation and checkpoints. Speedup is throughput over the baseline's throughput. "
+        "Scaling efficiency is speedup over the ratio of devices. Each worker has a fixed number of cores: N workers "
+        "have N times the cores of one."
     )
     has_pairs = len(report.rows[0].repeats) > 1
     yield (_REPEATS if report.is_comparison else _SLOTS) if has_pairs else _WINDOWS

@@ -23,8 +23,6 @@ _NAME, _BAR, _DOTS = -0.3, 0.06, 0.32
 """Places of a row's name, of its bar and of the rounds below the bar, relative to the row."""
 _RATE, _STEP, _PART = 0.25, 0.4, 0.24
 """Heights of the bars: throughput, a step, the parts of a step."""
-_HEADING = 0.5
-"""Rows that the heading of weak scaling takes."""
 _LETTERS = 46
 """Bold letters in a row's name and number together."""
 _LONGEST = 2.0
@@ -33,7 +31,7 @@ _LONGEST = 2.0
 
 def draw(report: Report) -> Figure:
     """Draw throughput and steps side by side, as high as the rows need."""
-    places = _places(report.entries)
+    places = range(len(report.entries))
     figure = new_figure(height=_PITCH * (places[-1] + 1) + 80)
     rates, steps = figure.subplots(1, 2)
     _throughput(rates, report, places)
@@ -42,7 +40,6 @@ def draw(report: Report) -> Figure:
     for axes in (rates, steps):
         axes.set_ylim(places[-1] + 0.5, -0.5)
         axes.set_yticks([])
-        _write_weak_heading(axes, report.entries, places)
     add_headings([Heading(rates, "Throughput, samples/s"), Heading(steps, "One step, ms")])
     return figure
 
@@ -50,12 +47,6 @@ def draw(report: Report) -> Figure:
 def ideal(row: Row, baseline: Row) -> float:
     """Return the throughput of linear scaling: the baseline's, times the ratio of devices that compute."""
     return baseline.samples_per_second.median * row.device_count / baseline.device_count
-
-
-def _places(entries: Sequence[Row | Unmeasured]) -> list[float]:
-    """Return the vertical coordinate of each row, with room for a heading above weak scaling."""
-    weak = [entry.scaling == "weak" for entry in entries]
-    return [index + _HEADING * any(weak[: index + 1]) for index in range(len(entries))]
 
 
 def _throughput(axes: Axes, report: Report, places: Sequence[float]) -> None:
@@ -155,13 +146,6 @@ def _write_reasons(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequ
             axes.text(
                 0, place - 0.1, reason, transform=axes.get_yaxis_transform(), va="top", color=LIGHT["muted"], size=9
             )
-
-
-def _write_weak_heading(axes: Axes, entries: Sequence[Row | Unmeasured], places: Sequence[float]) -> None:
-    weak = [place for entry, place in zip(entries, places, strict=True) if entry.scaling == "weak"]
-    if weak and weak[0] > _HEADING:
-        text = "Weak scaling: each replica has the baseline's batch"
-        axes.text(0, weak[0] - 0.7, text, transform=axes.get_yaxis_transform(), va="center", color=LIGHT["muted"])
 
 
 def _step(axes: Axes, report: Report, places: Sequence[float]) -> None:

@@ -52,7 +52,7 @@ def format_screen(report: Report, places: Places) -> tuple[str, ...]:
         Block(step_time, rank=3),
     ]
     below = [
-        Block(tuple(_notes(report, places, doubt=doubt, has_advice=bool(advised))), rank=1),
+        Block(tuple(_notes(report, doubt=doubt, has_advice=bool(advised))), rank=1),
         Block(format_places(places)),
     ]
     tables = iter_tables(report, places) if has_table else [(Block(()), Block(()))]
@@ -126,23 +126,22 @@ def _reference(report: Report, outcome: Outcome) -> Iterator[str]:
             yield from wrap(compare_rows(report.main, row))
 
 
-def _notes(report: Report, places: Places, *, doubt: Doubt | None, has_advice: bool) -> Iterator[str]:
+def _notes(report: Report, *, doubt: Doubt | None, has_advice: bool) -> Iterator[str]:
     """Yield notes that change what a reader would do, the most important first."""
     main = report.main
     notes = [f"{note[0].upper()}{note[1:]}." for note in main.data_notes]
     has_wide = any(row.ratio is not None and is_wide(row.ratio) for row in report.rows)
     if doubt is None and has_wide and main.other_cores is not None and main.other_cores > BUSY:
         notes.append(
-            f"Other processes used {main.other_cores:.1f} CPU cores during the measurement. Measure again on an idle "
-            f"machine for narrower intervals:\npipeline benchmark {places.run}"
+            f"Other processes used {main.other_cores:.1f} CPU cores during the measurement. Train again on an "
+            "idle machine for narrower intervals."
         )
     others = (one for one in report.advice if not (one.measured and one.overrides))  # which is behind USE
     if doubt is None and (other := next(others, None)) and (other.measured or not has_advice):
         (line,) = format_advice([other])
         notes.append(f"{line[0].upper()}{line[1:]}")
     for note in notes[:_MOST_NOTES]:
-        for line in note.split("\n"):  # a command is not wrapped into a text
-            yield from wrap(line)
+        yield from wrap(note)
 
 
 def _format_quick(report: Report, places: Places) -> tuple[str, ...]:

@@ -23,10 +23,12 @@ def format_doubt(doubt: Doubt | None, places: Places) -> Iterator[str]:
         return
     yield from label("REASON", doubt.reason)
     if doubt.command:
-        file = next(iter(shlex.split(places.command)[2:]), "FILE")
-        words = {"RUN": places.run, "FILE": file}
+        verb, _, *settings = doubt.command.split()
+        given = shlex.split(places.command)[2:] or ["FILE"]
+        taken = {word.partition("=")[0] for word in settings}
+        kept = [word for word in given if word.partition("=")[0] not in taken] if verb == "run" else given[:1]
         yield from label("NEXT", doubt.remedy)
-        yield from label_command("", ["pipeline", *(words.get(word, word) for word in doubt.command.split())])
+        yield from label_command("", ["pipeline", verb, *map(shlex.quote, kept), *settings])
 
 
 def format_invalid(outcome: Outcome, places: Places) -> Iterator[str]:

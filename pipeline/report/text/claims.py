@@ -33,7 +33,7 @@ class Doubt(NamedTuple):
     remedy: str = ""
     """Action of the user; empty if there is none."""
     command: str = ""
-    """Words that measure again, with RUN or FILE, e.g. "benchmark RUN --time-budget 120"; empty if there are none."""
+    """Words that measure again, with FILE, e.g. "benchmark FILE --repeats 5"; empty if there are none."""
 
 
 def classify_speedup(row: Row, baseline: Row) -> Outcome:
@@ -142,14 +142,13 @@ def explain_doubt(row: Row, *, main: Row, baseline: Row) -> Doubt:
         reason = f"Only {size} rounds fit into benchmark.time_budget_s (they took {duration(main.slots_s)})"
     elif pairs is None and is_wide(row.ratio):
         reason = "The machine was too busy with other work"
-    stop = "Stop them, or measure" if is_busy else "Measure"
-    longer_s = math.ceil(max(_LEAST_S, main.slots_s * pairs / size) / 10) * 10 if pairs is not None else math.inf
-    if longer_s > LONGEST_S:
+    again = "Stop them, train again" if is_busy else "Train again"
+    if pairs is None or (longer_s := math.ceil(max(_LEAST_S, main.slots_s * pairs / size) / 10) * 10) > LONGEST_S:
         if is_busy or is_wide(row.ratio):
-            again = "Stop them, and measure" if is_busy else "Measure"
-            return Doubt(reason, f"{again} again on an idle machine:", "benchmark RUN")
+            return Doubt(reason, f"{again} on an idle machine:", "run FILE")
         return Doubt("The speedup is too close to 1x to measure on this machine")
-    return Doubt(reason, f"{stop} longer (about {duration(longer_s)}):", f"benchmark RUN --time-budget {longer_s}")
+    command = f"run FILE benchmark.rounds={max(pairs, estimates.LEAST_PAIRS)} benchmark.time_budget_s={longer_s}"
+    return Doubt(reason, f"{again} and measure longer (about {duration(longer_s)}):", command)
 
 
 def _explain_missing_interval(row: Row, baseline: Row) -> Doubt:

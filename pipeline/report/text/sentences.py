@@ -147,12 +147,7 @@ def _iter_doubts_of_measurement(rows: Sequence[Row], *, main: Row) -> Iterator[s
             f"Other processes used {main.other_cores:.1f} CPU cores during the measurement. An idle machine gives a "
             "narrower interval."
         )
-    if any(row.scaling == "weak" for row in rows):
-        yield (
-            "Weak scaling: the batch size per worker is constant, so the global batch size grows with the number of "
-            "workers. Losses are not comparable with the baseline's."
-        )
-    if any(row.scaling == "strong" and row.global_batch_size != rows[0].global_batch_size for row in rows):
+    if any(row.global_batch_size != rows[0].global_batch_size for row in rows):
         yield (
             "Other batch sizes: the global batch size is the batch size per device times the number of devices and of "
             "micro-batches. Losses are not comparable with the baseline's."
