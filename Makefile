@@ -7,8 +7,12 @@ EXPERIMENT ?= experiments/resnet.yaml
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 ALL := $(VENV)/.installed-all
-GATE := lint unit contract replay journeys
-REST := integration faults cluster docs templates fuzz docker browser gpu
+# MISSING_PACKAGES_FAIL: make has installed what tests import, see tests/support/packages.py.
+PYTEST := MISSING_PACKAGES_FAIL=1 GPU_REHEARSAL=1 $(BIN)/python -m pytest
+# Tests mostly wait for processes, so three at a time; tests of one file share what is costly.
+SPREAD := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+SYSTEM := tests/system tests/journeys tests/contract tests/replay
+SLOW ?= tests/integration tests/faults tests/cluster tests/docs tests/templates tests/docker tests/browser tests/gpu
 
 .DEFAULT_GOAL := help
 
@@ -21,20 +25,23 @@ run: $(RUNS)  ## Install, then run the main experiment: ResNet-18, two DDP worke
 ui: $(RUNS)  ## Browse the results in the MLflow UI on loopback
 	$(BIN)/pipeline ui
 
-test: $(STAMP)  ## Everything that a change must pass, in five minutes on two cores: lint, unit, contract, replay, journeys
-	@$(BIN)/python tests/tiers.py $(GATE)
+test: $(STAMP)  ## Everything that a change must pass, in five minutes on two cores: lint, unit, system
+	@$(PYTEST) $(SPREAD) $(SYSTEM) tests/unit
 
 lint: $(STAMP)  ## Format, style, types and layers alone, in half a minute
-	@$(BIN)/python tests/tiers.py lint
+	@$(PYTEST) tests/system/test_lint.py
 
-test-all: $(ALL)  ## What make test has no time for, part by part; make test-faults and so on run one of them
-	@$(BIN)/python tests/tiers.py $(REST)
+test-unit: $(STAMP)
+	@$(PYTEST) $(SPREAD) tests/unit
 
-test-unit test-contract test-replay test-journeys: $(STAMP)
-	@$(BIN)/python tests/tiers.py $(@:test-%=%)
+test-system: $(STAMP)
+	@$(PYTEST) $(SPREAD) $(SYSTEM)
 
-test-integration test-faults test-cluster test-docs test-templates test-fuzz test-gpu: $(ALL)
-	@$(BIN)/python tests/tiers.py $(@:test-%=%)
+test-slow: $(ALL)  ## What make test has no time for, hours; SLOW=tests/faults runs a part
+	@$(PYTEST) $(SLOW)
+
+test-fuzz: $(STAMP)  ## The fuzz tests with more and new examples
+	@HYPOTHESIS_PROFILE=default $(PYTEST) $(SPREAD) -k fuzz tests/unit
 
 test-mutation: $(STAMP)  ## Put faults into a copy of the tree, one at a time, and say which test of make test noticed; ten minutes
 	@$(BIN)/python tests/mutations/run.py $(FAULTS)
@@ -44,11 +51,11 @@ test-versions: $(STAMP)  ## Run contract and journeys with other versions; gigab
 
 test-docker: $(STAMP)  ## Build the images, run an experiment on the compose cluster and kill a worker; needs Docker
 	docker info --format 'Docker {{.ServerVersion}}'
-	@$(BIN)/python tests/tiers.py docker
+	@$(PYTEST) tests/docker
 
 test-browser: $(STAMP)  ## Look at the MLflow UI and the report in Chromium; screenshots in browser-screenshots/
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || { echo "no chromium here; install it: apt-get install --yes chromium"; exit 1; }
-	@$(BIN)/python tests/tiers.py browser
+	@$(PYTEST) tests/browser
 
 cluster-env:  ## Draw the secrets of the compose cluster into docker/.env; those that are there stay
 	@docker/create-env.sh docker/.env
@@ -108,7 +115,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(ALL): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[dev,test-all]'
+	$(INSTALL) '.[dev,test-slow]'
 	touch $(ALL) $(STAMP) $(RUNS)
 
-.PHONY: help run ui lint test test-all test-mutation test-versions test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-all gpu gpu-bundle schema docs install clean
+.PHONY: help run ui lint test test-unit test-system test-slow test-fuzz test-mutation test-versions test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-all gpu gpu-bundle schema docs install clean

@@ -1,10 +1,22 @@
 """What the tests share stands in tests/support."""
 
 import gc
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+TIERS = {"unit": "unit", "system": "system", "contract": "system", "journeys": "system", "replay": "system"}
+"""Tier of the tests in a folder; all others are slow."""
 
 pytest_plugins = [
     "leaks", "cost", "groups", "command", "launched", "census", "recordings", "attempts", "s3", "baking", "packages",
 ]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(TIERS.get(item.path.relative_to(TESTS).parts[0], "slow"))
 
 
 def pytest_collection_finish() -> None:

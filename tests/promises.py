@@ -2,7 +2,7 @@
 
     python tests/promises.py > tests/PROMISES.md
 
-Tests in `unit`, `contract`, `replay` and `journeys` are `make test`; the others are `make test-all`.
+Tests in `unit`, `system`, `contract`, `replay` and `journeys` are `make test`; the others are `make test-slow`.
 """
 
 import re

@@ -12,6 +12,7 @@ Python is one of PATH: python3.13.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-import tiers
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -41,6 +41,9 @@ TOOLS = [
 ]  # fmt: skip
 """Packages that these tests need, in any release; others would narrow what can be installed beside them."""
 PATH = os.environ["PATH"]
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+CLOSING = re.compile(r"^=+ (.+) in [\d.]+s.* =+$", re.MULTILINE)
+"""The line that pytest closes with: "9 passed, 1 skipped"."""
 
 
 def lower(requirement: Requirement) -> str:
@@ -120,17 +123,28 @@ def tried(cell: Cell, tests: Sequence[str]) -> Environment:
             return Environment(date=date, not_run=f"it can't be installed: {said[-1].strip()}")
         versions = installed(python)
         print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
-        os.environ["PATH"] = os.pathsep.join([str(python.parent), PATH])
+        os.environ |= {"PATH": os.pathsep.join([str(python.parent), PATH]), "MISSING_PACKAGES_FAIL": "1"}
         # Other releases warn of other things; the tests that are pinned hold that there are no warnings.
         # Ray by its public interface takes longer to start each training.
         options = ("-o", "filterwarnings=ignore", "-o", "timeout=600")
-        ran = [tier for name in tests for tier in tiers.run_folders([name], *options, python=str(python))]
+        printed = {name: run_tests(python, f"tests/{name}", *options) for name in tests}
     return Environment(
         date=date,
         versions=versions,
-        tests={tier.name: tiers.told(tier.counts) for tier in ran},
-        failed=tuple(failure.partition(" ")[2] for tier in ran for failure in tier.failures),
+        tests={name: CLOSING.findall(text)[-1] for name, text in printed.items()},
+        failed=tuple(test for text in printed.values() for test in FAILED.findall(text)),
     )
+
+
+def run_tests(python: Path, folder: str, *options: str) -> str:
+    """Run the tests of a folder in an environment; return what pytest printed."""
+    spread = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
+    line = [python, "-m", "pytest", folder, *spread, *options]
+    done = subprocess.run(line, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    print(done.stdout, flush=True)
+    if done.returncode not in (0, 1):  # 1: tests failed
+        raise SystemExit(f"pytest {folder} ended with exit code {done.returncode}")
+    return done.stdout
 
 
 def interpreter(release: str) -> str | None:

@@ -1,8 +1,8 @@
-"""Test the tests: put a fault into a copy of the tree, see which tier notices, and take it out again, fault by fault.
+"""Test the tests: put a fault into a copy of the tree, see which tests notice, and take it out again, fault by fault.
 
     python tests/mutations/run.py [NAME]...      all of faults.py, or those whose name has such a part
 
-For each fault the tests that most likely notice come first, then the tiers of `make test`; the first failure ends it.
+For each fault the tests that most likely notice come first, then all of `make test`; the first failure ends it.
 The exit code is 1 if a fault no longer applies, or too many are noticed by nobody.
 """
 
@@ -19,7 +19,9 @@ from typing import NamedTuple
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
-TIERS = ("lint", "unit", "contract", "replay", "journeys")
+TESTS = tuple(f"tests/{folder}" for folder in ("system", "unit", "contract", "replay", "journeys"))
+"""What `make test` runs, the quickest first."""
+SPREAD = ("--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder")
 WANTED = 28 / 30
 """The part of the faults that `make test` must notice."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
@@ -31,10 +33,6 @@ class Noticed(NamedTuple):
     fault: Fault
     test: str
     seconds: float
-
-    @property
-    def tier(self) -> str:
-        return self.test.split("/")[1] if self.test.startswith("tests/") else self.test and "lint"
 
 
 class Tree:
@@ -67,13 +65,13 @@ class Tree:
     def notices(self, fault: Fault) -> str:
         """The first test that notices a fault; empty if none does."""
         likely = (self.failure("-m", "pytest", each) for each in fault.first)
-        return next(filter(None, likely), "") or next(filter(None, map(self._noticing, TIERS)), "")
+        return next(filter(None, likely), "") or next(filter(None, map(self._noticing, TESTS)), "")
 
-    def _noticing(self, tier: str) -> str:
-        """The first test of a tier that fails, and fails again: one that fails now and then has noticed nothing."""
+    def _noticing(self, folder: str) -> str:
+        """The first test of a folder that fails, and fails again: one that fails now and then has noticed nothing."""
         for _ in range(2):
-            test = self.failure("tests/tiers.py", tier)
-            if not test.startswith("tests/") or self.failure("-m", "pytest", test):
+            test = self.failure("-m", "pytest", *SPREAD, folder)
+            if not test or self.failure("-m", "pytest", test):
                 return test
         return ""
 
@@ -88,7 +86,7 @@ class Tree:
         finally:
             path.write_text(whole, encoding="utf-8")
         seconds = time.monotonic() - began
-        if test.startswith("tests/") and self.failure("-m", "pytest", test):
+        if test and self.failure("-m", "pytest", test):
             raise SystemExit(f"{fault.name}: {test} fails without it, too; mend that first")
         return Noticed(fault, test, seconds)
 
@@ -134,7 +132,7 @@ def main(words: list[str]) -> int:
 
 def told(one: Noticed) -> str:
     """A line of the table."""
-    return f"{one.fault.name:<55} {one.tier or '-':<9} {one.seconds:5.0f} s  {one.test.rpartition('/')[2]}"
+    return f"{one.fault.name:<55} {one.seconds:5.0f} s  {one.test.removeprefix('tests/') or '-'}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 VARIABLE = "MISSING_PACKAGES_FAIL"
-"""In the environment if `tests/tiers.py` runs the tests."""
+"""In the environment if make runs the tests."""
 UNPINNED = ("torchvision", "litdata")
 """Packages that make doesn't install: each build of torch needs another build of torchvision, which pip doesn't
 consider, and LitData requires torchvision. With the wrong build, importing transformers fails."""
@@ -38,4 +38,4 @@ def _import(name: str, *arguments: Any, **options: Any) -> Any:
 
 def _fail_if_installed_by_make(package: str, message: str) -> None:
     if VARIABLE in os.environ and package not in UNPINNED:
-        pytest.fail(f"{message}. make test-all installs it: test-all in pyproject.toml", pytrace=False)
+        pytest.fail(f"{message}. make test-slow installs it: test-slow in pyproject.toml", pytrace=False)
