@@ -2,10 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
-
-from ray.train import ScalingConfig
 
 from pipeline.cluster.checks import NodeChecks
 from pipeline.cluster.code import Code
@@ -17,7 +14,6 @@ from pipeline.protocol.trial import Trial
 
 _NODE_ID = "ray.io/node-id"
 """Label that Ray gives each node."""
-_CAN_LEAVE_OUT = any(field.name == "label_selector" for field in fields(ScalingConfig))  # from Ray 2.53 on
 
 
 class Check(NamedTuple):
@@ -52,7 +48,7 @@ class FitNodes:
             needs_room: False if nodes can be added, so that there may be too few now.
 
         Raises:
-            ResourceError: a node has to be left out, and the others are too few, or Ray can't leave it out.
+            ResourceError: a node has to be left out, and the others are too few.
         """
         with self._lock:
             is_first = self._is_first
@@ -66,10 +62,9 @@ class FitNodes:
             least = trial.experiment.parallel.least_workers if trial.is_elastic else trial.workers
             has_room = not (is_first and needs_room) or total_capacity(trial, self.records()) >= least
             unfit = self._find_excluded() & self._unfit.keys()
-            if unfit and not (has_room and _CAN_LEAVE_OUT):
-                reason = "" if _CAN_LEAVE_OUT else ", and Ray before 2.53 can't leave nodes out"
+            if unfit and not has_room:
                 found = format_unfit(self._unfit[node] for node in unfit)
-                raise ResourceError("\n".join([f"nodes of the cluster can't run workers{reason}:", *found]))
+                raise ResourceError("\n".join(["nodes of the cluster can't run workers:", *found]))
 
     def poll(self, check: Check) -> list[dict[str, Any]]:
         """Return Ray's records of the nodes that can have workers now; start to check new ones, without waiting."""
@@ -98,7 +93,7 @@ class FitNodes:
     def selector(self) -> dict[str, str]:
         """Return the labels by which Ray places workers on these nodes only; empty if no other has room for one."""
         excluded = self._find_excluded()
-        return {_NODE_ID: f"!in({','.join(sorted(excluded))})"} if excluded and _CAN_LEAVE_OUT else {}
+        return {_NODE_ID: f"!in({','.join(sorted(excluded))})"} if excluded else {}
 
     def _find_excluded(self) -> set[str]:
         """Return nodes that have room for a worker, but didn't pass, or weren't checked yet."""

@@ -145,13 +145,6 @@ def test_only_too_little_room_is_refused(cluster: Cluster, workers: tuple[int, .
         fit(cluster).check(cluster.check(*workers))
 
 
-def test_a_release_that_cannot_leave_nodes_out_is_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_nodes, "_CAN_LEAVE_OUT", False)
-    cluster.answers = {"b": None}
-    with pytest.raises(ResourceError, match=r"run workers, and Ray before 2\.53 can't leave nodes out:"):
-        fit(cluster).check(cluster.check(1))
-
-
 def test_a_new_node_counts_once_it_has_passed_all_checks(cluster: Cluster) -> None:
     """While the training runs nothing waits for it, and an unfit one doesn't end the training."""
     fitting = fit(cluster)
