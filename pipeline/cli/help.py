@@ -32,7 +32,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "Look at results": {
-        "list": ("pipeline list", "pipeline list --sort validation/accuracy"),
+        "list": ("pipeline list", "pipeline list --all"),
         "show": ("pipeline show latest", "pipeline show latest --full"),
         "compare": (
             "pipeline compare experiments/mlp.yaml --vary optimizer.lr=0.1,0.05 --seeds 5",
@@ -41,8 +41,8 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ui": ("pipeline ui", "pipeline ui --port 5001 --store sqlite:////data/mlflow.db"),
         "sync": ("pipeline sync latest", "pipeline sync latest --to http://localhost:5000"),
         "remove": (
-            "pipeline remove --failed --older-than 30d",
-            "pipeline remove --keep-best 5 --by validation/accuracy",
+            "pipeline remove 22af 0eb4",
+            "pipeline remove --failed",
         ),
     },
     "Run on a cluster": {

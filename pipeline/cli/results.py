@@ -1,7 +1,6 @@
 """Commands that show and send the results of runs."""
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,14 +30,6 @@ Directory = Annotated[
 def list_(
     *,
     directory: Directory = Path("runs"),
-    sort: Annotated[
-        str,
-        typer.Option(
-            metavar="[-]NAME",
-            show_default=False,
-            help="Sort by a column or a metric, e.g. validation/accuracy. Prefix - to sort in descending order.",
-        ),
-    ] = "",
     every: Annotated[bool, typer.Option("--all", help="Also list runs that ended before their first step.")] = False,
     as_json: Json = False,
     quiet: IdsOnly = False,
@@ -49,19 +40,17 @@ def list_(
     import rich.console
     from pydantic import TypeAdapter
 
-    from pipeline.commands.history.run_list import show_runs, sorted_runs
+    from pipeline.commands.history.run_list import show_runs
     from pipeline.recording.journal import runs
     from pipeline.recording.journal.run_summary import RunSummary
 
     found = list(runs.summaries(directory, with_unstarted=every))
-    if sort and found:
-        found = sorted_runs(found, sort)
     if as_json:
         typer.echo(TypeAdapter(list[RunSummary]).dump_json(found, indent=2).decode())
     elif quiet:
         typer.echo("".join(f"{run.run}\n" for run in found), nl=False)
     elif found:
-        show_runs(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False), by=sort)
+        show_runs(found, now=datetime.now(UTC), console=rich.console.Console(highlight=False))
     elif runs.folders(directory) and not every:
         typer.echo(f"{directory}: each run ended before its first step. List them with --all.", err=True)
     else:
@@ -75,13 +64,12 @@ def show(
     full: Annotated[bool, typer.Option("--full", help="Print the full report: all tables, notes and links.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the result of a run, or the progress of a run that has not ended."""
+    """Show the result of a run, or how far a running run is."""
     import rich.console
 
     from pipeline.commands.ending import print_result
-    from pipeline.commands.history import running
     from pipeline.commands.history.evaluations import evaluations, line
-    from pipeline.commands.history.run_result import result_of
+    from pipeline.commands.history.run_result import format_progress, result_of
     from pipeline.recording.journal.run_summary import data_of
     from pipeline.recording.mlflow.outcome import places_of
     from pipeline.recording.terminal.console import print_report
@@ -89,19 +77,15 @@ def show(
 
     console = rich.console.Console(highlight=False)
     summary = summary_of(run, directory)
-    if summary.status == "RUNNING":
-        progress = running.RecordedProgress(summary.folder)
-        if as_json:
-            typer.echo(progress.state(time.time()).model_dump_json(indent=2))
-            return
-        console.print(running.format_progress(progress, console=console), style="cyan", soft_wrap=True)
     result = result_of(summary)
     if as_json and result is None:
         raise UsageError(f"{summary.folder}: {_state(summary)}, so it has no result")
     if as_json and result is not None:
         typer.echo(result.to_json())
         return
-    if summary.status not in ("FINISHED", "RUNNING"):
+    if summary.status == "RUNNING":
+        write(console, f"{summary.run}: {format_progress(summary.folder)}", style="cyan")
+    elif summary.status != "FINISHED":
         write(console, f"{summary.run}: {_state(summary)}", style="yellow")
     if result is not None and full:
         print_report(result.report, stdout=console)
@@ -168,42 +152,24 @@ def remove(
     failed: Annotated[
         bool, typer.Option("--failed", help="Remove runs that failed, also before their first step.")
     ] = False,
-    older_than: Annotated[
-        str | None,
-        typer.Option(metavar="AGE", show_default=False, help="Remove runs that ended before, e.g. 12h, 30d."),
-    ] = None,
-    keep_best: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, show_default=False, help="Remove all but the N best runs of each experiment, with --by."
-        ),
-    ] = None,
-    by: Annotated[
-        str | None,
-        typer.Option(metavar="METRIC", show_default=False, help="Metric of --keep-best, e.g. validation/accuracy."),
-    ] = None,
     keep_mlflow: Annotated[bool, typer.Option("--keep-mlflow", help="Keep the runs in MLflow.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     directory: Directory = Path("runs"),
 ) -> None:
-    """Remove runs: their folders, and their runs in MLflow, which can be restored there. Options combine."""
+    """Remove runs: their folders, and their runs in MLflow, which can be restored there."""
     from pipeline.commands.history import removal
 
-    has_options = failed or older_than is not None or keep_best is not None or by is not None
-    if bool(names) == has_options:
-        raise UsageError("pipeline remove: name runs, or use --failed, --older-than or --keep-best; not both")
-    if (keep_best is None) != (by is None):
-        raise UsageError(
-            "pipeline remove: --keep-best and --by belong together, e.g. --keep-best 5 --by validation/loss"
-        )
-    if names:
-        chosen = removal.choose_named(names, directory)
-    else:
-        chosen = removal.choose_where(directory, failed=failed, older_than=older_than, keep_best=keep_best, by=by)
+    if bool(names) == failed:
+        raise UsageError("pipeline remove: name runs, or use --failed; not both")
+    chosen = removal.choose_named(names, directory) if names else removal.choose_failed(directory)
     if not chosen:
         typer.echo(f"{directory}: no run matches, so nothing is removed")
         return
-    typer.echo(removal.describe_chosen(chosen, keep_mlflow=keep_mlflow))
+    typer.echo("".join(f"{folder.name}\n" for folder in chosen), nl=False)
+    also = (
+        "MLflow keeps its runs." if keep_mlflow else "Their runs in MLflow are deleted too. They can be restored there."
+    )
+    typer.echo(also)
     if not yes and not sys.stdin.isatty():
         raise UsageError("nothing is removed: the question can't be answered here. Use --yes.")
     try:
@@ -212,8 +178,8 @@ def remove(
             return
     except typer.Abort:
         raise Interrupted("nothing is removed") from None
-    for one in removal.remove(chosen, keep_mlflow=keep_mlflow):
-        typer.echo(f"removed {one.folder.name}")
+    for folder in removal.remove(chosen, keep_mlflow=keep_mlflow):
+        typer.echo(f"removed {folder.name}")
 
 
 def _store(to: str) -> str:
@@ -265,5 +231,5 @@ def _state(run: "RunSummary") -> str:
     """Describe the state of a run that hasn't finished."""
     if run.status == "STOPPED":
         return f"it was {run.message}"
-    became = "failed" if run.status == "FAILED" else f"was {run.status.lower()}"
+    became = {"FAILED": "failed", "RUNNING": "is running"}.get(run.status, f"was {run.status.lower()}")
     return f"it {became}" + (f": {run.message}" if run.message else "")

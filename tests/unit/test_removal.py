@@ -37,10 +37,8 @@ def run(
     return folder
 
 
-def where(directory: Path, *, failed: bool = False, older_than: str | None = None, **best: object) -> list[str]:
-    given = {"keep_best": None, "by": None, **best}
-    chosen = removal.choose_where(directory, failed=failed, older_than=older_than, **given)  # type: ignore[arg-type]
-    return [one.folder.name for one in chosen]
+def failed(directory: Path) -> list[str]:
+    return [folder.name for folder in removal.choose_failed(directory)]
 
 
 @pytest.fixture
@@ -56,36 +54,18 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_options_combine(runs: Path) -> None:
-    assert where(runs, failed=True) == ["2", "3", "7"]
-    assert where(runs, older_than="30d") == ["1", "2"]
-    assert where(runs, older_than="30d", failed=True) == ["2"]
-    assert where(runs, older_than="1000h") == []
-
-
-def test_the_best_of_each_experiment_stay(runs: Path) -> None:
-    assert where(runs, keep_best=2, by="validation/accuracy") == ["1", "2", "3"]
-    assert where(runs, keep_best=2, by="accuracy", failed=True) == ["2", "3"]
-    with pytest.raises(
-        UsageError, match="--by acuracy: no run that has ended has this metric; metrics are validation/accuracy"
-    ):
-        where(runs, keep_best=2, by="acuracy")
-
-
-@pytest.mark.parametrize("age", ["30", "d", "-3d", "3 days", "9" * 30 + "d"])
-def test_an_age_has_a_unit(runs: Path, age: str) -> None:
-    with pytest.raises(UsageError, match=r"^--older-than .* e\.g\. .*30d"):
-        where(runs, older_than=age)
+def test_failed_runs_are_chosen_also_those_that_never_started(runs: Path) -> None:
+    assert failed(runs) == ["2", "3", "7"]
 
 
 def test_a_running_run_is_never_removed(runs: Path) -> None:
-    meant = removal.choose_where(runs, failed=True, older_than=None, keep_best=None, by=None)
+    meant = removal.choose_failed(runs)
     with closing(Recorder(runs / "3", subscribers=[])):  # it was resumed after the question
-        assert where(runs, failed=True) == ["2", "7"]
+        assert failed(runs) == ["2", "7"]
         with pytest.raises(UsageError, match="3: this run is running, so it is not removed"):
             removal.choose_named(["3"], runs)
         gone = removal.remove(meant, keep_mlflow=True)
-        assert next(gone).folder.name == "2"
+        assert next(gone).name == "2"
         with pytest.raises(UsageError, match="3: this run is running"):
             next(gone)
         assert is_listed(runs / "3")
@@ -99,17 +79,20 @@ def test_a_sweep_is_removed_as_a_whole(runs: Path) -> None:
         removal.choose_named(["8/trial-001"], runs)
     with closing(Recorder(trial, subscribers=[])), pytest.raises(UsageError, match="8: this run is running"):
         removal.choose_named(["8"], runs)
-    (chosen,) = removal.choose_named(["8", str(sweep)], runs)
-    assert (chosen.trials, chosen.size) == (1, sum(path.stat().st_size for path in sweep.rglob("*") if path.is_file()))
-    assert removal.describe_chosen([chosen], keep_mlflow=True).startswith("8  FINISHED, with 1 trial  ")
-    assert list(removal.remove([chosen], keep_mlflow=True)) == [chosen]
+    chosen = removal.choose_named(["8", str(sweep)], runs)
+    assert list(removal.remove(chosen, keep_mlflow=True)) == [sweep]
     assert not sweep.exists()
 
 
-def test_a_link_to_a_run_is_not_counted_as_a_run(runs: Path) -> None:
-    (runs / "9").symlink_to(runs / "1", target_is_directory=True)
-    assert where(runs, keep_best=2, by="validation/accuracy") == ["1", "2", "3"]
-    assert "9" not in where(runs, older_than="30d")
+def test_of_a_link_only_the_link_is_removed(runs: Path) -> None:
+    for name in ("1", "2"):
+        (runs / f"link-{name}").symlink_to(runs / name, target_is_directory=True)
+    assert failed(runs) == ["2", "3", "7"]
+    outcome = removal.TrackingOutcome(run_id="a", experiment_id="1", delivered=True, uri=f"sqlite:///{runs}/away.db")
+    outcome.keep(runs / "1")
+    assert list(removal.remove(removal.choose_named(["link-1"], runs), keep_mlflow=False)) == [runs / "link-1"]
+    assert not (runs / "link-1").is_symlink()
+    assert is_listed(runs / "1")
 
 
 def test_a_folder_stays_if_its_store_is_not_there(runs: Path) -> None:
@@ -134,10 +117,3 @@ def test_a_folder_stays_if_mlflow_refuses(runs: Path, monkeypatch: pytest.Monkey
     assert "secret" not in str(refused.value)
     assert (runs / "1").exists()
     assert len(list(removal.remove(chosen, keep_mlflow=True))) == 1
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_840_000, "2.8 MB"), (5e15, "5000.0 TB")]
-)
-def test_sizes(number: float, text: str) -> None:
-    assert removal.format_size(number) == text

@@ -15,7 +15,7 @@ from samples import finished, report, spread
 
 from pipeline.commands.compare.compared_figures import ComparedFigures, Figure
 from pipeline.commands.compare.difference import difference, show_difference
-from pipeline.commands.history.run_list import ago, show_runs, sorted_runs
+from pipeline.commands.history.run_list import ago, show_runs
 from pipeline.config.renamed import NUMBERS
 from pipeline.errors import UsageError
 from pipeline.protocol.events import WEIGHTS, Metrics, Point, RunClosed, RunOpened
@@ -70,11 +70,10 @@ def console_of(width: int, *, is_terminal: bool = True) -> rich.console.Console:
     return rich.console.Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
 
 
-def shown(width: int, directory: Path, *, ago_s: float = 7200, is_terminal: bool = True, by: str = "") -> list[str]:
+def shown(width: int, directory: Path, *, ago_s: float = 7200, is_terminal: bool = True) -> list[str]:
     console = console_of(width, is_terminal=is_terminal)
     now = datetime.fromtimestamp(BEGAN + ago_s, UTC)
-    found = list(runs.summaries(directory))
-    show_runs(sorted_runs(found, by) if by else found, now=now, console=console, by=by)
+    show_runs(list(runs.summaries(directory)), now=now, console=console)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -197,25 +196,6 @@ def test_a_terminal_shows_no_column_without_values(tmp_path: Path) -> None:
         "run", "experiment", "what", "status", "samples/s", "duration", "began"
     ]  # fmt: skip
     assert shown(100, tmp_path, is_terminal=False)[0].split()[-3:] == ["duration", "speedup", "began"]
-
-
-def test_runs_are_sorted_by_what_is_asked_and_those_without_it_are_last(tmp_path: Path) -> None:
-    for name, value, rate in (("a", 0.9, 300.0), ("b", None, 100.0), ("c", 0.7, 200.0), ("d", float("nan"), 50.0)):
-        metrics = {} if value is None else {"validation/accuracy": value, "validation/loss": 1 - value}
-        run(tmp_path, f"20260301-120000-{name}", metrics=metrics, rate=rate)
-    found = list(runs.summaries(tmp_path))
-
-    def order(by: str) -> str:
-        return "".join(summary.run[-1] for summary in sorted_runs(found, by))
-
-    assert [order(by) for by in ("validation/accuracy", "accuracy", "-accuracy")] == ["cabd", "cabd", "acbd"]
-    assert [order(by) for by in ("loss", "-loss", "metric")] == ["acbd", "cabd", "cabd"]
-    assert [order(by) for by in ("samples/s", "-samples/s", "-run")] == ["dbca", "acbd", "dcba"]
-    assert "loss 0.3" in " ".join(shown(160, tmp_path, by="loss"))  # the metric that it is sorted by
-    with pytest.raises(UsageError, match=r"--sort acuracy: no run has acuracy; did you mean accuracy"):
-        sorted_runs(found, "acuracy")
-    with pytest.raises(UsageError, match=r"no run has xyz; sort by run, experiment, .*, validation/accuracy"):
-        sorted_runs(found, "xyz")
 
 
 def test_a_killed_run_has_the_metrics_of_its_last_evaluation(tmp_path: Path) -> None:

@@ -139,7 +139,6 @@ def test_validation_names_the_best_so_far_and_the_epoch_of_an_old_value() -> Non
     assert list(after(first, second, third).validation()) == [
         "validation/accuracy 0.92", "best 0.93 (epoch 2)", "validation/loss 0.7", "best 0.5 (epoch 1)"
     ]  # fmt: skip
-    assert after(first, second, third).best() == ("validation/accuracy", (0.93, 2))
 
 
 def test_the_values_of_a_large_matrix_are_counted() -> None:

@@ -1,6 +1,6 @@
-"""``pipeline list``: runs in any order, as a table that is fitted to the terminal."""
+"""``pipeline list``: runs as a table that is fitted to the terminal."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -8,30 +8,17 @@ import rich.console
 from rich.text import Text
 
 from pipeline.config.reported import PREFIX
-from pipeline.errors import UsageError
-from pipeline.recording.journal.run_summary import RunSummary, is_number, value_of
+from pipeline.recording.journal.run_summary import RunSummary
 from pipeline.recording.terminal.terminal import listing, print_table, width_of
 from pipeline.report.text.claims import NOT_VALID
 from pipeline.report.text.ratios import ends_of, times
-from pipeline.wording import did_you_mean, duration, figure
+from pipeline.wording import duration, figure
 
 _STYLES = {"RUNNING": "cyan", "FAILED": "red", "KILLED": "yellow"}
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 _NONE = "-"
 _IN_THE_ID = ("experiment", "began")
 """Columns that a terminal too narrow for them misses least: ids hold the name and the time."""
-_SORTS: Mapping[str, Callable[[RunSummary], str | float | None]] = {
-    "run": lambda run: run.run,
-    "experiment": lambda run: run.experiment,
-    "what": lambda run: run.what,
-    "status": lambda run: run.status,
-    "metric": lambda run: run.metrics.get(run.metric),
-    "samples/s": lambda run: run.samples_per_second,
-    "speedup": lambda run: run.speedup,
-    "duration": lambda run: run.seconds,
-    "began": lambda run: run.began.timestamp(),
-}
-"""Values to sort by, by column."""
 
 
 class _Column(NamedTuple):
@@ -40,33 +27,13 @@ class _Column(NamedTuple):
     is_figure: bool = False
 
 
-def sorted_runs(runs: Sequence[RunSummary], by: str) -> list[RunSummary]:
-    """Return the runs by a column or a metric, the smallest first, or the largest with "-" before its name.
-
-    Runs without that value are last.
-
-    Raises:
-        UsageError: no run has such a value.
-    """
-    name = by.removeprefix("-")
-    value = _SORTS.get(name) or _metric_of(runs, name)
-    if value is None:
-        metrics = sorted({metric for run in runs for metric in run.metrics})
-        known = [*_SORTS, *metrics]
-        near = did_you_mean(name, [*known, *(metric.removeprefix(PREFIX) for metric in metrics)])
-        raise UsageError(f"--sort {by}: no run has {name}{near or f'; sort by {_listed(known)}'}")
-    valued = [run for run in runs if is_number(value(run))]
-    without = [run for run in runs if not is_number(value(run))]
-    return [*sorted(valued, key=value, reverse=by.startswith("-")), *without]  # type: ignore[arg-type] # all of a type
-
-
-def show_runs(runs: Sequence[RunSummary], *, now: datetime, console: rich.console.Console, by: str = "") -> None:
-    """Print a table of runs, which ``by`` has sorted, if anything.
+def show_runs(runs: Sequence[RunSummary], *, now: datetime, console: rich.console.Console) -> None:
+    """Print a table of runs.
 
     A terminal gets no columns without values. One that is too narrow gets no columns that the id contains, and then two
     lines for each run: an id in a line of its own is never cut.
     """
-    columns = _columns(by=by, now=now)
+    columns = _columns(now=now)
     if console.is_terminal:
         columns = [column for column in columns if any(column.text(run) != _NONE for run in runs)]
         for left_out in ((), _IN_THE_ID[:1], _IN_THE_ID):
@@ -74,7 +41,7 @@ def show_runs(runs: Sequence[RunSummary], *, now: datetime, console: rich.consol
             if width_of(listing(*_parts(fitting, runs)), console) <= console.width:
                 break
         else:
-            _print_in_two_lines(_columns(by=by, now=now, is_narrow=True), runs, console=console)
+            _print_in_two_lines(_columns(now=now, is_narrow=True), runs, console=console)
             return
         columns = fitting
     figures = [column.name for column in columns if column.is_figure]
@@ -87,17 +54,17 @@ def ago(seconds: float) -> str:
     return f"{max(0, int(seconds // size))} {unit} ago"
 
 
-def _columns(*, by: str, now: datetime, is_narrow: bool = False) -> list[_Column]:
+def _columns(*, now: datetime, is_narrow: bool = False) -> list[_Column]:
     def elapsed(run: RunSummary) -> str:
         seconds = (now - run.began).total_seconds() if run.status == "RUNNING" else run.seconds
         return _NONE if seconds is None else duration(seconds)
 
     every = [
-        _Column("run", lambda run: f"  {run.folder.name}" if run.sweep and not by else run.run),
+        _Column("run", lambda run: f"  {run.folder.name}" if run.sweep else run.run),
         _Column("experiment", lambda run: run.experiment),
         _Column("what", lambda run: run.what),
         _Column("status", lambda run: run.status),
-        _Column("metric", lambda run: _metric(run, by=by.removeprefix("-"))),
+        _Column("metric", _metric),
         _Column("samples/s", lambda run: _shown(run.samples_per_second), is_figure=True),
         _Column("duration", elapsed, is_figure=True),
         _Column("speedup", lambda run: _speedup(run, is_narrow=is_narrow)),
@@ -131,16 +98,8 @@ def _print_in_two_lines(
         console.print(Text(lines, style=style), soft_wrap=True)
 
 
-def _metric_of(runs: Sequence[RunSummary], name: str) -> Callable[[RunSummary], float | None] | None:
-    """Return how to get a metric's value, if any run has it."""
-    found = [run for run in runs if value_of(run, name) is not None]
-    return (lambda run: value_of(run, name)) if found else None
-
-
-def _metric(run: RunSummary, *, by: str) -> str:
-    """Format the metric that the list is sorted by, or else the run's own, e.g. "accuracy 0.9861"."""
-    if by not in _SORTS and (value := value_of(run, by)) is not None:
-        return f"{by.removeprefix(PREFIX)} {figure(value)}"
+def _metric(run: RunSummary) -> str:
+    """Format the run's metric, e.g. "accuracy 0.9861"."""
     if run.metric not in run.metrics:
         return _NONE
     return f"{run.metric.removeprefix(PREFIX)} {figure(run.metrics[run.metric])}"
@@ -166,7 +125,3 @@ def _shown(value: float | None) -> str:
 
 def _style(run: RunSummary) -> str:
     return _STYLES.get(run.status, "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

@@ -11,8 +11,10 @@ import rich.console
 from pipeline.commands.history.earlier_result import FILES, read_earlier
 from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
+from pipeline.recording.journal import journal
 from pipeline.recording.journal.run_summary import RunSummary
 from pipeline.recording.terminal.console import Printable, print_report, print_verdict
+from pipeline.recording.terminal.run_progress import RunProgress
 from pipeline.report.compared import FILE_NAME as STUDY_NAME
 from pipeline.report.compared import Compared
 from pipeline.report.report import Report, comparison_json, run_json
@@ -68,6 +70,18 @@ def report_of(run: RunSummary) -> Report | None:
         UsageError: the file is damaged, or was written by an incompatible version.
     """
     return _read(Report, run.folder / REPORT_NAME)
+
+
+def format_progress(folder: Path) -> str:
+    """Return how far a running run is, by its journal."""
+    run = RunProgress()
+    for event in journal.Tail(folder / journal.FILE_NAME).new():
+        run.update(event)
+    progress = run.progress
+    parts = ["running", *([run.trial.title] if run.trial else []), *run.outlook(None)]
+    if progress.started is not None:
+        parts += [*progress.position(), *progress.training(), *progress.logs(), *progress.validation()]
+    return ", ".join(parts)
 
 
 def _read(model: type[Model], path: Path) -> Model | None:

@@ -135,17 +135,6 @@ def summarized(folder: Path) -> RunSummary | None:
     )
 
 
-def value_of(run: RunSummary, metric: str) -> float | None:
-    """Return the value of a metric by its name, with or without "validation/"; None if there is none, or NaN."""
-    value = run.metrics.get(metric, run.metrics.get(f"{PREFIX}{metric}"))
-    return value if is_number(value) else None
-
-
-def is_number(value: object) -> bool:
-    """Return True for a value that can be compared: neither None nor NaN."""
-    return value is not None and not (isinstance(value, float) and math.isnan(value))
-
-
 def _validated(params: Mapping[str, str]) -> list[str]:
     """Return the names of the validation metrics of an experiment, as far as its parameters tell."""
     start, end = _METRIC

@@ -172,10 +172,6 @@ class TrialProgress:
             if best is not None and best != latest:
                 yield f"best {figure(best.value)} (epoch {best.epoch})"
 
-    def best(self) -> tuple[str, Reported] | None:
-        """Return name and best value of the main validation metric; None without one whose direction is known."""
-        return next(((name, self._best[name]) for name in self._validated() if name in self._best), None)
-
     def _validated(self) -> list[str]:
         """Return the names of the validation metrics, the main one first: a known direction, else any but the loss."""
         names = [name for name in self.values if name.startswith(VALIDATION)]
