@@ -27,7 +27,7 @@ _LISTEN_S = 0.5
 _FAREWELL_S = 5.0
 """Seconds that rank 0, which may serve the store, waits until the other ranks know how the run ended."""
 _ALL_INTERFACES = "0.0.0.0"  # noqa: S104 - see `_own_address`
-_SHOWN = 8  # ranks, hosts
+_SHOWN = 8  # ranks
 
 
 class Command(Frozen):
@@ -70,7 +70,6 @@ class OuterGroup:
 
     def publish(self, facts: str) -> None:
         """Send rank 0 facts about this rank."""
-        self._store.set(_node_key(self.node), "")
         self._store.set(f"facts/{self.outer.rank}", facts)
 
     def report_failure(self, message: str) -> None:
@@ -95,15 +94,9 @@ class OuterGroup:
                     f"{self.outer.name} started {self.outer.world_size} processes. {len(missing)} of them did not "
                     f"reach rank 0 on {self.node} within parallel.start_timeout_s ({self._timeout_s:g} s): "
                     f"rank {_join_some(sorted(missing))}"
-                    + (f". No process came from {_join_some(silent)}." if (silent := self._silent_hosts()) else "")
                 )
             time.sleep(_POLL_S)
         return [self._store.get(f"facts/{rank}").decode() for rank in range(self.outer.world_size)]
-
-    def _silent_hosts(self) -> list[str]:
-        """Return the job's hosts that no rank came from; none if the launcher's names are not those of the nodes."""
-        silent = [host for host in self.outer.hosts if not self._store.check([_node_key(host)])]
-        return silent if len(silent) < len(self.outer.hosts) else []
 
     def assign(self, trial: Trial, channel: Address, *, gpus: tuple[int | None, ...]) -> Command:
         """Have the other ranks start workers for a trial. For rank 0."""
@@ -189,14 +182,9 @@ def _own_address(outer: OuterLauncher) -> str:
     """Return the address at which rank 0 listens for the ranks of other machines."""
     if not outer.has_several_nodes:
         return LOOPBACK
-    faces = [(address_facing, host) for host in outer.hosts[1:2]]
-    named = [(_find_address, outer.host)]
-    # On a machine, its own name often leads to loopback, or to another network than elsewhere: MASTER_ADDR is chosen.
-    is_chosen = outer.host not in outer.hosts[:1]
-    for find_address, host in (*named, *faces) if is_chosen else (*faces, *named):
-        with suppress(OSError):
-            if not is_loopback(found := find_address(host)):
-                return found
+    with suppress(OSError):
+        if not is_loopback(found := _find_address(outer.host)):  # on a machine, its own name often leads to loopback
+            return found
     return _ALL_INTERFACES
 
 
@@ -222,10 +210,6 @@ def _await_server(host: str, port: int, *, timeout_s: float) -> None:
                     "Set MASTER_ADDR to an address of rank 0's machine that all machines reach."
                 ) from error
             time.sleep(_POLL_S)
-
-
-def _node_key(host: str) -> str:
-    return f"node/{host.partition('.')[0]}"  # a launcher's names may lack the domain
 
 
 def _join_some(values: Sequence[object]) -> str:

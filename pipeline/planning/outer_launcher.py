@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.errors import UsageError
-from pipeline.planning.slurm_hosts import first_in_host_file, hosts_of
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 29500
@@ -41,8 +40,6 @@ class OuterLauncher:
     """Name or address of rank 0's machine."""
     port: int
     """Port of the rendezvous at rank 0's machine."""
-    hosts: tuple[str, ...] = ()
-    """Names of the job's machines, rank 0's first; empty if the launcher does not name them."""
     has_store: bool = False
     """True if the launcher itself serves torch's key-value store at the port."""
     attempt: str = "0"
@@ -146,19 +143,15 @@ class _Reader:
         world_size = self._number(names.world_size)
         if world_size == 1 and not is_torchrun:
             return None
-        hosts = () if is_torchrun else self._hosts()
-        local_world_size = self._local_world_size(hosts, world_size=world_size)
-        if not is_torchrun and local_world_size < world_size:
-            hosts = self._in_order_of_ranks(hosts)
+        local_world_size = self._local_world_size()
         outer = OuterLauncher(
             name=names.launcher,
-            host=self._text("MASTER_ADDR") if is_torchrun else self._host(hosts, is_one=local_world_size >= world_size),
+            host=self._host(is_one=local_world_size >= world_size),
             rank=self._number(names.rank),
             world_size=world_size,
             local_rank=self._number(names.local_rank),
             local_world_size=local_world_size,
             port=self._number("MASTER_PORT") if is_torchrun or "MASTER_PORT" in self._given else self._derive_port(),
-            hosts=hosts,
             has_store=is_torchrun and self._given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=self._given.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchrun else "0",
         )
@@ -176,41 +169,27 @@ class _Reader:
             raise UsageError(f"started by {self._names.launcher}, but {name}={text} is not a number")
         return int(text)
 
-    def _local_world_size(self, hosts: tuple[str, ...], *, world_size: int) -> int:
+    def _local_world_size(self) -> int:
         """Return the number of processes on this node, which srun gives for each node, e.g. as ``2(x3),1``."""
         name = self._names.local_world_size
         if self._names.launcher != "srun":
             return self._number(name)
-        if name not in self._given and len(hosts) == 1:
-            return world_size
         counts, node = self._text(name), self._number("SLURM_NODEID")
         each = [int(count) for count, times in _COUNTS.findall(counts) for _ in range(int(times or 1))]
         if node >= len(each):
             raise UsageError(f"started by srun, but SLURM_NODEID={node} is no node of {name}={counts}")
         return each[node]
 
-    def _hosts(self) -> tuple[str, ...]:
-        """Return the hosts of the job step, or of the job."""
-        name = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if self._given.get(name)), "")
-        try:
-            return tuple(hosts_of(self._given.get(name, "")))
-        except ValueError:
-            text = self._given[name]
-            raise UsageError(f"{name}={text}: not a node list of Slurm, such as gpu[01-03,7],login1") from None
-
-    def _in_order_of_ranks(self, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the hosts, rank 0's first: a host file decides where it runs, and Slurm's node lists are sorted."""
-        if "SLURM_HOSTFILE" not in self._given or "MASTER_ADDR" in self._given:
-            return hosts
-        first = first_in_host_file(self._given["SLURM_HOSTFILE"])
-        return (first, *(host for host in hosts if host != first))
-
-    def _host(self, hosts: tuple[str, ...], *, is_one: bool) -> str:
+    def _host(self, *, is_one: bool) -> str:
         """Return the host of rank 0."""
-        host = _LOOPBACK if is_one else self._given.get("MASTER_ADDR") or next(iter(hosts), "")
-        if not host:
-            raise UsageError("started by srun, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set")
-        return host
+        if is_one and self._names is not _TORCHRUN:
+            return _LOOPBACK
+        if "MASTER_ADDR" not in self._given and self._names is not _TORCHRUN:
+            raise UsageError(
+                "started by srun on several machines, but MASTER_ADDR, the name of the first one, is not set. "
+                'Set it before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+            )
+        return self._text("MASTER_ADDR")
 
     def _derive_port(self) -> int:
         """Return a port that all ranks derive from the same job, and other jobs rarely share."""

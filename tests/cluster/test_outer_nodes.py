@@ -33,18 +33,16 @@ OFTEN = ["--no-baseline", "checkpoint.every_steps=10"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
 STEPS = 100
 PORT = 29511
-PRIVATE = "10.88.0.1"
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """Two nodes that know each other by name; the first one's own name leads to an address that only it can reach."""
+    """Two nodes that know each other by name; the name of each leads to loopback on the node itself."""
     with Nodes(2, started=False) as nodes:
-        subprocess.run(nodes.inside(0, ["ip", "address", "add", PRIVATE, "dev", "lo"]), check=True, cwd=nodes.folder)
-        for node, own in enumerate((PRIVATE, "127.0.1.1")):
+        for node in range(2):
             lines = (
                 "127.0.0.1 localhost",
-                f"{own} {nodes.name(node)}",
+                f"127.0.1.1 {nodes.name(node)}",
                 f"{nodes.host(1 - node)} {nodes.name(1 - node)}",
             )
             (nodes.storage(node) / "hosts").write_text("\n".join((*lines, "")))
@@ -78,7 +76,7 @@ def torchrun(nodes: Nodes, cwd: Path, *arguments: str, each: int = 1) -> Ranks:
 
 def tasks(nodes: Nodes, cwd: Path, *arguments: str) -> Ranks:
     """Start the tasks of ``srun --ntasks-per-node=1`` on two nodes."""
-    variables = [srun(node, 2, nodes="node[0-1]", per_node="1(x2)", node=node, local_rank=0) for node in range(2)]
+    variables = [srun(node, 2, host="node0", per_node="1(x2)", node=node, local_rank=0) for node in range(2)]
     lines = [nodes.inside(node, run_line(*TRAINING, *OFTEN, *DDP, "parallel.workers=2", *arguments)) for node in (0, 1)]
     return Ranks(lines, [{**nodes.environment, **each} for each in variables], cwd=cwd)
 

@@ -41,7 +41,7 @@ def srun(
     rank: int = 0,
     tasks: int = 2,
     *,
-    nodes: str = "here",
+    host: str = "",
     per_node: str | None = None,
     node: int = 0,
     local_rank: int | None = None,
@@ -50,7 +50,6 @@ def srun(
     """Return Slurm's variables of a task of a job step; a batch script's shell has the first group only."""
     return {
         "SLURM_JOB_ID": str(job),
-        "SLURM_JOB_NODELIST": nodes,
         "SLURM_NTASKS": str(tasks),
         "SLURM_TASKS_PER_NODE": per_node or str(tasks),
         "SLURM_PROCID": str(rank),
@@ -58,8 +57,8 @@ def srun(
         "SLURM_NODEID": str(node),
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_STEP_NODELIST": nodes,
         "SLURM_STEP_TASKS_PER_NODE": per_node or str(tasks),
+        **({"MASTER_ADDR": host} if host else {}),
     }
 
 

@@ -109,7 +109,6 @@ def _srun(folder: Path, arguments: list[str]) -> int:
     step = {
         "STEP_ID": "0",
         "STEP_NUM_TASKS": count,
-        "STEP_NODELIST": "here",
         "STEP_TASKS_PER_NODE": count,
         "NODEID": "0",
     }

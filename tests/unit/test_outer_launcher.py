@@ -2,14 +2,11 @@
 
 # promise: variables of torchrun and srun; those that contradict are named; resources and versions of all ranks
 
-from pathlib import Path
-
 import pytest
 from outer import outer_torchrun, srun
 
 from pipeline.errors import UsageError
 from pipeline.planning.outer_launcher import OuterLauncher, outer_launcher
-from pipeline.planning.slurm_hosts import hosts_of
 
 
 def found(variables: dict[str, str]) -> OuterLauncher:
@@ -36,12 +33,12 @@ def test_torchrun() -> None:
 
 
 def test_srun_on_several_nodes() -> None:
-    variables = srun(4, 6, nodes="gpu[007-008],login", per_node="2(x2),2", node=2, local_rank=0)
-    outer, hosts = found(variables), ("gpu007", "gpu008", "login")
+    variables = srun(4, 6, host="gpu007", per_node="2(x2),2", node=2, local_rank=0)
+    outer = found(variables)
     assert place(outer) == (4, 6, 0, 2)
-    assert (outer.name, outer.host, outer.hosts, outer.has_store) == ("srun", "gpu007", hosts, False)
-    same_job = found(srun(0, 6, nodes="gpu[007-008],login", per_node="2(x2),2"))
-    other_job = found(srun(0, 6, nodes="gpu[007-008],login", per_node="2(x2),2", job=4712))
+    assert (outer.name, outer.host, outer.has_store) == ("srun", "gpu007", False)
+    same_job = found(srun(0, 6, host="gpu007", per_node="2(x2),2"))
+    other_job = found(srun(0, 6, host="gpu007", per_node="2(x2),2", job=4712))
     assert same_job.port == outer.port != other_job.port
     assert 20000 <= outer.port < 30000
     told = found({**variables, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29411"})
@@ -49,19 +46,8 @@ def test_srun_on_several_nodes() -> None:
 
 
 def test_srun_counts_tasks_of_nodes_with_different_numbers() -> None:
-    outer = found(srun(3, 4, nodes="a,b", per_node="3,1", node=1, local_rank=0))
+    outer = found(srun(3, 4, host="a", per_node="3,1", node=1, local_rank=0))
     assert place(outer) == (3, 4, 0, 1)
-
-
-def test_host_file_decides_where_rank_0_is(tmp_path: Path) -> None:
-    """Slurm sorts its node lists also then."""
-    (tmp_path / "hosts").write_text("# mine\nb*2\na\n")
-    variables = srun(2, 3, nodes="a,b", per_node="1,2", local_rank=0) | {"SLURM_HOSTFILE": str(tmp_path / "hosts")}
-    assert (found(variables).host, found(variables).hosts) == ("b", ("b", "a"))
-    (tmp_path / "hosts").unlink()
-    with pytest.raises(UsageError, match="Set MASTER_ADDR to the host of rank 0"):
-        outer_launcher(variables)
-    assert found({**variables, "MASTER_ADDR": "b"}).host == "b"
 
 
 def test_srun_on_one_node_stays_on_loopback() -> None:
@@ -77,7 +63,7 @@ def test_job_step_counts_where_the_job_has_another_number_of_tasks() -> None:
     "variables",
     [
         srun(0, 1),  # srun -n 1, or the shell of salloc if it is a step
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b"},  # the shell of salloc
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"},  # the shell of salloc
         {name: value for name, value in srun(0, 4).items() if "STEP" not in name},  # a batch script
     ],
     ids=["one task", "salloc", "batch script"],
@@ -91,13 +77,13 @@ def test_srun_with_pmi_is_srun() -> None:
 
 
 def test_torchrun_within_srun_is_torchrun() -> None:
-    outer = found({**srun(1, 2, nodes="a,b", per_node="1(x2)", node=1, local_rank=0), **outer_torchrun(5, 8)})
+    outer = found({**srun(1, 2, per_node="1(x2)", node=1, local_rank=0), **outer_torchrun(5, 8)})
     assert (outer.name, outer.rank) == ("torchrun", 5)
 
 
 def test_variables_of_torch_are_those_of_every_launcher() -> None:
-    task = srun(5, 8, nodes="node[0-1]", per_node="4(x2)", node=1, local_rank=1)
-    outer = found({**task, "MASTER_ADDR": "node0", "MASTER_PORT": "29400"})
+    task = srun(5, 8, host="node0", per_node="4(x2)", node=1, local_rank=1)
+    outer = found({**task, "MASTER_PORT": "29400"})
     assert outer.variables == {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -127,25 +113,10 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ({**srun(1), "RANK": "0"}, "RANK=0 and SLURM_PROCID=1 contradict each other; unset RANK"),
         ({**srun(), "WORLD_SIZE": "1"}, "WORLD_SIZE=1 and SLURM_STEP_NUM_TASKS=2 contradict each other"),
         ({**srun(), "SLURM_NODEID": "3"}, "SLURM_NODEID=3 is no node of SLURM_STEP_TASKS_PER_NODE=2"),
-        ({**srun(), "SLURM_STEP_NODELIST": "a[1-b]"}, "SLURM_STEP_NODELIST=a[1-b]: not a node list"),
+        (srun(per_node="1(x2)"), "but MASTER_ADDR, the name of the first one, is not set"),
     ],
 )
 def test_variables_that_are_missing_or_contradict_are_named(variables: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError) as raised:
         outer_launcher(variables)
     assert said in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "hosts"),
-    [
-        ("node1", ["node1"]),
-        ("a,b.example.org", ["a", "b.example.org"]),
-        ("gpu[01-03,7],login1", ["gpu01", "gpu02", "gpu03", "gpu7", "login1"]),
-        ("rack[1-2]n[08-09]-ib", ["rack1n08-ib", "rack1n09-ib", "rack2n08-ib", "rack2n09-ib"]),
-        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("", []),
-    ],
-)
-def test_node_lists_of_slurm(nodelist: str, hosts: list[str]) -> None:
-    assert list(hosts_of(nodelist)) == hosts

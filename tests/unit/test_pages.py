@@ -31,6 +31,7 @@ BLOCKS = [block for page in PAGES for block in blocks(page, root=ROOT)]
 ELSEWHERE = {
     r"docker compose ": "needs a container engine; make test-docker runs the cluster of docker/compose.yaml",
     r"export (RAY_AUTH_MODE|AWS_\w+)=": "credentials of a service that isn't there",
+    r"export MASTER_ADDR=": "a node of Slurm",
     r"pip install git\+https://HOST/": "the address is the reader's",
     r"make install$": "in a clone, see above",
     r"pip install (tensorboard|s3fs)": "asks a package index",
