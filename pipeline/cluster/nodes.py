@@ -82,7 +82,7 @@ def by_value(module: ModuleType) -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def pinned(function: Callable[..., object], *, node: str, gpus: int = 0) -> Any:
+def pinned(function: Callable[..., object], *, node: str) -> Any:
     """Return a function as a Ray task of one node; it reserves no CPU, so that busy nodes run it, too."""
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    return ray.remote(function).options(num_cpus=0, num_gpus=gpus, max_retries=0, scheduling_strategy=place)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=place)

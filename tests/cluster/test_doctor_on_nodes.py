@@ -1,4 +1,4 @@
-"""The doctor on nodes that differ, over links that are slow."""
+"""The doctor on nodes that differ."""
 
 import subprocess
 import sys
@@ -13,21 +13,19 @@ from pipeline.commands.doctor.examination import Examination
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_between_nodes_another_torch_is_named_and_a_slow_link_measured(tmp_path: Path) -> None:
+def test_another_torch_on_a_node_is_named(tmp_path: Path) -> None:
     other = tmp_path / "other" / "torch"
     other.mkdir(parents=True)
     real = Path(torch.__file__).parent
     (other / "version.py").write_text(real.joinpath("version.py").read_text().replace(torch.__version__, "2.12.1+cpu"))
-    # Everything but its version is the real one's, so that it can also measure.
+    # Everything but its version is the real one's.
     (other / "__init__.py").write_text(
         f"__path__.append({str(real)!r})\n__file__ = {str(real / '__init__.py')!r}\nexec(open(__file__).read())\n"
     )
-    mbit = 200
     with Nodes(2, started=False) as nodes:
         nodes.start(0)
         nodes.start(1, env={"PYTHONPATH": str(other.parent)})
         nodes.await_nodes(2)
-        nodes.shape(1, mbit)
         command = nodes.inside(0, [sys.executable, "-m", "pipeline", "doctor", "--address", nodes.address, "--json"])
         ended = subprocess.run(
             command, env=nodes.environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
@@ -39,7 +37,3 @@ def test_between_nodes_another_torch_is_named_and_a_slow_link_measured(tmp_path:
     (problem,) = examination.problems
     own = torch.__version__.partition("+")[0]
     assert problem.what == f"node1 ({nodes.host(1)}) has torch 2.12.1, and this machine has {own}"
-    (interface,) = [finding for finding in examination.findings if finding.subject == "interface"]
-    assert interface.what.startswith("runs use eth0 (")
-    assert examination.link is not None
-    assert mbit / 2 < 1000 * examination.link.link.bandwidth_gbit < mbit * 2

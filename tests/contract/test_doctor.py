@@ -3,8 +3,6 @@
 # promise: `doctor`
 
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.commands.doctor import node_network, tracking
+from pipeline.commands.doctor import tracking
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination
-from pipeline.errors import ResourceError
 
 MLFLOW = metadata.version("mlflow")
 Command = Callable[..., Any]
@@ -54,20 +50,6 @@ def looked_at(uri: str) -> CheckResult:
     return tracking.check_tracking(uri, client=MLFLOW)
 
 
-def test_lines_of_a_library_are_no_part_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo prints that it is connected in torch 2.9."""
-    says = "print('[Gloo] Rank 0 is connected to 1 peer ranks'); print('[[4096, 0.5], [4194304, 9.0]]')"
-
-    def rank(*_: object) -> "subprocess.Popen[str]":
-        return subprocess.Popen([sys.executable, "-c", says], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    monkeypatch.setattr(node_network, "_rank", rank)
-    assert [(each.bytes, each.ms) for each in node_network.measure_here(facts_here()).all_reduces] == [
-        (4096, 0.5),
-        (4194304, 9.0),
-    ]
-
-
 def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -81,18 +63,13 @@ def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None
     assert node.torch is not None
     assert node.torch.version == torch.__version__
     assert {finding.status for finding in examination.findings} <= {"ok", "warning"}
-    assert {"versions", "GPUs", "link", "MLflow"} <= {finding.subject for finding in examination.findings}
-    assert examination.link is not None
-    assert examination.link.workers == 2
-    assert examination.link.link.bandwidth_gbit > 0
-    assert "measuring all-reduces" in ended.stderr
+    assert {"versions", "GPUs", "MLflow"} <= {finding.subject for finding in examination.findings}
     assert "mlflow.db can be written" in ended.stdout
     assert set(Path().iterdir()) - before <= {Path("__pycache__")}
 
 
 def test_a_store_that_cannot_be_written_ends_in_3(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////nowhere/mlflow.db")
-    monkeypatch.setattr(node_network, "measure_here", _not_now)
 
     ended = command("doctor")
 
@@ -101,12 +78,7 @@ def test_a_store_that_cannot_be_written_ends_in_3(command: Command, monkeypatch:
         r"problem MLflow: tracking.uri: the folder /nowhere .* doesn't exist", " ".join(ended.stdout.split())
     )
     assert "fix: Create it: mkdir -p /nowhere" in ended.stdout
-    assert "gradients can't be synchronized between two processes: not now" in ended.stdout
-    assert "2 problems" in ended.stdout
-
-
-def _not_now(_: NodeFacts) -> None:
-    raise ResourceError("not now")
+    assert "1 problem" in ended.stdout
 
 
 def test_no_cluster_at_the_address_ends_in_3(command: Command) -> None:

@@ -1,4 +1,4 @@
-"""A real Ray's node says what it has and how fast it is."""
+"""A real Ray's node says what it has."""
 
 import psutil
 import ray
@@ -6,7 +6,6 @@ import ray
 from pipeline.cluster.node_facts import facts_here
 from pipeline.cluster.nodes import ask_facts, read_facts
 from pipeline.cluster.placement import usable_nodes
-from pipeline.commands.doctor import node_network
 from pipeline.launchers._ray.local import LocalRayRequest, started
 
 
@@ -14,12 +13,11 @@ def _own_processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def test_a_real_ray_s_node_says_what_it_has_and_how_fast_it_is() -> None:
+def test_a_real_ray_s_node_says_what_it_has() -> None:
     with started(LocalRayRequest(), verbose=False):
         records = {record["NodeID"]: record for record in usable_nodes()}
         answers, silent = ask_facts(records).answers()
         (node,) = read_facts(answers, records=records)
-        measured = node_network.measure_across([node])
         listening = {end.laddr.ip for process in _own_processes() for end in process.net_connections("inet")}
         in_no_time, late = ask_facts(records, timeout_s=0.0001).answers()
 
@@ -27,5 +25,3 @@ def test_a_real_ray_s_node_says_what_it_has_and_how_fast_it_is() -> None:
     assert late[node.ray_node].startswith("it didn't answer within 0.0001 s")
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
     assert (node.ray, node.pipeline) == (ray.__version__, facts_here().pipeline)
-    assert (measured.workers, measured.nodes, measured.backend) == (2, 1, "gloo")
-    assert len(measured.all_reduces) >= 3

@@ -1,19 +1,14 @@
 """What the doctor makes of what nodes have."""
 
 import io
-import json
 
 import pytest
 import rich.console
 
-from pipeline.cluster.node_facts import Gpu, Interface, NodeFacts, Torch, facts_here
-from pipeline.commands.doctor import machine, node_network
+from pipeline.cluster.node_facts import Gpu, NodeFacts, Torch, facts_here
+from pipeline.commands.doctor import machine
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
-from pipeline.commands.doctor.node_network import MeasuredLink
-from pipeline.errors import ResourceError
-from pipeline.protocol.trial_result import AllReduce, Link
-from pipeline.report.numbers.link import transfer_ms
 
 HERE = facts_here().model_copy(
     update={
@@ -107,23 +102,6 @@ def test_of_several_nodes_the_one_that_differs_is_named() -> None:
     assert finding.fix == "on a (10.0.0.3): pip install torch==2.13.0"
 
 
-def test_a_slow_interface_is_a_warning_where_the_node_has_a_faster_one() -> None:
-    def between_nodes(interface: str | None = None, *, mbit: int | None = 1_000) -> CheckResult:
-        management = Interface(name="eth0", address="10.0.0.2", speed_mbit=mbit)
-        fast = Interface(name="ib0", address="10.1.0.2", speed_mbit=200_000)
-        nodes_ = [node(address="10.0.0.2", interfaces=(management, fast))] * 2
-        (found,) = node_network.check_interfaces(nodes_, interface=interface)
-        return found
-
-    slow = between_nodes()
-    assert slow.status == "warning"
-    assert slow.what.endswith("runs use eth0 (1 Gbit/s), but ib0 (200 Gbit/s) is faster")
-    assert slow.fix == "pipeline run FILE parallel.network_interface=ib0"
-    assert (between_nodes("ib0").status, between_nodes("ib0").what) == ("ok", "runs use ib0 (200 Gbit/s)")
-    assert (between_nodes(mbit=None).status, between_nodes(mbit=None).what) == ("ok", "runs use eth0 (speed unknown)")
-    assert between_nodes("bond0").what == "runs use bond0 (speed unknown)"
-
-
 def test_what_many_nodes_lack_is_said_once() -> None:
     nodes_ = [node(address=f"10.0.0.{i}", pipeline=None) for i in range(2, 8)]
 
@@ -132,61 +110,17 @@ def test_what_many_nodes_lack_is_said_once() -> None:
     assert finding.what.startswith("a (10.0.0.2), a (10.0.0.3), a (10.0.0.4) and 3 more have no ddp-pipeline")
 
 
-def measured(*, gbit: float, workers: int, nodes: int) -> MeasuredLink:
-    there = Link(latency_us=0.0, bandwidth_gbit=gbit)
-    reduces = tuple(
-        AllReduce(bytes=size, ms=transfer_ms(there, size, workers=workers)) for size in (2**12, 2**18, 2**24)
-    )
-    answer = f"[{', '.join(f'[{one.bytes}, {one.ms}]' for one in reduces)}]"
-    return MeasuredLink.of(answer, workers=workers, nodes=nodes, backend="gloo")
-
-
-def test_a_slow_link_between_nodes_is_a_warning_and_within_one_it_is_not() -> None:
-    slow = node_network.check_link_speed(measured(gbit=0.1, workers=2, nodes=2))
-
-    assert slow.status == "warning"
-    assert "0.1 Gbit/s" in slow.what
-    assert "100 MB of gradients take 8,000 ms" in slow.what
-    assert slow.fix == "pipeline benchmark FILE --predict 8 --network 100Mbit,0us"
-    assert node_network.check_link_speed(measured(gbit=0.1, workers=2, nodes=1)).status == "ok"
-    assert node_network.check_link_speed(measured(gbit=25, workers=4, nodes=4)).status == "ok"
-
-
-def test_a_link_that_cannot_be_used_is_a_problem() -> None:
-    finding = node_network.report_failure(ResourceError("Connection refused"), [HERE, HERE])
-
-    assert finding.status == "problem"
-    assert "Connection refused" in finding.what
-
-
-@pytest.mark.parametrize(("shown", "backend"), [(1, "gloo"), (2, "nccl")])
-def test_two_processes_have_gpus_if_cuda_shows_two(shown: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(_: int, asked: str) -> None:
-        raise LookupError(json.loads(asked)["backend"])
-
-    monkeypatch.setattr(node_network, "_rank", rank)
-    there = node(torch=WITH_CUDA.model_copy(update={"cuda_devices": shown}), **GPUS)
-    with pytest.raises(LookupError, match=backend):
-        node_network.measure_here(there)
+def test_gpus_that_cuda_does_not_show_are_counted() -> None:
+    there = node(torch=WITH_CUDA.model_copy(update={"cuda_devices": 1}), **GPUS)
     (gpus,) = [finding for finding in judged(there) if finding.subject == "GPUs"]
-    assert gpus.what == "2 x NVIDIA H200" + ". CUDA shows 1. Check CUDA_VISIBLE_DEVICES and MIG" * (shown < 2)
-
-
-@pytest.mark.parametrize(("free", "nodes", "are_free"), [(1, 2, True), (0, 2, False), (1, 1, False), (2, 1, True)])
-def test_ranks_of_a_cluster_take_gpus_that_are_free(
-    free: int, nodes: int, are_free: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.cluster.ray_internals.available_resources_per_node", lambda: each)
-    each = {str(number): {"GPU": free} for number in range(nodes)}
-    places = [node(torch=WITH_CUDA, ray_node=str(number % nodes), **GPUS) for number in range(2)]
-    assert node_network._have_free_gpus(places) is are_free
+    assert gpus.what == "2 x NVIDIA H200. CUDA shows 1. Check CUDA_VISIBLE_DEVICES and MIG"
 
 
 def test_the_last_line_counts_the_checks_that_passed() -> None:
     findings = tuple(CheckResult(subject=subject, status="ok", what="fine") for subject in ("git", "disk", "MLflow"))
     console = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
 
-    show(Examination(address=None, nodes=(HERE,), link=None, findings=findings), terminal=console)
+    show(Examination(address=None, nodes=(HERE,), findings=findings), terminal=console)
 
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().endswith("\nAll 3 checks passed.\n")
@@ -194,7 +128,7 @@ def test_the_last_line_counts_the_checks_that_passed() -> None:
 
 def test_the_page_fits_80_columns_and_commands_stay_whole() -> None:
     findings = tuple(judged(node(shared_memory_mb=64, **GPUS)))
-    examination = Examination(address=None, nodes=(HERE, node(**GPUS)), link=None, findings=findings)
+    examination = Examination(address=None, nodes=(HERE, node(**GPUS)), findings=findings)
     terminal = rich.console.Console(file=io.StringIO(), width=80, color_system=None)
 
     show(examination, terminal=terminal)

@@ -30,15 +30,6 @@ class Torch(Frozen):
     """GPUs that CUDA shows to a process: CUDA_VISIBLE_DEVICES or MIG may hide some."""
 
 
-class Interface(Frozen):
-    """Network interface with an IPv4 address."""
-
-    name: str
-    address: str
-    speed_mbit: int | None
-    """Speed of its link; None: it is virtual, or its driver doesn't report one."""
-
-
 class NodeFacts(Frozen):
     """Facts of one node. A version is None if the package is not installed."""
 
@@ -47,7 +38,6 @@ class NodeFacts(Frozen):
     """Address in the Ray cluster; None for this machine without Ray."""
     ray_node: str | None = None
     """Ray's id of the node."""
-    interfaces: tuple[Interface, ...] = ()
     python: str
     torch: Torch | None
     ray: str | None

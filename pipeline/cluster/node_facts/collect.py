@@ -3,7 +3,6 @@
 They use the standard library only, no other module of this package, and no module-level names but functions.
 """
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -12,11 +11,9 @@ import platform
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from contextlib import closing
 from pathlib import Path
 
 
@@ -32,7 +29,6 @@ def facts(*, all_gpus: bool = False) -> str:
         {
             **gpus,
             "node": socket.gethostname(),
-            "interfaces": _interfaces(),
             "python": platform.python_version(),
             "torch": _torch(ask_cuda=bool(gpus["gpus"]), all_gpus=all_gpus),
             "ray": _version("ray"),
@@ -115,23 +111,6 @@ def _gpus(*, all_gpus: bool) -> dict[str, object]:
         "driver": log.findtext("driver_version"),
         "driver_cuda": log.findtext("cuda_version"),
     }
-
-
-def _interfaces() -> list[dict[str, object]]:
-    """Return the interfaces with an IPv4 address. The speeds that virtual ones report are made up."""
-    found: list[dict[str, object]] = []
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-            except OSError:
-                continue  # it has no address
-            device = Path("/sys/class/net", name)
-            is_physical = (device / "device").exists() or (device / "bonding").exists()
-            speed = int((is_physical and _text(f"{device}/speed")) or -1)
-            address = socket.inet_ntoa(answer[20:24])
-            found.append({"name": name, "address": address, "speed_mbit": speed if speed > 0 else None})
-    return found
 
 
 def _cpus() -> int:

@@ -1,4 +1,4 @@
-"""All checks in order: nodes, versions, GPUs, machine, link, tracking store; and their results in the terminal."""
+"""All checks in order: nodes, versions, GPUs, machine, tracking store; and their results in the terminal."""
 
 import textwrap
 from collections import Counter
@@ -9,12 +9,10 @@ import rich.console
 from rich.text import Text
 
 from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.commands.doctor import machine, node_network, tracking
+from pipeline.commands.doctor import machine, tracking
 from pipeline.commands.doctor.check_result import CheckResult, amount
-from pipeline.commands.doctor.node_network import MeasuredLink
 from pipeline.config.parallel import Parallel
 from pipeline.config.values import Frozen
-from pipeline.errors import ResourceError
 from pipeline.recording.terminal.terminal import headed, print_report_table
 from pipeline.report.text.tables import Column, from_columns
 from pipeline.wording import counted
@@ -46,7 +44,6 @@ class Examination(Frozen):
     address: str | None
     """Address of the Ray cluster, or None for this machine."""
     nodes: tuple[NodeFacts, ...]
-    link: MeasuredLink | None
     findings: tuple[CheckResult, ...]
 
     @property
@@ -61,7 +58,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
     Args:
         parallel: settings that say where runs place their workers.
         uri: address of the tracking store; default: MLFLOW_TRACKING_URI, or a file in the working directory.
-        say: called with a line before each measurement.
+        say: called with a line before each wait.
 
     Raises:
         ResourceError: there is no cluster at the address.
@@ -69,7 +66,6 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
     here = facts_here()
     address = parallel.cluster if parallel.launcher == "ray" else None
     findings: list[CheckResult] = []
-    measured = None
     with ExitStack() as stack:
         if address is not None:
             from pipeline.cluster.join import connected
@@ -78,17 +74,9 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
             say(f"asking the nodes of the Ray cluster at {address} ...")
         asked = (here,) if address is None else _asked(findings)
         findings += machine.check_nodes(asked, here=here)
-        if len(asked) > 1:
-            findings += node_network.check_interfaces(asked, interface=parallel.network_interface)
-        if asked:
-            between = f"{len(asked)} nodes" if len(asked) > 1 else "two processes"
-            say(f"measuring all-reduces between {between} ...")
-            measured = _measured(
-                asked, is_cluster=address is not None, interface=parallel.network_interface, findings=findings
-            )
     say("asking MLflow ...")
     findings.append(tracking.check_tracking(tracking.store(uri), client=here.mlflow))
-    return Examination(address=address, nodes=asked, link=measured, findings=tuple(findings))
+    return Examination(address=address, nodes=asked, findings=tuple(findings))
 
 
 def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
@@ -106,24 +94,6 @@ def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     if not silent:
         findings.append(CheckResult(subject="nodes", status="ok", what=f"all answer ({len(answers)})"))
     return tuple(read_facts(answers, records=nodes))
-
-
-def _measured(
-    asked: tuple[NodeFacts, ...], *, is_cluster: bool, interface: str | None, findings: list[CheckResult]
-) -> MeasuredLink | None:
-    if any(node.torch is None for node in asked):
-        return None  # reported as a problem by machine.check_nodes
-    try:
-        measured = (
-            node_network.measure_across(asked, interface=interface)
-            if is_cluster
-            else node_network.measure_here(asked[0])
-        )
-    except ResourceError as error:
-        findings.append(node_network.report_failure(error, asked))
-        return None
-    findings.append(node_network.check_link_speed(measured))
-    return measured
 
 
 def show(examination: Examination, *, terminal: rich.console.Console) -> None:
