@@ -1,8 +1,7 @@
 """Commands that run and measure an experiment on this machine or on a Ray cluster."""
 
-import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -97,16 +96,6 @@ def sweep(
     *,
     dry_run: DryRun = False,
     resume: Resume = None,
-    confirm: Annotated[
-        int | None,
-        typer.Option(
-            "--confirm",
-            metavar="N",
-            min=2,
-            show_default=False,
-            help="Then compare the best two trials with N new seeds: the best of many was partly lucky.",
-        ),
-    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     address: Cluster = None,
@@ -129,17 +118,10 @@ def sweep(
             return
         from pipeline.commands.sweep.run_sweep import sweep as run_sweep
 
-        report = run_sweep(
+        run_sweep(
             experiment,
             resume=resume,
             verbose=verbose,
             terminal=terminal,
-            show=lambda report: print_json(report.swept.model_dump_json(indent=2)) if as_json and not confirm else None,
+            show=lambda report: print_json(report.swept.model_dump_json(indent=2)) if as_json else None,
         )
-        if confirm is not None:
-            from pipeline.commands.compare.confirmation import confirm_best
-
-            found = confirm_best(experiment, report.swept, pairs=confirm, verbose=verbose, terminal=terminal)
-            if as_json:
-                both = {**json.loads(report.swept.model_dump_json()), "confirmation": found.to_mapping()}
-                print_json(json.dumps(both, indent=2))

@@ -76,6 +76,8 @@ class Swept(Frozen):
     """Number of the best trial that finished; None if no trial finished."""
     command: tuple[str, ...]
     """Command that trains the best trial again; empty without a best trial."""
+    confirmation: tuple[str, ...] = ()
+    """Command that compares the best two settings with new seeds; empty if no two settings completed."""
     run: str
     """Id of the sweep's run."""
     log_scaled: tuple[str, ...] = ()

@@ -154,6 +154,7 @@ def sweep(*, copies: int = 1) -> SweptReport:
     swept = Swept(
         experiment="mlp-sweep", metric="validation/loss", mode="min", search="random", seed=1, best=4, run="sweep",
         command=("pipeline", "run", "experiments/sweep.yaml", *words), trials=tuple(trials),
+        confirmation=("pipeline", "compare", "experiments/sweep.yaml", "--vary", "'optimizer.lr=0.037,0.091'"),
     )  # fmt: skip
     return SweptReport(swept=swept, hardware=HARDWARE, logs_model=True)
 

@@ -45,7 +45,6 @@ def study(
     verbose: bool,
     terminal: Terminal,
     show: Callable[[Compared], None],
-    command: str = "",
 ) -> None:
     """Train pairs until their number is reached or the answer is clear, and report it.
 
@@ -56,7 +55,6 @@ def study(
         verbose: True to show Ray's output.
         terminal: shows progress, warnings and the answer.
         show: gets the answer, e.g. to print it as JSON.
-        command: shell command that continues the study with ``--resume``; empty: that of this process.
 
     Raises:
         PipelineError: ready to be shown; TrainingError if all trainings failed, or some did not end.
@@ -71,7 +69,7 @@ def study(
         record = record.model_copy(update={"notes": (*record.notes, note)})
     with (
         invoked(plan.plan, file=file, terminal=terminal, verbose=verbose, folder=before) as invocation,
-        _continuable(invocation.folder.name, command=command),
+        _continuable(invocation.folder.name),
     ):
         record.keep(invocation.folder)
         job = _job(plan, invocation)
@@ -91,12 +89,12 @@ def study(
 
 
 @contextmanager
-def _continuable(run: str, *, command: str) -> Iterator[None]:
+def _continuable(run: str) -> Iterator[None]:
     """Add a note to an interruption inside: how to continue the study."""
     try:
         yield
     except KeyboardInterrupt as error:
-        given = ["", *shlex.split(command or provenance.command())]
+        given = ["", *shlex.split(provenance.command())]
         words = [
             word
             for before, word in pairwise(given)

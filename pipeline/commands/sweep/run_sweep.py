@@ -29,8 +29,8 @@ def sweep(
     verbose: bool,
     terminal: Terminal,
     show: Callable[[SweptReport], None],
-) -> SweptReport:
-    """Train an experiment with several values concurrently; report the best and return the report.
+) -> None:
+    """Train an experiment with several values concurrently and report the best.
 
     An interrupted sweep can be resumed.
 
@@ -67,7 +67,6 @@ def sweep(
                 invocation.warn(lacking)
         invocation.save_report(report)
         _check_ends(report, lacked=lacked)
-    return report
 
 
 def _check_ends(report: SweptReport, *, lacked: str) -> None:

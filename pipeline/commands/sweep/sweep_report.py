@@ -18,6 +18,7 @@ from pipeline.protocol.events import ModelSaved, Tagged
 from pipeline.recording.journal.folder import id_of
 from pipeline.report.swept import CSV_NAME, FILE_NAME, Swept, SweptReport, SweptTrial, figure
 
+_SEED = "seed"
 _WIDE_RANGE = 30
 """Ratio of the largest to the smallest listed value from which a picture's axis is logarithmic."""
 
@@ -38,7 +39,7 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path) -> Swept:
     sweep = plan.sweep
     trials = tuple(find_trial(folder, each, metric=sweep.metric) for each in plan.suggestions or records(folder))
     best = best_of(trials, plan.direction)
-    return Swept(
+    swept = Swept(
         experiment=file.experiment.name,
         metric=sweep.metric,
         mode=plan.direction,
@@ -50,6 +51,7 @@ def _swept(file: ExperimentFile, plan: SweepPlan, folder: Path) -> Swept:
         run=id_of(folder),
         log_scaled=tuple(key for key, one in sweep.parameters.items() if _is_logarithmic(one)),
     )
+    return swept.model_copy(update={"confirmation": _confirmation(file, swept)})
 
 
 def _is_logarithmic(parameter: Parameter) -> bool:
@@ -68,6 +70,27 @@ def _command(file: ExperimentFile, best: SweptTrial) -> tuple[str, ...]:
     given = [word for word in given if word.partition("=")[0] not in best.values]
     words = [*map(without_credentials_in, given), *(override(key, value) for key, value in best.values.items())]
     return ("pipeline", "run", *map(shlex.quote, (str(file.path), *words)))
+
+
+def _confirmation(file: ExperimentFile, swept: Swept) -> tuple[str, ...]:
+    """Return the command that compares the second best settings with the best ones, quoted for a shell.
+
+    It uses new seeds, since the best of many trials was partly lucky. Empty if no two settings completed.
+    """
+    ended = [trial for trial in swept.by_merit if trial.state == "finished" and trial.value is not None]
+    settings = [{key: value for key, value in trial.values.items() if key != _SEED} for trial in ended]
+    other = next((values for values in settings if values != settings[0]), None)
+    if swept.best is None or other is None:
+        return ()
+    best = settings[0]
+    keys = [key for key in best if best[key] != other[key]]
+    shared = [override(key, value) for key, value in best.items() if key not in keys]
+    given = [word for word in file.overrides if not word.startswith(("sweep.", "sweep=", f"{_SEED}="))]
+    given = [word for word in given if word.partition("=")[0] not in best]
+    varied = [f"{override(key, other[key])},{override(key, best[key]).removeprefix(f'{key}=')}" for key in keys]
+    words = [str(file.path), *map(without_credentials_in, given), *shared, f"{_SEED}={file.experiment.seed + 1}"]
+    words += ["--vary", shlex.join(varied), "--seeds", "5", "--metric", swept.metric, "--mode", swept.mode]
+    return ("pipeline", "compare", *map(shlex.quote, words))
 
 
 def _model_of_best(swept: Swept, folder: Path, *, plan: SweepPlan) -> ModelSaved | None:

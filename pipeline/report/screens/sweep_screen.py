@@ -1,4 +1,4 @@
-"""The screen of ``pipeline sweep``: the best trial, the best trials in a table, and how to train the best one again."""
+"""The screen of ``pipeline sweep``: the best trial, the best trials in a table, and how to go on with the best one."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -88,5 +88,7 @@ def _next(report: SweptReport, places: Places) -> Iterator[str]:
         yield from label("Model", f"logged to MLflow with trial {swept.best}")
     if report.swept.command:
         yield from label_command("Retrain", report.swept.command)
+    if report.swept.confirmation:
+        yield from label_command("Confirm", report.swept.confirmation)
     if places.page:
         yield from label("Report", places.page)
