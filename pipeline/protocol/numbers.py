@@ -20,10 +20,7 @@ class Number(Generic[_Source]):
     name: str = ""
     """Key in JSON, and column of the table for MLflow; empty if JSON has the number within another key."""
     metric: str = ""
-    """Name as a metric in journals and trackers; empty if it is not logged.
-
-    MLflow has ``time/`` and ``memory/`` under ``workers/``, see `pipeline.recording.mlflow.mlflow_entities`.
-    """
+    """Name as a metric in journals and trackers; empty if it is not logged."""
     title: str = ""
     """Title of its column in the report's table of resources, with the unit; empty if that table has none."""
     of: Callable[[_Source], float | Sequence[float] | None]
@@ -75,7 +72,7 @@ TIMES: tuple[Number[Timed], ...] = (
         of=lambda trial: trial.parts.exposed_communication_ms,
     ),
     Number(name="data_wait_ms", metric="time/data_wait_ms", of=lambda trial: trial.parts.data_wait_ms),
-    Number(name="rest_ms", metric="time/rest_ms", of=lambda trial: trial.parts.rest_ms),
+    Number(name="rest_ms", metric="time/optimizer_and_other_ms", of=lambda trial: trial.parts.rest_ms),
 )
 """Throughput, and the time of a step with its parts."""
 
@@ -88,7 +85,7 @@ MEASURED: tuple[Number[TrialResult], ...] = (
     Number(name="compile_s", metric="time/compile_s", of=lambda trial: trial.compile_s),
     Number(
         name="peak_memory_mb",
-        metric="memory/peak_mb",
+        metric="memory/peak_mib",
         title="peak memory/device, MiB",
         of=lambda trial: trial.peak_memory_mb,
     ),
@@ -110,10 +107,10 @@ STARTUP: Number[Launched] = Number(
     spec=".1f",
 )
 
-OF_RANK = "memory/peak_mb_rank_"
+OF_RANK = "memory/peak_mib_rank_"
 """Beginning of the metrics with the peak memory of each rank."""
-_FOLDERS = (OF_RANK, "badput/", "wall_clock/")
-"""Beginnings of more metrics of a whole run; the last one in journals of earlier versions."""
+_FOLDERS = (OF_RANK, "badput/")
+"""Beginnings of more metrics of a whole run."""
 _WITH_FOLDER = {number.metric for number in MEASURED if "/" in number.metric}
 
 

@@ -186,13 +186,11 @@ class SweptReport(Frozen):
         """
         swept, listed = self.swept, self.swept.by_merit[:_MOST_DESCRIBED]
         table = self._table(listed)
-        pages = link("a table", "trials", run=swept.run), link("charts", "charts", run=swept.run)
         lines = [f"**{self.verdict}**", "", *self._told(), ""]
         lines += [f"`{self.command}`", ""] if self.command else []  # a block of code would widen the page
-        lines += [f"All trials: {' and '.join(pages)}.", ""]
         lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
         for trial, (number, *cells) in zip(listed, table.rows, strict=True):
-            first = link(number, "run", run=trial.run) if trial.state != "not begun" else number
+            first = link(number, run=trial.run) if trial.state != "not begun" else number
             lines.append(f"| {' | '.join([first, *(cell.replace('|', '/') for cell in cells)])} |")
         if others := len(swept.trials) - len(listed):
             lines += ["", f"These are the best. {CSV_NAME} has all trials: {others} more."]

@@ -103,7 +103,7 @@ def drawn_metrics(page: Page) -> set[str]:
         plot = card.locator(".js-plotly-plot .main-svg").first
         box = plot.bounding_box() if plot.count() else None
         text = card.inner_text().strip()
-        # A line ends with its full name, "loss (train/loss)"; a bar begins with the name inside its section, "rest_ms".
+        # A line ends with its full name, "loss (train/loss)"; a bar begins with the name inside its section.
         name = re.search(r"\((\S+)\)$", text) or re.match(r"(\S+)", text)
         if name and box and min(box["width"], box["height"]) > 50 and card.locator(".point").count():
             drawn.add(name[1])
@@ -123,12 +123,6 @@ def all_drawn_metrics(page: Page, *, at_least: set[str]) -> set[str]:
     return drawn
 
 
-def columns(page: Page) -> list[str]:
-    """What the columns of the table of runs are called, from left to right."""
-    headers = [(cell.bounding_box(), cell.inner_text().strip()) for cell in page.locator(".ag-header-cell").all()]
-    return [text for _, text in sorted((box["x"], text) for box, text in headers if box and text)]
-
-
 def names(page: Page) -> Locator:
     """The links with the names of runs in their table."""
     return page.locator(".ag-row [col-id='attributes.`Run Name`'] a")
@@ -137,9 +131,3 @@ def names(page: Page) -> Locator:
 def cell(page: Page, column: str) -> Locator:
     """The cells of a column in the table of runs."""
     return page.locator(f".ag-row [col-id='{column}']")
-
-
-def sections(page: Page) -> list[str]:
-    """The sections of charts, from the top."""
-    found = page.get_by_test_id("experiment-view-compare-runs-section-header").all_inner_texts()
-    return [re.sub(r"\s*\(\d+\).*", "", text, flags=re.DOTALL).strip() for text in found]

@@ -88,19 +88,19 @@ def test_there_is_one_run_with_a_child_for_each_measurement(runs: dict[str, Run]
         "validation/accuracy",
         "samples_per_second",
         "step_ms",
-        "workers/throughput/samples_per_second",
-        "workers/time/step_ms",
-        "workers/time/exposed_communication_ms",
-        "workers/time/data_wait_ms",
+        "throughput/samples_per_second",
+        "time/step_ms",
+        "time/exposed_communication_ms",
+        "time/data_wait_ms",
         "time_to_first_step_s",
-        "workers/memory/peak_mib",
+        "memory/peak_mib",
         "speedup",
         "efficiency",
         "goodput",
         "tflops",
-        "workers/badput/startup",
-        "workers/badput/checkpointing",
-        "workers/time/window_data_wait_ms",
+        "badput/startup",
+        "badput/checkpointing",
+        "time/window_data_wait_ms",
         "system/cpu_utilization_percentage",
         "system/system_memory_usage_megabytes",
     ],
@@ -133,7 +133,7 @@ def test_children_have_what_they_measured(runs: dict[str, Run]) -> None:
         metrics = runs[role].data.metrics
         assert metrics["samples_per_second"] > 0
         assert metrics["step_ms"] > 0
-        assert "workers/time/exposed_communication_ms" not in metrics  # one process exchanges nothing
+        assert "time/exposed_communication_ms" not in metrics  # one process exchanges nothing
         assert "validation/accuracy" not in metrics
 
 
@@ -323,7 +323,7 @@ def test_sync_adds_nothing_twice(whole_run: Any, command: Callable[..., Any]) ->
                 run.data.params,
                 run.data.tags,
                 len(client.get_metric_history(run.info.run_id, "train/loss")),
-                len(client.get_metric_history(run.info.run_id, "workers/throughput/samples_per_second")),
+                len(client.get_metric_history(run.info.run_id, "throughput/samples_per_second")),
                 len(run.inputs.dataset_inputs),
                 len(run.outputs.model_outputs) if run.outputs else 0,
             )

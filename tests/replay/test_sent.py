@@ -102,9 +102,9 @@ def test_there_is_one_run_with_a_child_for_each_measurement(sent: Sent) -> None:
     assert {child.info.status for child in children.values()} == {"FINISHED"}
     assert "mlflow.parentRunId" not in sent.run("finished").data.tags
     for child in children.values():
-        assert child.data.metrics["workers/throughput/samples_per_second"] > 0
-        assert child.data.metrics["workers/time/step_ms"] > 0
-        assert "workers/time/exposed_communication_ms" not in child.data.metrics  # one process exchanges nothing
+        assert child.data.metrics["throughput/samples_per_second"] > 0
+        assert child.data.metrics["time/step_ms"] > 0
+        assert "time/exposed_communication_ms" not in child.data.metrics  # one process exchanges nothing
         assert "validation/accuracy" not in child.data.metrics
         assert len(sent.store.series(child, "train/loss")) == 18
 
@@ -114,15 +114,15 @@ def test_all_that_was_measured_is_there(sent: Sent) -> None:
     (end,) = (event for event in sent.recordings["finished"].all_of(Finished) if event.trial == "main")
 
     for name in (
-        "train/loss", "train/learning_rate", "validation/loss", "validation/accuracy", "workers/time/data_wait_ms",
+        "train/loss", "train/learning_rate", "validation/loss", "validation/accuracy", "time/data_wait_ms",
         "speedup", "efficiency", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes",
     ):  # fmt: skip
         assert found[name] >= 0
-    assert found["workers/throughput/samples_per_second"] == end.result.samples_per_second.median
-    assert found["workers/time/exposed_communication_ms"] == end.result.parts.exposed_communication_ms
+    assert found["throughput/samples_per_second"] == end.result.samples_per_second.median
+    assert found["time/exposed_communication_ms"] == end.result.parts.exposed_communication_ms
     assert found["time_to_first_step_s"] == end.time_to_first_step_s
-    assert found["workers/memory/peak_mib"] == max(end.result.peak_memory_mb)
-    assert found["workers/memory/peak_mib_rank_1"] == end.result.peak_memory_mb[1]
+    assert found["memory/peak_mib"] == max(end.result.peak_memory_mb)
+    assert found["memory/peak_mib_rank_1"] == end.result.peak_memory_mb[1]
     assert [step for step, _ in sent.series("finished", "train/loss")] == list(range(1, 47))
     assert [step for step, _ in sent.series("finished", "validation/accuracy")] == [23, 46]
     assert found["validation/accuracy"] > 0.85
@@ -205,17 +205,12 @@ def test_the_files_are_there(sent: Sent, tmp_path: Path) -> None:
     sent.store.client.delete_run(other)
 
 
-def test_the_description_and_the_view_are_made_for_people(sent: Sent) -> None:
+def test_the_description_is_made_for_people(sent: Sent) -> None:
     run = sent.run("finished")
     report = Report.model_validate_json((sent.recordings["finished"].folder / "speedup.json").read_text())
     assert "ddp x 2 does" in run.data.tags["mlflow.note.content"]
     assert "| strategy |" in run.data.tags["mlflow.note.content"]
     assert run.data.metrics["speedup"] == pytest.approx(report.speedup)
-    experiment = sent.store.client.get_experiment(run.info.experiment_id)
-    view = json.loads(experiment.tags["mlflow.sharedViewState.speedups"])
-    assert view["name"] == "Speedups"
-    columns = json.loads(view["state"])["selectedColumns"]
-    assert {"tags.`strategy`", "tags.`speedup`", "metrics.`validation/loss`"} <= set(columns)
 
 
 def test_a_figure_of_the_whole_run_is_no_series(sent: Sent) -> None:
@@ -224,12 +219,12 @@ def test_a_figure_of_the_whole_run_is_no_series(sent: Sent) -> None:
     for name in (
         "speedup",
         "efficiency",
-        "workers/time/compute_ms",
-        "workers/memory/peak_mib",
-        "workers/memory/peak_mib_rank_1",
+        "time/compute_ms",
+        "memory/peak_mib",
+        "memory/peak_mib_rank_1",
     ):
         assert sent.series("finished", name) == [(0, run.data.metrics[name])]
-    assert len(sent.series("finished", "workers/throughput/samples_per_second")) > 1
+    assert len(sent.series("finished", "throughput/samples_per_second")) > 1
 
 
 def test_a_failed_run_has_the_error_of_the_rank_that_failed_first(sent: Sent) -> None:
@@ -250,7 +245,7 @@ def test_steps_done_twice_are_there_once(sent: Sent) -> None:
         recorded = [step for step, _ in sent.recordings[name].series("train/loss")]
         assert recorded == list(range(1, steps + 1))
         assert [step for step, _ in sent.series(name, "train/loss")] == recorded
-    workers = [value for _, value in sent.series("elastic", "workers/throughput/workers")]
+    workers = [value for _, value in sent.series("elastic", "throughput/workers")]
     assert [size for i, size in enumerate(workers) if workers[i - 1 : i] != [size]] == [1, 2, 1]
     assert sent.run("elastic").data.tags["world_size"] == "1"
 
@@ -264,9 +259,7 @@ def test_a_comparison_has_a_run_for_each_cell(sent: Sent) -> None:
     assert set(children) == {row.trial for row in report.rows}
     for row in report.rows:
         assert children[row.trial].data.metrics.get("speedup") == (row.speedup and pytest.approx(row.speedup))
-        assert (
-            children[row.trial].data.metrics["workers/throughput/samples_per_second"] == row.samples_per_second.median
-        )
+        assert children[row.trial].data.metrics["throughput/samples_per_second"] == row.samples_per_second.median
 
 
 def test_a_sweep_has_a_run_for_each_trial_and_marks_the_best(sent: Sent) -> None:
@@ -288,15 +281,10 @@ def test_a_sweep_has_a_run_for_each_trial_and_marks_the_best(sent: Sent) -> None
     assert {"sweep.json", "sweep_table.json", "sweep.csv", "experiment.yaml", "log.txt"} <= sent.artifacts("sweep")
 
 
-def test_a_sweep_has_a_view_that_finds_its_trials(sent: Sent) -> None:
-    outcome, client = sent.outcomes["sweep"], sent.store.client
-    view = client.get_experiment(outcome.experiment_id).tags[f"mlflow.sharedViewState.{outcome.trials_view}"]
-    state = json.loads(json.loads(view)["state"])
-    found = client.search_runs([outcome.experiment_id], filter_string=state["searchFilter"])
+def test_a_filter_finds_the_trials_of_a_sweep(sent: Sent) -> None:
+    outcome, sweep = sent.outcomes["sweep"], sent.recordings["sweep"].folder.name
+    found = sent.store.client.search_runs([outcome.experiment_id], filter_string=f"tags.sweep = '{sweep}'")
     assert {run.info.run_id for run in found} == {run.info.run_id for run in sent.children("sweep")}
-    column, *_ = (name for name in state["selectedColumns"] if name.startswith("params."))
-    assert all(column.removeprefix("params.`").removesuffix("`") in run.data.params for run in found)
-    assert sent.outcomes["finished"].trials_view == ""
 
 
 def test_links_of_a_description_lead_to_the_runs(sent: Sent) -> None:
@@ -304,9 +292,7 @@ def test_links_of_a_description_lead_to_the_runs(sent: Sent) -> None:
     sweep, trial = sent.recordings["sweep"], sent.children("sweep")[0]
     named = trial.data.tags["pipeline.run"]
     (closed,) = sweep.all_of(RunClosed)
-    summary = (
-        f"{link('1', 'run', run=named)} {link('2', 'run', run='nobody/trial-002')} {link('all', 'trials', run=named)}"
-    )
+    summary = f"{link('1', run=named)} {link('2', run='nobody/trial-002')} {link('all', run=named)}"
     run = MlflowRun(folder=sweep.folder, warn=pytest.fail, uri=sent.store.uri)
     before = sent.run("sweep").data.tags["mlflow.note.content"]
     try:

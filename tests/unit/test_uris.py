@@ -95,7 +95,7 @@ def test_links_lead_to_the_page_of_the_run() -> None:
     )
     assert run_link("sqlite:////x/mlflow.db", "3", "abc").startswith("pipeline ui")
     assert runs_link(ui_address("https://me:secret@host/"), "3") == (
-        "https://host/#/experiments/3/runs?viewStateShareKey=speedups&workflowType=machine_learning"
+        "https://host/#/experiments/3/runs?workflowType=machine_learning"
     )
 
 

@@ -1,11 +1,13 @@
 """Conversion of events to MLflow's entities and names, cut to MLflow's limits. Nothing here calls the store."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import mlflow_name, mlflow_names
+from pipeline.config.sweep import Parameter
 from pipeline.protocol.events import Event, Point, RunOpened, Started, TrialOpened
 from pipeline.protocol.numbers import is_of_whole_run
 from pipeline.wording import format_parallel, join_names
@@ -17,24 +19,7 @@ _PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
 _VERSION_LENGTH = 100
 _CUT = " ... [cut]"
 _MOST_NAMES = 3
-_NAMES = {
-    "time/rest_ms": "workers/time/optimizer_and_other_ms",
-    "memory/peak_mb": "workers/memory/peak_mib",
-    "throughput/": "workers/throughput/",
-    "time/": "workers/time/",
-    "memory/": "workers/memory/",
-    "badput/": "workers/badput/",
-    "wall_clock/start": "workers/badput/startup",  # these six as journals of earlier versions have them
-    "wall_clock/input": "workers/badput/data_loading",
-    "wall_clock/evaluation": "workers/badput/evaluation",
-    "wall_clock/saving": "workers/badput/checkpointing",
-    "wall_clock/redone": "workers/badput/lost_progress",
-    "wall_clock/stopped": "workers/badput/downtime",
-}
-"""Beginnings of metrics' names in MLflow, by ours.
-
-On the page of a run MLflow orders the sections of charts by name alone: these come behind "train" and "validation".
-"""
+_PARAMETER = re.compile(rf"sweep\.parameters\.(.+)\.(?:{'|'.join(Parameter.model_fields)})(?:\[.*)?")
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 """MLflow's names of tags that its UI shows specially, by our names."""
 _EARLIER_RUNS = {"compare": "benchmark", "predict": "prediction", "tune-batch": "batch sizes"}
@@ -81,11 +66,21 @@ def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
 
 def metric_name(name: str) -> str:
     """Return MLflow's name of a metric."""
-    name = NUMBERS.get(name, name)
-    for ours, theirs in _NAMES.items():
-        if name.startswith(ours):
-            return mlflow_name(f"{theirs}{name.removeprefix(ours)}")
-    return mlflow_name(name)
+    return mlflow_name(NUMBERS.get(name, name))
+
+
+def shared_params(params: Mapping[str, str]) -> dict[str, str]:
+    """Return the parameters of a run; of a sweep those that all trials share, as no trial has the file's own values.
+
+    Args:
+        params: flattened parameters of the run.
+    """
+    varied = {found[1] for name in params if (found := _PARAMETER.fullmatch(name))}
+    return {name: value for name, value in params.items() if not any(_is_part(name, of=key) for key in varied)}
+
+
+def _is_part(name: str, *, of: str) -> bool:
+    return name == of or name.startswith((f"{of}.", f"{of}["))
 
 
 def params(values: Mapping[str, str]) -> "list[Param]":

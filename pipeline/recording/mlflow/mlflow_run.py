@@ -25,14 +25,13 @@ from pipeline.protocol.events import (
     Tagged,
     TrialOpened,
 )
-from pipeline.protocol.links import Page, completed
+from pipeline.protocol.links import completed
 from pipeline.protocol.trial import EVALUATION
 from pipeline.recording.mlflow import mlflow_entities as entities
 from pipeline.recording.mlflow.mlflow_runs import ERROR_TAG, TaggedRuns, experiment_id
-from pipeline.recording.mlflow.mlflow_views import save_runs_view, save_trials_view, shared_params
 from pipeline.recording.mlflow.model import log_model
 from pipeline.recording.mlflow.registration import register
-from pipeline.recording.mlflow.store import artifact_root, create_store, run_page, runs_link, sweep_view
+from pipeline.recording.mlflow.store import artifact_root, create_store, run_page
 from pipeline.recording.trackers.scalars import scalars
 
 if TYPE_CHECKING:
@@ -68,8 +67,6 @@ class MlflowRun:
         self.experiment_id = ""
         self.run_id = ""
         """MLflow's id of the run; empty until MLflow has answered."""
-        self.trials_view = ""
-        """Name of the saved view of a sweep's trials; empty for other runs."""
         self.uploads: deque[ArtifactSaved | ModelSaved] = deque()
         """Files to upload; metrics don't wait for them."""
         self.missing: list[str] = []
@@ -154,12 +151,11 @@ class MlflowRun:
         self._errors = {}
         self._logs_model, self._is_member = event.logs_model, bool(event.sweep)
         is_sweep = event.tags.get("role") == "sweep"
-        params = shared_params(event.params) if is_sweep else event.params
+        params = entities.shared_params(event.params) if is_sweep else event.params
         if (warning := entities.describe_renamed(params)) and not event.sweep:  # the sweep's own run warns of it
             self._warn(warning)
         named = {name: value for name, value in event.tags.items() if name not in OWN_TAGS}  # perhaps new ones
         self._describe(self.run_id, params=params, tags=named)
-        self._save_views(event)
 
     @_write.register
     def _(self, event: TrialOpened) -> None:
@@ -242,26 +238,8 @@ class MlflowRun:
         self._runs.end(self.run_id, event, status=event.status)
         self._runs.end_all(event)
 
-    def _save_views(self, event: RunOpened) -> None:
-        """Save the view that its link opens: of all runs, and of its trials if it is a sweep."""
-        params, created_ms = event.params, entities.milliseconds(event)
-        save_runs_view(self._client, self.experiment_id, params=params, created_ms=created_ms)
-        if event.tags.get("role") == "sweep":
-            sweep = event.run
-            save_trials_view(
-                self._client,
-                self.experiment_id,
-                sweep=sweep,
-                params=params,
-                directions=event.directions,
-                created_ms=created_ms,
-            )
-            self.trials_view = sweep_view(sweep)
-
-    def _page(self, page: Page, run: str) -> str | None:
-        """Return the address of a page that a summary links to, relative to that of its description."""
-        if page != "run":
-            return runs_link("", self.experiment_id, view=sweep_view(run), has_charts=page == "charts")
+    def _page(self, run: str) -> str | None:
+        """Return the address of a run that a summary links to, relative to that of its description."""
         try:
             return run_page("", self.experiment_id, self._runs.of(run, trial=MAIN))
         except LookupError:  # a trial that has sent nothing yet

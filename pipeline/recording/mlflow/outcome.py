@@ -23,8 +23,6 @@ class TrackingOutcome(Frozen):
     """MLflow's id of the experiment; empty if MLflow never answered."""
     run_id: str = ""
     """MLflow's id of the main run; empty if MLflow never answered."""
-    trials_view: str = ""
-    """Name of the saved view of a sweep's trials; empty for other runs."""
     delivered: bool
     """True if MLflow has everything that it accepts."""
     uri: str = ""
@@ -88,10 +86,7 @@ def places_of(folder: Path, *, is_running: bool = False) -> str:
         lines.append(f"report   {folder / 'report.html'}")
     if outcome and outcome.run_id:
         lines.append(link_of(uri, outcome))
-        address = ui_address(uri)
-        if outcome.trials_view:
-            lines.append(f"trials   {runs_link(address, outcome.experiment_id, view=outcome.trials_view)}")
-        lines.append(f"all runs {runs_link(address, outcome.experiment_id)}")
+        lines.append(f"all runs {runs_link(ui_address(uri), outcome.experiment_id)}")
     lines += named_trackers.places(folder)
     if outcome and not outcome.delivered and not is_running:
         lines.append(outcome.message)

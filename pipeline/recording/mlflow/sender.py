@@ -96,7 +96,6 @@ class Sender:
         outcome = TrackingOutcome(
             experiment_id=run.experiment_id,
             run_id=run.run_id,
-            trials_view=run.trials_view,
             delivered=True,
             uri=self._other_uri,
             late=(*(() if self._is_done else ("MLflow",)), *loggers),

@@ -15,8 +15,6 @@ from pipeline.recording.mlflow import sqlite_store
 _SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
-VIEW = "speedups"
-"""Name of the view of runs that `pipeline.recording.mlflow.mlflow_views` saves, in links to the table of runs."""
 _UI_ADDRESS = "http://127.0.0.1:5000"  # of `pipeline ui` by default
 _UI_TIMEOUT_S = 1.0
 
@@ -105,23 +103,9 @@ def run_page(address: str, experiment_id: str, run_id: str) -> str:
     return f"{address}{'/' if address else ''}#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING_VIEW}"
 
 
-def runs_link(address: str, experiment_id: str, *, view: str = VIEW, has_charts: bool = False) -> str:
-    """Return the link to a saved view of the table of runs; without ``/runs`` MLflow opens its page for GenAI.
-
-    Args:
-        address: address of the UI; empty for a link that is relative to any of its pages.
-        experiment_id: MLflow's id of the experiment.
-        view: name of the view.
-        has_charts: True to open the charts of the runs in place of their table.
-    """
-    charts = "&compareRunsMode=CHART" if has_charts else ""
-    page = f"{address}{'/' if address else ''}#/experiments/{experiment_id}/runs"
-    return f"{page}?viewStateShareKey={view}{charts}&{_TRAINING_VIEW}"
-
-
-def sweep_view(sweep: str) -> str:
-    """Return the name of the view of a sweep's trials, from the sweep's id."""
-    return f"sweep-{urllib.parse.quote(sweep, safe='')}"
+def runs_link(address: str, experiment_id: str) -> str:
+    """Return the link to the table of runs; without ``/runs`` MLflow opens its page for GenAI."""
+    return f"{address}/#/experiments/{experiment_id}/runs?{_TRAINING_VIEW}"
 
 
 def ui_address(uri: str) -> str:

@@ -18,7 +18,6 @@ from typing import IO
 
 from pipeline.config.uris import without_credentials
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.mlflow.mlflow_views import VIEW_TAG
 from pipeline.recording.mlflow.store import artifact_root, check_store, is_server, runs_link, sqlite_path, ui_recorded
 
 _START_TIMEOUT_S = 60.0
@@ -68,7 +67,7 @@ def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) ->
 
 
 def pages(address: str) -> Iterator[tuple[str, str]]:
-    """Yield the experiments of this project that were updated last, the latest first: name, link to the runs.
+    """Yield the experiments that were updated last, the latest first: name, link to the runs.
 
     Args:
         address: address of the UI, which is a tracking server, too.
@@ -81,8 +80,7 @@ def pages(address: str) -> Iterator[tuple[str, str]]:
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http(s), see is_server
         found = json.load(answer).get("experiments", [])
     for experiment in found:
-        if any(tag["key"] == VIEW_TAG for tag in experiment.get("tags", [])):
-            yield experiment["name"], runs_link(address, experiment["experiment_id"])
+        yield experiment["name"], runs_link(address, experiment["experiment_id"])
 
 
 def _check_port(port: int) -> None:

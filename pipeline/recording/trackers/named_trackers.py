@@ -42,7 +42,7 @@ def _module(name: str) -> Any:
 
 def description(end: RunClosed) -> str:
     """Return the end of a run in Markdown, without links to MLflow's pages."""
-    return "\n\n".join(filter(None, (end.message, completed(end.summary, lambda *_: None))))
+    return "\n\n".join(filter(None, (end.message, completed(end.summary, lambda _: None))))
 
 
 def value_of(text: str) -> Any:

@@ -1,0 +1,81 @@
+"""Names of runs, parameters of a sweep, and links in MLflow."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.protocol.events import RunOpened, TrialOpened
+from pipeline.recording.mlflow.mlflow_entities import name_run, name_trial, shared_params
+from pipeline.recording.mlflow.store import run_page
+
+PARAMS = {"metrics.accuracy._target_": "torchmetrics.Accuracy", "name": "lab", "train.epochs": "3"}
+SWEEP = {
+    **PARAMS,
+    "sweep.metric": "validation/accuracy",
+    "sweep.mode": "max",
+    "sweep.parameters.optimizer.lr.log_uniform": "[0.001, 1.0]",
+    "sweep.parameters.model.hidden.choice[0]": "[32]",
+    "sweep.parameters.model.hidden.choice[1]": "[64, 64]",
+    "sweep.parameters.loss.choice[0]._target_": "torch.nn.CrossEntropyLoss",
+    "sweep.parameters.loss.choice[1].weight": "2",
+    "sweep.trials": "8",
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "title", "name"),
+    [
+        ("baseline", "1 worker", "baseline: 1 worker"),
+        ("baseline", "ddp, 2 workers", "baseline: ddp, 2 workers"),
+        ("reference", "1 process, 2 cores", "reference: 1 process, 2 cores"),
+        ("cell", "ddp, 2 workers (static_graph)", "ddp, 2 workers (static_graph)"),
+        ("probe", "ddp, 2 workers", "ddp, 2 workers"),
+        ("baseline", "single", "baseline: 1 worker"),  # these as journals of before have them
+        ("reference", "single, 2 cores", "reference: 1 process, 2 cores"),
+        ("cell", "ddp x 2 (weak, static_graph)", "ddp, 2 workers (weak, static_graph)"),
+        ("cell", "dp x 4", "dp, 4 GPUs"),
+        ("cell", "ddp", "ddp, 1 worker"),
+    ],
+)
+def test_a_measurement_is_named_by_what_it_is(role: Any, title: str, name: str) -> None:
+    assert name_trial(TrialOpened(role=role, title=title, tags={}, params={})) == name
+
+
+def test_a_run_is_named_by_what_it_is() -> None:
+    def opened(title: str = "", **tags: str) -> RunOpened:
+        return RunOpened(
+            run="20261126-lab",
+            tracking_uri="",
+            tracking_experiment="lab",
+            title=title,
+            tags=tags,
+            params={},
+            trials=("main",),
+        )
+
+    ddp = {"role": "main", "strategy": "ddp", "world_size": "2"}
+    assert name_run(opened(**ddp)) == "ddp, 2 workers"
+    assert name_run(opened(quick="true", **ddp)) == "quick test: ddp, 2 workers"
+    assert name_run(opened("my run", **ddp)) == "my run"
+    assert (name_run(opened(role="compare")), name_run(opened(role="sweep"))) == ("benchmark", "sweep")
+    assert name_run(opened(role="main")) == "20261126-lab"
+
+
+def test_a_sweep_has_no_values_of_its_own_for_what_it_varies() -> None:
+    own = {
+        "optimizer.lr": "0.1",
+        "model.hidden": "[8]",
+        "loss._target_": "x",
+        "optimizer.lr_decay": "2",
+        "model.h": "1",
+    }
+    kept = shared_params({**SWEEP, **own})
+    assert kept.keys() & own.keys() == {"optimizer.lr_decay", "model.h"}
+    assert SWEEP.items() <= kept.items()
+    assert shared_params({**PARAMS, **own}) == {**PARAMS, **own}
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:5000", ""])
+def test_links_open_the_page_of_a_run(address: str) -> None:
+    start = f"{address}/#/" if address else "#/"
+    assert run_page(address, "7", "abc") == f"{start}experiments/7/runs/abc?workflowType=machine_learning"
