@@ -15,8 +15,6 @@ from pipeline.errors import ResourceError
 from pipeline.protocol.trial import Training, Trial
 from pipeline.wording import counted
 
-READERS = 1
-"""Cores per node that are left to Ray Data where it reads the data."""
 SPARE = "spare_cpu"
 """Resource of a local Ray's node: how many of its CPUs are not for workers, see `pipeline.launchers._ray.local`."""
 _PROBE_TIMEOUT_S = 1.0
@@ -92,9 +90,7 @@ def await_capacity(
         total = total_capacity(trial, there)
         asked = f"requested {asked_for(trial)}. The Ray cluster has {_amounts(ray.cluster_resources(), amounts)}"
         if ask is None and total < trial.workers and not (isinstance(trial, Training) and trial.resume):
-            readers = _readers(trial)
-            reading = f" Each node keeps {readers} core for reading the data." if readers else ""
-            raise ResourceError(f"{asked}. Its nodes have room for {counted(total, 'worker')}.{reading}")
+            raise ResourceError(f"{asked}. Its nodes have room for {counted(total, 'worker')}.")
         waited_s = time.monotonic() - start
         if waited_s > patience_s:
             room = f"Room for {counted(fit, 'worker')} was free within parallel.queue_timeout_s ({patience_s:g} s)."
@@ -142,14 +138,8 @@ def asked_for(trial: Trial) -> str:
 def _fitting(trial: Trial, nodes: Iterable[Mapping[str, float]]) -> int:
     """Return the number of workers that fit on nodes with these resources, each worker on a single node."""
     most = 1 if trial.experiment.parallel.placement == "strict_spread" else sys.maxsize
-    readers = _readers(trial)
-    left = ({**node, "CPU": max(0.0, node.get("CPU", 0.0) - max(readers, node.get(SPARE, 0.0)))} for node in nodes)
+    left = ({**node, "CPU": max(0.0, node.get("CPU", 0.0) - node.get(SPARE, 0.0))} for node in nodes)
     return sum(min(count_fitting(node, per_worker(trial)), most) for node in left)
-
-
-def _readers(trial: Trial) -> int:
-    """Return the cores of each node that no worker of a trial may use, since Ray Data reads the data there."""
-    return READERS if trial.experiment.is_streamed else 0
 
 
 def count_fitting(node: Mapping[str, float], amounts: Mapping[str, float]) -> int:

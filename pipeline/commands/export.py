@@ -84,11 +84,6 @@ def _loaded(
         return weights, portable.of_result(
             state.folder, file.experiment, allowed=allowed, runtime=known, epoch=weights.epoch
         )
-    if file.experiment.is_streamed:
-        raise UsageError(
-            f"{id_of(state.folder)}: its data is streamed by Ray, so only the result of a finished run can be "
-            "exported; leave out --checkpoint"
-        )
     chosen = choose(file, folder=state.folder, wanted=checkpoint, allowed=allowed)
     stages.begin(f"reading checkpoint {chosen.manifest.name}")
     model = portable.of_checkpoint(_reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed))
@@ -112,8 +107,7 @@ def _result(file: ExperimentFile, state: RunState) -> tuple[TrialResult, Started
     starts = [event for event in events if isinstance(event, Started) and event.trial == "main"]
     if not (ends and starts):
         return None
-    has_inputs = (state.folder / EXAMPLE).is_file() or file.experiment.is_streamed
-    if not has_inputs and _has_checkpoint(file, state, step=_of_result(ends[-1]).step):
+    if not (state.folder / EXAMPLE).is_file() and _has_checkpoint(file, state, step=_of_result(ends[-1]).step):
         return None
     return ends[-1], starts[-1]
 

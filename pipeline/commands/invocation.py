@@ -107,7 +107,6 @@ class Invocation:
             receive=self.recorder.receive,
             parallel=parallel,
             unfit=self.plan.resources.unfit,
-            streams=self.plan.experiment.is_streamed,
             verbose=self.verbose,
         )
         stages.begin("preparing the workers")

@@ -45,7 +45,6 @@ _FUNCTIONS = frozenset(
         "pipeline.data.digits",
         "pipeline.data.example_sentences",
         "pipeline.data.padding.padded",
-        "pipeline.data.streamed",
         "pipeline.data.tabular",
         "pipeline.data.texts",
         "pipeline.data.tokens",

@@ -7,7 +7,7 @@ from contextlib import suppress
 from numbers import Number
 from typing import Any
 
-from pipeline.config import keys, removed
+from pipeline.config import keys
 from pipeline.config.deferred import RUNTIME_VALUES, marker
 from pipeline.config.values import Component
 from pipeline.errors import Problem
@@ -86,8 +86,6 @@ def check(function: Callable[..., Any], component: Component, *, key: str, passe
 
 def describe_unknown(name: str, known: list[str], target: str) -> str:
     """Return the message about an argument that a class or function doesn't take."""
-    if remedy := removed.ARGUMENTS.get((target, name)):
-        return f"was removed. {remedy}"
     takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
     return f"{target} has no such argument{did_you_mean(name, known) or f'; {takes}'}"
 

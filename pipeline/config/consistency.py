@@ -74,7 +74,6 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     yield from _only_for_ray(parallel)
     yield from _layouts(experiment)
     yield from _order(experiment)
-    yield from _streamed(experiment)
     if parallel.options.get("communication_hook") == "powersgd" and train.precision == "fp16":
         yield Problem(
             "parallel.options.communication_hook",
@@ -167,39 +166,6 @@ def _layouts(experiment: Experiment) -> Iterator[Problem]:
         if strategy == "fsdp":
             message = "fsdp cannot shard channels_last parameters. Set ddp, or train.memory_format: contiguous."
             yield Problem(key, message)
-
-
-def _streamed(experiment: Experiment) -> Iterator[Problem]:
-    """Find settings that rows streamed by Ray Data don't support."""
-    if not experiment.is_streamed:
-        return
-    parallel, size, loader = experiment.parallel, experiment.train.global_batch_size, experiment.loader
-    if parallel.launcher in ("inprocess", "torchrun"):
-        message = f"is {parallel.launcher}, but pipeline.data.streamed needs Ray. Set launcher: ray."
-        yield Problem("parallel.launcher", message)
-    for workers in range(parallel.least_workers, parallel.workers + 1):
-        if size % workers:
-            message = (
-                f"is {size}, but streaming needs a batch that {workers} workers can split equally. "
-                f"Use a multiple of {workers}."
-            )
-            yield Problem("train.global_batch_size", message)
-            break
-    if experiment.train.compile is not None:
-        message = "needs batches of all sizes before the first step, and a stream has none. Remove this key."
-        yield Problem("train.compile", message)
-    if experiment.train.evaluation_batch_size is not None:
-        message = "has no effect on pipeline.data.streamed. Remove this key."
-        yield Problem("train.evaluation_batch_size", message)
-    if experiment.sampler is not None:
-        message = "has no effect on pipeline.data.streamed. Remove this key, and shuffle the rows with Ray Data."
-        yield Problem("sampler", message)
-    for name in ("num_workers", "collate", "evaluation_collate"):
-        if getattr(loader, name):
-            message = (
-                "has no effect on pipeline.data.streamed. Remove this key, and use Ray Data's map_batches instead."
-            )
-            yield Problem(f"loader.{name}", message)
 
 
 def _order(experiment: Experiment) -> Iterator[Problem]:

@@ -46,7 +46,6 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.data.texts",
         "pipeline.data.arrays",
         "pipeline.data.tokens",
-        "pipeline.data.streamed",
     ),
     "loss": (
         "torch.nn.CrossEntropyLoss",

@@ -39,17 +39,10 @@ VALUES: Mapping[tuple[str, str], str] = {
     ),
 }
 """Remedy by dotted key, without indices, and value."""
-ARGUMENTS: Mapping[tuple[str, str], str] = {
-    ("pipeline.data.streamed", "order"): "Remove it. Rows always keep their order.",
-}
-"""Remedy by dotted name of a component and its argument."""
 
 
 def drop_without_effect(tree: dict[str, Any]) -> None:
     """Drop what no longer exists and had no effect on the training from the experiment of a recorded run."""
-    data = tree.get("data")
-    if isinstance(data, dict) and (data.get("_target_"), data.get("order")) == ("pipeline.data.streamed", "kept"):
-        del data["order"]
     tracking = tree.get("tracking")
     if isinstance(tracking, dict) and isinstance(tracking.get("also"), list):
         tracking["also"] = [name for name in tracking["also"] if ("tracking.loggers", name) not in VALUES]

@@ -88,7 +88,7 @@ class Experiment(Section):
     ``module``."""
     data: Component
     """Any callable that returns a training dataset, a validation dataset or None, and optionally a test dataset. The
-    datasets are map-style or iterable, or pipeline.data.streamed. The test dataset is evaluated once, at the end."""
+    datasets are map-style or iterable. The test dataset is evaluated once, at the end."""
     sampler: SamplerOptions | None = None
     """Sampling of the training samples. Default: shuffled, each sample once per epoch."""
     loader: Loader = Loader()
@@ -173,11 +173,6 @@ class Experiment(Section):
         if rest:
             return {"train.batch_size_per_worker": None, "train.global_batch_size": global_batch_size}
         return {"train.batch_size_per_worker": share}
-
-    @property
-    def is_streamed(self) -> bool:
-        """True if Ray Data streams rows to the workers; otherwise workers read samples themselves."""
-        return self.data.target == "pipeline.data.streamed"
 
 
 def followed(experiment: Experiment) -> dict[str, str]:

@@ -24,12 +24,6 @@ from pipeline.system.imports import undisturbed
 from pipeline.wording import did_you_mean, nearest
 
 _NAMES = (
-    "ray.data.read_csv",
-    "ray.data.read_images",
-    "ray.data.read_json",
-    "ray.data.read_numpy",
-    "ray.data.read_parquet",
-    "ray.data.FileShuffleConfig",
     "torch.arange",
     "torch.full",
     "torch.linspace",

@@ -7,7 +7,6 @@ from pipeline.data.handwriting import digits
 from pipeline.data.labelled_texts import texts
 from pipeline.data.make_once import make_once
 from pipeline.data.splits import Splits
-from pipeline.data.streamed import streamed
 from pipeline.data.tabular import tabular
 from pipeline.data.text import characters
 from pipeline.data.tokens import tokens
@@ -20,7 +19,6 @@ __all__ = [
     "example_sentences",
     "make_once",
     "read_csv",
-    "streamed",
     "tabular",
     "texts",
     "tokens",

@@ -34,7 +34,7 @@ _LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool = True) -> tuple[str, ...]:
     """Check components and their arguments, strategies and their options, metrics and values of a sweep.
 
-    With ``with_data`` the data is loaded, too, unless Ray streams it; ``with_weights`` looks for those to start from.
+    With ``with_data`` the data is loaded, too; ``with_weights`` looks for those to start from.
 
     Nothing is built before all names are allowed, also those of a sweep's values.
 
@@ -131,15 +131,13 @@ def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
 
 
-def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes | None:
-    """Load the data and count its samples, and the steps in an epoch of its order; None if only Ray can count them.
+def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes:
+    """Load the data and count its samples, and the steps in an epoch of its order.
 
     Raises:
         ExperimentError: the data can't be loaded, or is empty, or the order doesn't fit it.
         TrainingError: a sample that the order needs can't be read.
     """
-    if experiment.is_streamed:
-        return None
     with undisturbed():
         from pipeline.training.batches import data_source, iterable_order
         from pipeline.training.model import parts

@@ -34,8 +34,6 @@ def find_reason_to_skip(experiment: Experiment, *, allowed: tuple[str, ...]) -> 
     parallel = experiment.parallel
     if parallel.launcher == "ray" and parallel.cluster:
         return f"The experiment runs on the Ray cluster at {parallel.cluster}."
-    if experiment.is_streamed:
-        return "Ray Data reads the data, which takes a Ray cluster."
     needed, free = _needed_bytes(experiment, allowed=allowed), _free_bytes(experiment)
     if needed > _MOST_OF_MEMORY * free:
         sizes = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"

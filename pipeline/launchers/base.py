@@ -38,8 +38,6 @@ class Session:
     """Placement of the workers."""
     unfit: Mapping[str, UnfitNode] = field(default_factory=dict)
     """Nodes of a cluster that were left out when the run was planned, by Ray's id."""
-    streams: bool = False
-    """True if the launcher reads the data and sends it to the workers."""
     verbose: bool = False
     """True if the output of the launcher and the workers goes to the terminal."""
 

@@ -26,9 +26,7 @@ from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
 from pipeline.launchers import base
 from pipeline.launchers._ray import local
-from pipeline.launchers._ray.dealing import Dealing
 from pipeline.launchers._ray.early import local_ray
-from pipeline.launchers._ray.ingest import Ingest
 from pipeline.launchers._ray.interface import public_because
 from pipeline.launchers._ray.network import RendezvousConfig
 from pipeline.launchers._ray.work import work
@@ -64,7 +62,6 @@ class Launcher(base.Launcher):
         self._address = session.parallel.cluster
         self.departures = departures if self._address is not None else None
         self._running = 0  # workers
-        self._ingests: dict[str, Ingest] = {}
         self._fit_nodes: FitNodes | None = None  # for a local Ray
         self._request: NodeRequest | None = None  # without an autoscaler
         self._public_because = public_because()
@@ -82,7 +79,7 @@ class Launcher(base.Launcher):
         with join.naming_address(session.parallel), ExitStack() as stack:
             self._code, runtime_env = stack.enter_context(sent(package, joined=is_joined))
             if self._address is None:
-                stack.enter_context(local_ray(session.parallel, streams=session.streams, verbose=session.verbose))
+                stack.enter_context(local_ray(session.parallel, verbose=session.verbose))
             else:
                 stack.enter_context(connected(self._address, verbose=session.verbose, runtime_env=runtime_env))
                 self._fit_nodes = FitNodes(session.parallel, code=self._code, unfit=session.unfit)
@@ -137,10 +134,9 @@ class Launcher(base.Launcher):
         self._warn_untracked(trial)
         self.check_nodes(trial)
         self._await_capacity(trial)
-        ingest = self._ingest(trial)
         host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
         with attempt.listening(host) as address, environment(**_patience(trial)):
-            error = self._train(trial, address, ingest)
+            error = self._train(trial, address)
         return attempt.outcome(_losses(error, trial, silent=attempt.silent))
 
     def _await_capacity(self, trial: Trial) -> None:
@@ -179,26 +175,17 @@ class Launcher(base.Launcher):
     def _warn(self, message: str, trial: Trial) -> None:
         self.session.receive(Warned(trial=trial.name, message=message))
 
-    def _train(self, trial: Trial, address: Address, ingest: Ingest | None) -> BaseException | None:
+    def _train(self, trial: Trial, address: Address) -> BaseException | None:
         self._running = trial.workers
         try:
-            trainer = self._trainer(trial, address, ingest)
+            trainer = self._trainer(trial, address)
             # At Ctrl-C the local Ray is about to end, and Ray answers a later poll by starting another one.
             cancel, patience_s = trainer.cancel, _LAST_POLL_S
             return outside_main_thread(trainer.fit, name="ray-train", interrupt=cancel, patience_s=patience_s)
         finally:
             self._running = 0
 
-    def _ingest(self, trial: Trial) -> Ingest | None:
-        """Return the trial's data if Ray streams it; trials with the same data share it: rows are counted once."""
-        if not trial.experiment.is_streamed:
-            return None
-        declared = trial.experiment.data.model_dump_json()
-        if declared not in self._ingests:
-            self._ingests[declared] = Ingest(trial)
-        return self._ingests[declared]
-
-    def _trainer(self, trial: Trial, address: Address, ingest: Ingest | None) -> "FastTrainer | PublicTrainer":
+    def _trainer(self, trial: Trial, address: Address) -> "FastTrainer | PublicTrainer":
         parallel = trial.experiment.parallel
         labels = self._fit_nodes.selector() if self._fit_nodes is not None else {}
         return _trainer_class()(
@@ -206,13 +193,10 @@ class Launcher(base.Launcher):
             train_loop_config={
                 "trial": trial.model_dump_json(),
                 "channel": address.model_dump_json(),
-                "stream": ingest.facts.model_dump_json() if ingest else None,
                 "code": self._code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
             backend_config=RendezvousConfig(interface=parallel.network_interface, ports=parallel.ports),
-            datasets=ingest.datasets(trial) if ingest else None,
-            dataset_config=Dealing() if ingest else None,
             scaling_config=ScalingConfig(
                 num_workers=trial.workers,
                 use_gpu=trial.device == "cuda",

@@ -28,20 +28,19 @@ class DataSizes(NamedTuple):
     """Promises that the data can't keep, one sentence each."""
 
 
-def describe(plan: Plan, sizes: DataSizes | None) -> str:
-    """Describe a plan in lines; ``sizes`` is None if only Ray can count the rows."""
+def describe(plan: Plan, sizes: DataSizes) -> str:
+    """Describe a plan in lines."""
     train = plan.experiment.train
     batches = f"{train.global_batch_size} samples each{_by_worker(plan)}, {train.precision}"
-    data, steps = "streamed by Ray Data, which counts the rows during the run", f"{train.length}, {batches}"
-    if sizes is not None:
-        data = f"{sizes.train_samples} training samples" if sizes.train_samples else "a training set without a length"
-        data += f", {sizes.validation_samples} validation samples"
-        data += f", {sizes.test_samples} test samples" if sizes.test_samples else ""
-        whole = train.length if train.steps else f"{train.steps_of(sizes.steps_per_epoch)} in {train.length}"
-        steps = f"{sizes.steps_per_epoch} per epoch, {whole}, {batches}" if sizes.train_samples else steps
+    data = f"{sizes.train_samples} training samples" if sizes.train_samples else "a training set without a length"
+    data += f", {sizes.validation_samples} validation samples"
+    data += f", {sizes.test_samples} test samples" if sizes.test_samples else ""
+    whole = train.length if train.steps else f"{train.steps_of(sizes.steps_per_epoch)} in {train.length}"
+    per_epoch = f"{sizes.steps_per_epoch} per epoch, {whole}" if sizes.train_samples else train.length
+    steps = f"{per_epoch}, {batches}"
     sampler, tracking = plan.experiment.sampler, plan.experiment.tracking
-    drawn = sizes.epoch_samples if sizes is not None else None
-    count = f", {drawn} samples in an epoch" if sizes is not None and drawn not in (None, sizes.train_samples) else ""
+    drawn = sizes.epoch_samples
+    count = f", {drawn} samples in an epoch" if drawn not in (None, sizes.train_samples) else ""
     lines = [
         f"experiment   {plan.experiment.name}, seed {plan.experiment.seed}",
         f"machine      {plan.resources.summary}",
@@ -61,7 +60,7 @@ def describe(plan: Plan, sizes: DataSizes | None) -> str:
     lines += [f"  {line}" for trial in plan.trials for line in _describe_trial(trial)]
     if isinstance(plan.main, Training) and plan.main.compared_with:
         lines += [f"  {line}" for line in _describe_turns(plan.main)]
-    lines += [f"note: {note}" for note in (*plan.notes, *(sizes.notes if sizes is not None else ()))]
+    lines += [f"note: {note}" for note in (*plan.notes, *sizes.notes)]
     return "\n".join(lines)
 
 
@@ -92,15 +91,15 @@ def _registered(model: RegisteredModel) -> str:
     return f"the trained model as a version of {model.name}{alias}"
 
 
-def record(plan: Plan, sizes: DataSizes | None) -> str:
-    """Describe a plan as JSON; ``sizes`` is None if only Ray can count the rows."""
+def record(plan: Plan, sizes: DataSizes) -> str:
+    """Describe a plan as JSON."""
     fields = {"name", "role", "title", "strategy", "launcher", "workers", "device", "cpus_per_worker", "max_steps"}
     return json.dumps(
         {
             "experiment": plan.experiment.name,
             "seed": plan.experiment.seed,
             "machine": plan.resources.summary,
-            **(sizes._asdict() if sizes is not None else dict.fromkeys(DataSizes._fields)),
+            **sizes._asdict(),
             "sampler": plan.experiment.sampler.words if plan.experiment.sampler is not None else None,
             "epochs": plan.experiment.train.epochs,
             "steps": plan.experiment.train.steps,
@@ -109,7 +108,7 @@ def record(plan: Plan, sizes: DataSizes | None) -> str:
             "tracking": without_credentials(plan.experiment.tracking.uri),
             "tracking_from": _tracking_origin(plan.experiment.tracking),
             "trials": [{"max_steps": None} | trial.model_dump(mode="json", include=fields) for trial in plan.measured],
-            "notes": [*plan.notes, *(sizes.notes if sizes is not None else ())],
+            "notes": [*plan.notes, *sizes.notes],
         },
         indent=2,
     )

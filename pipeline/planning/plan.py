@@ -116,11 +116,11 @@ def _compared(
 
 
 def _runs_beside(trial: Trial, *, main: Trial) -> bool:
-    """Return True if rank 0 of the main trial can run a trial by itself, with its devices and data it reads itself."""
+    """Return True if rank 0 of the main trial can run a trial by itself, with its devices."""
     if trial.devices_per_worker > main.devices_per_worker:  # such as dp beside ddp, whose ranks have a GPU each
         return False
     strategy = registry.load("strategies", trial.strategy).Strategy
-    return trial.workers == 1 and not (strategy.needs_process_group or trial.experiment.is_streamed)
+    return trial.workers == 1 and not strategy.needs_process_group
 
 
 def same_work(one: Trial, other: Trial) -> bool:

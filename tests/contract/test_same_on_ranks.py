@@ -56,12 +56,6 @@ def test_rows_are_what_they_are_named_for(compared: Callable[[str], Compared]) -
     assert {"train/loss", "train/gradient_norm"} <= {name for name, _ in compared("gathered: both").alone.series}
 
 
-def test_rows_that_are_sent_train_as_rows_that_are_read(compared: Callable[[str], Compared], tmp_path: Path) -> None:
-    in_order = {"data": {"_target_": "toy_streams.stream", "kind": "Sized", "validation": True}}
-    read, sent = train_row(Rank(), Row(in_order), tmp_path / "read"), compared("rows that are sent, ddp").alone
-    assert sent.series == pytest.approx(read.series, rel=1e-12, abs=1e-12)
-
-
 def test_a_process_that_trains_alone_beside_others_gathers_from_none(
     ranks: Ranks, compared: Callable[[str], Compared], tmp_path: Path
 ) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -21,8 +19,6 @@ BLOCKS = {
     for kind in re.findall(r"pipeline\.data\.(\w+)", block)[:1]
 }
 ROWS = {"train": 22, "validation": 9}
-SIZES = {"arrays": 4, "streamed": 4}
-"""Numbers in a sample's input."""
 
 
 def columns(part: str) -> tuple[np.ndarray, np.ndarray]:
@@ -41,15 +37,6 @@ def tokens() -> None:
         (np.arange(32 * windows + 1) % 50).astype(np.uint16).tofile(f"data/{name}.bin")
 
 
-def streamed() -> None:
-    for part in ROWS:
-        inputs, targets = columns(part)
-        table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(inputs.ravel()), 4), "y": targets})
-        Path("data", part).mkdir()
-        for number, first in enumerate(range(0, len(targets), 7)):
-            pq.write_table(table.slice(first, 7), f"data/{part}/{number}.parquet")
-
-
 def experiment(kind: str) -> dict[str, Any]:
     """The block of the documentation, and all that it leaves out."""
     gpt = {"vocabulary_size": 50, "context_length": 32, "width": 4, "depth": 1, "heads": 1}
@@ -57,7 +44,7 @@ def experiment(kind: str) -> dict[str, Any]:
         {"model": {"_target_": "pipeline.models.GPT", **gpt}, "task": {"_target_": "pipeline.tasks.LanguageModel"}}
         if kind == "tokens"
         else {
-            "model": {"_target_": "pipeline.models.MLP", "in_features": SIZES[kind], "hidden": [4], "num_classes": 3},
+            "model": {"_target_": "pipeline.models.MLP", "in_features": 4, "hidden": [4], "num_classes": 3},
             "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
         }
     )
@@ -72,17 +59,12 @@ def experiment(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "write"),
-    [
-        ("arrays", arrays),
-        pytest.param("tokens", tokens),
-        pytest.param("streamed", streamed, marks=pytest.mark.timeout(900)),
-    ],
+    [("arrays", arrays), ("tokens", tokens)],
 )
 def test_what_is_written_there_trains(
     kind: str, write: Callable[[], None], command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     Path("data").mkdir()
     write()
     Path("experiment.yaml").write_text(yaml.safe_dump(experiment(kind)))
@@ -99,5 +81,5 @@ def test_what_is_written_there_trains(
 
 
 def test_every_block_of_yaml_is_tested() -> None:
-    assert BLOCKS.keys() == {"arrays", "tokens", "streamed"}
+    assert BLOCKS.keys() == {"arrays", "tokens"}
     assert DOCS.count("_target_: pipeline.data.") == len(BLOCKS)

@@ -41,7 +41,7 @@ def command(process: psutil.Process) -> str:
 
 
 def local_ray() -> early.LocalRay:
-    return early.local_ray(load(MLP, DDP).experiment.parallel, streams=False, verbose=False)
+    return early.local_ray(load(MLP, DDP).experiment.parallel, verbose=False)
 
 
 def test_what_was_begun_is_used_and_ended() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import toy_contrastive
 import toy_gans
 import toy_orders
-import toy_streams
 import toys
 from same_on_ranks import Row
 
@@ -113,9 +112,6 @@ LENGTH = {
 ORDERS = {
     f"order: {name}": Row(sections, stopped=toy_orders.STOPPED, is_saved_by_all=name in toy_orders.SAVED_FOR_ALL)
     for name, sections in toy_orders.CASES.items()
-} | {
-    f"rows that are sent, {strategy}": Row({}, received=toy_streams.sent_to, strategy=strategy)
-    for strategy in ("ddp", "fsdp")
 }
 
 # Losses and metrics over all samples of a batch or set

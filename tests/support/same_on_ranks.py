@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation, Trial, Weights
-from pipeline.training.batches import stream
 from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train
 from pipeline.training.result.restored import evaluate_checkpoint
@@ -47,8 +46,6 @@ class Row(NamedTuple):
     """True if it has no micro-batches, as the samples of a global batch are compared."""
     initial: Callable[[], nn.Module] | None = None
     """Model whose weights, drawn with another seed, the training starts from."""
-    received: Callable[[Rank], Mapping[str, Any]] | None = None
-    """Streams of samples that a launcher sends to a rank."""
     is_saved_by_all: bool = False
     """True if checkpoints of several workers are continued, too."""
     evaluated: tuple[str, ...] = ()
@@ -85,10 +82,8 @@ class Found(NamedTuple):
 def train_row(rank: Rank, row: Row, folder: Path, *, resume: bool = False, micro_batches: int = 1) -> Found:
     """Train a row with checkpoints in a folder."""
     kept = toys.Kept()
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)  # torchmetrics, of a class
-        for name, rows in (row.received(rank) if row.received else {}).items():
-            patch.setitem(stream.received, name, rows)
         result = train(_trial(row, rank, folder, resume=resume, micro_batches=micro_batches), rank=rank, outbox=kept)
     _check_events(kept, row, resumed=[row.stopped] * (resume and rank.is_first))
     points = [point for event in kept.events if event.kind == "metrics" for point in event.points]

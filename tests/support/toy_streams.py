@@ -10,9 +10,6 @@ import torch
 from torch.utils.data import IterableDataset
 from toys import regression
 
-from pipeline.protocol.rank import Rank
-from pipeline.training.batches.stream import Pass, RowStream
-
 SAMPLES = 22
 
 
@@ -171,16 +168,3 @@ def transformed() -> tuple[Any, Any]:
     columns = {"x": inputs.tolist(), "y": targets.flatten().tolist()}
     found = datasets.Dataset.from_dict(columns).with_transform(add_noise)
     return found, found
-
-
-def sent_to(rank: Rank) -> dict[str, RowStream]:
-    """Samples of `toys.regression` by set, cut into blocks that are dealt round robin, as Ray deals them."""
-
-    def opened(number: int, size: int) -> Pass:
-        columns = [tensor.split(size) for tensor in regression()[number].tensors]  # type: ignore[union-attr]
-        yield from list(zip(*columns, strict=True))[rank.rank :: rank.world_size]
-
-    return {
-        name: RowStream(rows=len(regression()[number]), open=lambda size, n=number: opened(n, size))  # type: ignore[arg-type]
-        for number, name in enumerate(("train", "validation"))
-    }

@@ -181,7 +181,6 @@ def test_what_fails_is_found(sections: dict[str, Any], said: str) -> None:
         ({}, 2**30, ""),
         ({"model": component("torch.nn.Linear", in_features=3, out_features=2**20)}, 2**27, "take 0.1 GiB, and 0.1"),
         ({"parallel": {"launcher": "ray", "address": "10.0.0.1:6379"}}, 2**30, "on the Ray cluster at 10.0.0.1:6379"),
-        ({"data": component("pipeline.data.streamed", paths="x"), "parallel": {"launcher": "ray"}}, 2**30, "Ray Data"),
     ],
 )  # fmt: skip
 def test_what_is_not_tried_is_said(

@@ -45,7 +45,6 @@ OF_NO_KIND = {
     "pipeline.data.labelled_texts.texts",
     "pipeline.data.padding.padded",
     "pipeline.data.splits.Splits",
-    "pipeline.data.streamed.streamed",
     "pipeline.data.tabular.tabular",
     "pipeline.data.text.characters",
     "pipeline.data.tokens.tokens",

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import component_arguments, environment
 from pipeline.config.components import build, check, resolve
 from pipeline.config.deferred import RUNTIME_VALUES, marker
-from pipeline.config.load import from_mapping, load
+from pipeline.config.load import from_mapping
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN, allowed_packages
 from pipeline.config.values import Component
@@ -557,16 +556,3 @@ def test_a_removed_component_says_what_to_use_instead() -> None:
         "pipeline.data.shards was removed. "
         "Read the tar files with webdataset in an iterable dataset of your package (docs/data.md)."
     )
-
-
-def test_a_removed_argument_says_what_to_do(tmp_path: Path) -> None:
-    data = {"_target_": "pipeline.data.streamed", "train": {"_target_": "torch.ones"}, "order": "kept"}
-    streamed = experiment(data=data, parallel={"launcher": "ray"})
-    problems = {problem.key: problem.message for problem in check(streamed, allowed=BUILT_IN).problems}
-    assert problems["data.order"] == "was removed. Remove it. Rows always keep their order."
-
-    recorded = tmp_path / "experiment.yaml"
-    recorded.write_text(yaml.safe_dump(streamed.model_dump(mode="json", by_alias=True)))
-    assert "order" in load(recorded).experiment.data.arguments
-    (tmp_path / "events.jsonl").touch()
-    assert "order" not in load(recorded).experiment.data.arguments

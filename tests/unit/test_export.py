@@ -10,7 +10,6 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from pipeline.commands.export import check_options, export
 from pipeline.commands.export_readme import format_readme
 from pipeline.commands.exported_files import Exported, Inputs
 from pipeline.config.load import load
-from pipeline.config.targets import BUILT_IN
-from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, Finished, ModelSaved
 from pipeline.recording.journal import journal
@@ -304,21 +301,6 @@ def test_weights_without_a_checkpoint_of_their_step_are_the_result(
     assert exported(folder, tmp_path / "result").weights.step == 6
     older = exported(folder, tmp_path / "last", checkpoint="last").weights
     assert (older.step, older.note) == (3, "The latest checkpoint is from step 3, but training ended at step 6.")
-
-
-def test_of_streamed_data_only_the_result_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path)
-    (folder / EXAMPLE).unlink()
-    file = load(folder / "experiment.yaml")
-    assert exported(folder, tmp_path / "read").inputs is not None
-    data = file.experiment.data.model_copy(update={"target": "pipeline.data.streamed"})
-    streamed = replace(file, experiment=file.experiment.model_copy(update={"data": data}))
-    monkeypatch.setattr(preflight, "check", lambda file, **_: BUILT_IN)
-    of_run = partial(export, streamed, folder=folder)
-    assert of_run(to=tmp_path / "result", checkpoint=None).inputs is None
-    with pytest.raises(UsageError, match="only the result of a finished run can be exported; leave out --checkpoint"):
-        of_run(to=tmp_path / "last", checkpoint="last")
 
 
 def test_the_command_refuses_before_anything_is_loaded(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -376,13 +376,6 @@ def test_a_wrong_section_is_refused_when_it_is_loaded(order: Any, message: str) 
     assert f"{problem.key}: {problem.message}".startswith(message)
 
 
-def test_streams_have_an_order_of_their_own() -> None:
-    with pytest.raises(ExperimentError, match="sampler: has no effect on"):
-        loaded(sampler={"weights": "balanced"},
-               data={"_target_": "pipeline.data.streamed", "train": {"_target_": "a.b"}},
-               parallel={"launcher": "ray"})  # fmt: skip
-
-
 @pytest.mark.parametrize("order", DECLARED, ids=str)
 def test_a_section_survives_its_files(order: dict[str, Any]) -> None:
     section = toys.experiment(sampler=order).sampler

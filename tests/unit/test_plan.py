@@ -133,13 +133,6 @@ def test_dp_beside_ddp_has_more_gpus_than_a_rank() -> None:
     assert [shape(trial) for trial in made.trials] == [("baseline", "dp", 1, 4, 8), ("main", "ddp", 4, 1, 8)]
 
 
-def test_streams_are_read_by_one_trial_at_a_time() -> None:
-    streamed = {"_target_": "pipeline.data.streamed", "train": {"_target_": "toys.regression"}}
-    made = plan(parallel=ddp(2, launcher="ray"), data=streamed)
-    assert beside(made) == []
-    assert [trial.role for trial in made.trials] == ["baseline", "reference", "main"]
-
-
 def test_plans_without_a_baseline_have_nothing_to_compare() -> None:
     assert beside(plan(baseline=False, parallel=ddp(2))) == []
     assert beside(plan()) == []  # its own baseline
@@ -205,8 +198,8 @@ def test_a_training_only_measures_nothing_and_says_what_is_left_out() -> None:
         "No GPU found. Training on the CPU.",
     )
     assert made.main.purpose == "trains 2 epochs"
-    assert made.notes[0] in describe(made, None)
-    assert json.loads(record(made, None))["notes"] == list(made.notes)
+    assert made.notes[0] in describe(made, DataSizes(22, 10, 3))
+    assert json.loads(record(made, DataSizes(22, 10, 3)))["notes"] == list(made.notes)
 
 
 def test_only_the_training_runs_to_its_end() -> None:
@@ -407,18 +400,6 @@ def test_the_plan_in_words_on_gpus() -> None:
     text = describe(plan(SERVER, baseline=False, parallel=ddp(4)), DataSizes(22, 0, 3))
     main = "main      ddp with torchrun: 4 workers, 1 GPU each, 8 CPU threads each\n            per-worker batch 2\n"
     assert main in text
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_plan_whose_rows_only_ray_can_count(as_json: bool) -> None:
-    """The rows are unknown, not 0, and JSON stays JSON."""
-    shown = (record if as_json else describe)(plan(SERVER, baseline=False, parallel=ddp(4)), None)
-
-    if as_json:
-        values = json.loads(shown)
-        assert all(values[name] in (None, []) for name in DataSizes._fields)
-    else:
-        assert "data         streamed by Ray Data, which counts the rows during the run\n" in shown
 
 
 GOLDEN = """\

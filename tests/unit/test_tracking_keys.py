@@ -13,7 +13,7 @@ from pipeline.config.consistency import OWN_TAGS, contradictions
 from pipeline.config.load import from_mapping
 from pipeline.config.summary import to_yaml
 from pipeline.errors import ExperimentError
-from pipeline.planning.describe import describe
+from pipeline.planning.describe import DataSizes, describe
 from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import ModelSaved
@@ -89,7 +89,9 @@ def test_a_model_that_is_not_logged_cannot_be_registered() -> None:
 def test_the_plan_says_what_is_registered() -> None:
     experiment = tracked(register_model={"name": "digits", "alias": "champion"})
     plan = make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
-    assert "registers    the trained model as a version of digits with alias champion\n" in describe(plan, None)
+    assert "registers    the trained model as a version of digits with alias champion\n" in describe(
+        plan, DataSizes(22, 10, 3)
+    )
 
 
 def test_the_saved_model_tells_where_it_is_registered() -> None:

@@ -66,14 +66,14 @@ class LocalRay:
 def begin(experiment: Experiment, *, verbose: bool) -> None:
     """Start the local Ray that an experiment needs, unless it names a cluster."""
     if experiment.parallel.cluster is None:
-        _begun.append(LocalRay(_wanted(experiment.parallel, streams=experiment.is_streamed), verbose=verbose))
+        _begun.append(LocalRay(_wanted(experiment.parallel), verbose=verbose))
 
 
-def local_ray(parallel: Parallel, *, streams: bool, verbose: bool) -> LocalRay:
+def local_ray(parallel: Parallel, *, verbose: bool) -> LocalRay:
     """Return the local Ray that was started in advance, or a new one. The caller ends it."""
     if _begun and not _begun[-1].is_over:
         return _begun[-1]
-    return LocalRay(_wanted(parallel, streams=streams), verbose=verbose)
+    return LocalRay(_wanted(parallel), verbose=verbose)
 
 
 def end_begun() -> None:
@@ -82,5 +82,5 @@ def end_begun() -> None:
         _begun.pop().end()
 
 
-def _wanted(parallel: Parallel, *, streams: bool) -> LocalRayRequest:
-    return LocalRayRequest(workers=min(parallel.workers, resources.detect().cpus), streams=streams)
+def _wanted(parallel: Parallel) -> LocalRayRequest:
+    return LocalRayRequest(workers=min(parallel.workers, resources.detect().cpus))

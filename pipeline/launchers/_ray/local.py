@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import ray
 
 from pipeline.cluster.connection import connection
-from pipeline.cluster.placement import READERS, SPARE
+from pipeline.cluster.placement import SPARE
 from pipeline.launchers._ray.interface import public_because
 from pipeline.planning import resources
 from pipeline.wording import first_line
@@ -18,7 +18,6 @@ _SETTINGS = {
     "RAY_raylet_client_num_connect_attempts": "600",
 }
 _OBJECT_STORE_BYTES = 200_000_000  # events go over the channel and data is loaded by the workers
-_STREAMED_BYTES = 500_000_000
 
 
 class LocalRayRequest(NamedTuple):
@@ -26,8 +25,6 @@ class LocalRayRequest(NamedTuple):
 
     workers: int = 0
     """Number of processes that start at once and import what workers need; they become the first workers."""
-    streams: bool = False
-    """True if Ray also reads the data, beside the workers."""
 
 
 @contextmanager
@@ -46,16 +43,15 @@ def started(wanted: LocalRayRequest, *, verbose: bool) -> Iterator[None]:
     is_public = bool(public_because())
     cpus = resources.detect().cpus
     # Workers may use all cores. A data function with Ray Data would wait forever for a CPU.
-    spare = READERS if wanted.streams else cpus
 
     def init(**logs: Any) -> None:
         with _faster(wanted, verbose=verbose, is_public=is_public) as options:
             ray.init(
                 address="local",
                 include_dashboard=False,
-                num_cpus=cpus + spare,
-                resources={SPARE: spare},
-                object_store_memory=_STREAMED_BYTES if wanted.streams else _OBJECT_STORE_BYTES,
+                num_cpus=2 * cpus,
+                resources={SPARE: cpus},
+                object_store_memory=_OBJECT_STORE_BYTES,
                 **options,
                 **logs,
             )
@@ -85,6 +81,5 @@ def _settings(wanted: LocalRayRequest) -> dict[str, str]:
     if wanted.workers:
         # Ray would end them as idle as soon as a placement group has reserved the cores for them.
         settings["RAY_kill_idle_workers_interval_ms"] = "0"
-    if wanted.workers and not wanted.streams:  # Ray's tasks that read data would load it all, too
         settings["RAY_preload_python_modules"] = "pipeline.launchers._ray.preloaded"
     return settings

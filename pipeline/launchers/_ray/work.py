@@ -45,10 +45,6 @@ def work(config: dict[str, Any]) -> None:
         ChannelOutbox(Address.model_validate_json(config["channel"])) as outbox,
         redirect_output(config["logs"], rank=rank, outbox=outbox),
     ):
-        if config["stream"] is not None:
-            from pipeline.launchers._ray.ingest import Facts, receive
-
-            receive(Facts.model_validate_json(config["stream"]))
         try:
             main.run(trial, rank=rank, outbox=outbox, end=partial(main.end_process, outbox.close))
             leftovers.end(main.warning_of(rank, trial=trial, outbox=outbox), run_exit_functions=False)

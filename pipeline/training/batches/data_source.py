@@ -1,4 +1,4 @@
-"""Opening of a rank's data: loaders and order of its samples, of datasets or of streams that a launcher sends."""
+"""Opening of a rank's data: loaders and order of its samples."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,13 +21,11 @@ from pipeline.training.batches.iterable_dataset import find_length, is_iterable
 from pipeline.training.batches.iterable_order import IterableOrder, promises
 from pipeline.training.batches.iterable_reader import SampleReader
 from pipeline.training.batches.loader import BatchLoader, length
-from pipeline.training.batches.order import SampleOrder, StreamOrder
+from pipeline.training.batches.order import SampleOrder
 from pipeline.training.batches.own_order import order_of
 from pipeline.training.batches.rank_data import AnyLoader, Datasets, Source
-from pipeline.training.batches.stream import RowStream, StreamLoader, joined_heads, received
 from pipeline.training.model import parts
 from pipeline.training.ranks import rank_equality
-from pipeline.training.ranks.collectives import gather
 from pipeline.training.ranks.randomness import generators_kept
 
 _FEW = 4
@@ -35,15 +33,13 @@ _FEW = 4
 
 
 def open_source(trial: Trial, *, rank: Rank, device: torch.device, datasets: Datasets | None = None) -> Source:
-    """Build the loaders of the streams that the launcher sends, or of the experiment's datasets. Collective.
+    """Build the loaders of the experiment's datasets. Collective.
 
     ``datasets`` are those of another trial in this process, which may be large; None builds them.
 
     Raises:
         ExperimentError: a dataset can't be built, is not map-style, or differs between ranks.
     """
-    if received:
-        datasets = received["train"], received.get("validation"), None
     return _read(trial, datasets or parts.data(trial.experiment, allowed=trial.allowed), rank=rank, device=device)
 
 
@@ -68,8 +64,6 @@ def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
     """
     if dataset is None:
         return 0
-    if isinstance(dataset, RowStream):
-        return dataset.rows
     if not is_iterable(dataset):
         return length(dataset, what=what)
     if experiment.loader.num_workers:
@@ -92,12 +86,7 @@ def _count_length(dataset: Any, *, what: str) -> int:
 
 def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device) -> Source:
     experiment, (train, *held_out) = trial.experiment, datasets
-    is_sent = isinstance(train, RowStream)
-    order = (
-        _stream_order(experiment, rows=train.rows, workers=rank.world_size)
-        if is_sent
-        else train_order(experiment, train, allowed=trial.allowed, silent=not rank.is_first)
-    )
+    order = train_order(experiment, train, allowed=trial.allowed, silent=not rank.is_first)
     named = zip(("validation", "test"), held_out, strict=True)
     sizes = {what: held_out_size(experiment, dataset, what=what) for what, dataset in named}
     collate, evaluation_collate = _collates(trial, runtime(trial, order=order, rank=rank))
@@ -105,8 +94,6 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
 
     def loader(dataset: Any, what: str, *, samples: int | None, block: int) -> AnyLoader:
         seed, options = experiment.seed, experiment.loader
-        if isinstance(order, StreamOrder):
-            return StreamLoader(dataset, order=order, pin_memory=_pins(options, device))
         own = collate if what == "training" else evaluation_collate
         if not is_iterable(dataset):
             keeps = what != "training"  # where each step seeds the generators after reading
@@ -128,8 +115,6 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
         loader(dataset, what, samples=sizes[what], block=share * rank.world_size) if dataset is not None else None
         for what, dataset in zip(sizes, held_out, strict=True)
     )
-    if isinstance(train_loader, StreamLoader):
-        _share_head(train_loader, validation, rank=rank)
     loaders = {"validation": validation, "test": test}
     there = {what: (loader, sizes[what]) for what, loader in loaders.items() if loader is not None}
     if evaluation_collate is not None and evaluation_collate.is_fixed:
@@ -145,26 +130,13 @@ def _read(trial: Trial, datasets: Datasets, *, rank: Rank, device: torch.device)
         validation,
         order,
         sizes["validation"],
-        None if is_sent else datasets,
+        datasets,
         test,
         sizes["test"],
         promises(train),
         collate,
         evaluation_collate,
     )
-
-
-def _stream_order(experiment: Experiment, *, rows: int, workers: int) -> StreamOrder:
-    """Return the order of rows that are sent to so many workers, which divide the global batch equally."""
-    size = experiment.train.global_batch_size
-    return StreamOrder(samples=rows, global_batch_size=size, seed=experiment.seed, share_size=size // workers)
-
-
-def _share_head(train: StreamLoader, validation: AnyLoader | None, *, rank: Rank) -> None:
-    """Give all ranks the first rows of the first global batch, to look at. Collective."""
-    train.head = joined_heads(gather(train.peek(), rank=rank))
-    if isinstance(validation, StreamLoader):
-        validation.head = train.head
 
 
 def _collates(trial: Trial, known: Mapping[str, int]) -> tuple[Collation | None, Collation | None]:

@@ -2,7 +2,7 @@
 
 So a global batch is consecutive samples, the same at any number of workers, if the dataset yields the same samples in
 each process. A rank that resumes continues by the dataset's own ``state_dict``, or reads up to where it was; both are
-checked by the last samples before. `pipeline.training.batches.stream` is for rows that a launcher deals to the ranks.
+checked by the last samples before.
 """
 
 import copy
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils._pytree import tree_map
 
 from pipeline.errors import TrainingError
@@ -20,11 +21,12 @@ from pipeline.training.batches.fetch import Collate, collated, usable
 from pipeline.training.batches.iterable_dataset import offers_state
 from pipeline.training.batches.iterable_reader import SampleReader, set_epoch
 from pipeline.training.batches.order import MicroBatch
-from pipeline.training.batches.stream import HEAD, pinned
 from pipeline.training.ranks.fingerprints import fingerprint
 from pipeline.training.ranks.randomness import generators_kept
 
 _log = logging.getLogger(__name__)
+_HEAD = 16
+"""First samples, at most, that are read ahead to be looked at: compared between ranks, tried with the loss."""
 _LAST = 4
 """Samples before a checkpoint, at most, by which a resumed reading is recognized."""
 _MARKS = 3
@@ -46,7 +48,7 @@ class _Mark(NamedTuple):
 class IterableLoader:
     """Loader of an iterable dataset's micro-batches, with the interface of `loader.BatchLoader`."""
 
-    readable = HEAD
+    readable = _HEAD
     """Samples that can be read by index: the first ones."""
 
     def __init__(
@@ -102,7 +104,7 @@ class IterableLoader:
         """Return some of the first samples as a batch, on the CPU: those of these indices, as far as they were kept."""
         reader = self._reader
         with generators_kept():
-            while reader.is_fresh and not reader.index and len(self._head) < min(max(indices) + 1, HEAD):
+            while reader.is_fresh and not reader.index and len(self._head) < min(max(indices) + 1, _HEAD):
                 if self._samples is not None and len(self._head) == self._samples:
                     break
                 self._head.append(reader.peek())
@@ -113,7 +115,7 @@ class IterableLoader:
         with generators_kept():
             while len(self._reader.ahead) <= index:
                 sample = self._reader.peek()
-                if len(self._head) < HEAD:
+                if len(self._head) < _HEAD:
                     self._head.append(sample)
         yield self._reader.ahead[index]
 
@@ -210,4 +212,9 @@ class IterableLoader:
 
     def _batch(self, indices: list[int], samples: list[Any]) -> Any:
         batch = usable(collated(indices, samples, self._collate))
-        return tree_map(pinned, batch) if self._pin else batch
+        return tree_map(_pinned, batch) if self._pin else batch
+
+
+def _pinned(leaf: Any) -> Any:
+    """Copy a tensor to page-locked memory; return anything else as it is."""
+    return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,22 +1,38 @@
 """Order and length of an IterableDataset as training data, and what can't be promised of it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
 
 from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
 from pipeline.training.batches.iterable_dataset import find_length, is_iterable, offers_state
-from pipeline.training.batches.order import SequentialOrder
+from pipeline.training.batches.order import Indices, SampleOrder
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterableOrder(SequentialOrder):
+class IterableOrder(SampleOrder):
     """The order of an iterable dataset: that in which it yields its samples.
 
     A dataset without a length has one epoch of ``train.steps`` steps, in which it may be read several times.
     """
 
+    is_stream = True
     is_endless: bool
+
+    @override
+    def permutation(self, epoch: int) -> torch.Tensor:
+        return torch.arange(self.samples)
+
+    @override
+    def global_batches(self, epoch: int, *, first: int = 0) -> Iterator[Indices]:
+        size = self.global_batch_size
+        for start in range(first * size, self.samples, size):
+            yield np.arange(start, min(start + size, self.samples))
 
     @classmethod
     def of(cls, dataset: Any, experiment: Experiment) -> "IterableOrder":

@@ -178,12 +178,11 @@ def length(dataset: Dataset[Any], *, what: str) -> int:
     Raises:
         ExperimentError: the dataset is empty, or not map-style.
     """
-    is_rays = type(dataset).__module__.startswith("ray.data.")
-    if is_rays or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        ray, torchs = "use pipeline.data.streamed", "it needs __len__ and __getitem__, or be an IterableDataset"
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ExperimentError.of(
             "data",
-            f"the {what} set is {_article(type(dataset).__name__)}, not a torch dataset; {ray if is_rays else torchs}",
+            f"the {what} set is {_article(type(dataset).__name__)}, not a torch dataset; it needs __len__ and "
+            "__getitem__, or be an IterableDataset",
         )
     if not (samples := len(cast(Sized, dataset))):
         raise ExperimentError.of("data", f"the {what} set is empty; it needs at least one sample")

@@ -7,7 +7,7 @@ number, the step. MosaicML Streaming does the same for its own shard format; her
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from typing_extensions import override
 
 from pipeline.training.ranks.randomness import mix
 
@@ -48,8 +47,6 @@ class SampleOrder:
     global_batch_size: int
     seed: int
 
-    noun = "samples"
-    """Plural of the items that are ordered, for messages."""
     is_stream = False
     """True if the items can't be read by index."""
     is_endless = False
@@ -138,53 +135,6 @@ class SampleOrder:
             share = self.share(batch, rank=rank, world_size=world_size)
             indices, weight = (share if len(share) else batch[:1]).tolist(), len(share) / samples
             yield MicroBatch(0, indices, weight, is_last=True, batch_size=len(batch))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequentialOrder(SampleOrder):
-    """The order of items that come in sequence and can't be read by index."""
-
-    is_stream = True
-
-    @override
-    def permutation(self, epoch: int) -> torch.Tensor:
-        return torch.arange(self.samples)
-
-    @override
-    def global_batches(self, epoch: int, *, first: int = 0) -> Iterator[Indices]:
-        size = self.global_batch_size
-        for start in range(first * size, self.samples, size):
-            yield np.arange(start, min(start + size, self.samples))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamOrder(SequentialOrder):
-    """The order of a stream of rows: a global batch is consecutive rows, and each rank's share is a block of them.
-
-    All blocks have the same size. In an uneven last batch the first ranks get full blocks and the last ranks nothing.
-    """
-
-    share_size: int
-    """Rows in a block: a rank's share of a full global batch."""
-
-    noun = "rows"
-
-    @override
-    def share(self, batch: Indices, *, rank: int, world_size: int) -> Indices:
-        return batch[rank * self.share_size : (rank + 1) * self.share_size]
-
-    @override
-    def largest_share(self, step: int, *, world_size: int) -> int:
-        return min(self.share_size, self.batch_size(step))
-
-    @override
-    def evaluation_micro_batches(
-        self, samples: int, *, rank: int, world_size: int, accumulation: int = 1, share: int | None = None
-    ) -> Iterator[MicroBatch]:
-        order = replace(self, samples=samples)
-        for micro_batch in order.micro_batches(0, rank=rank, world_size=world_size, accumulation=accumulation):
-            if micro_batch.weight:
-                yield micro_batch._replace(weight=len(micro_batch.indices) / samples)
 
 
 def padded(

@@ -1,4 +1,4 @@
-"""Batches of one rank: which samples, read from a dataset or a stream, and placed on the device.
+"""Batches of one rank: which samples, read from a dataset, and placed on the device.
 
 Apart from the loaders, which know of no ranks, and from `TrainContext`, which holds what is trained on the batches.
 """
@@ -76,8 +76,8 @@ class Batches:
         return self._source.order
 
     @property
-    def datasets(self) -> Datasets | None:
-        """Training, validation and test set; None for streams."""
+    def datasets(self) -> Datasets:
+        """Training, validation and test set."""
         return self._source.datasets
 
     @property

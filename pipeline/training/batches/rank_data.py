@@ -6,17 +6,14 @@ from pipeline.training.batches.collation import Collation
 from pipeline.training.batches.iterable import IterableLoader
 from pipeline.training.batches.loader import BatchLoader
 from pipeline.training.batches.order import SampleOrder
-from pipeline.training.batches.stream import StreamLoader
 
-AnyLoader = BatchLoader | StreamLoader | IterableLoader
+AnyLoader = BatchLoader | IterableLoader
 Datasets = tuple[Any, Any, Any]
 """Training, validation and test set; None in place of a set that there isn't."""
 
 
-def find_version(datasets: Datasets | None) -> str:
+def find_version(datasets: Datasets) -> str:
     """Return the attribute ``version`` of the data function's tuple, or of its training set, if that is a text."""
-    if datasets is None:
-        return ""
     found = (getattr(owner, "version", None) for owner in (datasets, datasets[0]))
     return next((version for version in found if isinstance(version, str)), "")
 
@@ -28,8 +25,8 @@ class Source(NamedTuple):
     validation: AnyLoader | None
     order: SampleOrder
     validation_samples: int
-    datasets: Datasets | None = None
-    """Datasets behind the loaders; None for streams."""
+    datasets: Datasets
+    """Datasets behind the loaders."""
     test: AnyLoader | None = None
     test_samples: int = 0
     notes: tuple[str, ...] = ()

@@ -204,7 +204,7 @@ def _optimizers(context: TrainContext) -> Iterator[tuple[str, object]]:
 
 def _datasets(context: TrainContext) -> Iterator[tuple[str, object]]:
     """Yield the datasets by name, without iterable ones, which resuming compares by their samples."""
-    for name, dataset in zip(_SETS, context.batches.datasets or (), strict=False):
+    for name, dataset in zip(_SETS, context.batches.datasets, strict=False):
         if dataset is not None and not is_iterable(dataset):
             yield name, dataset
 

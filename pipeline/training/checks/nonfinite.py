@@ -138,13 +138,13 @@ class Finiteness:
     def _where(self, step: int, share: Tensor) -> str:
         """Return the step and the samples that may be the cause, as text. Collective."""
         epoch, index = divmod(step - 1, self.order.steps_per_epoch)
-        batch, noun = self.order.global_batch(epoch, index), self.order.noun
+        batch = self.order.global_batch(epoch, index)
         ranks = gather((self.rank.place, bool(torch.isfinite(share))), rank=self.rank)
         blamed = [(rank, place) for rank, (place, is_finite) in enumerate(ranks) if not is_finite]
         where = f"step {step} (epoch {epoch + 1}); "
         if self.rank.world_size == 1 or not blamed:
-            return f"{where}its global batch is {noun} {some(batch)}"
-        shares = (f"{place}, {noun} {some(self._share(batch, rank))}" for rank, place in blamed)
+            return f"{where}its global batch is samples {some(batch)}"
+        shares = (f"{place}, samples {some(self._share(batch, rank))}" for rank, place in blamed)
         return f"{where}not finite: {', '.join(shares)}"
 
     def _share(self, batch: Sequence[int], rank: int) -> list[int]:

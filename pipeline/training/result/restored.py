@@ -13,7 +13,6 @@ from pipeline.protocol.events import Evaluated, Outbox, Warned
 from pipeline.protocol.labels import Split
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation
-from pipeline.training.batches.order import StreamOrder
 from pipeline.training.build import build
 from pipeline.training.checkpoints import resuming, unsaved_state
 from pipeline.training.checkpoints.manifest import Manifest, entry_of
@@ -62,8 +61,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
     """
     context, manifest, unsaved = restored(trial, rank=rank)
     split = _split(context, trial.split)
-    if not isinstance(context.order, StreamOrder):  # of which no rows have arrived yet
-        prepare(context)
+    prepare(context)
     changes = list(trial.changes)
     if (change := resuming.changed_data(context, manifest)) is not None:
         changes.append(f"data: {change.message}")

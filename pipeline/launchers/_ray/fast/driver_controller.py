@@ -4,8 +4,7 @@ Ray Train starts an actor for the controller, one that cleans up if the controll
 autoscaler for nodes, one for datasets, and one that synchronizes ranks that report checkpoints. Each is a process that
 imports Ray, and workers wait for three of them. Here the driver is the controller: if it is killed, its job ends, and
 with it the workers and their placement group. The launcher asks an autoscaler for nodes before, and ranks report
-to the driver. Ray Data has to know what the workers occupy: with it, the third and the fourth actor stay. See
-docs/decisions/0011-time-to-first-step.md.
+to the driver. See docs/decisions/0011-time-to-first-step.md.
 """
 
 import asyncio
@@ -40,14 +39,11 @@ class FastTrainer(DataParallelTrainer):  # type: ignore[misc]
                 self._cancel()
 
     def _create_default_callbacks(self) -> list[RayTrainCallback]:
-        without: tuple[type[RayTrainCallback], ...] = (PlacementGroupCleanerCallback, StateManagerCallback)
-        if not self.datasets:
-            without += (DatasetsCallback,)
+        without = (PlacementGroupCleanerCallback, StateManagerCallback, DatasetsCallback)
         return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, without)]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
-        if not self.datasets:
-            arguments["scaling_policy"] = _FixedSize(self.scaling_config)
+        arguments["scaling_policy"] = _FixedSize(self.scaling_config)
         controller = _Controller(**arguments)
         with replaced(worker_group, SynchronizationActor=_NoActor()), replaced(state, _shutdown_sync_actor=_end):
             asyncio.run(self._poll(controller))

@@ -17,7 +17,7 @@ from torch.nn.functional import batch_norm
 from pipeline.errors import ExperimentError
 from pipeline.tasks import Supervised
 from pipeline.tasks.from_model import described
-from pipeline.training.batches.order import MicroBatch, StreamOrder
+from pipeline.training.batches.order import MicroBatch
 from pipeline.training.context import TrainContext
 from pipeline.training.model.parameter_names import listed
 from pipeline.training.ranks.torch_errors import is_from_torch
@@ -191,8 +191,6 @@ def _explain_lone_sample(error: Exception, context: TrainContext, batch: Any) ->
 
 def _size_without_lone_samples(context: TrainContext) -> str:
     order, needed = context.order, 2 * context.rank.world_size * context.accumulation
-    if isinstance(order, StreamOrder):
-        return f"Set a size that divides the {order.samples} rows of an epoch"
     if order.is_endless:  # all batches have the same size
         return f"Set {needed} or more, so that each rank gets at least 2"
     samples = order.samples
