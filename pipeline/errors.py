@@ -124,18 +124,6 @@ class TrainingError(PipelineError):
         return type(self), (str(self), self.details)
 
 
-class NonFiniteError(TrainingError):
-    """NaN or infinity in a loss, gradient or weight, raised on all ranks together."""
-
-    def __init__(self, message: str, step: int) -> None:
-        self.step = step
-        """Step, counted from 1."""
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (str(self), self.step)
-
-
 class NoMemoryError(TrainingError):
     """Failure of a rank that ran out of memory, on a GPU or on the CPU."""
 

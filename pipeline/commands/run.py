@@ -1,6 +1,6 @@
 """``pipeline run``: check, plan, launch, report."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -92,10 +92,8 @@ def _run(
         file, kept = recovery.with_batch_of(file, earlier)
         changes = [*kept, *recovery.changes(file, earlier, allowed=allow_changed)]
         changes += recovery.describe_newer(file, earlier) if resume == recovery.LATEST else []
-    left_out = recovery.left_out(file, earlier) if earlier else {}
     plan = make(file, **extent, resumes=earlier is not None)
-    notes = (*plan.notes, *changes, *map(_stays_left_out, left_out.values()))
-    plan = plan.model_copy(update={"notes": notes})
+    plan = plan.model_copy(update={"notes": (*plan.notes, *changes)})
     folder = earlier.folder if earlier else None
     again = ("run", *options_of(with_baseline=extent["with_baseline"], train_only=extent["train_only"]))
     with invoked(
@@ -111,7 +109,6 @@ def _run(
                 folder=invocation.folder,
                 resume=earlier is not None,
                 allow_changed=allow_changed,
-                left_out=left_out,
                 exports=exports,
             )
             invocation.execute(place(trial) for trial in plan.trials if trial.name not in done)
@@ -225,7 +222,6 @@ def _placed(
     folder: Path,
     resume: bool,
     allow_changed: bool,
-    left_out: Mapping[str, tuple[int, ...]],
     exports: bool,
 ) -> Trial:
     """Return the trial as this run needs it, with the address of its checkpoints; measurements have none."""
@@ -235,11 +231,6 @@ def _placed(
         "checkpoints": address_of(trial.experiment.checkpoint.directory, run=folder),
         "resume": resume,
         "allow_changed": allow_changed,
-        "left_out": left_out.get(trial.name, ()),
         "exports": exports,
     }
     return trial.model_copy(update=own)
-
-
-def _stays_left_out(steps: Sequence[int]) -> str:
-    return f"the batch of step {', '.join(map(str, steps))} stays left out since the rollback"

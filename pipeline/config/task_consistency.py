@@ -51,7 +51,7 @@ def with_optimizers(experiment: Experiment) -> Iterator[Problem]:
     if train.on_nonfinite == "skip":
         message = (
             "skip cannot be combined with several optimizers. One optimizer may have updated its parameters before "
-            "the next loss is computed. Set stop or rollback."
+            "the next loss is computed. Set stop."
         )
         yield Problem("train.on_nonfinite", message)
 

@@ -131,10 +131,9 @@ class Train(Section):
     """Memory format of image batches (four dimensions) and convolutions; tensor cores are faster with channels_last."""
     clip_grad_norm: PositiveFloat | None = None
     """Maximum global gradient norm; larger gradients are clipped to it."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """Reaction to a NaN or infinite loss or gradient. stop: end the run. skip: skip the optimizer step. rollback: roll
-    back to the latest checkpoint and skip the step's global batch, three times at most. A NaN or infinite validation
-    loss ends training before the epoch's checkpoint; with skip it is a warning."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Reaction to a NaN or infinite loss or gradient. stop: end the run. skip: skip the optimizer step. A NaN or
+    infinite validation loss ends training before the epoch's checkpoint; with skip it is a warning."""
     scheduler_interval: Literal["step", "epoch"] = "step"
     """Advance the scheduler after each step, including steps that were skipped or overflowed in fp16, or after each
     epoch."""

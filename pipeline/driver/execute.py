@@ -17,8 +17,6 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.recorded_run import open_trial
 
-MOST_ROLLBACKS = 3
-"""Limit: skipping batches doesn't help a training that keeps becoming non-finite."""
 _MEASUREMENTS_MISSING = "Training was already complete. The measurements after it are missing."
 
 
@@ -170,18 +168,16 @@ def _again(
         return again
     if not trial.saves:
         return None
-    if outcome.has_only_lost_workers and not launcher.replaces_workers:
+    if not outcome.has_only_lost_workers or not launcher.replaces_workers:
         return None
-    if outcome.has_only_lost_workers:
-        if trial.is_elastic:
-            warn(f"{_cause(outcome)}. Looking for resources for other workers.")
-            pace.in_vain = False
-            again = _resized(trial, launcher=launcher, pace=pace)
-            if again.trial.workers < trial.workers:
-                return again
-            trial = again.trial
-        return _resumed(trial, outcome, failures=failures)
-    return _rolled_back(trial, outcome)
+    if trial.is_elastic:
+        warn(f"{_cause(outcome)}. Looking for resources for other workers.")
+        pace.in_vain = False
+        again = _resized(trial, launcher=launcher, pace=pace)
+        if again.trial.workers < trial.workers:
+            return again
+        trial = again.trial
+    return _resumed(trial, outcome, failures=failures)
 
 
 def _resized(trial: Training, *, launcher: Launcher, pace: Pace) -> _Again:
@@ -214,17 +210,6 @@ def _resumed(trial: Training, outcome: Outcome, *, failures: int) -> _Again | No
         return None
     why = f"{_cause(outcome)}. Resuming from the latest checkpoint (failure {failures + 1} of {most})."
     return _Again(trial.model_copy(update={"resume": True}), why, counts=True)
-
-
-def _rolled_back(trial: Training, outcome: Outcome) -> _Again | None:
-    """Return the trial from its newest checkpoint without the batch that made it non-finite, if it may leave it out."""
-    bad = outcome.nonfinite_step
-    if bad is None or trial.experiment.train.on_nonfinite != "rollback" or len(trial.left_out) >= MOST_ROLLBACKS:
-        return None
-    left_out = (*trial.left_out, bad)
-    count = f"(rollback {len(left_out)} of {MOST_ROLLBACKS})"
-    why = f"{_cause(outcome)}. Rolling back to the latest checkpoint and skipping the batch of step {bad} {count}."
-    return _Again(trial.model_copy(update={"resume": True, "left_out": left_out}), why)
 
 
 def _cause(outcome: Outcome) -> str:

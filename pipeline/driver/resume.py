@@ -1,6 +1,5 @@
 """``--resume``: find the interrupted run, and compare its experiment with the file's."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,7 +9,7 @@ from pipeline.config.load import ExperimentFile
 from pipeline.config.summary import flatten
 from pipeline.driver.longer import LENGTHS, differences, is_longer, refuse_finished
 from pipeline.errors import Problem, UsageError
-from pipeline.protocol.events import RunOpened, TrialOpened
+from pipeline.protocol.events import RunOpened
 from pipeline.recording.journal import journal, runs
 from pipeline.recording.journal.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
 
@@ -189,18 +188,6 @@ def check_same(file: ExperimentFile, state: RunState, *, may_change: tuple[str, 
             )
             for key in refused
         )
-
-
-def left_out(file: ExperimentFile, state: RunState) -> Mapping[str, tuple[int, ...]]:
-    """Return the steps whose batch a rollback has skipped, by trial: a resumed run also skips them.
-
-    With another seed or other data these steps have different batches, and none is skipped.
-    """
-    if any(key.startswith(_ORDERING) for key in _changed(file, state)):
-        return {}
-    opened = (event for event in journal.read(state.folder / journal.FILE_NAME) if isinstance(event, TrialOpened))
-    latest = {event.trial: event.left_out for event in opened}
-    return {trial: steps for trial, steps in latest.items() if steps}
 
 
 def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:

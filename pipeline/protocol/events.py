@@ -90,8 +90,6 @@ class TrialOpened(Event):
     """Index among equal measurements, from 0."""
     tags: Mapping[str, str]
     params: Mapping[str, str]
-    left_out: tuple[int, ...] = ()
-    """Steps, counted from 1, whose batch a rollback leaves out."""
 
 
 class Loaded(Recorded):
@@ -194,8 +192,6 @@ class Failed(Event):
     traceback: str
     """Traceback of the rank without frames of this project and of torch; empty for problems."""
     problems: tuple[Problem, ...] = ()
-    nonfinite_step: int | None = None
-    """The step, counted from 1, whose loss, gradients or weights are not finite, if that is what failed."""
     is_out_of_memory: bool = False
     """True if the rank ran out of memory; false in journals of earlier versions."""
     origin: Origin = "rank"

@@ -89,10 +89,6 @@ class Trial(Frozen):
         """Return the optimizer steps of the trial, given those of a whole training."""
         return total
 
-    def leaves_out(self, step: int) -> bool:
-        """Return True if a step, counted from 1, is taken without its global batch."""
-        return False
-
 
 class Measurement(Trial):
     """The first steps of a training, timed and reported in windows, without evaluation and checkpoints."""
@@ -147,8 +143,6 @@ class Training(Trial):
     role: Literal["main"] = "main"
     checkpoints: str = ""
     """Absolute folder, or fsspec address, of the checkpoints; empty: none are saved."""
-    left_out: tuple[int, ...] = ()
-    """Steps, counted from 1, whose global batch is not trained on: they made a loss or gradient non-finite."""
     resume: bool = False
     """True to resume from the newest complete checkpoint, from the beginning if there is none."""
     allow_changed: bool = False
@@ -185,10 +179,6 @@ class Training(Trial):
     @override
     def saves(self) -> bool:
         return bool(self.checkpoints)
-
-    @override
-    def leaves_out(self, step: int) -> bool:
-        return step in self.left_out
 
 
 class BatchCheck(Training):

@@ -63,12 +63,6 @@ class Outcome:
         return any(failure.problems for failure in self.failures)
 
     @property
-    def nonfinite_step(self) -> int | None:
-        """The step, counted from 1, whose loss, gradients or weights are not finite, if that is what failed."""
-        steps = (failure.nonfinite_step for failure in self.failures)
-        return next((step for step in steps if step is not None), None)
-
-    @property
     def error(self) -> PipelineError:
         """The error to show for a failed trial: that of the first rank that failed by itself."""
         first = next((failure for failure in self.failures if failure.origin == "rank"), None)

@@ -19,7 +19,7 @@ from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interr
 from pipeline.planning.plan import Plan
 from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.labels import PARENTS, Status
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Trial
 from pipeline.recording.journal import provenance
 from pipeline.recording.journal.folder import create, explained, id_of, is_kept, killed, sweep_of
 from pipeline.recording.journal.journal import FILE_NAME, ending, read
@@ -194,7 +194,6 @@ def open_trial(trial: Trial, recorder: Recorder, *, time: float | None = None) -
             repeat=trial.repeat,
             tags=provenance.trial_tags(trial),
             params=provenance.trial_params(trial),
-            left_out=trial.left_out if isinstance(trial, Training) else (),
         )
     )
 

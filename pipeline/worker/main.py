@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from pipeline.config import environment
-from pipeline.errors import ExperimentError, NonFiniteError, PipelineError, Stopped
+from pipeline.errors import ExperimentError, PipelineError, Stopped
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import (
@@ -180,7 +180,6 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
         error=environment.redact(message),
         traceback=environment.redact(details),
         problems=tuple(each._replace(message=environment.redact(each.message)) for each in problems),
-        nonfinite_step=error.step if isinstance(error, NonFiniteError) else None,
         is_out_of_memory=torch_errors.is_out_of_memory(error),
         origin=torch_errors.origin(error),
     )

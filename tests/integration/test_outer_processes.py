@@ -3,7 +3,7 @@
 For srun, two processes of this machine get the variables that Slurm sets.
 """
 
-# promise: the command within an outer torchrun or srun trains the same; its signals, deaths, errors, rollback
+# promise: the command within an outer torchrun or srun trains the same; its signals, deaths, errors
 
 import os
 import shutil
@@ -181,15 +181,6 @@ def test_error_of_another_task_is_that_of_the_run(cwd: Path) -> None:
     assert f"rank 1 on {os.uname().nodename}: ZeroDivisionError: the model's own mistake" in first.stderr
     assert second.stderr.count("Traceback") == 1  # the whole: its terminal is its log
     assert next(event.origin for event in ranks.events if isinstance(event, Failed)) == "rank"
-
-
-def test_rollback_works_on_with_the_same_tasks(cwd: Path) -> None:
-    faulty = ["data={_target_: lab.holed, index: 3}", "train.on_nonfinite=rollback", "train.epochs=2"]
-    with job(cwd, *faulty) as ranks:
-        first, second = ranks.ended()
-    warned = [event.message for event in ranks.events if isinstance(event, Warned)]
-    assert any("Rolling back" in message for message in warned), first.output
-    assert first.code == second.code
 
 
 def test_driver_waits_for_missing_tasks_only_so_long(cwd: Path) -> None:

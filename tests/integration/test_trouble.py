@@ -1,9 +1,7 @@
 """What goes wrong ends soon, with the right exit code, and says what to do instead of showing our own stack."""
 
 # promise: a run is interrupted at any moment, with each signal and launcher
-# promise: `rollback`
 
-import math
 import os
 import signal
 import subprocess
@@ -16,7 +14,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from pipeline.protocol.events import AnyEvent, Metrics, RunClosed
+from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.recording.journal import journal
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -49,32 +47,6 @@ def test_an_exception_in_the_model_is_shown_once(project: Path, tmp_path: Path, 
     assert stderr.count(TRACEBACK) == 1
     assert "lab.py" in stderr
     assert stderr.rstrip().endswith("ZeroDivisionError: the model's own mistake")
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_rollback_leaves_out_the_batch_that_is_not_finite(command: Command, tmp_path: Path, workers: int) -> None:
-    """One sample of the data is a NaN: its batch is left out in each of two epochs, the rest is trained."""
-    ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", f"parallel.workers={workers}"]
-    where = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]
-    holed = ["data={_target_: lab.holed, index: 7}", "train.on_nonfinite=rollback", "checkpoint.every_steps=1"]
-    ended = command("run", "lab.yaml", "--no-baseline", "parallel.cpus_per_worker=1", *ddp, *where, *holed)
-
-    assert ended.code == 0, ended.output
-    assert ended.stdout.count("Rolling back to the latest checkpoint and skipping the batch of step") == 2
-    (folder,) = (tmp_path / "runs").iterdir()
-    points = [p for e in journal.read(folder / journal.FILE_NAME) if isinstance(e, Metrics) for p in e.points]
-    losses = {point.step: point.value for point in points if point.name == "train/loss"}
-    assert list(losses) == list(range(1, 9))
-    assert sum(math.isnan(loss) for loss in losses.values()) == 2
-
-
-def test_rollback_gives_up_when_it_does_not_help(command: Command, tmp_path: Path) -> None:
-    where = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]
-    ended = command("run", "lab.yaml", "loss={_target_: lab.NotANumber}", "train.on_nonfinite=rollback", *where)
-
-    assert ended.code == 1
-    assert "rollback 3 of 3" in ended.stdout
-    assert "the loss is nan in step" in ended.stderr
 
 
 class Stop(NamedTuple):

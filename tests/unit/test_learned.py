@@ -12,7 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from pipeline import registry
-from pipeline.errors import ExperimentError, NonFiniteError
+from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
@@ -123,7 +123,7 @@ def test_a_weight_that_is_not_finite_is_found() -> None:
     with torch.no_grad():
         context.parameters[-1].fill_(float("nan"))
 
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(TrainingError, match="weights are not finite after step 1"):
         check_weights(context, step=1)
 
 

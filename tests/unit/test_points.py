@@ -72,7 +72,7 @@ def test_losses_are_kept_at_the_places_of_their_steps(tmp_path: Path) -> None:
     assert loss_file.read(tmp_path) == ()
     loss_file.write(tmp_path, [1.0, 2.0, 3.0], first=1)
     loss_file.write(tmp_path, [6.0], first=6)
-    loss_file.write(tmp_path, [2.5], first=2)  # again, after a rollback
+    loss_file.write(tmp_path, [2.5], first=2)  # again, after a resume
     kept = np.load(tmp_path / LOSSES)
     assert kept.dtype == np.float64
     assert kept.tolist()[:3] + kept.tolist()[5:] == [1.0, 2.5, 3.0, 6.0]

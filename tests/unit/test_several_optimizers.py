@@ -222,7 +222,7 @@ def test_keys_that_exclude_each_other_are_refused() -> None:
         "train.compile": "compiles the whole model, but a task with several optimizers calls parts of it. "
         "Remove this key.",
         "train.on_nonfinite": "skip cannot be combined with several optimizers. One optimizer may have updated its "
-        "parameters before the next loss is computed. Set stop or rollback.",
+        "parameters before the next loss is computed. Set stop.",
     }
     never = {name: {**one, "every": 2} for name, one in toy_gans.SECTIONS["optimizers"].items()}
     assert _problems(toys.experiment(**toy_gans.SECTIONS | {"optimizers": never})) == {

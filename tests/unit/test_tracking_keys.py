@@ -35,9 +35,8 @@ def test_the_address_is_that_of_the_file_then_of_the_variable_and_the_plan_says_
 ) -> None:
     def plan(**tracking: Any) -> str:
         whole = toys.experiment(parallel={"launcher": "inprocess"}).model_dump(mode="json") | {"tracking": tracking}
-        text = describe(
-            make_plan(from_mapping(whole).experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False), None
-        )
+        made = make_plan(from_mapping(whole).experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
+        text = describe(made, DataSizes(22, 10, 3))
         return next(line for line in text.splitlines() if line.startswith("tracking"))
 
     monkeypatch.delenv(tracking_address.VARIABLE, raising=False)

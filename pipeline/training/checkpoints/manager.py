@@ -44,7 +44,7 @@ _PATIENCE_S = 30.0
 
 
 def placed(trial: Trial, *, rank: Rank) -> Trial:
-    """Give every rank rank 0's checkpoint address, resume flag and steps to leave out. Collective."""
+    """Give every rank rank 0's checkpoint address and resume flag. Collective."""
     if not isinstance(trial, Training):
         return trial
     device_of(trial, rank=rank)  # selects the GPU that the broadcast uses
@@ -54,7 +54,7 @@ def placed(trial: Trial, *, rank: Rank) -> Trial:
 def _known(trial: Training) -> dict[str, object]:
     """Return what only rank 0 needs to know; a resumed training has no initial weights but those of its checkpoint."""
     initial = None if _has_checkpoint(trial) else trial.initial
-    fields = {"checkpoints": trial.checkpoints, "resume": trial.resume, "left_out": trial.left_out}
+    fields = {"checkpoints": trial.checkpoints, "resume": trial.resume}
     return {**fields, "initial": initial, "allow_changed": trial.allow_changed}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.errors import NonFiniteError, TrainingError
+from pipeline.errors import TrainingError
 from pipeline.protocol.events import Outbox, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
@@ -33,10 +33,9 @@ def check_weights(context: TrainContext, *, step: int) -> None:
     weights = [weight.detach() for weight in context.whole.parameters()]
     weights = [weight for weight in weights if weight.is_floating_point() or weight.is_complex()]
     if not all(gather(are_finite(weights), rank=context.rank)):
-        raise NonFiniteError(
+        raise TrainingError(
             f"weights are not finite after step {step}, although its loss is finite. A gradient was not finite in this "
-            f"step or shortly before. {REMEDY}. To skip such steps, set train.on_nonfinite: skip",
-            step=step,
+            f"step or shortly before. {REMEDY}. To skip such steps, set train.on_nonfinite: skip"
         )
 
 
@@ -65,13 +64,6 @@ class Finiteness:
         """True if too many steps in a row were skipped."""
         return self._in_a_row >= MOST_IN_A_ROW + HALVINGS * (self.trial.experiment.train.precision == "fp16")
 
-    def trusted(self, losses: Sequence[float], *, first: int) -> int:
-        """Return how many of the steps from ``first`` on, counted from 1, are final: a rollback won't repeat them."""
-        if self.trial.experiment.train.on_nonfinite != "rollback":
-            return len(losses)
-        bad = (i for i, loss in enumerate(losses) if not math.isfinite(loss) and not self.trial.leaves_out(first + i))
-        return next(bad, len(losses))
-
     def judge(self, losses: Sequence[float], *, norms: Sequence[float], own: Tensor, first: int) -> None:
         """Check the losses and gradient norms (none if unknown) of all steps from ``first`` on, counted from 1.
 
@@ -93,16 +85,15 @@ class Finiteness:
         if self.trial.experiment.train.precision == "fp16":
             norms = ()  # fp16 gradients overflow until the scale fits
         for index, (loss, norm) in enumerate(zip_longest(losses, norms, fillvalue=0.0)):
-            if not (math.isfinite(loss) and math.isfinite(norm)) and not self.trial.leaves_out(first + index):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
                 where = self._where(first + index, own[index])
-                raise NonFiniteError(f"the {what} in {where}. {REMEDY}", step=first + index)
+                raise TrainingError(f"the {what} in {where}. {REMEDY}")
 
     def judge_validation(self, loss: float, *, step: int, epoch: int) -> None:
         """Check the validation loss after ``step`` steps; the weights are finite, the loss is equal on all ranks.
 
-        With ``skip`` training continues, since its steps were finite. With ``rollback`` it stops as with ``stop``, as
-        there is no training batch to skip.
+        With ``skip`` training continues, since its steps were finite.
 
         Raises:
             TrainingError: it is not finite.

@@ -37,14 +37,10 @@ class Clipping(Feature):
         def update(step: int, parameter_set: ParameterSet) -> bool:
             if (limit := self._limits.get(parameter_set.name)) is None:
                 return parts.update(step, parameter_set)
-            if training.trial.leaves_out(step + 1):
-                # Neither unscaled nor clipped: the scaler would refuse to unscale a second time in the next step.
-                norm = parameter_set.norm() / training.scaler.get_scale()
-            else:
-                training.scaler.unscale_(parameter_set.optimizer)
-                norm = parameter_set.norm()
-                for parameters in parameter_set.by_kind:
-                    clip_grads_with_norm_(parameters, limit, norm)
+            training.scaler.unscale_(parameter_set.optimizer)
+            norm = parameter_set.norm()
+            for parameters in parameter_set.by_kind:
+                clip_grads_with_norm_(parameters, limit, norm)
             self._norms.setdefault(step + 1, {})[parameter_set.name] = norm
             return parts.update(step, parameter_set)
 

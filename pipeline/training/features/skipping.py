@@ -1,4 +1,4 @@
-"""Steps that are computed but leave the weights as they are: not finite (``train.on_nonfinite``), or rolled back."""
+"""Steps that are computed but leave the weights as they are: not finite (``train.on_nonfinite: skip``)."""
 
 from typing import Any, Self
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from pipeline.protocol.trial import Training
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Feature
 from pipeline.training.model.buffers import Buffers
@@ -17,20 +16,18 @@ from pipeline.training.step.plain import Parts, Stepped
 class Skipping(Feature):
     """Skipping of steps.
 
-    A step is skipped if a rollback left it out, or if its loss or a gradient is not finite with ``train.on_nonfinite:
-    skip``. It is computed all the same, so that ranks and loaders keep in step; then the weights and the optimizer's
-    state stay as they are, and buffers such as BatchNorm's statistics are restored.
+    A step is skipped if its loss or a gradient is not finite. It is computed all the same, so that ranks and loaders
+    keep in step; then the weights and the optimizer's state stay as they are, and buffers such as BatchNorm's
+    statistics are restored.
     """
 
     def __init__(self, training: TrainContext) -> None:
         self._training = training
-        self._skips_nonfinite = training.experiment.train.on_nonfinite == "skip"
 
     @override
     @classmethod
     def of(cls, training: TrainContext) -> Self | None:
-        leaves_out = isinstance(training.trial, Training) and bool(training.trial.left_out)
-        return cls(training) if leaves_out or training.experiment.train.on_nonfinite == "skip" else None
+        return cls(training) if training.experiment.train.on_nonfinite == "skip" else None
 
     @override
     def around_update(self, parts: Parts) -> Parts:
@@ -39,14 +36,12 @@ class Skipping(Feature):
             parts.backward(loss * (1 + 0 * loss.detach()))
 
         def update(step: int, parameter_set: ParameterSet) -> bool:
-            if self._is_left_out(step) or not self._is_finite(parameter_set):
+            if not self._is_finite(parameter_set):
                 parameter_set.clear()
                 return False
             return parts.update(step, parameter_set)
 
         def step(final: Parts, training: TrainContext, number: int, micro_batches: Any) -> Stepped:
-            if not (self._skips_nonfinite or self._is_left_out(number)):
-                return parts.step(final, training, number, micro_batches)
             buffers = Buffers(training.whole)
             # Reading the scale waits for the device, which is idle here, after the read at the end of the step before.
             scale = self._training.scaler.get_scale()
@@ -57,13 +52,10 @@ class Skipping(Feature):
                 buffers.restore()
             return stepped
 
-        return parts._replace(backward=backward if self._skips_nonfinite else parts.backward, update=update, step=step)
-
-    def _is_left_out(self, step: int) -> bool:
-        return self._training.trial.leaves_out(step + 1)
+        return parts._replace(backward=backward, update=update, step=step)
 
     def _is_finite(self, parameter_set: ParameterSet) -> bool:
         """Return True if no gradient is known to be infinite or NaN; the host waits for the device."""
-        if not self._skips_nonfinite or self._training.scaler.is_enabled():  # the scaler checks gradients itself
+        if self._training.scaler.is_enabled():  # the scaler checks gradients itself
             return True
         return bool(torch.isfinite(parameter_set.norm()))

@@ -108,16 +108,15 @@ class Meter:
         measure = self.trial.experiment.benchmark
         self.first_losses = (*self.first_losses, *losses)[: measure.total_steps]
         first = step - len(losses) + 1
-        count = self.finiteness.trusted(losses, first=first)
-        self._last_losses.extend(losses[:count])
+        self._last_losses.extend(losses)
         every = zip((LOSS, *names), (losses, *logs), strict=True)
         columns = {name: dict(enumerate(values, first)) for name, values in every}
         columns |= self._rates(range(first, step + 1)) | self._of_features(taken=columns)
-        points = self._of_steps(columns, first=first, count=count)
+        points = self._of_steps(columns, first=first, count=len(losses))
         points += self._of_window(lap, step=step)
         points += self.communication.record(ranks[:, -len(alone)].tolist(), lap=lap, step=step)
         self._losses, self._samples = [], 0
-        self.send(points, step=step, epoch=epoch, steps=steps, losses=losses[:count])
+        self.send(points, step=step, epoch=epoch, steps=steps, losses=losses)
         norms = columns.get(GRADIENT_NORM, {})
         norm_of_each = [norms.get(number, 0.0) for number in range(first, step + 1)]
         self.finiteness.judge(losses, norms=norm_of_each, own=own[0], first=first)
@@ -191,7 +190,7 @@ class Meter:
             step: training steps so far.
             epoch: the epoch under way.
             steps: training steps since the last report.
-            losses: losses of these steps, without those that a rollback repeats.
+            losses: losses of these steps.
         """
         self.latest.update({point.name: point.value for point in points})
         if self.rank.is_first and points:
