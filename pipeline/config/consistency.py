@@ -74,12 +74,6 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     yield from _only_for_ray(parallel)
     yield from _layouts(experiment)
     yield from _order(experiment)
-    if parallel.options.get("communication_hook") == "powersgd" and train.precision == "fp16":
-        yield Problem(
-            "parallel.options.communication_hook",
-            "powersgd cannot be combined with train.precision: fp16. Its error feedback would keep infinities from "
-            "fp16 overflows. Set train.precision: bf16, or communication_hook: fp16.",
-        )
 
 
 def _check_trained_metrics(experiment: Experiment) -> Iterator[Problem]:

@@ -118,7 +118,7 @@ class Parallel(Section):
     """Maximum time to wait for a checkpoint after SIGTERM. Batch systems kill a job about 30 s after SIGTERM."""
     options: Mapping[str, Any] = {}
     """Options of the strategy; ddp: sync_batch_norm, bucket_cap_mb, gradient_as_bucket_view, static_graph,
-    find_unused_parameters, communication_hook (none, fp16, bf16, powersgd);
+    find_unused_parameters, communication_hook (none, fp16, bf16);
     fsdp: groups, reshard_after_forward, cpu_offload, reduce_each_micro_batch, zero_unused_gradients."""
 
     @property

@@ -106,14 +106,6 @@ class Strategy(ABC):
         """
         return None
 
-    @property
-    def restarts(self) -> str:
-        """Sentence on state of this strategy that is lost when a training resumes; empty if there is none."""
-        return ""
-
-    def forget(self) -> None:  # noqa: B027 - most strategies keep nothing
-        """Drop what backward passes have left in the strategy, after some whose gradients are discarded."""
-
 
 class Sharded(Strategy):
     """Strategy that shards the weights and communicates in each forward and backward pass.

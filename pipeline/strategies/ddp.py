@@ -3,16 +3,14 @@
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv 2006.15704.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -37,8 +35,8 @@ class Options(Section):
     """Promise that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
     """Find parameters without a gradient in each step. Needed if the model skips some parameters; takes time."""
-    communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Compression of gradients for all-reduce: none, 16-bit types (bf16: GPUs only), or low-rank factors (powersgd)."""
+    communication_hook: Literal["none", "fp16", "bf16"] = "none"
+    """Compression of gradients for all-reduce: none, or 16-bit types (bf16: GPUs only)."""
 
 
 _TIMED_EVERY = {"cpu": 10, "cuda": 100}
@@ -52,7 +50,7 @@ _UNSENT_ON_CPU = {
 }
 """Types of tensors that neither gloo nor NCCL sends, and those that gloo doesn't send, with what to use instead."""
 
-Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+_HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
 class Strategy(base.Strategy):
@@ -62,7 +60,6 @@ class Strategy(base.Strategy):
     processes = "many"
     needs_process_group = True
     _knows_graph = False
-    _powersgd: PowerSGDState | None = None
     _exchanged = (0, 0.0)
     """Steps that torch had timed at the last call of `exchange_ms`, and nanoseconds of their mean exchange."""
 
@@ -73,7 +70,7 @@ class Strategy(base.Strategy):
         if ddp.sync_batch_norm and device == "cpu":
             return "sync_batch_norm needs GPUs, since torch's SyncBatchNorm does not support the CPU; remove it"
         if ddp.communication_hook == "bf16" and device == "cpu":
-            return "communication_hook: bf16 needs GPUs, since torch sends bf16 over NCCL only; use fp16 or powersgd"
+            return "communication_hook: bf16 needs GPUs, since torch sends bf16 over NCCL only; use fp16"
         return None
 
     @override
@@ -107,8 +104,7 @@ class Strategy(base.Strategy):
         )
         wrapped._set_ddp_runtime_logging_sample_rate(_TIMED_EVERY[self.device.type])  # type: ignore[no-untyped-call]
         if options.communication_hook != "none":
-            self._powersgd, hook = _hook(options.communication_hook, device=self.device)
-            wrapped.register_comm_hook(self._powersgd, hook)
+            wrapped.register_comm_hook(None, _HOOKS[options.communication_hook])
         return wrapped
 
     @property
@@ -143,18 +139,6 @@ class Strategy(base.Strategy):
             return None
         return (timed * mean_ns - timed_before * mean_before) / (timed - timed_before) / 1e6
 
-    @property
-    @override
-    def restarts(self) -> str:
-        return "" if self._powersgd is None else "PowerSGD's error feedback is not in checkpoints and starts at zero."
-
-    @override
-    def forget(self) -> None:
-        if self._powersgd is not None:
-            fresh = _new_powersgd()
-            for name in fresh.__slots__:
-                setattr(self._powersgd, name, getattr(fresh, name))
-
 
 def timed_of(steps: int, *, every: int) -> int:
     """Return how many of the first steps torch has timed."""
@@ -187,29 +171,3 @@ def _check_buffers(model: nn.Module, *, device: torch.device) -> None:
         kind, other = (buffer.dtype, unsent[buffer.dtype]) if is_dense else (buffer.layout, "a dense tensor")
         message = f"the buffer {name} is {kind}, which DDP cannot send to other workers. Use {other}"
         raise ExperimentError.of("model", f"{message}, or an attribute that is not a buffer.")
-
-
-def _hook(name: str, *, device: torch.device) -> tuple[PowerSGDState | None, Hook]:
-    """Return the state and the function of a communication hook, which torch calls with each bucket."""
-    if name != "powersgd":
-        return None, fp16_compress_hook if name == "fp16" else bf16_compress_hook
-    return _new_powersgd(), powerSGD_hook if device.type == "cuda" else _powersgd_in_order
-
-
-def _new_powersgd() -> PowerSGDState:
-    return PowerSGDState(
-        process_group=None,
-        start_powerSGD_iter=3,  # the default of benchmark.warmup_steps, so that measurements include it
-        orthogonalization_epsilon=1e-8,  # with torch's default of 0 a gradient of zeros becomes NaN
-    )
-
-
-def _powersgd_in_order(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run PowerSGD on one bucket and wait for it before the next bucket.
-
-    Its second and third all-reduce start from callbacks of the previous one. NCCL queues them in program order; gloo
-    would interleave the buckets in a different order on each rank, and sum tensors of different buckets.
-    """
-    done = powerSGD_hook(state, bucket)
-    done.wait()
-    return done

@@ -20,10 +20,6 @@ DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=
         (["--network", "10Gbit,50us"], "--network: is used for predictions only. Add --predict, e.g. --predict 8,64."),
         (["--predict", "5000"], "--predict: 5000 workers cannot be predicted. Use 2 to 1,024."),
         (["--predict", "1"], "--predict: 1 workers cannot be predicted."),
-        (
-            ["--predict", "8", "--network", "10Gbit,50us", "parallel.options.communication_hook=powersgd", *DDP],
-            "parallel.options.communication_hook: is powersgd, with which no speedup can be predicted",
-        ),
     ],
 )
 def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:

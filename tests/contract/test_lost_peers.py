@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -45,8 +44,6 @@ def _barrier(group: Group) -> Use:
 def _ddp(group: Group, *, normed: bool = False, hook: str = "", unused: bool = False) -> DistributedDataParallel:
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4)] if normed else [nn.Linear(4, 4)]
     wrapped = DistributedDataParallel(nn.Sequential(*layers), process_group=group, find_unused_parameters=unused)
-    if hook == "powersgd":
-        wrapped.register_comm_hook(PowerSGDState(group, start_powerSGD_iter=2), powerSGD_hook)
     if hook == "fp16":
         wrapped.register_comm_hook(group, fp16_compress_hook)
     for _ in range(3):
@@ -96,7 +93,6 @@ USES: dict[str, Callable[[Group], Use]] = {
     "forward of ddp": _forward,
     "backward of ddp": _backward(),
     "backward with unused parameters": _backward(unused=True),
-    "backward with powersgd": _backward(hook="powersgd"),
     "backward with fp16": _backward(hook="fp16"),
     "forward of fsdp": _sharded_forward,
     "backward of fsdp": lambda group: _loss(_sharded(group)).backward,

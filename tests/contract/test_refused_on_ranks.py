@@ -59,12 +59,9 @@ REFUSED = {
         initial="lost.safetensors",
     ),
     "sparse gradients, fsdp": Refusal({"model": SPARSE}, "sparse gradients, which fsdp does not support", "fsdp"),
-    **{
-        f"sparse gradients, {hook}": Refusal(
-            {"model": SPARSE}, f"communication_hook: {hook}", options={"communication_hook": hook}
-        )
-        for hook in ("powersgd", "fp16")
-    },
+    "sparse gradients, fp16": Refusal(
+        {"model": SPARSE}, "communication_hook: fp16", options={"communication_hook": "fp16"}
+    ),
     "nan in the validation set": Refusal(
         {"data": {"_target_": "toys.poisoned_validation"}, "checkpoint": {"every_steps": 2}},
         "the validation loss is nan after epoch 1 (step 3), although",

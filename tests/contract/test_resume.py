@@ -1,4 +1,4 @@
-"""What two ranks save and resume: powersgd, sharded parameters, one copy for each node."""
+"""What two ranks save and resume: sharded parameters, one copy for each node."""
 
 # promise: resumed after any step, with each strategy, optimizer, scheduler; with a different number of workers
 
@@ -15,12 +15,8 @@ from rank_trainings import Written, events_of, lab_trial, saved_in, train_rank
 from ranks import on_ranks
 from torch import Tensor
 
-from pipeline.config.load import load
 from pipeline.protocol.events import (
-    AnyEvent,
     CheckpointSaved,
-    Metrics,
-    Warned,
 )
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
@@ -35,7 +31,6 @@ from pipeline.training.context import TrainContext
 from pipeline.training.meters.clock import Clock
 from pipeline.training.meters.meter import Meter
 from pipeline.training.ranks import collectives
-from pipeline.training.ranks.collectives import from_first
 from pipeline.training.step import train_step
 
 
@@ -52,8 +47,6 @@ def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 def _in_two_processes(where: Rank, folder: Path) -> None:
     train_rank(_trial(folder, "two", precision="fp64"), where)
-    train_rank(_powersgd(folder, "powersgd"), where)
-    train_rank(from_first(lambda: _powersgd(folder, "powersgd again", stopped="powersgd"), rank=where), where)
     _shard(folder / "sharded", where)
 
 
@@ -67,37 +60,6 @@ def _trial(folder: Path, name: str, *, precision: str, stopped: str = "", after:
     """A trial with a checkpoint of each step; it goes on from what another one has left if that is given."""
     overrides = [*_OVERRIDES, f"train.precision={precision}"]
     return saved_in(folder, lab_trial(overrides, strategy="ddp", name=name), stopped=stopped, steps=after)
-
-
-def _powersgd(folder: Path, name: str, *, stopped: str = "", after: int = 5) -> Trial:
-    """A trial that sends factors of low rank from its fourth step on, of matrices that are of a higher one."""
-    trial = _trial(folder, name, precision="fp32", stopped=stopped, after=after)
-    overrides = [*_OVERRIDES, "train.precision=fp32", "model._target_=lab.Patient", "model.ms=0"]
-    overrides = [text for text in overrides if "AdamW" not in text]  # which is all about signs
-    options = {"communication_hook": "powersgd"}
-    return trial.model_copy(update={"experiment": load("lab.yaml", overrides).experiment, "options": options})
-
-
-def _losses(events: list[AnyEvent], *, after: int) -> dict[int, float]:
-    """By step; a resumed training also repeats some from before it."""
-    points = [point for event in events if isinstance(event, Metrics) for point in event.points]
-    found = [(point.step, point.value) for point in points if point.name == "train/loss" and point.step > after]
-    assert len({step for step, _ in found}) == len(found), "no step twice"
-    return dict(found)
-
-
-def test_the_error_feedback_of_powersgd_starts_again(root: Path) -> None:
-    (warning,) = _messages(root, "powersgd again")
-
-    assert warning == (
-        "PowerSGD's error feedback is not in checkpoints and starts at zero. Training continues, but losses differ "
-        "from an uninterrupted run."
-    )
-    assert list(_losses(events_of(root, "powersgd again", Metrics), after=5)) == [6, 7, 8]
-
-
-def _messages(root: Path, name: str) -> list[str]:
-    return [event.message for event in events_of(root, name, Warned)]
 
 
 def test_only_the_first_rank_speaks_of_checkpoints(root: Path) -> None:

@@ -259,10 +259,10 @@ def test_what_else_is_said_is_about_the_better_row() -> None:
 
 
 def test_a_slow_link_that_a_hook_can_mend_is_no_reason_to_leave() -> None:
-    """At 1280 ms a step, 1000 of them for 100 MB over 0.8 Gbit/s, powersgd would leave 430: faster than single."""
-    slow = {"rate": 50, "communication": 1_000, "nodes": SPREAD_OUT, "gradient_mb": 100}
+    """At 853 ms a step, 600 of them for 100 MB over 1.4 Gbit/s, fp16 would leave 553: faster than single."""
+    slow = {"rate": 75, "communication": 600, "nodes": SPREAD_OUT, "gradient_mb": 100}
     advice = run(**slow)
-    assert about("communication_hook=powersgd", advice)
+    assert about("communication_hook=fp16", advice)
     assert not about("parallel.strategy", advice)
 
 
@@ -325,10 +325,8 @@ def run_noisy(*, noise: float = 150, **main: Any) -> tuple[Advice, ...]:
     ("trial", "gradient_mb", "keys", "hook"),
     [
         (CUDA_2, 100, {}, "bf16"),  # 100 MB in 100 ms: 8.4 Gbit/s
-        (CUDA_2, 10, {}, "powersgd"),
         (CUDA_2, 10, {"train__precision": "fp16"}, "bf16"),
         (MAIN, 100, {}, "fp16"),
-        (MAIN, 10, {}, "powersgd"),
     ],
 )
 def test_a_slow_link_wants_fewer_bits(trial: Trial, gradient_mb: float, keys: dict[str, Any], hook: str) -> None:
@@ -347,7 +345,7 @@ def test_a_slow_link_wants_fewer_bits(trial: Trial, gradient_mb: float, keys: di
         {"gradient_mb": 0.5},  # latency
         {"nodes": ("node-1", "node-1")},  # no link
         {"declared": experiment(train__precision="fp64")},
-        {"trial": MAIN.model_copy(update={"options": {"communication_hook": "powersgd"}})},
+        {"trial": MAIN.model_copy(update={"options": {"communication_hook": "fp16"}})},
     ],
 )
 def test_no_hook(more: dict[str, Any]) -> None:
@@ -423,10 +421,10 @@ def test_idle_cores_want_threads() -> None:
 def test_a_batch_or_an_option_that_was_measured_is_no_suggestion() -> None:
     """A cell has measured the batch of 128, another one the hook."""
     slow = {"communication": 100, "gradient_mb": 10, "nodes": SPREAD_OUT}
-    hooked = DDP_2.model_copy(update={"name": "hooked", "options": {"communication_hook": "powersgd"}})
+    hooked = DDP_2.model_copy(update={"name": "hooked", "options": {"communication_hook": "fp16"}})
     ends = [(BASELINE, measured(BASELINE, 100)), (DDP_2, measured(DDP_2, 190, **slow))]
     asked = [one.overrides for one in advised(*ends)]
-    assert asked[0] == "parallel.options.communication_hook=powersgd"
+    assert asked[0] == "parallel.options.communication_hook=fp16"
     assert asked[1].startswith("train.global_batch_size=128 ")
     assert advised(*ends, (LARGER, measured(LARGER, 180, **slow)), (hooked, measured(hooked, 190))) == ()
 

@@ -287,10 +287,6 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
             (found,) = problems_of(GOOD, f"parallel.ports={wrong}")
             assert "write [first, last], two ports from 1024 to 65535" in found
 
-    def test_powersgd_does_not_go_with_loss_scaling(self) -> None:
-        (found,) = problems_of(GOOD, "parallel.options.communication_hook=powersgd", "train.precision=fp16")
-        assert "Set train.precision: bf16" in found
-
     @pytest.mark.parametrize(
         ("line", "expected"),
         [

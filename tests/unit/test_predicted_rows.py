@@ -11,7 +11,7 @@ from samples import HARDWARE, MEASURED, comparison
 
 from pipeline.commands.benchmark.matrix import Matrix, MatrixRequest, make_matrix
 from pipeline.commands.benchmark.predicted_rows import Predictor, iter_unpredicted
-from pipeline.errors import ExperimentError, ResourceError
+from pipeline.errors import ResourceError
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link
 from pipeline.report.report import Report, comparison_json
@@ -64,12 +64,6 @@ def test_a_network_that_cannot_be_measured_has_to_be_given() -> None:
         matrix(sections={"parallel": {}})
     with pytest.raises(ResourceError, match="two workers don't fit on laptop"):
         matrix(sections={"parallel": {**DDP, "cpus_per_worker": 2}})
-
-
-def test_what_the_model_does_not_cover_is_refused() -> None:
-    options = {"communication_hook": "powersgd"}
-    with pytest.raises(ExperimentError, match="is powersgd, with which no speedup can be predicted"):
-        matrix(sections={"parallel": {**DDP, "options": options}})
 
 
 # What they show

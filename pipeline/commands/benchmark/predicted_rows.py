@@ -41,16 +41,11 @@ def check_predictable(experiment: Experiment) -> None:
     """Check that the model of a step covers an experiment.
 
     Raises:
-        ExperimentError: it has several optimizers, or options without a prediction.
+        ExperimentError: it has several optimizers.
     """
     if experiment.optimizers:
         message = "take turns in a step, which the prediction does not cover. Remove --predict."
         raise ExperimentError.of("optimizers", message)
-    if (hook := _options(experiment).communication_hook) not in _HALVED:
-        raise ExperimentError.of(
-            "parallel.options.communication_hook",
-            f"is {hook}, with which no speedup can be predicted. Use none, fp16 or bf16.",
-        )
 
 
 def find_pair(

@@ -22,14 +22,14 @@ EXPOSED = 0.2
 """Fraction of a step in exposed communication that is worth a change; tutorials call an efficiency of 80% good."""
 SLOW_EXPOSED = 0.25
 """Fraction of a step in exposed communication that is worth sending fewer bits, which loses accuracy."""
-SLOW_GBIT, VERY_SLOW_GBIT = 10.0, 1.0
-"""Gbit/s below which a link is slow, e.g. Ethernet, and below which half the bits are still too many."""
+SLOW_GBIT = 10.0
+"""Gbit/s below which a link is slow, e.g. Ethernet."""
 FEWEST_MB = 1.0
 """Size of gradients below which latency dominates, which sending fewer bits doesn't reduce."""
-_KEPT = {"fp16": 0.5, "bf16": 0.5, "powersgd": 0.15}
+_KEPT = 0.5
 """Approximate fraction of the exposed communication that remains with a hook, the hook's own work included.
 
-Measured with 4 MB of gradients on a link of 200 Mbit/s between two CPU workers: 0.5 to 0.7 and 0.12.
+Measured with 4 MB of gradients on a link of 200 Mbit/s between two CPU workers: 0.5 to 0.7.
 """
 _SEARCH = 0.02
 """Assumed cost of the search for unused parameters, not measured; small, so that this advice comes late."""
@@ -142,8 +142,10 @@ def larger_batch(case: Case) -> Finding | None:
 
 def communication_hook(case: Case) -> Finding | None:
     """Suggest a communication hook, which sends fewer bits, if the link is slow."""
-    row, precision = case.row, case.experiment.train.precision
-    if row.strategy != "ddp" or row.options.get("communication_hook", "none") != "none" or precision == "fp64":
+    row = case.row
+    if row.strategy != "ddp" or row.options.get("communication_hook", "none") != "none":
+        return None
+    if case.experiment.train.precision == "fp64":
         return None
     if case.experiment.optimizers:  # which use no hook of DDP
         return None
@@ -153,14 +155,12 @@ def communication_hook(case: Case) -> Finding | None:
         return None
     if (gbit := exchange_gbit(row)) >= SLOW_GBIT:
         return None
-    half = "bf16" if row.device == "cuda" else "fp16"
-    # PowerSGD's error feedback would keep the infinities of fp16's loss scaling forever.
-    hook = "powersgd" if gbit < VERY_SLOW_GBIT and precision != "fp16" else half
+    hook = "bf16" if row.device == "cuda" else "fp16"
     return Finding(
         reason=f"{_exchange(row)}, for {amount(row.gradient_mb)} MiB at about {amount(gbit)} Gbit/s",
         values={"parallel.options.communication_hook": hook},
         change="gradients lose precision, so check that the model still trains as well",
-        gain=row.share_of_communication * (1 - _KEPT[hook]),
+        gain=row.share_of_communication * (1 - _KEPT),
     )
 
 

@@ -171,9 +171,7 @@ class CheckpointManager:
         return manifest.step
 
     def _warn_of_missing(self, state: State) -> None:
-        """Warn of state of ranks that is not restored: the strategy's, and that of a feature of earlier versions."""
-        if restarts := self._context.strategy.restarts:
-            self._warn(f"{restarts} Training continues, but losses differ from an uninterrupted run.")
+        """Warn of state of ranks that is not restored: that of a feature of earlier versions."""
         if (state.values.get("memory") or {}).get("own"):
             self._warn(
                 "the checkpoint was saved during local SGD, which this version does not have. Training continues from "

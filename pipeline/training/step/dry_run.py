@@ -29,7 +29,6 @@ def dry_run(context: TrainContext, *, with_last: bool = False) -> None:
     for _ in chosen:
         compute_gradients(context, stream)
         context.optimizer.zero_grad(set_to_none=True)
-    context.strategy.forget()
     buffers.restore()
 
 
