@@ -38,9 +38,6 @@ class Benchmark(Section):
     """Steps in one timed window."""
     windows: Positive = 3
     """Number of timed windows; the throughput is the median over the windows."""
-    nvtx: bool = False
-    """Mark step, input, forward, backward, gradient synchronization and optimizer as NVTX ranges, for NVIDIA Nsight
-    Systems."""
     price_per_device_hour: PositiveFloat | None = None
     """Price of one GPU hour, or of one core hour on the CPU, in any currency. The report then includes the cost of the
     training with each strategy."""

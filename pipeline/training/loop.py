@@ -34,7 +34,6 @@ from pipeline.training.measuring.probe import Afterwards, plan_rounds, probe, re
 from pipeline.training.measuring.turns import estimate_seconds, measure_in_turn
 from pipeline.training.meters.clock import Clock, Lap
 from pipeline.training.meters.meter import Meter
-from pipeline.training.meters.nvtx import annotated
 from pipeline.training.model import frozen
 from pipeline.training.model.metrics import Drawable
 from pipeline.training.ranks.collectives import from_first, gather
@@ -60,11 +59,6 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
 
 def complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     """Run a trial that is built, see `train`."""
-    with annotated(context, outbox):
-        return _complete(context, outbox)
-
-
-def _complete(context: TrainContext, outbox: Outbox) -> TrialResult:
     trial = context.trial
     clock = Clock(
         device=context.device, warmup_steps=trial.experiment.benchmark.warmup_steps, compiling=context.built.compiling

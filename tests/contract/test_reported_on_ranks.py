@@ -1,6 +1,5 @@
-"""What two ranks report: at the same steps, operations, ranges of the exchange, and the trace of one of them."""
+"""What two ranks report: at the same steps, operations, and the trace of one of them."""
 
-# promise: NVTX ranges of a step, and of the exchange
 # promise: operations of a step, counted by hand too; MFU, utilization and its cause, energy (fake NVML), price
 
 import gzip
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from ranges import ranges_of
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -115,24 +113,6 @@ def _count(trial: toys.Trial, rank: Rank) -> tuple[Flops | None, list[str]]:
     counted = count(context, held_step(context), outbox=outbox)
     barrier(rank)
     return counted, [event.message if isinstance(event, Warned) else event.kind for event in outbox.events]
-
-
-# NVTX ranges
-
-
-def test_the_exchange_is_marked_in_the_backward_pass_of_the_last_micro_batch(ranks: Ranks) -> None:
-    for told in ranks.call(_ranges):
-        phases = [name.removeprefix("step 2 > ") for name in told if name.startswith("step 2 > ")]
-        micro_batch = ["input", "forward", "backward"]
-        assert phases == [*micro_batch, *micro_batch, "backward > (exchange)", "optimizer"]
-
-
-def _ranges(rank: Rank) -> list[str]:
-    trial = toys.trial(benchmark={"nvtx": True}, train={"gradient_accumulation": 2})
-    trial = trial.model_copy(update={"strategy": "ddp", "workers": 2})
-    with pytest.MonkeyPatch.context() as patch:
-        ranges, _ = ranges_of(trial, patch, rank=rank)
-    return list(ranges.told)
 
 
 # The trace of a rank

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import psutil
 
@@ -37,20 +37,10 @@ _WARNED_OF = _MUST_GO_ON | {Phase.BUILDING}
 _FEW = 3  # frames
 
 
-class Listener(Protocol):
-    """A listener to the marks of the training thread."""
-
-    def enter(self, phase: Phase) -> None:
-        """Receive a phase that begins."""
-
-    def begin_step(self, step: int) -> None:
-        """Receive a step of the training that begins, counted from 1."""
-
-
 class _Activity:
     """Progress of the training thread, written by it alone and read by the watchdog, without lock or system call."""
 
-    __slots__ = ("has_failed", "is_waiting", "listener", "marks", "phase", "step", "steps")
+    __slots__ = ("has_failed", "is_waiting", "marks", "phase", "step", "steps")
 
     def __init__(self) -> None:
         self.reset()
@@ -58,7 +48,6 @@ class _Activity:
     def reset(self) -> None:
         self.phase, self.step, self.steps, self.marks = Phase.BUILDING, 0, 0, 0
         self.is_waiting = self.has_failed = False
-        self.listener: Listener | None = None
 
 
 _now = _Activity()  # one process is one rank
@@ -68,16 +57,12 @@ def mark(phase: Phase) -> None:
     """Enter a phase; each call counts as progress."""
     _now.phase = phase
     _now.marks += 1
-    if _now.listener is not None:
-        _now.listener.enter(phase)
 
 
 def mark_step(step: int) -> None:
     """Begin an optimizer step of the training, counted from 0."""
     _now.step = step + 1
     _now.steps += 1
-    if _now.listener is not None:
-        _now.listener.begin_step(step + 1)
 
 
 @contextmanager
@@ -95,16 +80,6 @@ def waiting() -> Iterator[None]:
 def mark_failure() -> None:
     """Send no further heartbeats: this rank only cleans up."""
     _now.has_failed = True
-
-
-@contextmanager
-def heard(listener: Listener) -> Iterator[None]:
-    """Tell a listener the marks of the training thread inside the block."""
-    before, _now.listener = _now.listener, listener
-    try:
-        yield
-    finally:
-        _now.listener = before
 
 
 class Watchdog:
