@@ -17,7 +17,6 @@ from pipeline.commands import run as runner
 from pipeline.commands.benchmark import measure
 from pipeline.commands.benchmark.matrix import MatrixRequest
 from pipeline.commands.benchmark.predicted_rows import parse_request
-from pipeline.config.hidden_libraries import check_libraries
 from pipeline.config.load import ExperimentFile
 from pipeline.config.user_modules import check_not_importing
 from pipeline.errors import Terminated, UsageError, terminate
@@ -171,7 +170,6 @@ def _started(
         user = environment(**missing_user_variables())
         with shown, user, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
-            check_libraries(launcher=file.experiment.parallel.launcher, before_user_code=False)
             uri = file.experiment.tracking.uri
             with _head_start.given(file.experiment, verbose=verbose), mlflow_subscriber.head_start(uri):
                 yield file

@@ -131,13 +131,6 @@ def _run() -> NoReturn:
     except PipelineError as error:
         show(error)
         sys.exit(error.exit_code)
-    except (ImportError, AttributeError) as error:
-        from pipeline.config.hidden_libraries import explain_failed_import
-
-        if (explained := explain_failed_import(error)) is None:
-            raise
-        show(explained)
-        sys.exit(explained.exit_code)
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -153,7 +153,6 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     """
     stages.begin("importing torch")
     with interruptible(), undisturbed():
-        from pipeline.config.hidden_libraries import check_libraries
         from pipeline.launchers import _head_start
         from pipeline.recording.mlflow import mlflow_subscriber
 
@@ -165,7 +164,6 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
         try:
             with undisturbed():
                 importlib.import_module("pipeline.commands.run")  # and torch with it
-            check_libraries(launcher=file.experiment.parallel.launcher, before_user_code=True)
             yield
         except PipelineError as error:
             show(error)

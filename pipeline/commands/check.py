@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.config import source
-from pipeline.config.hidden_libraries import check_libraries
 from pipeline.config.load import ExperimentFile, load
 from pipeline.config.rewrite import rewrite
 from pipeline.driver.execute import explained
@@ -132,7 +131,6 @@ def _check(file: ExperimentFile, with_data: bool, report: Report) -> CheckResult
 def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent], None]) -> CheckResult:
     from pipeline.driver import preflight, try_batch
 
-    check_libraries(launcher=file.experiment.parallel.launcher, before_user_code=True)
     try:
         allowed = preflight.check(file, with_weights=with_data)
     except ExperimentError:

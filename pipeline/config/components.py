@@ -38,7 +38,7 @@ def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Call
     Raises:
         ExperimentError: it is not allowed, also with its arguments; not found, or its package can't be imported.
     """
-    return targets.find(component.target, key=key, allowed=allowed, arguments=component.arguments)
+    return targets.find(component.target, key=key, allowed=allowed)
 
 
 class Checked(NamedTuple):

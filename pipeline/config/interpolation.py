@@ -1,10 +1,9 @@
-"""Interpolation: ``${...}`` resolved by OmegaConf, with all problems collected and the resulting length limited."""
+"""Interpolation: ``${...}`` resolved by OmegaConf, with all problems collected."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
-from functools import cached_property
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -35,12 +34,6 @@ _REASONS = {
 }
 _LONGEST = 200  # characters of OmegaConf's message, which repeats the value
 _UNRESOLVED = re.compile(r"(\\*)\$\{")
-LIMIT = 1_000_000
-"""Limit on the characters of one value; a whole experiment has some thousand."""
-_VALUE = 100
-"""Characters that each value of a section counts for beside its text: resolving it takes that much longer."""
-_REFERENCE = re.compile(r"\$\{\s*([^${}:]+?)\s*\}")
-_INDEX = re.compile(r"\[(\w+)\]")
 _OWN = re.compile(r"(?<!\\)((?:\\\\)*\$\{\s*)oc\.(env|decode)(?=\s*:)")
 _OWN_NAMES = r"\1pipeline.\2"
 _KEPT = re.compile(f"({deferred.MARKER.pattern}|{environment.REFERENCE.pattern})", re.DOTALL)
@@ -89,7 +82,6 @@ class _Resolver:
         self.problems: list[Problem] = []
         self._raw = {keys.join(parts): value for parts, value in keys.walk(tree) if parts}
         self._hidden = set(deferred.RUNTIME_VALUES) - set(tree)
-        self._expansion = Expansion(self._raw)
         markers = {name: f"\\{deferred.marker(name)}" for name in self._hidden}
         self.config: DictConfig = OmegaConf.create({**self._checked(tree, ""), **markers})
         self._open: list[int] = []
@@ -102,13 +94,6 @@ class _Resolver:
             return [self._checked(inner, keys.child(key, i)) for i, inner in enumerate(value)]
         if not isinstance(value, str) or "${" not in value:
             return value  # creating a config for each takes long in files with thousands of values
-        if self._expansion.is_too_long(key):
-            if key == self._expansion.least:
-                message = (
-                    f"is {cut(value)}, which has more than {LIMIT:,} characters once resolved. Use fewer references."
-                )
-                self.problems.append(Problem(key, message))
-            return None
         try:
             OmegaConf.create({"value": value})  # as in the file, since the error repeats it
         except (OmegaConfBaseException, RecursionError):
@@ -163,62 +148,3 @@ class _Resolver:
             return f"the environment variable {found[1]} is not set. Set it, or write ${{oc.env:{found[1]},default}}."
         reason = _REASONS.get(said) or said.partition("while resolving interpolation: ")[2] or said
         return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
-
-
-class Expansion:
-    """Lengths of values with all references filled in, counted without building them.
-
-    A few lines that refer to each other several times can fill any memory.
-
-    Args:
-        values: the value of each dotted key, sections included.
-    """
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self._texts = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
-        self._values = {_dotted(key): value for key, value in values.items()}
-        self._lengths: dict[str, int] = {}
-
-    def is_too_long(self, key: str) -> bool:
-        """Return True if the value of a key would have more than `LIMIT` characters."""
-        try:
-            return self._length(_dotted(key)) > LIMIT
-        except RecursionError:  # a chain of hundreds of references, which OmegaConf can't follow either
-            return False
-
-    @cached_property
-    def least(self) -> str:
-        """Key of the shortest value that is too long: the first link of a chain."""
-        long = [key for key in self._texts if self.is_too_long(key)]
-        return min(long, key=lambda key: self._length(_dotted(key)), default="")
-
-    def _length(self, key: str) -> int:
-        if key not in self._lengths:
-            self._lengths[key] = 0  # for self-references, which are reported separately
-            own = self._values.get(key)
-            inner = _children(own, key)
-            total = sum(map(self._length, inner)) if inner else _VALUE + len(str(own))
-            self._lengths[key] = total + sum(map(self._length, self._references(key)))
-        return self._lengths[key]
-
-    def _references(self, key: str) -> Iterator[str]:
-        value = self._values.get(key)
-        if isinstance(value, str):
-            yield from (_absolute(found[1], key) for found in _REFERENCE.finditer(value))
-
-
-def _children(value: object, key: str) -> list[str]:
-    names = value if isinstance(value, Mapping) else range(len(value)) if isinstance(value, list) else ()
-    return [f"{key}.{name}" for name in names]
-
-
-def _absolute(reference: str, key: str) -> str:
-    """Make a relative reference absolute: one dot is the value's own section, each further dot the next outer one."""
-    name = reference.lstrip(".")
-    dots = len(reference) - len(name)
-    above = key.split(".")[:-dots] if dots else []
-    return ".".join([*above, _dotted(name)])
-
-
-def _dotted(key: str) -> str:
-    return _INDEX.sub(r".\1", key)

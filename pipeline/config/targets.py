@@ -2,7 +2,7 @@
 
 A file that names a callable runs code. So the name must start with an allowed package, a built-in one or one of the
 project's pyproject.toml, before anything is imported. The callable must be defined in an allowed package:
-``torch.nn.modules.module.torch.hub.load`` is not. Of built-in packages only some kinds are allowed: see `built_in`.
+``torch.nn.modules.module.torch.hub.load`` is not. Of built-in packages some names are rejected: see `built_in`.
 """
 
 import importlib
@@ -10,15 +10,15 @@ import inspect
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from pipeline.config import built_in, removed
-from pipeline.config.user_modules import hiding_library, record_import
+from pipeline.config.user_modules import record_import
 from pipeline.errors import ExperimentError, Problem, UnguardedScriptError, UsageError
 from pipeline.system.imports import undisturbed
 from pipeline.wording import did_you_mean, nearest
@@ -47,7 +47,7 @@ BUILT_IN = (
     "pipeline.tasks",
     *_NAMES,
 )
-"""Packages of which some kinds are allowed, and single functions and classes of other packages."""
+"""Packages that are always allowed, and single functions and classes of other packages."""
 _NAME = "pyproject.toml"
 
 
@@ -99,20 +99,13 @@ def _packages(file: Path) -> tuple[str, ...]:
     return tuple(packages)
 
 
-def find(
-    target: str, *, key: str, allowed: tuple[str, ...], arguments: Mapping[str, Any] = MappingProxyType({})
-) -> Callable[..., Any]:
+def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
     """Return the class or function that ``target`` names.
 
     Raises:
-        ExperimentError: not allowed, also with these arguments; not installed, not found, not callable, or its package
-            can't be imported.
+        ExperimentError: not allowed, not installed, not found, not callable, or its package can't be imported.
     """
-    search = _Search(target, f"{key}._target_", allowed)
-    found = search.result()
-    if search.is_built_in(found) and (problems := list(built_in.find_rejected_arguments(arguments, key=key))):
-        raise ExperimentError([one._replace(message=f"{one.message} {_remedy(target)}") for one in problems])
-    return found
+    return _Search(target, f"{key}._target_", allowed).result()
 
 
 def list_once(problems: Iterable[Problem], *, allowed: tuple[str, ...]) -> list[Problem]:
@@ -136,7 +129,6 @@ class _Search(NamedTuple):
             self._fail(f"{self.target} was removed. {remedy}")
         self._refuse_by_name()
         root, *rest = self.target.split(".")
-        self._refuse_hiding(root)
         found: object = self._import(root)
         in_class = False
         for n, part in enumerate(rest, 1):
@@ -189,14 +181,6 @@ class _Search(NamedTuple):
         if not _under(module.__name__, self.allowed, or_around=True):
             self._fail(f"{self.target} leads to the module {module.__name__}, which is not in an allowed package")
 
-    def _refuse_hiding(self, root: str) -> None:
-        is_own = any(_under(package, (root,)) for package in self._own)
-        if not is_own and (place := hiding_library(root)):
-            self._fail(
-                f"{place} has the name of the library {root}, and would be imported instead. Rename it. "
-                f'If this is intended, write packages = ["{root}"] below [tool.pipeline] in pyproject.toml.'
-            )
-
     def _import(self, name: str) -> ModuleType:
         try:
             with undisturbed(), record_import(name):
@@ -223,19 +207,19 @@ class _Search(NamedTuple):
             self._fail(f"{self.target} is a function, which cannot be named here. Write {instead}, a class.")
         if not _under(home, self.allowed):
             self._fail(f"{self.target} is defined in {home}, which is not allowed. {_remedy(self.target)}")
-        if not self.is_built_in(found):
+        if not self._is_built_in(found):
             return found
         if in_class or inspect.ismethod(found):
             self._fail(f"{self.target} is a method. Only methods of the project's packages can be used.")
-        if reason := built_in.rejection_reason(found):
-            self._fail(f"{self.target} {reason}. {_remedy(self.target)}")
+        if built_in.can_run_code(found):
+            self._fail(f"{self.target} can load and run code. {_remedy(self.target)}")
         return found
 
     @property
     def _own(self) -> set[str]:
         return set(self.allowed) - set(BUILT_IN)
 
-    def is_built_in(self, found: object) -> bool:
+    def _is_built_in(self, found: object) -> bool:
         """Return True if a class or function belongs to a built-in package, not to one of the project's own."""
         return self.target not in self._own and not _under(str(getattr(found, "__module__", None)), self._own)
 

@@ -1,10 +1,8 @@
-"""The user's modules: which one is being imported, and which one hides a library."""
+"""The user's modules: which one is being imported."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 
 from pipeline.errors import UnguardedScriptError
 
@@ -37,11 +35,3 @@ def check_not_importing() -> None:
             f"{name}: run() or compare() is called while this module is imported. Put the call below "
             'if __name__ == "__main__": so that an import does not start another training.'
         )
-
-
-def hiding_library(root: str) -> Path | None:
-    """Return the file or folder of the working directory that an import of a library would find."""
-    spec = find_spec(root) if root not in sys.modules else None
-    found = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())] if spec else []
-    places = (Path(place) for place in found[:1])
-    return next((place for place in places if place.parent.resolve() in (Path.cwd(), Path.cwd() / "src")), None)

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pipeline.config import components
 from pipeline.config.schema import Experiment
 from pipeline.config.targets import BUILT_IN
-from pipeline.config.user_modules import hiding_library
 from pipeline.launchers._forks import WITHOUT_THREADS, Forks
 from pipeline.planning.outer_launcher import is_follower
 from pipeline.system.process import environment
@@ -61,5 +60,4 @@ def _end_unused() -> None:
 def find_libraries(experiment: Experiment) -> list[str]:
     """Return the libraries of built-in components, except torch; each worker imports the project's own packages."""
     targets = [component.target for _, component in components.named(experiment)]
-    libraries = {target.partition(".")[0] for target in targets if target.startswith(BUILT_IN)} - _LOADED
-    return sorted(library for library in libraries if not hiding_library(library))
+    return sorted({target.partition(".")[0] for target in targets if target.startswith(BUILT_IN)} - _LOADED)

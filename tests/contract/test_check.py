@@ -29,15 +29,3 @@ def test_a_crash_in_native_code_is_an_error_of_its_file(
 
 def _files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
-
-
-def test_a_file_that_hides_a_module_of_python_is_named(
-    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
-) -> None:
-    (tmp_path / "queue.py").touch()
-
-    process = start("check", "lab.yaml", cwd=tmp_path)
-    stdout, stderr = process.communicate(timeout=200)
-
-    assert (process.returncode, stdout) == (2, "")
-    assert stderr == "error: queue.py: is imported instead of Python's module queue. Rename it.\n"

@@ -115,7 +115,7 @@ def test_a_sweep_ends_with_the_command_that_compares_its_best_two(start: Start, 
     _, *words = shlex.split(command.replace("\\\n", " "))  # as a shell joins the lines
     stdout, _ = ended(start(*words, "--dry-run", cwd=tmp_path))
     assert "A            model.hidden=[2]\nB            model.hidden=[32]\n" in stdout
-    assert stdout.endswith("A, seed 8\n")  # five pairs, from the seed after that of the sweep
+    assert stdout.endswith("B, seed 8\n")  # five pairs, from the seed after that of the sweep
     words[words.index("--seeds") + 1] = "2"
     stdout, _ = ended(start(*words, cwd=tmp_path))
     assert stdout.splitlines()[-1].split(". ")[0].endswith("2 pairs")
