@@ -71,16 +71,15 @@ class NodeChecks:
             with_versions: compare versions, too.
 
         Raises:
-            ResourceError: this machine can't write checkpoints, or no port of ``parallel.ports`` is free.
+            ResourceError: this machine can't write checkpoints.
         """
         self.nodes = nodes
-        self._experiment = experiment
         self._checkpoints = checkpoints
         with ExitStack() as held:
             token = held.enter_context(_token(checkpoints))
-            host, ports = ray.util.get_node_ip_address(), experiment.parallel.ports
+            host = ray.util.get_node_ip_address()
             # Connections are complete without being accepted.
-            port = held.enter_context(open_server(host, ports=ports)).getsockname()[1]
+            port = held.enter_context(open_server(host)).getsockname()[1]
             self._held = held.pop_all()
         texts = (value for _, value in walk(experiment.data.arguments) if isinstance(value, str))
         # Path.exists raises for very long ones.
@@ -111,14 +110,8 @@ class NodeChecks:
         return CheckedNodes(find_unfit(problems, records=self.nodes), [*self._find_missing_data(answers)])
 
     def _find_problems(self, answer: Answer) -> Iterator[str]:
-        parallel = self._experiment.parallel
         for package in answer.missing_packages:
-            remedy = "." if parallel.ship_code else ", or set parallel.ship_code to true."
-            yield f"it can't import {package}, a package of this project. Install it there{remedy}"
-        interface = parallel.network_interface
-        if interface is not None and interface not in answer.interfaces:
-            found = ", ".join(answer.interfaces)
-            yield f"parallel.network_interface: the node has no interface {interface}, only {found}"
+            yield f"it can't import {package}, a package of this project. Install it there."
         if answer.driver is not None:
             yield answer.driver
         if answer.storage is not None:

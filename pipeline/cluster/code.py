@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.parallel import Parallel
 from pipeline.config.targets import BUILT_IN, allowed_packages, project_file
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
@@ -65,14 +64,14 @@ class Code(Frozen):
             os.chdir(base / self.folder)
 
 
-def to_send(parallel: Parallel, *, joined: bool) -> Package | None:
+def to_send(*, joined: bool) -> Package | None:
     """Return the package that a session sends to the cluster, or None if nothing has to be sent.
 
     Raises:
         ResourceError: git lists no files, or they are too large.
     """
     is_there_as_a_job = "working_dir" in os.environ.get(_JOB, "")
-    if is_there_as_a_job or not (joined and parallel.ship_code and own_packages()):
+    if is_there_as_a_job or not (joined and own_packages()):
         return None
     return tracked(project_folder())
 
@@ -125,14 +124,12 @@ def tracked(folder: Path, *, most_bytes: int = MOST_BYTES) -> Package:
     """
     files = tuple(path for path in _listed(folder, "--cached", "--recurse-submodules") if (folder / path).is_file())
     if not files:
-        raise ResourceError(
-            f"{folder}: git tracks no file here, so no code can be sent to the cluster. {_remedy('Use git add')}"
-        )
+        raise ResourceError(f"{folder}: git tracks no file here, so no code can be sent to the cluster. Use git add.")
     own = [place.relative_to(folder.resolve()) for place in _places(folder)]
     if missing := [place.as_posix() for place in own if not any(path.is_relative_to(place) for path in files)]:
         raise ResourceError(
             f"{folder}: git does not track {', '.join(missing)}, which [tool.pipeline] lists, so the cluster would not "
-            f"have this code. {_remedy(f'Use git add {shlex.join(missing)}')}"
+            f"have this code. Use git add {shlex.join(missing)}."
         )
     sizes = {path: (folder / path).stat().st_size for path in files}
     package = Package(
@@ -146,7 +143,7 @@ def tracked(folder: Path, *, most_bytes: int = MOST_BYTES) -> Package:
         named = ", ".join(f"{path} ({_size(sizes[path])})" for path in largest)
         raise ResourceError(
             f"{folder}: git tracks {package}. At most {_size(most_bytes)} are sent to a cluster. The largest files are "
-            f"{named}. {_remedy('Put data on shared storage and git rm --cached it')}"
+            f"{named}. Put data on shared storage and git rm --cached it."
         )
     return package
 
@@ -202,18 +199,13 @@ def _listed(folder: Path, *options: str) -> list[Path]:
     try:
         done = subprocess.run(command, capture_output=True, check=False)  # noqa: S603 - the user's own git
     except OSError as error:
-        raise ResourceError(f"git lists the code to send, but can't be run: {error}. {_remedy('')}") from None
+        raise ResourceError(f"git lists the code to send, but can't be run: {error}.") from None
     if done.returncode != 0:
         said = (done.stderr.decode(errors="replace").strip().splitlines() or ["git failed"])[0]
         missing = "not a git repository" in said
         why = "is not in a git repository, which lists the code to send to the cluster" if missing else said
-        raise ResourceError(f"{folder}: {why}. {_remedy('Use git init and git add' if missing else '')}")
+        raise ResourceError(f"{folder}: {why}.{' Use git init and git add.' if missing else ''}")
     return [Path(name.decode(errors="surrogateescape")) for name in done.stdout.split(b"\0") if name]
-
-
-def _remedy(first: str) -> str:
-    shared = "parallel.ship_code to false if all nodes have the code at the same path, e.g. on shared storage."
-    return f"{first}, or set {shared}" if first else f"Set {shared}"
 
 
 def _size(amount: int) -> str:

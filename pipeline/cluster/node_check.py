@@ -8,8 +8,6 @@ import os
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-import psutil
-
 from pipeline.cluster.code import Code
 from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
@@ -35,7 +33,6 @@ class Answer(Frozen):
     missing_data: tuple[str, ...] = ()
     storage: str | None = None
     """Problem with the checkpoint storage, if any."""
-    interfaces: tuple[str, ...] = ()
     driver: str | None = None
     """Problem with the connection to the driver, if any."""
 
@@ -48,15 +45,9 @@ def check_node(question: str) -> str:
         missing_packages=tuple(name for name in asked.code.packages if not _is_there(name, asked.code)),
         missing_data=tuple(path for path in asked.data if not (folder / path).exists()),
         storage=_storage(asked.token) if asked.token else None,
-        interfaces=tuple(sorted(interfaces())),
         driver=_driver(*asked.driver),
     )
     return answer.model_dump_json()
-
-
-def interfaces() -> dict[str, tuple[str, ...]]:
-    """Return this node's network interfaces with their addresses."""
-    return {name: tuple(each.address for each in those) for name, those in psutil.net_if_addrs().items()}
 
 
 def _is_there(package: str, code: Code) -> bool:

@@ -18,7 +18,7 @@ from pipeline.wording import counted
 SPARE = "spare_cpu"
 """Resource of a local Ray's node: how many of its CPUs are not for workers, see `pipeline.launchers._ray.local`."""
 _PROBE_TIMEOUT_S = 1.0
-_ROUNDING = 1e-6  # thirds of a custom resource
+_ROUNDING = 1e-6  # fractions that other jobs use
 _DEATH_NOTICE_S = 60.0
 """Ray's own checks take 15 s to notice a dead node, and longer if packets are dropped."""
 _POLL_S = 0.2
@@ -58,7 +58,7 @@ def find_able_nodes(parallel: Parallel) -> dict[str, dict[str, Any]]:
 
 def _least(parallel: Parallel) -> dict[str, float]:
     """Return the resources that a worker needs at least."""
-    amounts = {"CPU": float(parallel.cpus_per_worker or 1), **parallel.resources_per_worker}
+    amounts = {"CPU": float(parallel.cpus_per_worker or 1)}
     return amounts | ({"GPU": 1.0} if parallel.device == "cuda" else {})
 
 
@@ -81,10 +81,10 @@ def await_capacity(
     called repeatedly. None if the cluster has no autoscaler.
 
     Raises:
-        ResourceError: the cluster is too small, or not free within ``parallel.queue_timeout_s``.
+        ResourceError: the cluster is too small, or not free within ``parallel.start_timeout_s``.
     """
     amounts = per_worker(trial)
-    patience_s = trial.experiment.parallel.room_timeout_s
+    patience_s = trial.experiment.parallel.start_timeout_s
     start, is_silent = time.monotonic(), True
     while (fit := free(trial, there := nodes())) < trial.workers:
         total = total_capacity(trial, there)
@@ -93,14 +93,14 @@ def await_capacity(
             raise ResourceError(f"{asked}. Its nodes have room for {counted(total, 'worker')}.")
         waited_s = time.monotonic() - start
         if waited_s > patience_s:
-            room = f"Room for {counted(fit, 'worker')} was free within parallel.queue_timeout_s ({patience_s:g} s)."
+            room = f"Room for {counted(fit, 'worker')} was free within parallel.start_timeout_s ({patience_s:g} s)."
             raise ResourceError(f"{asked}. {room}")
         if ask is not None:
             ask()
         elif is_silent and waited_s > _SILENT_S:
             is_silent = False
             room = f"Room for {counted(fit, 'worker')} is free now."
-            warn(f"waiting up to {patience_s:g} s (parallel.queue_timeout_s): {asked}. {room}")
+            warn(f"waiting up to {patience_s:g} s (parallel.start_timeout_s): {asked}. {room}")
         time.sleep(_POLL_S)
 
 
@@ -124,7 +124,7 @@ def total_capacity(trial: Trial, nodes: Iterable[Mapping[str, Any]]) -> int:
 
 def per_worker(trial: Trial) -> dict[str, float]:
     """Return the Ray resources that each worker of a trial occupies."""
-    amounts: dict[str, float] = {"CPU": trial.cpus_per_worker, **trial.experiment.parallel.resources_per_worker}
+    amounts: dict[str, float] = {"CPU": trial.cpus_per_worker}
     if trial.device == "cuda":
         amounts["GPU"] = trial.devices_per_worker
     return amounts

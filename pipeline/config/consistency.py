@@ -137,15 +137,10 @@ def _taken_tags(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
-    """Find keys that only Ray reads, written for a launcher that starts workers on this machine."""
-    if parallel.launcher in ("inprocess", "torchrun"):
-        for name in ("placement", "resources_per_worker", "network_interface"):
-            if getattr(parallel, name) != Parallel.model_fields[name].default:
-                message = f"has no effect with launcher: {parallel.launcher}. Set launcher: ray, or remove this key."
-                yield Problem(f"parallel.{name}", message)
-    for name, key in (("CPU", "cpus_per_worker"), ("GPU", "gpus_per_worker")):
-        if name in parallel.resources_per_worker:
-            yield Problem(f"parallel.resources_per_worker.{name}", f"is not a custom resource. Set parallel.{key}.")
+    """Find a placement, which only Ray reads, written for a launcher that starts workers on this machine."""
+    if parallel.launcher in ("inprocess", "torchrun") and parallel.placement != "pack":
+        message = f"has no effect with launcher: {parallel.launcher}. Set launcher: ray, or remove this key."
+        yield Problem("parallel.placement", message)
 
 
 def _layouts(experiment: Experiment) -> Iterator[Problem]:

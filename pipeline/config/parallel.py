@@ -49,31 +49,6 @@ WorkerCounts = Annotated[
 """The minimum and the maximum number of workers; a single integer stands for both."""
 
 
-def _first_and_last(value: object) -> object:
-    """Check a range of ports.
-
-    Raises:
-        ValueError: not two integers in ascending order, or not in the range of user ports.
-    """
-    ports = value if isinstance(value, list | tuple) else ()
-    is_range = len(ports) == 2 and all(type(port) is int for port in ports)
-    if not (is_range and _FIRST_PORT <= ports[0] <= ports[1] <= _LAST_PORT):
-        where = f", instead of {json.dumps(value)}" if isinstance(value, list | tuple) else ""
-        raise ValueError(f"write [first, last], two ports from {_FIRST_PORT} to {_LAST_PORT}{where}")
-    return value
-
-
-_FIRST_PORT, _LAST_PORT = 1024, 65535
-_PORT = {"type": "integer", "minimum": _FIRST_PORT, "maximum": _LAST_PORT}
-PortRange = Annotated[
-    tuple[int, int],
-    BeforeValidator(_first_and_last),
-    PlainSerializer(list, when_used="always"),
-    WithJsonSchema({"type": "array", "items": _PORT, "minItems": 2, "maxItems": 2}),
-]
-"""The first and the last port of a range."""
-
-
 class Parallel(Section):
     """Parallel strategy, launcher, workers and their resources."""
 
@@ -91,24 +66,14 @@ class Parallel(Section):
     gpus_per_worker: Positive | None = None
     """GPUs per worker, for a strategy that uses several GPUs in one process, such as dp. Default: all GPUs of a node.
     With other strategies, a worker uses one GPU."""
-    resources_per_worker: Mapping[str, PositiveFloat] = {}
-    """Custom Ray resources that each worker uses, by name."""
     placement: Literal["pack", "spread", "strict_spread"] = "pack"
     """Placement of the workers by Ray. pack: on few nodes. spread: on many nodes. strict_spread: each on a separate
     node."""
-    network_interface: Writable | None = None
-    """Network interface for gloo and NCCL on all nodes. Default: the interface of the address that Ray uses."""
-    ports: PortRange | None = None
-    """[first, last]: ports on which the driver and, with Ray, rank 0 listen for workers. A run needs three ports, and
-    so does each concurrent trial of a sweep. gloo and NCCL choose other ports. Default: any free port."""
     address: Writable | None = None
     """Address of a running Ray cluster, e.g. HOST:6379. Default: RAY_ADDRESS; without it, a local Ray is started."""
-    ship_code: bool = True
-    """Send the project's files that git tracks to the cluster. false: all nodes have the files at the same path."""
     start_timeout_s: PositiveFloat = 600.0
-    """Maximum time until all workers have started and joined the process group. Imports on many nodes take minutes."""
-    queue_timeout_s: PositiveFloat | None = None
-    """Maximum time to wait for free resources on a busy cluster. Default: start_timeout_s."""
+    """Maximum time to wait for free resources on a busy cluster, and then until all workers have started and joined the
+    process group. Imports on many nodes take minutes."""
     timeout_s: PositiveFloat = 300.0
     """Timeout of collective operations: after this time, a missing rank is reported."""
     max_failures: NotNegative = 0
@@ -130,11 +95,6 @@ class Parallel(Section):
     def least_workers(self) -> int:
         """Least number of workers that training continues with."""
         return self.worker_counts[0]
-
-    @property
-    def room_timeout_s(self) -> float:
-        """Longest wait for free resources, in seconds."""
-        return self.queue_timeout_s or self.start_timeout_s
 
     @property
     def cluster(self) -> str | None:

@@ -40,11 +40,11 @@ def sized(trial: T, *, launcher: Launcher) -> T:
     """Return the trial with as many workers as fit; wait until the least number fits.
 
     Raises:
-        ResourceError: it doesn't within ``parallel.queue_timeout_s``, or too few nodes can have workers.
+        ResourceError: it doesn't within ``parallel.start_timeout_s``, or too few nodes can have workers.
     """
     launcher.check_nodes(trial)
     parallel = trial.experiment.parallel
-    deadline = time.monotonic() + parallel.room_timeout_s
+    deadline = time.monotonic() + parallel.start_timeout_s
     room, since = -1, time.monotonic()
     while room < parallel.workers:
         if (now_room := launcher.capacity(trial)) != room:
@@ -57,7 +57,8 @@ def sized(trial: T, *, launcher: Launcher) -> T:
             raise ResourceError(
                 f"parallel.workers: at least {counted(parallel.least_workers, 'worker')} with "
                 f"{counted(trial.cpus_per_worker, 'core')} each are required, but there was room for {room} within "
-                f"parallel.queue_timeout_s ({parallel.room_timeout_s:g} s). Add nodes, or continue later with --resume."
+                f"parallel.start_timeout_s ({parallel.start_timeout_s:g} s). Add nodes, or continue later with "
+                "--resume."
             )
         time.sleep(0.2)
     return trial.model_copy(update={"workers": min(room, parallel.workers)})

@@ -146,8 +146,7 @@ def _start_worker(command: "Command", *, group: "OuterGroup", gone: str, paralle
 
     assert command.channel is not None
     host, cpus = command.channel.host, trial_from_json(command.trial).cpus_per_worker
-    wanted = parallel.network_interface
-    network = interface_variables(address_facing(host), wanted=wanted) if host != LOOPBACK else {}
+    network = interface_variables(address_facing(host)) if host != LOOPBACK else {}
     context = multiprocessing.get_context("fork" if can_fork() else "spawn")
     worker = context.Process(target=_work, args=(command, gone, parallel.grace_s))  # type: ignore[attr-defined]
     with environment(**group.variables(command, cpus=cpus), **network):

@@ -52,8 +52,7 @@ class OuterWorkers:
         """Have the other ranks start their workers, which connect to the channel."""
         trial, gpus = self._trial, find_gpus(self._facts, each=max(1, self._trial.devices_per_worker))
         command = self._group.assign(trial, channel, gpus=gpus)
-        wanted = trial.experiment.parallel.network_interface
-        network = interface_variables(self.host, wanted=wanted) if self.host != LOOPBACK else {}
+        network = interface_variables(self.host) if self.host != LOOPBACK else {}
         self.variables = self._group.variables(command, cpus=trial.cpus_per_worker) | network
         """Environment variables of rank 0's worker."""
         deadline = time.monotonic() + self._timeout_s

@@ -135,7 +135,6 @@ class Attempt:
             host=host,
             receive=self.receive_sent,
             folder=self._session.folder,
-            ports=self._trial.experiment.parallel.ports,
             hung_up=self.hung_up,
         )
         tell = inbox.ask_to_stop

@@ -74,7 +74,7 @@ class Launcher(base.Launcher):
         """
         session, is_joined = self.session, self._address is not None
         stages.begin("connecting to Ray" if is_joined else "starting Ray")
-        package = to_send(session.parallel, joined=is_joined)
+        package = to_send(joined=is_joined)
         self._untracked = tuple(map(str, package.untracked_code)) if package else ()
         with join.naming_address(session.parallel), ExitStack() as stack:
             self._code, runtime_env = stack.enter_context(sent(package, joined=is_joined))
@@ -95,9 +95,7 @@ class Launcher(base.Launcher):
         """Return the resources of this machine, or of all nodes of the cluster."""
         address = parallel.cluster
         with join.naming_address(parallel):
-            to_send(
-                parallel, joined=address is not None
-            )  # raises what is wrong with the code before anything is started
+            to_send(joined=address is not None)  # raises what is wrong with the code before anything is started
             return resources.detect() if address is None else join.cluster_resources(address, parallel)
 
     def check_nodes(self, trial: Trial) -> None:
@@ -110,8 +108,8 @@ class Launcher(base.Launcher):
         if self._request is None or not self._request.make(trial, workers=workers):
             return
         asked = places.asked_for(trial.model_copy(update={"workers": workers}))
-        patience_s = trial.experiment.parallel.room_timeout_s
-        wait = "" if self._running else f". Waiting up to {patience_s:g} s (parallel.queue_timeout_s)."
+        patience_s = trial.experiment.parallel.start_timeout_s
+        wait = "" if self._running else f". Waiting up to {patience_s:g} s (parallel.start_timeout_s)."
         self._warn(f"requested nodes from the cluster's autoscaler for {asked}{wait}", trial)
 
     def capacity(self, trial: Trial) -> int:
@@ -196,7 +194,7 @@ class Launcher(base.Launcher):
                 "code": self._code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },
-            backend_config=RendezvousConfig(interface=parallel.network_interface, ports=parallel.ports),
+            backend_config=RendezvousConfig(),
             scaling_config=ScalingConfig(
                 num_workers=trial.workers,
                 use_gpu=trial.device == "cuda",

@@ -32,21 +32,13 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def interface_variables(own: str, *, wanted: str | None) -> dict[str, str]:
-    """Return the variables that name an interface to gloo and NCCL.
+def interface_variables(own: str) -> dict[str, str]:
+    """Return the variables that name the interface with an address of this machine to gloo and NCCL.
 
-    Args:
-        own: address of this machine whose interface is used by default.
-        wanted: name of the interface to use in any case; None leaves those that the environment names.
+    Those that are in the environment stay.
     """
-    if wanted is not None:
-        return _variables(wanted)
     interfaces = {name: [each.address for each in those] for name, those in psutil.net_if_addrs().items()}
     name = next((name for name, addresses in interfaces.items() if own in addresses), None)
-    found = _variables(name) if name is not None else {}
+    # Without "=" NCCL takes the name as a prefix.
+    found = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name is not None else {}
     return {variable: value for variable, value in found.items() if variable not in os.environ}
-
-
-def _variables(interface: str) -> dict[str, str]:
-    """Return the variables of gloo and NCCL; without ``=`` NCCL takes the name as a prefix."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

@@ -35,7 +35,7 @@ TYPES = {
 SECOND = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD}
 """What ``ray up`` sets for the second version."""
 DDP = ["parallel.strategy=ddp", "parallel.device=cpu", "parallel.cpus_per_worker=1", "checkpoint.every_steps=5"]
-WAITS = "Waiting up to 600 s (parallel.queue_timeout_s)."
+WAITS = "Waiting up to 600 s (parallel.start_timeout_s)."
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def test_nodes_that_are_lacking_are_asked_for(nodes: Nodes) -> None:
     )
     nodes.await_nodes(1)
 
-    too_many = run(nodes, cwd, *DDP, "parallel.workers=3", "parallel.queue_timeout_s=2")
+    too_many = run(nodes, cwd, *DDP, "parallel.workers=3", "parallel.start_timeout_s=2")
     assert too_many.code == 3, too_many.output
-    assert "free within parallel.queue_timeout_s (2 s)" in too_many.output
+    assert "free within parallel.start_timeout_s (2 s)" in too_many.output
 
     ran = run(nodes, cwd, *DDP, "parallel.workers=2")
     assert ran.code == 0, ran.output

@@ -8,7 +8,6 @@ Machine 3 is connected to them, but no node.
 # promise: a node that can't have workers is left out while others have room; new nodes are checked during training
 
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ OTHER_TORCH, OTHER_RELEASE = "2.9.1", "0.0.9"
 WIDE = ["train.precision=fp64", "model={_target_: lab.Talkative, ms: 0, width: 256}", "checkpoint.keep=0"]
 """Half a megabyte of gradients, which a slow link can hold up."""
 TWO = ["parallel.strategy=ddp", "parallel.workers=2", "parallel.placement=strict_spread"]
-EVEN = "parallel.resources_per_worker={even: 1}"
+LARGE = "parallel.cpus_per_worker=2"
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     (release / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ddp-pipeline\nVersion: {OTHER_RELEASE}\n")
     with Nodes(4, started=False) as nodes:
         for node in (0, 1):
-            nodes.start(node, resources={"even": 1})
-        nodes.start(2, env={"PYTHONPATH": str(other)})
+            nodes.start(node, cpus=2)
+        nodes.start(2, cpus=1, env={"PYTHONPATH": str(other)})
         nodes.await_nodes(3)
         yield nodes
 
@@ -56,7 +55,7 @@ def on_the_head(nodes: Nodes) -> Path:
 @pytest.fixture(scope="module")
 def trained(nodes: Nodes, on_the_head: Path) -> Ran:
     """Two workers, each on a node of its own, of which the second has neither the code nor the run's folder."""
-    return run(nodes, on_the_head, *TWO, EVEN, *WIDE)
+    return run(nodes, on_the_head, *TWO, LARGE, *WIDE)
 
 
 def test_two_nodes_train_what_one_process_does(
@@ -91,7 +90,7 @@ def test_what_far_ranks_print_comes_to_the_run(trained: Ran) -> None:
 def test_a_slow_link_is_exposed_communication(nodes: Nodes, on_the_head: Path, trained: Ran) -> None:
     nodes.shape(1, SLOW_MBIT)
     try:
-        slow = run(nodes, on_the_head, *TWO, EVEN, *WIDE)
+        slow = run(nodes, on_the_head, *TWO, LARGE, *WIDE)
     finally:
         nodes.shape(1, None)
     assert slow.code == 0, slow.output
@@ -130,28 +129,13 @@ def test_a_node_of_another_make_is_left_out_while_the_others_have_room(nodes: No
 
 
 def test_all_that_nodes_lack_is_said_at_once(nodes: Nodes, on_the_head: Path) -> None:
-    joined = [*TWO, EVEN]
-    refused = run(nodes, on_the_head, *joined, "parallel.ship_code=false", "parallel.network_interface=ib0")
+    refused = run(nodes, on_the_head, *TWO)
 
     assert refused.code == 3
     far = f"node1 ({nodes.host(1)}): "
-    both = f"node0 ({nodes.host(0)}), {far}"
-    assert f"{both}parallel.network_interface: the node has no interface ib0, only eth0, lo" in refused.stderr
-    assert f"{far}it can't import lab, a package of this project. Install it there, or" in refused.stderr
+    assert f"node2 ({nodes.host(2)}): it has torch {OTHER_TORCH}" in refused.stderr
     assert f"{far}checkpoints go to {nodes.private}/project/runs/" in refused.stderr
     assert "Set checkpoint.directory to a folder that all nodes share" in refused.stderr
-    assert "Traceback" not in refused.output
-
-
-@pytest.mark.skipif(shutil.which("iptables") is None, reason="no iptables")
-def test_a_node_that_cannot_connect_to_the_driver_is_named_before_training(nodes: Nodes, on_the_head: Path) -> None:
-    drop = ["iptables", "-A", "INPUT", "-i", "eth0", "-p", "tcp", "--dport", "29500:29509", "-j", "DROP"]
-    subprocess.run(nodes.inside(0, drop), check=True)
-    refused = run(nodes, on_the_head, *TWO, EVEN, "parallel.ports=[29500,29509]")
-
-    assert refused.code == 3
-    problem = rf"node1 \({nodes.host(1)}\): it can't connect to the driver at {nodes.host(0)}:2950\d: timed out\. "
-    assert re.search(problem, refused.stderr), refused.output
     assert "Traceback" not in refused.output
 
 

@@ -151,16 +151,15 @@ def line(folder: Path, *overrides: str) -> list[str]:
     return ["run", "lab.yaml", "--no-baseline", *TRAINING, *own, *overrides]
 
 
-def test_a_node_joins_and_dies(cluster: Cluster, project: Path, tmp_path: Path, start: Any, command: Any) -> None:
+def test_a_node_joins_and_dies(cluster: Cluster, repository: Path, tmp_path: Path, start: Any, command: Any) -> None:
     parallel = [
         "parallel.launcher=ray",
         "parallel.strategy=ddp",
         f"parallel.address={cluster.address}",
-        "parallel.ship_code=false",
     ]
     parallel += ["parallel.workers=[1, 2]"]
     elastic, alone = tmp_path / "elastic", tmp_path / "alone"
-    run = Run(elastic, start(*line(elastic, *parallel), cwd=project, env=cluster.environment))
+    run = Run(elastic, start(*line(elastic, *parallel), cwd=repository, env=cluster.environment))
     assert command(*line(alone, "model.ms=0")).code == 0
     expected = [value for _, value in Run(alone).points("train/loss")]
     run.wait_until(lambda: run.trains_with(1))

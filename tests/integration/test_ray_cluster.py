@@ -185,7 +185,7 @@ def test_a_sweep_waits_for_room_that_other_jobs_occupy(
 
     def sweep(*more: str) -> subprocess.Popen[str]:
         rates = section(parameters={"optimizer.lr": {"grid": [0.1, 0.05]}}, concurrent=2)
-        options = ["parallel.workers=1", "parallel.cpus_per_worker=1", "parallel.queue_timeout_s=1", "train.epochs=120"]
+        options = ["parallel.workers=1", "parallel.cpus_per_worker=1", "parallel.start_timeout_s=1", "train.epochs=120"]
         line = ("sweep", MLP, f"parallel.address={cluster.address}", "parallel.launcher=ray", *options, rates, *more)
         return start(*line, cwd=tmp_path, env=cluster.environment)
 
@@ -193,7 +193,7 @@ def test_a_sweep_waits_for_room_that_other_jobs_occupy(
         await_files([file.with_suffix(".held") for file in files])
         stdout, stderr = (process := sweep()).communicate(timeout=240)
         assert process.returncode == 3, stdout + stderr
-        assert "Room for 0 workers was free within parallel.queue_timeout_s (1 s)." in stderr
+        assert "Room for 0 workers was free within parallel.start_timeout_s (1 s)." in stderr
         assert "trials that did not end: 1, 2. To continue them, use --resume." in stderr
         assert "0 of 2 CPU free now" in " ".join(stdout.split())
         assert {trial["state"] for trial in folder.result["trials"]} == {"interrupted"}

@@ -154,7 +154,7 @@ def elastic(lab: Lab) -> Path:
     """One Ray node of one core, joined by another in the middle, which is killed later."""
     more = ["train={epochs: 4, global_batch_size: 16, precision: fp64}", "data={_target_: lab.points, samples: 1200}"]
     more += [f"model={{_target_: lab.Paced, ms: 1000, release: {lab.folder}/release}}", "checkpoint.every_steps=10"]
-    more += ["measure={warmup_steps: 1, steps: 2, windows: 2}", "parallel.workers=[1,2]", "parallel.ship_code=false"]
+    more += ["measure={warmup_steps: 1, steps: 2, windows: 2}", "parallel.workers=[1,2]"]
     with _ray_node(lab) as (address, _):
         known = lab.runs
         more += ["parallel.launcher=ray", "parallel.strategy=ddp", f"parallel.address={address}"]

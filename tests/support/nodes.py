@@ -138,7 +138,6 @@ class Nodes:
         *,
         env: Mapping[str, str] | None = None,
         cpus: int | None = None,
-        resources: Mapping[str, float] | None = None,
         options: Sequence[str] = (),
         cwd: Path | None = None,
     ) -> None:
@@ -148,13 +147,11 @@ class Nodes:
             node: number of the node.
             env: variables that its processes, workers included, have besides `environment`.
             cpus: what it declares; by default what all do.
-            resources: Ray's custom resources that it declares.
             options: further ones of ``ray start``.
             cwd: working directory; the node's private folder by default, where no code lies.
         """
         line = [str(BIN / "ray"), "start", "--block", "--disable-usage-stats", f"--node-ip-address={self.host(node)}"]
         line += [f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000"]
-        line += [f"--resources={_json(resources)}"] if resources else []
         line += self._as_head() if node == 0 else [f"--address={self.address}"]
         line += options
         variables = [f"{name}={value}" for name, value in {**self.environment, **(env or {})}.items()]
@@ -266,10 +263,6 @@ class Nodes:
     def _in(self, shell: int, *command: str) -> None:
         enter = ["nsenter", "--target", str(self._shells[shell].pid), "--net", "--mount"]
         subprocess.run([*enter, *command], check=True, capture_output=True, text=True)
-
-
-def _json(amounts: Mapping[str, float]) -> str:
-    return "{" + ", ".join(f'"{name}": {amount}' for name, amount in amounts.items()) + "}"
 
 
 def _processes(shell: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -130,7 +130,7 @@ def test_a_request_stands_until_there_is_room(ray: Ray, monkeypatch: pytest.Monk
 
 
 def test_workers_wait_for_nodes_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = toys.trial(parallel={**TWO, "queue_timeout_s": 0.1}).model_copy(update={"workers": 2})
+    trial = toys.trial(parallel={**TWO, "start_timeout_s": 0.1}).model_copy(update={"workers": 2})
     asked: list[int] = []
     monkeypatch.setattr(placement, "_POLL_S", 0.01)
     monkeypatch.setattr(placement.ray, "cluster_resources", dict)
@@ -139,7 +139,7 @@ def test_workers_wait_for_nodes_that_are_asked_for(monkeypatch: pytest.MonkeyPat
     assert len(asked) == 2
 
     monkeypatch.setattr(placement, "free", lambda *_: 0)
-    with pytest.raises(ResourceError, match=r"Room for 0 workers was free within parallel\.queue_timeout_s \(0\.1 s\)"):
+    with pytest.raises(ResourceError, match=r"Room for 0 workers was free within parallel\.start_timeout_s \(0\.1 s\)"):
         placement.await_capacity(trial, nodes=list, warn=print, ask=lambda: None)
     with pytest.raises(ResourceError, match="Its nodes have room for 0 workers"):
         placement.await_capacity(trial, nodes=list, warn=print)

@@ -24,7 +24,6 @@ from pipeline.protocol.channel import inbox as inboxes
 from pipeline.protocol.channel import ports as channel_ports
 from pipeline.protocol.channel.inbox import Inbox, inside
 from pipeline.protocol.channel.outbox import ChannelOutbox
-from pipeline.protocol.channel.ports import open_server
 from pipeline.protocol.channel.wire import EVENT, Address
 from pipeline.protocol.channel.worker_clock import WorkerClock
 from pipeline.protocol.events import AnyEvent, Heartbeat, Metrics, Phase, Point, Warned, event_to_json
@@ -327,19 +326,10 @@ def test_a_driver_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(channel_ports.socket, "create_connection", dropped)
     monkeypatch.setattr(channel_ports.socket, "gethostname", lambda: "node7")
-    message = r"node7 can't connect to the driver at 10\.0\.0\.1:29500: timed out\. A firewall .* parallel\.ports: \["
+    message = r"node7 can't connect to the driver at 10\.0\.0\.1:29500: timed out\. A firewall .* Open all TCP ports"
     with pytest.raises(ResourceError, match=message):
         ChannelOutbox(Address(host="10.0.0.1", port=29500, key="k"))
     assert timeouts == [channel_ports.CONNECT_TIMEOUT_S]
-
-
-def test_an_inbox_listens_at_a_free_port_of_the_range(tmp_path: Path) -> None:
-    with open_server("127.0.0.1", ports=None) as other:
-        taken = other.getsockname()[1]
-        with pytest.raises(ResourceError, match=rf"parallel\.ports: all ports from {taken} to {taken} are in use on "):
-            Inbox(host="127.0.0.1", receive=print, folder=tmp_path, ports=(taken, taken))
-    with Inbox(host="127.0.0.1", receive=print, folder=tmp_path, ports=(taken, taken)) as inbox:
-        assert inbox.address.port == taken
 
 
 def test_each_inbox_has_a_key_of_its_own(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_no_room_for_the_least_is_told() -> None:
     with pytest.raises(
         ResourceError, match=r"at least 2 workers with 1 core each are required, .* room for 1 within .* \(0\.5 s\)"
     ):
-        elastic.sized(trial(2, 4, queue_timeout_s=0.5), launcher=(launcher := Roomy(1)))
+        elastic.sized(trial(2, 4, start_timeout_s=0.5), launcher=(launcher := Roomy(1)))
     assert launcher.requested == {2}
 
 

@@ -279,14 +279,6 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
         found = problems_of(GOOD.replace("size: 16", "size: 2"), "parallel.workers=4")
         assert found[0].startswith("e.yaml:14: train.global_batch_size: 2 samples cannot be split over 4 workers")
 
-    def test_a_range_of_ports(self) -> None:
-        experiment = read(GOOD, "parallel.ports=[29500,29510]").experiment
-        assert experiment.parallel.ports == (29500, 29510)
-        assert read(to_yaml(experiment)).experiment == experiment
-        for wrong in ("[29510,29500]", "[80,90]", "[29500]", "29500"):
-            (found,) = problems_of(GOOD, f"parallel.ports={wrong}")
-            assert "write [first, last], two ports from 1024 to 65535" in found
-
     @pytest.mark.parametrize(
         ("line", "expected"),
         [

@@ -1,20 +1,13 @@
 """Private parts of Ray are used only in the releases that were tested, and only if they are as they were there."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 import ray
-import toys
 
 from pipeline.cluster.join import connected
 from pipeline.errors import UsageError
-from pipeline.launchers import inprocess
-from pipeline.launchers._ray import interface, network
+from pipeline.launchers._ray import interface
 from pipeline.launchers._ray.fast import driver_controller, lean_node, patching
 from pipeline.launchers._ray.interface import public_because
-from pipeline.launchers.base import Session
-from pipeline.protocol.channel.ports import open_server
 
 
 @pytest.fixture(autouse=True)
@@ -64,24 +57,3 @@ def test_a_part_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(patching, "mismatches", gone)
     assert "no attribute 'start_ray_process'" in public_because()
-
-
-def test_the_driver_and_rank_0_listen_at_the_ports_of_the_experiment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_server("127.0.0.1", ports=None) as server:
-        port = server.getsockname()[1]
-    trial = toys.trial(parallel={"ports": [port, port]})
-    session = Session(folder=tmp_path, receive=print, parallel=trial.experiment.parallel)
-    with inprocess.Launcher(session).attempt(trial).listening("127.0.0.1") as address:
-        assert address.port == port
-
-    prepared: dict[str, object] = {}
-    group = SimpleNamespace(
-        execute_single=lambda _, function, *arguments: function(*arguments),
-        execute=lambda *_, **keywords: prepared.update(keywords),
-    )
-    monkeypatch.setattr(network.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    config = network.RendezvousConfig(interface=None, ports=(port, port))
-    config.backend_cls().on_start(group, config)
-    assert prepared == {"address": "127.0.0.1", "port": port}

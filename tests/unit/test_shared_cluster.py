@@ -191,7 +191,7 @@ def test_a_run_that_waits_for_room_says_so_once(monkeypatch: pytest.MonkeyPatch)
 
     placement.await_capacity(toys.trial(), nodes=lambda: [node], warn=warnings.append)
     assert warnings == [
-        "waiting up to 600 s (parallel.queue_timeout_s): requested 1 worker with 1 CPU each. The Ray cluster has "
+        "waiting up to 600 s (parallel.start_timeout_s): requested 1 worker with 1 CPU each. The Ray cluster has "
         "2 CPU. Room for 0 workers is free now."
     ]
 

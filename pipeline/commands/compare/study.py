@@ -32,7 +32,7 @@ from pipeline.wording import counted
 _LOAD_S, _MUCH_LOAD = 1.0, 0.1
 _MAY_CHANGE = (
     *("tracking.", "benchmark.", "sweep", "loader.num_workers"),
-    *(f"parallel.{name}" for name in ("address", "grace_s", "queue_timeout_s", "timeout_s")),
+    *(f"parallel.{name}" for name in ("address", "grace_s", "timeout_s")),
 )
 """Prefixes of keys that decide nothing of what a training learns, and may change when a study is resumed."""
 

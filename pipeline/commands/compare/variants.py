@@ -21,10 +21,7 @@ _ASIDE = (
     *("name", "seed", "tracking.", "benchmark.", "sweep."),
     *("checkpoint.directory", "checkpoint.every_", "checkpoint.keep", "train.log_every_steps"),
     *(f"loader.{name}" for name in ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")),
-    *(
-        f"parallel.{name}"
-        for name in ("address", "cluster", "cpus_per_worker", "grace_s", "queue_timeout_s", "ship_code", "timeout_s")
-    ),
+    *(f"parallel.{name}" for name in ("address", "cluster", "cpus_per_worker", "grace_s", "timeout_s")),
 )
 """Keys that decide nothing of what a training learns, and the seed, by which trainings are paired."""
 _GIVEN = ("name", "train.epochs", "train.global_batch_size")

@@ -92,7 +92,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         """Wait before the trial is tried again, if other trials have had workers since a time: theirs will be free.
 
         Raises:
-            TrialFailed: no other trial had workers. If room was missing, ``parallel.queue_timeout_s`` is over.
+            TrialFailed: no other trial had workers. If room was missing, ``parallel.start_timeout_s`` is over.
         """
         others = [each for each in trials_of(self._job.folder) if each != self._folder]
         while not any(found := [has_used_resources(each, since=since) for each in others]):

@@ -24,10 +24,6 @@ class RendezvousConfig(BackendConfig):  # type: ignore[misc]
     backend = "made by the workers"
     """Asked for by `TorchTrainer`."""
 
-    def __init__(self, *, interface: str | None, ports: tuple[int, int] | None) -> None:
-        self.interface = interface
-        self.ports = ports
-
     @property
     def backend_cls(self) -> type:
         """The class whose ``on_start`` Ray calls once all workers have started."""
@@ -38,18 +34,18 @@ class _Backend(Backend):  # type: ignore[misc]
     share_cuda_visible_devices = True  # as in Ray's TorchConfig: NCCL connects GPUs of a node that see each other
 
     def on_start(self, worker_group: Any, backend_config: RendezvousConfig) -> None:
-        address, port = worker_group.execute_single(0, _free_address, backend_config.ports)
-        worker_group.execute(_prepare, backend_config.interface, address=address, port=port)
+        address, port = worker_group.execute_single(0, _free_address)
+        worker_group.execute(_prepare, address=address, port=port)
 
 
-def _free_address(ports: tuple[int, int] | None) -> tuple[str, int]:
+def _free_address() -> tuple[str, int]:
     """Return this node's address in Ray, and a port that is free now."""
     address = ray.util.get_node_ip_address()
-    with open_server(address, ports=ports) as probe:
+    with open_server(address) as probe:
         return address, int(probe.getsockname()[1])
 
 
-def _prepare(interface: str | None, *, address: str, port: int) -> None:
-    """Set the address of rank 0 and the interface of gloo and NCCL: that given, the environment's, or Ray's."""
+def _prepare(*, address: str, port: int) -> None:
+    """Set the address of rank 0 and the interface of gloo and NCCL: the environment's, or Ray's."""
     own = ray.util.get_node_ip_address()
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), **interface_variables(own, wanted=interface))
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), **interface_variables(own))

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Self
 
 from pipeline.errors import ResourceError
-from pipeline.protocol.channel.ports import open_free_port
 from pipeline.protocol.channel.wire import APPEND, END, EVENT, FILE, NAME_END, STOP, Address, messages
 from pipeline.protocol.channel.worker_clock import WorkerClock
 from pipeline.protocol.events import AnyEvent, Heartbeat, Warned, event_from_json
@@ -43,13 +42,12 @@ class Inbox:
         host: str,
         receive: Receive,
         folder: Path,
-        ports: tuple[int, int] | None = None,
         hung_up: Callable[[int], None] | None = None,
     ) -> None:
         """Listen on an address of this machine; ``hung_up`` is called with each rank that disconnects.
 
         Raises:
-            ResourceError: this Python can't authenticate connections, or no port of ``ports`` is free.
+            ResourceError: this Python can't authenticate connections.
         """
         _check_digest()
         self._receive = receive
@@ -58,10 +56,7 @@ class Inbox:
         self._key = secrets.token_hex(32)
         raise_limit_of_open_files()
         family = "AF_INET6" if ":" in host else "AF_INET"
-        self._listener = open_free_port(
-            lambda port: Listener((host, port), family, backlog=128),  # all workers may come at once
-            ports=ports,
-        )
+        self._listener = Listener((host, 0), family, backlog=128)  # all workers may come at once
         self.address = Address(host=host, port=self._listener.address[1], key=self._key)
         self._readers: list[threading.Thread] = []
         self._connections: list[Connection[bytes, bytes]] = []
