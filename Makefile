@@ -75,11 +75,9 @@ bench: $(STAMP)  ## The same work through pipeline, by hand, and through other l
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/peers
 
-bench-all: $(STAMP)  ## Reported speedups against a script, first steps taken apart, a thousand ranks; half an hour
+bench-all: $(STAMP)  ## Reported speedups against a script, first steps taken apart; twenty minutes
 	$(BIN)/python benchmarks/speedup.py
 	$(BIN)/python benchmarks/first_step.py
-	$(BIN)/python benchmarks/driver_scale.py
-	$(BIN)/python benchmarks/driver_scale.py --tracked --points 1000000
 
 gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside a script; half an hour; docs/status.md
 	$(BIN)/python benchmarks/gpu.py --tests

@@ -45,14 +45,6 @@ def test_the_gpu_benchmark_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
     assert re.search(r"channels_last \| [\d.]+x \(one round\); a training [a-z ]+ [\d.]+x", rows[0])
 
 
-def test_a_thousand_ranks_lose_nothing(tmp_path: Path) -> None:
-    options = ["--ranks", "1000", "--points", "200000", "--tracked", "--out", str(tmp_path)]
-    done = run("driver_scale.py", *options)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "driver_scale_tracked.json").read_text())
-    assert result["points"] == result["in_journal"] == result["in_store"] == 200_000
-
-
 @pytest.mark.parametrize(
     ("low", "high", "more_is_better", "less_is_better"),
     [
@@ -83,19 +75,6 @@ def test_the_page_says_what_tracking_costs(tmp_path: Path) -> None:
     (line,) = [line for line in page.splitlines() if line.startswith("Tracking, pipeline, inprocess with MLflow")]
     assert all(f"{what} x " in line for what in ("samples/s", "first step", "prompt"))
     assert "| | first step, s | x bare | prompt, s | x bare | MB, all (PSS) | x bare |" in page
-
-
-@pytest.mark.timeout(300)
-def test_the_parts_of_both_ends_add_up(tmp_path: Path) -> None:
-    options = ["--rounds", "1", "--trainings", "mlp", "--launchers", "torchrun", "--out", str(tmp_path)]
-    done = run("ends.py", *options)
-    assert done.returncode == 0, done.stderr
-    (taken,) = json.loads((tmp_path / "ends.json").read_text())["runs"]["mlp, torchrun"]
-    assert min(taken["seconds"].values()) > 0
-    assert min(taken["pace"]) > 0
-    held = {role: count for role, (_, _, count) in taken["memory"].items()}
-    assert held == {"driver": 1, "fork server": 1, "rank": 2, "process for MLflow": 1}
-    assert all(0 < uss <= pss for pss, uss, _ in taken["memory"].values())
 
 
 @pytest.mark.timeout(900)
