@@ -51,7 +51,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Set up a project": {
         "new": (
             "pipeline new ddp-project my-project",
-            "pipeline new ddp-project my-project --no-input --set model=mlp",
+            "pipeline new ddp-project my-project --no-input --set data=table",
         ),
         "check": (
             "pipeline check experiments/mlp.yaml",

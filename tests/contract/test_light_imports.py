@@ -13,7 +13,7 @@ ASKED = {
     "strategies and launchers": "from pipeline import registry as r; r.names('strategies'); r.names('launchers')",
     "keys": "from pipeline.config import vocabulary as v; v.all_keys()",
     "the machine": "from pipeline.planning.resources import detect; detect()",
-    "new projects": "from pipeline.commands.new import create, update",
+    "new projects": "from pipeline.commands.new import create",
 }
 
 

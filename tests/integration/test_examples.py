@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     "augmented": "lightning", "vae": "lightning", "duel": "lightning", "topics": "transformers",
     "characters": "transformers", "mixed": "accelerate", "resumed": "accelerate", "progression": "torch",
-    "balanced": "torch",
+    "balanced": "torch", "contrastive": "torch", "vit": "torch",
 }  # fmt: skip
 """Names of the programs, and what they need."""
 STEPS = {
@@ -34,6 +34,8 @@ STEPS = {
     "mixed": 69,
     "progression": 154,
     "balanced": 42,
+    "contrastive": 60,
+    "vit": 46,
 }
 TOLERANCE = 1e-5
 ALONE = ("--train-only", "parallel.launcher=inprocess", "parallel.strategy=single", "tracking.log_model=false")

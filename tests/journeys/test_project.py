@@ -11,7 +11,7 @@ from baking import REPOSITORY, succeed
 
 def test_a_project_from_the_template_passes_its_own_tests(tmp_path: Path) -> None:
     template = REPOSITORY / "templates" / "ddp-project"
-    succeed(tmp_path, "cookiecutter", template, "--no-input", "project_name=First steps", "model=mlp")
+    succeed(tmp_path, "cookiecutter", template, "--no-input", "project_name=First steps")
     (project,) = (folder for folder in tmp_path.iterdir() if (folder / "pyproject.toml").is_file())
 
     path = os.pathsep.join([str(project / "src"), str(REPOSITORY)])  # what `make install` would do

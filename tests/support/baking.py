@@ -4,18 +4,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from pairwise import Answers, pairwise
 
 from pipeline.commands.new import catalog
 from pipeline.commands.new.create import create
 
 REPOSITORY = Path(__file__).parents[2]
-STORES = ("sqlite:///mlflow.db", "http://mlflow.example.com:5000")
 
 
 class Baked(NamedTuple):
@@ -35,17 +33,10 @@ class Baked(NamedTuple):
         return {path.as_posix() for path in found if ".git" not in path.parts}
 
 
-@cache
-def combinations(template: str) -> tuple[Answers, ...]:
-    """Pairwise-complete answers to what the template asks, names aside."""
-    found = catalog.find(template)
-    extension = found.module("local_extensions.py")
-    vars(extension)["_names"] = lambda _: ()  # equal in all; to look for installed packages takes a millisecond
-    questions = {**found.questions(), "mlflow_store": STORES}
-    if "workers" in questions:
-        questions["workers"] = ("1", "2")
-    choices = {key: values for key, values in questions.items() if values}
-    return tuple(pairwise(choices, valid=lambda answers: not extension.problems(answers)))
+def combinations(template: str) -> list[dict[str, str]]:
+    """All answers to what the template asks, the name aside."""
+    choices = {key: values for key, values in catalog.find(template).questions().items() if values}
+    return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
 
 def bake(folder: Path, template: str = "ddp-project", **answers: str) -> Baked:
@@ -80,7 +71,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def baked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Baked, ...]:
-    """Every template with pairwise-complete answers, all in one folder."""
+    """Every template with all answers, all in one folder."""
     parent = tmp_path_factory.mktemp("baked")
     return tuple(
         bake(parent / f"{template.replace('-', '')}-{number:02}", template, **answers)

@@ -1,6 +1,6 @@
 """As users have it: a project installed in an environment of its own, and the templates in an installed wheel."""
 
-# promise: all answers; `--update`; the wheel
+# promise: all answers; the wheel
 
 import json
 import re

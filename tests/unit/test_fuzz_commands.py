@@ -87,13 +87,12 @@ words = st.sampled_from(
             "--set",
             "--set=x",
             "--set==",
-            "--set=workers=x",
+            "--set=data=x",
             "--set=project_name=",
             "--set=project_name=../x",
             "--no-input",
         ),
         *(
-            "--update",
             "--slurm",
             "--nodes=0",
             "--nodes=2",
@@ -116,7 +115,7 @@ words = st.sampled_from(
 # What they do with a good file takes long or starts servers: here they get none.
 WITH_FILE = ["check --no-data", "run", "run --dry-run", "benchmark"]
 OTHERS = ["list", "show", "compare", "sync", "new", "schema", "evaluate", "export", "nope"]
-OTHERS += ["new --update", "export --to=out", ""]
+OTHERS += ["export --to=out", ""]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 
 import csv
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +141,7 @@ def test_texts_become_padded_batches(folder: Path, tmp_path: Path) -> None:
         texts(str(source), tokenizer=str(tmp_path))
 
 
-TEMPLATES = Path(__file__).parents[2] / "templates" / "ddp-project" / "templates" / "data"
-CSV_READERS: dict[str, Callable[[Any, Path], object]] = {
-    "text_classes": lambda template, path: template["text_classes"](path, tokenizer="none"),
-    "table": lambda template, path: template["read"](path, {"text": (0, 1), "label": (0, 1)}),
-    "table_classes": lambda template, path: template["_rows"](path, ("text", "label")),
-}
+TABLE = Path(__file__).parents[2] / "templates" / "ddp-project" / "templates" / "data" / "table.py"
 CSV_ROWS = {
     "comma": ("a, b,no", r"the row has 3 fields \('a', ' b', 'no'\) for 2 columns \(text, label\)\. Put quotes"),
     "too few fields": ("a", r"the row has 1 field \('a'\) for 2 columns \(text, label\)\. Add the missing fields"),
@@ -162,9 +156,8 @@ def test_a_row_of_a_csv_without_a_field_for_each_column_is_named(row: str, said:
     source.write_text(f'\ufefftext,label\n"a ""film"", good",no\n{row}\n\nb,no\n', encoding="utf-8")
     with pytest.raises(ExperimentError, match=rf"data\.source: .*texts\.csv:3: {said}"):
         texts(str(source), tokenizer="none")
-    for name, read in CSV_READERS.items():
-        with pytest.raises(ValueError, match=rf"texts\.csv:3: {said}"):
-            read(runpy.run_path(str(TEMPLATES / f"{name}.py")), source)
+    with pytest.raises(ValueError, match=rf"texts\.csv:3: {said}"):
+        runpy.run_path(str(TABLE))["read"](source, {"text": (0, 1), "label": (0, 1)})
 
 
 def test_a_csv_in_another_encoding_is_named(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""``pipeline new``: create a project from a template, or update it. See ``docs/reference.md``."""
+"""``pipeline new``: create a project from a template. See ``docs/reference.md``."""

@@ -1,12 +1,9 @@
-"""Answers to a template's questions: from ``--set``, from an existing project, or from prompts."""
+"""Answers to a template's questions: from ``--set``, or from prompts."""
 
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import click
 from cookiecutter.exceptions import CookiecutterException
-from cookiecutter.generate import generate_context
 from cookiecutter.prompt import prompt_choice_for_config, read_user_choice, read_user_variable, render_variable
 from cookiecutter.utils import create_env_with_context
 
@@ -16,7 +13,7 @@ from pipeline.errors import UsageError
 from pipeline.wording import did_you_mean
 
 Answers = Mapping[str, str]
-"""Answers by question, and values that the template derives from them, whose names begin with an underscore."""
+"""Answers by question, and values that the template derives from them, whose names begin with two underscores."""
 
 
 def parse(settings: Sequence[str], template: Template) -> dict[str, str]:
@@ -33,31 +30,15 @@ def parse(settings: Sequence[str], template: Template) -> dict[str, str]:
             problems.append(f"--set {setting}: no value; write --set {key}=VALUE")
         elif key not in questions:
             hint = did_you_mean(key, questions)
-            asked = template.question_names()
-            known = f"{', '.join(asked)}; its settings are {', '.join(name for name in questions if name not in asked)}"
+            known = ", ".join(questions)
             problems.append(f"--set {setting}: {template.name} has no question {key}{hint}; its questions are {known}")
-        elif problem := _not_allowed(value, questions[key]):
-            problems.append(f"--set {setting}: {problem}")
+        elif (allowed := questions[key]) and value not in allowed:
+            hint = did_you_mean(value, allowed)
+            problems.append(f"--set {setting}: {value!r} is not a choice{hint}; choose one of {', '.join(allowed)}")
         answers[key] = value
     if problems:
         raise UsageError("\n".join(problems))
     return answers
-
-
-def still_asked(answers: Answers, template: Template) -> dict[str, str]:
-    """Return an existing project's answers to the questions that the template still asks.
-
-    Raises:
-        UsageError: an answer is no longer allowed.
-    """
-    questions = template.questions()
-    kept = {name: value for key, value in answers.items() if (name := catalog.name_of(key)) in questions}
-    problems = {key: _not_allowed(value, questions[key]) for key, value in kept.items()}
-    if wrong := [
-        f"{key}: {problem}; answer again with --set {key}=..." for key, problem in problems.items() if problem
-    ]:
-        raise UsageError("\n".join(wrong))
-    return kept
 
 
 def choose(*, no_input: bool) -> Template:
@@ -80,58 +61,51 @@ def complete(template: Template, given: Answers, *, no_input: bool) -> dict[str,
     """Ask the remaining questions; with ``no_input``, use the template's defaults.
 
     Raises:
-        UsageError: input ended before an answer, or answers contradict each other; lists all problems.
+        UsageError: input ended before an answer, or the project can't have its name.
     """
-    extension = template.module("local_extensions.py")
+    answers = {}
     try:
-        variables = generate_context(context_file=str(template.context_file))["cookiecutter"]
-        titles, choices = variables.get("__prompts__", {}), {catalog.CHOICES: template.choices()}
-        env = create_env_with_context({})
-        answers: dict[str, str] = {}
-        for key, default in variables.items():
-            name = catalog.name_of(key)
-            if not name and key != "__project_slug":
-                continue
-            answers[key] = given[name] if name in given else render_variable(env, default, answers)
-            if not key.startswith("_") and name not in given and not no_input:
-                answers[key] = _ask(key, answers | choices, title=titles.get(key, key), extension=extension)
-            is_named = name == "package_name" and not no_input
-            if is_named and (problem := extension.name_problem(answers["project_name"], answers[key])):
+        for key, allowed in template.questions().items():
+            if key in given:
+                answers[key] = given[key]
+            elif no_input:
+                answers[key] = allowed[0] if allowed else str(template.variables()[key])
+            else:
+                answers[key] = _ask(template, key, allowed)
+            if key == "project_name" and (problem := _name_problem(template, answers[key])):
                 raise UsageError(problem)  # at once, not after the other questions
+        return answers | _derived(template, answers)
     except (EOFError, click.Abort):
         raise _nobody() from None
     except CookiecutterException as error:
         raise UsageError(f"the template {template.name} is broken: {error}") from error
-    if problems := template.problems(answers):
-        raise UsageError("\n".join(problems))
-    return answers
 
 
-def _ask(key: str, answers: Mapping[str, Any], *, title: str, extension: ModuleType) -> str:
-    """Ask a question, whose default is among the answers; offer only what fits the answers before."""
-    fitting: dict[str, str] = extension.fitting(key, answers)
-    if not fitting:
-        return _ask_text(key, answers[key], title=title, find_problem=extension.name_problem)
-    if len(fitting) == 1:
-        return next(iter(fitting))
-    ordered = sorted(fitting, key=lambda choice: choice != answers[key])  # cookiecutter takes the first as the default
-    menu = {choice: f"{choice}: {what}" if what else choice for choice, what in fitting.items()}
-    chosen: str = read_user_choice(key, ordered, {key: {"__prompt__": title, **menu}})
-    return chosen
-
-
-def _ask_text(key: str, default: str, *, title: str, find_problem: Callable[[str], str]) -> str:
-    text: str = read_user_variable(key, default, {key: title})
-    while problem := find_problem(text):
+def _ask(template: Template, key: str, allowed: Sequence[str]) -> str:
+    prompts = template.variables().get("__prompts__", {})
+    if allowed:
+        chosen: str = read_user_choice(key, list(allowed), prompts)
+        return chosen
+    text: str = read_user_variable(key, template.variables()[key], prompts)
+    while problem := _name_problem(template, text):
         click.echo(f"error: {problem}")
-        text = read_user_variable(key, default, {key: title})
+        text = read_user_variable(key, template.variables()[key], prompts)
     return text
 
 
-def _not_allowed(value: str, allowed: Sequence[str]) -> str:
-    if not allowed or value in allowed:
-        return ""
-    return f"{value!r} is not a choice{did_you_mean(value, allowed)}; choose one of {', '.join(allowed)}"
+def _derived(template: Template, answers: Answers) -> dict[str, str]:
+    """Render the template's private variables."""
+    env = create_env_with_context({})
+    private = {
+        key: value for key, value in template.variables().items() if key.startswith("__") and key != "__prompts__"
+    }
+    return {key: str(render_variable(env, value, answers)) for key, value in private.items()}
+
+
+def _name_problem(template: Template, name: str) -> str:
+    package = _derived(template, {"project_name": name})["__package_name"]
+    problem: str = template.module("hooks/pre_gen_project.py").name_problem(name, package)
+    return problem
 
 
 def _nobody() -> UsageError:

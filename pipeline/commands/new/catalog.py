@@ -12,9 +12,6 @@ from pipeline.system.imports import PACKAGE
 from pipeline.wording import did_you_mean
 
 _CONTEXT = "cookiecutter.json"
-_INTERNAL = ("checked", "project_slug", "prompts__")
-CHOICES = "_choices"
-"""Key with the allowed answers; for a wrong answer to its own lists, cookiecutter prints a traceback."""
 
 
 class Template(NamedTuple):
@@ -24,29 +21,14 @@ class Template(NamedTuple):
     folder: Path
     description: str = ""
 
-    @property
-    def context_file(self) -> Path:
-        """Path of the file with the questions."""
-        return self.folder / _CONTEXT
+    def variables(self) -> dict[str, Any]:
+        """Return the content of cookiecutter.json."""
+        return _read(self.folder / _CONTEXT)
 
     def questions(self) -> dict[str, tuple[str, ...]]:
-        """Return the questions and settings with the allowed values; an empty tuple allows any text.
-
-        A setting is not asked: it is a key of the generated experiments, but may be given by ``--set``.
-        """
-        choices = self.choices()
-        return {name: tuple(choices.get(name, ())) for name in map(name_of, _read(self.context_file)) if name}
-
-    def question_names(self) -> tuple[str, ...]:
-        """Return the questions that a user is asked."""
-        return tuple(key for key in _read(self.context_file) if not key.startswith("_"))
-
-    def choices(self) -> dict[str, dict[str, str]]:
-        """Return the allowed answers to each question that has choices, with a short description of each."""
-        choices = _read(self.context_file).get(CHOICES, {})
-        if not isinstance(choices, dict) or not all(isinstance(each, dict) for each in choices.values()):
-            raise UsageError(_broken(self.context_file, f"has {CHOICES} that are no mapping"))
-        return choices
+        """Return the questions with the allowed answers, the default first; an empty tuple allows any text."""
+        asked = {key: value for key, value in self.variables().items() if not key.startswith("_")}
+        return {key: tuple(value) if isinstance(value, list) else () for key, value in asked.items()}
 
     def module(self, file: str) -> ModuleType:
         """Import a Python file of the template, so that its functions can be called without cookiecutter."""
@@ -60,20 +42,9 @@ class Template(NamedTuple):
         spec.loader.exec_module(module)
         return module
 
-    def problems(self, answers: Mapping[str, str]) -> list[str]:
-        """Return contradictions between answers, each of which is allowed by itself."""
-        found: list[str] = self.module("local_extensions.py").problems(answers)
-        return found
-
     def finishing(self) -> ModuleType:
         """Import the hook that completes a rendered project."""
         return self.module("hooks/post_gen_project.py")
-
-
-def name_of(key: str) -> str:
-    """Return the name of the question or setting that a variable of cookiecutter.json is for; empty for others."""
-    name = key.removeprefix("__")
-    return "" if name.startswith(("_", "ask_")) or name in _INTERNAL else name
 
 
 def root() -> Path:

@@ -16,10 +16,8 @@ from pipeline.commands.new.catalog import Template
 from pipeline.errors import UsageError
 
 
-def render(template: Template, answers: Answers, *, into: Path, source: str = "") -> Path:
+def _render(template: Template, answers: Answers, *, into: Path) -> Path:
     """Render the project as a new folder inside ``into``; return that folder.
-
-    ``source`` is the requirement that the project installs ddp-pipeline from, used if it cannot be detected.
 
     Raises:
         UsageError: the template is broken.
@@ -31,8 +29,7 @@ def render(template: Template, answers: Answers, *, into: Path, source: str = ""
         raise UsageError(f"the template {template.name} is broken: {error}") from error
     project = Path(written)
     hook = template.finishing()
-    origin = hook.find_origin(template.folder)
-    hook.finish(project, answers, origin if origin.source else origin._replace(source=source))
+    hook.finish(project, answers, hook.find_source(template.folder))
     return project
 
 
@@ -64,7 +61,7 @@ def create(name: str | None, directory: Path | None, settings: Sequence[str], *,
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".pipeline-new-") as folder:
-            render(template, complete, into=Path(folder)).rename(place)
+            _render(template, complete, into=Path(folder)).rename(place)
     except OSError as error:
         raise UsageError(f"{place}: can't be written: {error.strerror}; name another directory") from error
     warning = hook.commit(place, template.name)
@@ -74,4 +71,4 @@ def create(name: str | None, directory: Path | None, settings: Sequence[str], *,
 def _check_free(place: Path) -> None:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         what = "exists and isn't empty" if place.is_dir() else "is a file"
-        raise UsageError(f"{place}: {what}; name another directory, or update a project with --update")
+        raise UsageError(f"{place}: {what}; name another directory")

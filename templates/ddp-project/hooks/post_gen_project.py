@@ -12,60 +12,34 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 ANSWERS = r'''{{ cookiecutter | jsonify | replace("'", "\\u0027") }}'''
 
 DISTRIBUTION = "ddp-pipeline"
-METADATA = ".cruft.json"
 SOURCE = "pipeline.mk"
 LOCAL = "pipeline.local.mk"
 """File with settings for this machine only, ignored by git."""
-TREE = "Template-Tree"
-"""Trailer of a commit with only the template's rendered files: the hash of their tree."""
 ADD = ("add", "--all", "--force", "--", ".", f":(exclude){LOCAL}")
 """Arguments of git that add all rendered files, whatever the user's global ignore file has."""
 
 
-class Origin(NamedTuple):
-    """Origin of a template."""
-
-    template: str = ""
-    """Address of the repository; empty if there is none that other machines can reach."""
-    directory: str = ""
-    """The template's folder in the repository."""
-    commit: str | None = None
-    source: str = ""
-    """Requirement from which pip can install ddp-pipeline; empty if unknown."""
-
-
-def finish(project: Path, answers: Mapping[str, str], origin: Origin) -> None:
-    """Remove files that the answers exclude; write the origin of template and package."""
+def finish(project: Path, answers: Mapping[str, str], source: str) -> None:
+    """Remove files that the answers exclude; write the requirement from which pip can install ddp-pipeline, or ""."""
     for name in _unwanted(answers):
         path = project / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    is_local = bool(origin.source) and not re.match(r"(git\+)?(https?|ssh)://", origin.source)
+    is_local = bool(source) and not re.match(r"(git\+)?(https?|ssh)://", source)
     (project / SOURCE).write_text(
         f"# Origin of {DISTRIBUTION} for `make install`, on all machines: git+https://HOST/REPOSITORY@COMMIT.\n"
         f"# {LOCAL} takes precedence: a checkout on this machine, ignored by git. The variable in the environment\n"
         f"# or after `make` takes precedence over both.\n"
-        f"-include {LOCAL}\n{_assignment('' if is_local else origin.source)}",
+        f"-include {LOCAL}\n{_assignment('' if is_local else source)}",
         encoding="utf-8",
     )
     if is_local:
-        (project / LOCAL).write_text(_assignment(origin.source), encoding="utf-8")
-    if "_commit" not in answers:  # else cruft renders, and writes its own
-        state = {
-            "template": origin.template,
-            "commit": origin.commit,
-            "checkout": None,
-            "context": {"cookiecutter": {key: answers[key] for key in sorted(answers) if _is_answer(key)}},
-            "directory": origin.directory,
-            "skip": [".git", METADATA, SOURCE, LOCAL],
-        }
-        (project / METADATA).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        (project / LOCAL).write_text(_assignment(source), encoding="utf-8")
 
 
 def _assignment(source: str) -> str:
@@ -74,49 +48,29 @@ def _assignment(source: str) -> str:
     return f"ifeq ($(strip $(PIPELINE_SOURCE)),)\nPIPELINE_SOURCE := {text}".rstrip() + "\nendif\n"
 
 
-def _is_answer(key: str) -> bool:
-    """Return True for the answer to a question, or a setting that can be given instead of its default."""
-    return not key.startswith("_") or (
-        key.startswith("__") and not key.startswith(("__ask_", "__checked", "__project_slug"))
-    )
-
-
 def _unwanted(answers: Mapping[str, str]) -> Iterator[str]:
-    if answers.get("__docker") == "no":
+    if answers.get("docker") == "no":
         yield from ("docker", ".dockerignore")
-    if answers.get("task") == "finetune":  # the model is a component of ddp-pipeline
-        yield f"src/{answers['__package_name']}/model.py"
-    if answers.get("task") in ("supervised", "finetune"):
-        yield f"src/{answers['__package_name']}/task.py"
-    examples = {"image_folder": "example_images", "table": "example_table"}
-    for data, name in examples.items():
-        if not answers.get("data", data).startswith(data):
+    for data, name in (("image_folder", "example_images"), ("table", "example_table")):
+        if answers.get("data", data) != data:
             yield f"src/{answers['__package_name']}/{name}.py"
 
 
-def find_origin(template: Path | None, named: str = "") -> Origin:
-    """Return the origin of the template in a folder, which was ``named`` on the command line."""
+def find_source(template: Path | None, named: str = "") -> str:
+    """Return where ddp-pipeline comes from, for a template in a folder, which was ``named`` on the command line."""
     if template is None:
-        return Origin()
+        return ""
     if _git(template, "ls-files", "--error-unmatch", "cookiecutter.json") is None:
-        return Origin(directory=template.name, source=_installed_from(template))
-    root, commit = Path(_git(template, "rev-parse", "--show-toplevel") or ""), _git(template, "rev-parse", "HEAD")
-    directory = template.resolve().relative_to(root.resolve()).as_posix()
-    address = _git(root, "remote", "get-url", "origin") or ""
+        return _installed_from(template)
+    address = _git(template, "remote", "get-url", "origin") or ""
     if not named or Path(named).exists() or not address:
-        return Origin(_shared(address), directory, commit, _checkout(template))
-    return Origin(_shared(address), directory, commit, _at_commit(address, commit))
+        return _checkout(template)
+    return _at_commit(address, _git(template, "rev-parse", "HEAD"))
 
 
 def _at_commit(address: str, commit: str | None) -> str:
     """Return the requirement of a commit for pip."""
     return f"git+{_public(address)}@{commit}" if commit and "://" in address else ""
-
-
-def _shared(address: str) -> str:
-    """Return an address without a password, or "" for a folder, which other machines don't have."""
-    is_shared = re.match(r"(?!file:)\w[\w+.-]*://|[\w.-]+@[\w.-]+:", address)
-    return _public(address) if is_shared else ""
 
 
 def _public(address: str) -> str:
@@ -157,16 +111,16 @@ def commit(project: Path, template: str) -> str | None:
     try:
         _run_git(project, "init", "--quiet")
         _run_git(project, *ADD)
-        message = f"Create the project from the template {template}\n\n{TREE}: {_run_git(project, 'write-tree')}"
+        message = f"Create the project from the template {template}"
         options = ("--quiet", "--no-verify", "--no-gpg-sign", "--message", message)
-        _run_git(project, *identity(project), "commit", *options)
+        _run_git(project, *_identity(project), "commit", *options)
     except subprocess.CalledProcessError as error:
         reason = " ".join(f"{error.stderr} {error.stdout}".split())
         return f"git failed: {reason or f'exit code {error.returncode}, without a message'}"
     return None
 
 
-def identity(project: Path) -> list[str]:
+def _identity(project: Path) -> list[str]:
     """Return options that set an author if git has none."""
     if _git(project, "config", "user.email"):
         return []
@@ -207,14 +161,14 @@ def _found(named: str, answers: Mapping[str, str], *, holding: str = "") -> Path
 def main() -> None:
     """Finish the project in the working directory."""
     answers, project = json.loads(ANSWERS), Path.cwd()
-    if "_commit" in answers:  # cruft renders: it writes its metadata itself, and also renders for comparison
+    if "_commit" in answers:  # cruft renders, also to compare
         named = answers["_template"]
         source = str(Path(named).resolve()) if Path(named).is_dir() else _at_commit(named, answers["_commit"])
-        finish(project, answers, Origin(source=source))
+        finish(project, answers, source)
         return
     template = _found(answers["_repo_dir"], answers, holding="cookiecutter.json")
-    origin = find_origin(template, named=str(_found(answers["_template"], answers) or answers["_template"]))
-    finish(project, answers, origin)
+    source = find_source(template, named=str(_found(answers["_template"], answers) or answers["_template"]))
+    finish(project, answers, source)
     if problem := commit(project, template.name if template else answers["_template"]):
         print(f"note: no first commit: {problem}", file=sys.stderr)
     print(next_commands(os.path.relpath(project, answers["_output_dir"])))

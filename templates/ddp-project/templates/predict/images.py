@@ -17,12 +17,8 @@ from {{ cookiecutter.__package_name }}.data import {{ "" if cookiecutter.data ==
 
 def predict(trained: Trained, images: Sequence[Image.Image]) -> list[tuple[str, float]]:
     """Return the most probable class of each image, and its probability."""
-{%- if cookiecutter.data in ("digits", "image_folder") %}
     data = trained.experiment.arguments("data")
     inputs = torch.stack([prepare(image, image_size=data["image_size"]) for image in images])
-{%- else %}
-    inputs = torch.stack([prepare(image) for image in images])
-{%- endif %}
     with torch.no_grad():
         best = trained.model.float()(inputs).softmax(dim=1).max(dim=1)
     names = [{{ 'data["classes"]' if cookiecutter.data == "image_folder" else "CLASSES" }}[label] for label in best.indices]

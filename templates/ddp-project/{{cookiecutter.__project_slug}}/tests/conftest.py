@@ -1,21 +1,18 @@
 """Shared fixtures: the working directory, data without a download, the smoke experiment and its training."""
 
-from collections.abc import Iterator{% if cookiecutter.task == "finetune" %}, Mapping{% endif %}
+from collections.abc import Iterator
 from pathlib import Path
 
-{% if cookiecutter.data in ("cifar10", "image_folder") -%}
-import numpy as np
-{% endif -%}
-import pytest
 {% if cookiecutter.data == "image_folder" -%}
+import numpy as np
+import pytest
 from PIL import Image
+{% else -%}
+import pytest
 {% endif -%}
 from pipeline import Experiment, Parts, RunResult, run
-{% if cookiecutter.data == "text_classes" -%}
-from pipeline.data import example_sentences
-{% endif -%}
 from torch import Tensor
-{%- if cookiecutter.data.startswith("table") %}
+{%- if cookiecutter.data == "table" %}
 
 from {{ cookiecutter.__package_name }}.example_table import example_table
 {%- endif %}
@@ -33,17 +30,7 @@ def working_directory() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-{% if cookiecutter.data == "cifar10" -%}
-def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Noise in the files of CIFAR-10, which the tests don't download."""
-    folder = tmp_path_factory.mktemp("data") / "cifar-10-batches-bin"
-    folder.mkdir()
-    noise = np.random.default_rng(0).integers(256, size=(20, 3073), dtype=np.uint8)
-    noise[:, 0] %= 10  # the label
-    for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
-        noise.tofile(folder / f"{name}.bin")
-    return [f"data{{ ".of" if cookiecutter.task == "contrastive" }}.directory={folder.parent}"]
-{% elif cookiecutter.data == "image_folder" -%}
+{% if cookiecutter.data == "image_folder" -%}
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Noise in a few image files, so that the tests don't depend on what lies in data/images."""
     folder = tmp_path_factory.mktemp("images")
@@ -52,16 +39,11 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         file = folder / str(number % 10) / f"{number}.png"
         file.parent.mkdir(exist_ok=True)
         Image.fromarray(pixels).save(file)
-    return [f"data{{ ".of" if cookiecutter.task in ("gan", "contrastive") }}.directory={folder}"]
-{% elif cookiecutter.data.startswith("table") -%}
+    return [f"data.directory={folder}"]
+{% elif cookiecutter.data == "table" -%}
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The example table, so that the tests don't depend on what lies in data."""
     return [f"data.path={example_table(str(tmp_path_factory.mktemp('data') / 'table.csv'))}"]
-{% elif cookiecutter.data == "text_classes" -%}
-def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """An encoder after one step, so that the tests don't depend on what lies in data/encoder."""
-    folder = tmp_path_factory.mktemp("data") / "encoder"
-    return [f"model.path={folder}", f"data.path={example_sentences(str(folder), steps=1)}"]
 {% else -%}
 def overrides() -> list[str]:
     """Changes to an experiment, if the tests need any, such as other data: ["data.limit=10"]."""
@@ -74,9 +56,9 @@ def built(overrides: list[str]) -> Parts:
     return Experiment.load(SMOKE, *overrides).build()
 
 
-def tensors(batch: {{ "Mapping[str, Tensor]" if cookiecutter.task == "finetune" else "tuple[Tensor, ...]" }}) -> tuple[Tensor, ...]:
+def tensors(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the tensors of a batch, a row for each sample."""
-    return tuple(batch{{ ".values()" if cookiecutter.task == "finetune" }})
+    return tuple(batch)
 
 
 def train(folder: Path, *overrides: str) -> RunResult:

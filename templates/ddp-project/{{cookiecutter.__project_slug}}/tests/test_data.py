@@ -1,4 +1,4 @@
-"""Requirements on the data: two map-style datasets of {{ {"finetune": "mappings", "gan": "(noise, image)", "contrastive": "(first view, second view, target)"}.get(cookiecutter.task, "(inputs, target)") }}, the same in every worker."""
+"""Requirements on the data: two map-style datasets of (inputs, target), the same in every worker."""
 
 import torch
 from conftest import SMOKE, tensors
@@ -10,7 +10,7 @@ def test_both_parts_have_samples(built: Parts) -> None:
 
 
 def test_all_samples_make_a_batch(built: Parts) -> None:
-    """Samples {{ "are padded to one length" if cookiecutter.task == "finetune" else "have the same shape" }} and{{ " have" if cookiecutter.task == "finetune" }} no missing values."""
+    """Samples have the same shape and no missing values."""
     for samples, validation in ((built.train_samples, False), (built.validation_samples, True)):
         for values in tensors(built.batch(range(samples), validation=validation)):
             assert len(values) == samples

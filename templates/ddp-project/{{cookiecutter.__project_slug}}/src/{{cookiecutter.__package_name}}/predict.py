@@ -1,2 +1,2 @@
-{% set answers = cookiecutter.task if cookiecutter.task != "supervised" else {"table": "table", "table_classes": "table_classes", "text": "text"}.get(cookiecutter.data, "images") -%}
-{% include "predict/" ~ answers ~ ".py" -%}
+{% set kind = cookiecutter.data if cookiecutter.data in ("table", "text") else "images" -%}
+{% include "predict/" ~ kind ~ ".py" -%}

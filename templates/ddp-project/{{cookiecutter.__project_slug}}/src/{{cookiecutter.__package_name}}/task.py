@@ -1,1 +1,0 @@
-{% include "task/" ~ cookiecutter.task ~ ".py" ignore missing -%}
