@@ -6,7 +6,6 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from pipeline.cli.earlier_verbs import check_verb
 from pipeline.errors import UsageError
 
 GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -74,16 +73,6 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options, without their types in the help."""
         return _untyped(super().get_params(ctx))
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of a command line.
-
-        Raises:
-            UsageError: it is a verb of an earlier version.
-        """
-        if not ctx.resilient_parsing:
-            check_verb(args)
-        return super().resolve_command(ctx, args)
 
 
 class Command(TyperCommand):

@@ -22,10 +22,6 @@ def check(
         bool,
         typer.Option(help="Also load the data and try a batch. Use --no-data on a machine without the data."),
     ] = True,
-    fix: Annotated[
-        bool,
-        typer.Option("--fix", help="Rewrite keys of earlier versions in the files first, and print the difference."),
-    ] = False,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
 ) -> None:
@@ -42,8 +38,6 @@ def check(
             raise UsageError(
                 f"{word}: pipeline check takes files only. To try a value, use: pipeline run FILE {word} --quick"
             )
-    if fix:
-        _fix(files, to_stderr=as_json)
     console = rich.console.Console(highlight=False, stderr=True, quiet=quiet)
     with interruptible(), waiting.shown_on(rich.console.Console(quiet=True) if as_json else console):
         for file, check_file in iter_checks(files, with_data=data):
@@ -61,15 +55,6 @@ def check(
         typer.echo(json.dumps([{"file": file, "problems": problems_of(errors.get(file))} for file in files], indent=2))
     if errors:
         raise typer.Exit(next(iter(errors.values())).exit_code)
-
-
-def _fix(files: list[str], *, to_stderr: bool) -> None:
-    """Rewrite keys of earlier versions, also in the files that these extend; print the difference."""
-    from pipeline.commands.check import fix_file
-
-    for file in files:
-        for difference in fix_file(Path(file)):
-            typer.echo(difference, err=to_stderr)
 
 
 def schema() -> None:

@@ -1,19 +1,15 @@
 """``pipeline check``: each file is checked in a child process, so that a crash there is an error like others."""
 
-import difflib
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.config import source
 from pipeline.config.load import ExperimentFile, load
-from pipeline.config.rewrite import rewrite
 from pipeline.driver.execute import explained
-from pipeline.errors import ExperimentError, PipelineError, TrainingError, UsageError
+from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.launchers._head_start import find_libraries
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced, AnyEvent
@@ -57,26 +53,6 @@ def iter_checks(names: Sequence[str], *, with_data: bool) -> Iterator[tuple[str,
             yield name, partial(check, file, with_data=with_data)
         else:
             yield name, partial(CheckResult, file)
-
-
-def fix_file(path: Path) -> Iterator[str]:
-    """Rewrite keys of earlier versions in an experiment file and in the files that it extends; yield each difference.
-
-    Raises:
-        UsageError: a file can't be read or written.
-        ExperimentError: a file isn't YAML, or its layout can't be kept.
-    """
-    for file in (path, *source.read(str(path)).bases):
-        text = source.read_text(file)
-        if (new := rewrite(text, name=str(file))) != text:
-            try:
-                file.write_text(new, encoding="utf-8", newline="")
-            except OSError as error:
-                raise UsageError(f"{file}: cannot be written: {error.strerror}") from None
-            lines = difflib.unified_diff(
-                text.splitlines(), new.splitlines(), f"{file} (before)", str(file), lineterm=""
-            )
-            yield "\n".join(lines)
 
 
 def _load(name: str) -> ExperimentFile | PipelineError:

@@ -1,6 +1,6 @@
 """The files of a report with what its run's folder knows: learning curves, and the facts of its page.
 
-A run that has ended or was made by an earlier version gets the same page from the same folder.
+A run that has ended gets the same page from the same folder.
 """
 
 from collections.abc import Callable, Iterator, Mapping

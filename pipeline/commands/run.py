@@ -210,7 +210,7 @@ def report(invocation: Invocation) -> Report:
     if shown.goodput is not None:
         invocation.log(shown.goodput.figures, trial=plan.main.name, step=shown.main.steps, epoch=shown.main.epochs)
     for row in shown.rows:
-        invocation.log(metrics_of(row, COMPARED), trial=row.trial, step=row.steps, epoch=row.epochs or 1)
+        invocation.log(metrics_of(row, COMPARED), trial=row.trial, step=row.steps, epoch=row.epochs)
         invocation.tag(row, baseline=shown.rows[0], trial=row.trial)
     invocation.save_report(shown)
     return shown

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pipeline.config import finetuning, keys, lightning_module, removed, task_consistency
+from pipeline.config import finetuning, keys, lightning_module, task_consistency
 from pipeline.config.parallel import Parallel
 from pipeline.config.reported import OF_TRAINING, name_problems, source_of
 from pipeline.config.sampler import KINDS
@@ -165,8 +165,7 @@ def _order(experiment: Experiment) -> Iterator[Problem]:
     unknown = list(order.arguments) if order.target is None else []
     for name in unknown:
         key, hint = keys.child("sampler", name), did_you_mean(name, KINDS) or f"; sampler takes {', '.join(KINDS)}"
-        remedy = removed.KEYS.get(key)
-        yield Problem(key, f"was removed. {remedy}" if remedy else f"unknown key{hint}")
+        yield Problem(key, f"unknown key{hint}")
     if len(order.given) > 1:
         yield Problem("sampler", f"{' and '.join(order.given)} cannot be combined. Keep one of them.")
     elif not (order.given or unknown):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import ConfigDict, Field
 
 from pipeline.config import keys
 from pipeline.config.values import Component, FilePath, Section
@@ -61,11 +61,6 @@ class Optimizer(Component):
 
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with other arguments, such as ``{match: "*.bias", weight_decay: 0}``."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out keys of the section that are empty, so that experiments of before keep their hash."""
-        return {name: value for name, value in write(self).items() if value or name not in type(self).model_fields}
 
 
 def misused(

@@ -18,8 +18,6 @@ from pipeline.config import (
     keys,
     lightning_module,
     messages,
-    removed,
-    renamed,
     source,
     sweep,
     tracking_address,
@@ -31,7 +29,6 @@ from pipeline.config.schema import Experiment
 from pipeline.config.source import Source
 from pipeline.errors import ExperimentError, Problem
 
-_JOURNAL = "events.jsonl"  # next to the experiment of a recorded run
 _IN_PYTHON = "experiment"  # instead of a file name in messages
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -77,18 +74,11 @@ class ExperimentFile:
 def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
     """Load an experiment file, with ``key=value`` overrides applied before interpolation.
 
-    Of a recorded run, keys get the names that they have now, and values that no longer exist and had no effect on the
-    training are left out.
-
     Raises:
         UsageError: the file can't be read, or an override is malformed.
         ExperimentError: the file is wrong; holds every problem that was found.
     """
-    read = source.read(str(path))
-    if Path(path).with_name(_JOURNAL).is_file():
-        removed.drop_without_effect(read.tree)
-        renamed.translate(read.tree)
-    return checked(str(path), read, overrides)
+    return checked(str(path), source.read(str(path)), overrides)
 
 
 def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> ExperimentFile:

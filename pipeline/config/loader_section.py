@@ -1,8 +1,6 @@
 """The section ``loader`` of an experiment: the DataLoader of each worker."""
 
-from typing import Any, Literal
-
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from typing import Literal
 
 from pipeline.config.values import Component, NotNegative, Positive, Section
 
@@ -26,8 +24,3 @@ class Loader(Section):
     evaluation_collate: Component | None = None
     """Component that builds the collate_fn of validation and test sets; default: ``collate``. Required if ``collate``
     draws random numbers and there is such a set."""
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a later key that is not given, so that experiments of before keep their hash."""
-        return {name: value for name, value in write(self).items() if name != "evaluation_collate" or value is not None}

@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config import keys, removed, renamed
+from pipeline.config import keys
 from pipeline.config.dialect import Loader
 from pipeline.config.jsonschema import Schema, Shape
 from pipeline.config.keys import Part
@@ -91,19 +91,12 @@ def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape, data
         case "too_short":
             return "is an empty list. Add an entry, or remove the key."
         case "value_error" if "enum" not in schema:
-            given = details["input"]
-            if remedy := _find_remedy(given, parts):
-                return remedy
-            return f"is {shown(given)}; {details['ctx']['error']}"
+            return f"is {shown(details['input'])}; {details['ctx']['error']}"
     return _wrong(details["input"], parts, shape)
 
 
 def _unknown(parts: tuple[Part, ...], shape: Shape, data: object) -> str:
     *section, name = parts
-    if remedy := removed.KEYS.get(keys.join(parts)):
-        return f"was removed. {remedy}"
-    if new := renamed.KEYS.get(keys.join(parts)):
-        return f"is called {new} now. To rewrite the file, use: pipeline check --fix FILE"
     fields = shape.fields(section)
     meant = _find_argument(parts, shape, data) or nearest(str(name), fields) or _find_elsewhere(str(name), shape)
     if meant:
@@ -133,26 +126,14 @@ def _missing(parts: tuple[Part, ...], section: object, schema: Schema) -> str:
     return f"missing; {_description(schema)}"
 
 
-def _find_remedy(value: object, parts: tuple[Part, ...]) -> str:
-    """Return what to use instead of a value of an earlier version; empty for other values."""
-    remedy = removed.VALUES.get((_remove_indices(parts), value)) if isinstance(value, str) else None
-    return f"{value} was removed. {remedy}" if remedy else ""
-
-
 def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
     schema = shape.at(parts)
-    if remedy := _find_remedy(value, parts):
-        return remedy
     if shape.is_component(parts) or parts[-1:] == ("_target_",):
         return f"is {shown(value)}; write _target_: {_target_in(value)}"
     if fields := shape.fields(parts):
         return f"is {shown(value)}; write a mapping with keys from {', '.join(fields)}"
     hint = did_you_mean(value, schema.get("enum", ()), cutoff=0.7) if isinstance(value, str) else ""
     return f"is {shown(value)}; write {_expected(schema)}{hint or _unquoted(value, schema)}"
-
-
-def _remove_indices(parts: tuple[Part, ...]) -> str:
-    return keys.join([part for part in parts if isinstance(part, str)])
 
 
 def _target_in(value: object) -> str:

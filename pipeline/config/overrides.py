@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.config import keys, lines, renamed
+from pipeline.config import keys, lines
 from pipeline.config.dialect import written
 from pipeline.config.lines import Line
 from pipeline.config.messages import shown
@@ -30,9 +30,6 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dic
     problems = []
     for override in overrides:
         key, text = _split(override)
-        if (new := renamed.translate_key(key)) != key:
-            problems.append(Problem(key, f"is called {new} now", lines.of_override(override)))
-            continue
         try:
             value = lines.parse(text, place=lambda _: "", depth=len(keys.split(key)), in_shell=True)[0]
             key, value = _of_parameter(key, value)

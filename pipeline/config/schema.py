@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -60,11 +58,6 @@ class Metric(Component):
 
     on: tuple[Literal["train", "validation"], ...] = ("validation",)
     """``[train, validation]`` also computes the metric for the samples of training steps since the last report."""
-
-    @model_serializer(mode="wrap")
-    def _without_default(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the default, so that experiments of before keep their hash."""
-        return {name: value for name, value in write(self).items() if name != "on" or self.is_trained}
 
     @property
     def is_trained(self) -> bool:
@@ -147,13 +140,6 @@ class Experiment(Section):
         filled = train.model_copy(update={"global_batch_size": share * experiment.parallel.workers})
         filled.model_fields_set.discard("global_batch_size")  # the file doesn't give it
         return experiment.model_copy(update={"train": filled})
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out later keys that are not given, so that experiments of before keep their hash."""
-        absent = {"optimizer", "scheduler"} if self.optimizers else {"optimizers", "schedulers"}
-        absent |= set() if self.features else {"features"}
-        return {name: value for name, value in write(self).items() if name not in absent}
 
     @property
     def by_optimizer(self) -> Mapping[str, "Experiment"]:

@@ -17,7 +17,7 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from pipeline.config import built_in, removed
+from pipeline.config import built_in
 from pipeline.config.user_modules import record_import
 from pipeline.errors import ExperimentError, Problem, UnguardedScriptError, UsageError
 from pipeline.system.imports import undisturbed
@@ -125,8 +125,6 @@ class _Search(NamedTuple):
     allowed: tuple[str, ...]
 
     def result(self) -> Callable[..., Any]:
-        if remedy := removed.TARGETS.get(self.target):
-            self._fail(f"{self.target} was removed. {remedy}")
         self._refuse_by_name()
         root, *rest = self.target.split(".")
         found: object = self._import(root)

@@ -4,10 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
-    SerializerFunctionWrapHandler,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    model_serializer,
 )
 
 from pipeline.config.finetuning import Pattern, StartFrom
@@ -170,13 +168,6 @@ class Train(Section):
     """Names of parameters that are not trained. An asterisk matches any characters, including dots. Frozen parameters
     have no gradient and are not passed to the optimizer. BatchNorm layers whose parameters are all frozen stay in
     evaluation mode."""
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out later keys that are not given, so that experiments of before keep their hash."""
-        later: dict[str, Any] = {"batch_transform": None, "evaluation_batch_size": None}
-        later |= {"scheduler_metric": None, "cudnn_benchmark": False, "minutes": None}
-        return {name: value for name, value in write(self).items() if name not in later or value is not later[name]}
 
     @property
     def followed_by_plateau(self) -> str:

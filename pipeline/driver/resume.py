@@ -199,7 +199,7 @@ def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | Non
 
 
 def _is_same(before: str | None, now: str | None) -> bool:
-    """Return True for equal values; runs of earlier versions hold the values of environment variables."""
+    """Return True for equal values; the values of environment variables are resolved."""
     if before == now or before is None or now is None:
         return before == now
     try:

@@ -15,7 +15,6 @@ from pipeline.config.values import Direction, Recorded
 from pipeline.errors import Problem
 from pipeline.protocol.labels import PARENTS, Role, Split, Status
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.titles import Title
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.wording import counted
 
@@ -84,7 +83,7 @@ class TrialOpened(Event):
 
     kind: Literal["trial_opened"] = "trial_opened"
     role: Role
-    title: Title
+    title: str
     """Title in tables, e.g. "ddp, 2 workers"."""
     repeat: int = 0
     """Index among equal measurements, from 0."""
@@ -126,8 +125,8 @@ class Started(Event):
     steps_per_epoch: int
     epochs: int
     train_samples: int
-    epoch_samples: int = 0
-    """Samples of an epoch, which an order of one's own may draw; 0 in journals of before: as many as train_samples."""
+    epoch_samples: int
+    """Samples of an epoch, which an order of one's own may draw."""
     validation_samples: int
     parameters: int
     """Number of trainable parameters."""
@@ -193,7 +192,7 @@ class Failed(Event):
     """Traceback of the rank without frames of this project and of torch; empty for problems."""
     problems: tuple[Problem, ...] = ()
     is_out_of_memory: bool = False
-    """True if the rank ran out of memory; false in journals of earlier versions."""
+    """True if the rank ran out of memory."""
     origin: Origin = "rank"
     """Origin as seen by the rank, see `pipeline.training.ranks.torch_errors`."""
 
@@ -305,12 +304,6 @@ class Trained(Event):
     """True if measurements follow; false with ``--quick`` and ``--train-only``."""
     measuring_s: float | None = None
     """Estimated seconds of the measurements that follow; None if the speedup is not measured."""
-
-
-class Removed(Event):
-    """Event of an earlier version, of which a journal may have some. Its contents are not read."""
-
-    kind: Literal["batch_sizes_found"]
 
 
 class Evaluated(Event):
@@ -455,7 +448,6 @@ AnyEvent = Annotated[
     | Advanced
     | Trained
     | Finished
-    | Removed
     | Evaluated
     | Checked
     | ArtifactSaved
@@ -485,14 +477,14 @@ def event_from_json(line: bytes | str) -> AnyEvent:
     return _events.validate_json(line)
 
 
-REASONS_TO_KEEP = ("run_opened", "first_step", "metrics", "finished", "evaluated", "batch_sizes_found", "run_closed")
+REASONS_TO_KEEP = ("run_opened", "first_step", "metrics", "finished", "evaluated", "run_closed")
 """Kinds of the events that `is_reason_to_keep` looks at."""
 
 
 def is_reason_to_keep(event: AnyEvent) -> bool:
     """Return True if an event shows that its run counts: it has taken a step or has a result, or belongs to a sweep."""
     match event:
-        case FirstStep() | Metrics() | Finished() | Evaluated() | Removed():
+        case FirstStep() | Metrics() | Finished() | Evaluated():
             return True
         case RunOpened():
             return bool(event.sweep) or event.tags.get("role") in PARENTS

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-Role = Literal["main", "baseline", "reference", "cell", "evaluation", "check", "probe", "tuning"]
-"""Role of a trial; the last two are of earlier versions."""
+Role = Literal["main", "baseline", "reference", "cell", "evaluation", "check"]
+"""Role of a trial."""
 PARENTS = ("sweep", "study")
 """Roles of runs whose trainings are runs themselves, each in a folder inside theirs."""
 Split = Literal["validation", "test"]

@@ -4,9 +4,6 @@ Every class is frozen, typed and survives a round trip through JSON, since it cr
 """
 
 from collections.abc import Mapping
-from typing import Any
-
-from pydantic import model_validator
 
 from pipeline.config.values import Recorded
 from pipeline.wording import figure
@@ -51,17 +48,6 @@ class StepParts(Recorded):
     """Time of each rank without waiting for other ranks: its wait for data and its computing, in rank order."""
     nodes: tuple[str, ...]
     """Node of each rank, in rank order."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_written_before(cls, values: Any) -> Any:
-        """Read parts of earlier versions, in which the whole step was called ``step_ms`` and ranks had no spread."""
-        if isinstance(values, dict) and "ranks_ms" in values:
-            values = dict(values)
-            values["held_ms"] = values.pop("step_ms")
-            paces = values.pop("ranks_ms")
-            values["ranks"] = [{"median": ms, "low": ms, "high": ms, "windows": 1} for ms in paces]
-        return values
 
     @property
     def ranks_ms(self) -> tuple[float, ...]:
@@ -249,8 +235,8 @@ class TrialResult(Recorded):
     """Index among equal measurements, from 0."""
     steps: int
     """Optimizer steps done."""
-    epochs: int = 0
-    """Epochs of these steps, the last one perhaps incomplete; 0 in journals of earlier versions."""
+    epochs: int
+    """Epochs of these steps, the last one perhaps incomplete."""
     stopped_early: str = ""
     """Reason for which ``train.early_stopping`` ended the training; empty if it didn't."""
     whole_training: int = 0

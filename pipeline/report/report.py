@@ -39,10 +39,10 @@ class Report(Recorded):
     forecast: Forecast | None = None
     """Predicted rows of a benchmark; None if nothing was to be predicted."""
     goodput: Goodput | None = None
-    """Use of the training's wall clock; None for a comparison, and in reports of before."""
+    """Use of the training's wall clock; None for a comparison."""
     hardware: str
-    launcher: str = ""
-    """Launcher of the trials; empty in reports of before."""
+    launcher: str
+    """Launcher of the trials."""
     is_quick: bool = False
     """True for a run that only tested whether the experiment works."""
     restriction: str = ""

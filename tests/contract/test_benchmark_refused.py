@@ -1,4 +1,4 @@
-"""Wishes for a benchmark that can't be met, and verbs of earlier versions."""
+"""Wishes for a benchmark that can't be met."""
 
 from typing import Any
 
@@ -36,22 +36,3 @@ def test_a_network_needs_two_workers(command: Any, arguments: list[str]) -> None
     ended = command("benchmark", "lab.yaml", "--predict", "8", *arguments)
     assert ended.code == 3
     assert "so the network cannot be measured. Give it, e.g. --network 10Gbit,50us" in " ".join(ended.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["diff", "22af", "latest"], "pipeline diff: removed. Use pipeline compare 22af RUN"),
-        (["diff"], "pipeline diff: removed. Use pipeline compare RUN RUN"),
-        (["measure", "latest", "--budget-s", "9"], "pipeline measure: removed. Use pipeline benchmark latest"),
-        (
-            ["tune-batch", "lab.yaml", "--max", "64"],
-            "pipeline tune-batch: removed. Use pipeline benchmark lab.yaml --batch-sizes auto",
-        ),
-        (["predict", "lab.yaml"], "pipeline predict: removed. Use pipeline benchmark lab.yaml --predict 8,64"),
-    ],
-)
-def test_a_verb_of_an_earlier_version_names_the_new_one(command: Any, words: list[str], message: str) -> None:
-    ended = command(*words)
-    assert (ended.code, ended.stderr) == (2, f"error: {message}\n")
-    assert f"│ {words[0]} " not in command("--help").stdout

@@ -21,6 +21,7 @@ from pipeline.recording.journal import journal as journals
 from pipeline.recording.mlflow.sender import Sender
 from pipeline.recording.mlflow.sync import sync
 from pipeline.training.result.exported_model import export, trained_model
+from pipeline.training.result.reference import Reference
 
 KILLS = 30
 _WITH_IDS = ("mlflow.parentRunId", "mlflow.note.content")
@@ -74,7 +75,8 @@ def with_program(recorded: Recording) -> Path:
     folder = recorded.folder
     saved = recorded.all_of(ModelSaved)[-1]
     experiment = load(folder / "experiment.yaml").experiment
-    module = trained_model(experiment, torch.load(folder / saved.weights), allowed=("pipeline",))
+    weights, reference = torch.load(folder / saved.weights), Reference.load(folder)
+    module = trained_model(experiment, weights, allowed=("pipeline",), reference=reference)
     exported = ModelExported(program="model/model.pt2", samples="model/example.npz", torch=torch.__version__)
     example = torch.load(folder / saved.example)
     export(module, example, program=folder / exported.program, samples=folder / exported.samples)

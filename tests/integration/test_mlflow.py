@@ -95,7 +95,7 @@ def opened(uri: str, run: str) -> RunOpened:
         run=run,
         tracking_uri=uri,
         tracking_experiment="mlflow-test",
-        tags={"strategy": "ddp", "git_commit": "0123abcd"},
+        tags={"strategy": "ddp", "world_size": "2", "git_commit": "0123abcd"},
         params={"train.epochs": "2", "metrics.accuracy._target_": "torchmetrics.Accuracy", "model.layers": "x" * 7000}
         | {f"many.{i}": str(i) for i in range(120)},
         trials=("main", "baseline"),
@@ -111,6 +111,7 @@ def finished(trial: str, *, memory: tuple[float, ...]) -> Finished:
     result = TrialResult(
         trial=trial,
         steps=20,
+        epochs=1,
         samples_per_second=Spread(median=640.0, low=600.0, high=650.0, windows=3),
         step_ms=Spread(median=12.5, low=12.0, high=13.0, windows=3),
         parts=StepParts(
@@ -135,6 +136,7 @@ def started(trial: str) -> Started:
         steps_per_epoch=10,
         epochs=2,
         train_samples=80,
+        epoch_samples=80,
         validation_samples=16,
         parameters=1234,
         devices=("node-1 cpu, 1 thread", "node-2 cpu, 1 thread"),
@@ -333,7 +335,6 @@ def test_what_a_dead_server_missed_is_sent_by_sync(server: Server, tmp_path: Pat
 
 
 def test_a_journal_is_sent_to_another_store(database: str, tmp_path: Path, warnings_told: list[str]) -> None:
-    """Such as that of an earlier version, which took an address that MLflow can't use."""
     folder = journaled(
         tmp_path, [opened("sqlite://mlflow.db", "moved"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
     )

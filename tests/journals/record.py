@@ -41,8 +41,6 @@ PACED = ["model={_target_: lab.Sluggish, ms: 10}", "train.epochs=25", "train.log
          "scheduler={_target_: torch.optim.lr_scheduler.StepLR, step_size: 20, gamma: 0.5}",
          "checkpoint.every_steps=10"]  # fmt: skip
 """Slow enough to be stopped in the middle: 100 steps of 10 ms."""
-ALONE = [*INPROCESS, "train.epochs=15", "checkpoint.every_steps=20", "checkpoint.keep=1"]
-ADAM = {"_target_": "torch.optim.Adam", "lr": 0.05}
 
 
 class Lab:
@@ -122,27 +120,8 @@ def interrupted(lab: Lab) -> Path:
 
 
 def killed(lab: Lab) -> Path:
-    """The driver by SIGKILL: nobody has closed the journal, and the newest checkpoints are there."""
+    """The driver by SIGKILL: nobody has closed the journal."""
     return _stopped(lab, signal.SIGKILL, code=-signal.SIGKILL)
-
-
-def killed_ema(lab: Lab) -> Path:
-    """With averaged weights."""
-    return _stopped(lab, signal.SIGKILL, *ALONE, "train.ema={decay: 0.9}", code=-signal.SIGKILL)
-
-
-def killed_fp16(lab: Lab) -> Path:
-    """With a gradient scaler."""
-    return _stopped(lab, signal.SIGKILL, *ALONE, "train.precision=fp16", code=-signal.SIGKILL)
-
-
-def killed_optimizers(lab: Lab) -> Path:
-    """With two optimizers, each with a scheduler, that take turns."""
-    two = {"one": {**ADAM, "params": "linear.weight"}, "other": {**ADAM, "params": "linear.bias"}}
-    step = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 20, "gamma": 0.5}
-    more = ["optimizer=null", "scheduler=null", f"optimizers={json.dumps(two)}"]
-    more += [f"schedulers={json.dumps({'one': step, 'other': step})}", "loss=null", "task={_target_: lab.Turns}"]
-    return _stopped(lab, signal.SIGKILL, *ALONE, *more, code=-signal.SIGKILL)
 
 
 def resumed(lab: Lab) -> Path:
@@ -182,10 +161,8 @@ def sweep(lab: Lab) -> Path:
 
 RECORDINGS: dict[str, Callable[[Lab], Path]] = {
     one.__name__.replace("_", "-"): one
-    for one in (finished, single, failed, nan, nan_stopped, interrupted, killed, resumed, killed_ema,
-                killed_fp16, killed_optimizers, elastic, comparison, sweep)
+    for one in (finished, single, failed, nan, nan_stopped, interrupted, killed, resumed, elastic, comparison, sweep)
 }  # fmt: skip
-WITH_CHECKPOINTS = ("killed", "killed-ema", "killed-fp16", "killed-optimizers")
 
 
 def _stopped(lab: Lab, number: signal.Signals, *more: str, code: int) -> Path:
@@ -274,11 +251,10 @@ def keep(folder: Path, *, name: str, lab: Lab) -> None:
         elif path.suffix == ".channel" or ("logs" in path.parts and not path.stat().st_size):
             path.unlink()  # the way to a driver that is no more, or what no rank has said
         elif "checkpoints" in path.parts:
-            if name not in WITH_CHECKPOINTS:
-                path.unlink()  # those that are kept have checksums: nothing in them may change
+            path.unlink()
         elif path.suffix == ".png":
             path.write_bytes(DOT)
-        elif path.suffix not in (".pt", ".safetensors"):
+        elif path.suffix not in (".npy", ".npz", ".pt"):
             path.write_text(_anonymous(path.read_text(), lab=lab))
     for folder in sorted((path for path in (HERE / name).rglob("*") if path.is_dir()), reverse=True):
         with suppress(OSError):

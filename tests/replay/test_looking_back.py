@@ -87,8 +87,6 @@ def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Rec
         ("elastic", "The number of workers changed: 1 from step 1 on, 2 from step 31 on, 1 from step 41 on."),
         ("comparison", "2 workers (ddp)"),
         ("sweep", "stopped"),
-        ("forecast", "tiny: result of pipeline predict of an earlier version"),
-        ("batch-size", "tiny: result of pipeline tune-batch of an earlier version"),
     ],
 )
 def test_show_knows_every_kind_of_run(there: Any, journal: Recorded, name: str, said: str) -> None:
@@ -101,7 +99,7 @@ def test_show_knows_every_kind_of_run(there: Any, journal: Recorded, name: str, 
     else:
         assert said in " ".join(ended.stdout.split())
     as_json = there("show", run.folder.name, "--json")
-    if (run.folder / "report.html").exists() or name in ("sweep", "forecast", "batch-size"):
+    if (run.folder / "report.html").exists() or name == "sweep":
         assert json.loads(as_json.stdout)
     elif name in ("failed", "nan-stopped", "interrupted", "killed"):
         assert (as_json.code, as_json.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""The page of a report, made again from a recorded run's folder: by each earlier version's journal, and small."""
+"""The page of a report, made again from a recorded run's folder, and small."""
 
 # promise: the report's page: each earlier run gets it, curves, no overlap, contrast, colors for color-blind readers
 

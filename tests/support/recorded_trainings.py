@@ -40,7 +40,8 @@ def training(
                       trials=("main",), directions={"validation/accuracy": "max", "validation/loss": "min"})
         )  # fmt: skip
         recorder.receive(
-            Started(trial="main", total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=1,
+            Started(trial="main", total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, epoch_samples=1,
+                    validation_samples=1,
                     parameters=1, devices=(), data_name="d", data_digest=data)
         )  # fmt: skip
         if status == "FINISHED":

@@ -1,6 +1,5 @@
 """Recorded runs and what they are fed to; see tests/replay/README.md."""
 
-import json
 import os
 import shutil
 import sys
@@ -12,9 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from filelock import FileLock
 
-from pipeline.config.renamed import translate
 from pipeline.protocol.events import AnyEvent, RunClosed
-from pipeline.protocol.trial import ROLES, Trial
 from pipeline.recording.journal.journal import FILE_NAME, read
 from pipeline.recording.mlflow.outcome import TrackingOutcome
 from pipeline.recording.mlflow.sender import Sender
@@ -27,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 JOURNALS = TESTS / "journals"
 LAB = "/home/user/lab"
 """What stands in the recordings for the folder in which they were made."""
-_BINARY = (".pt", ".png", ".safetensors")
+_BINARY = (".npy", ".pt", ".png", ".safetensors")
 
 
 class Recording(NamedTuple):
@@ -40,11 +37,6 @@ class Recording(NamedTuple):
     def events(self) -> list[AnyEvent]:
         return list(read(self.folder / FILE_NAME))
 
-    @property
-    def trials(self) -> list[Trial]:
-        """The run's trials as this version has them; commands read them from no folder."""
-        return [_read_trial(path) for path in (self.folder / "trials").glob("*.json")]
-
     def all_of(self, kind: Any) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
@@ -53,15 +45,6 @@ class Recording(NamedTuple):
         events = (event for event in self.events if event.trial == trial)
         points = (point for event in events for point in getattr(event, "points", ()))
         return [(point.step, point.value) for point in points if point.name == name]
-
-
-def _read_trial(path: Path) -> Trial:
-    values = json.loads(path.read_text())
-    kind = ROLES[{"probe": "cell", "tuning": "cell"}.get(values["role"], values["role"])]
-    values = {name: value for name, value in values.items() if name in kind.model_fields and name != "role"}
-    for each in (values, *values.get("compared_with", ())):
-        translate(each["experiment"])
-    return kind.model_validate_json(json.dumps(values))
 
 
 class Store(NamedTuple):

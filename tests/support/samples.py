@@ -77,6 +77,7 @@ def finished(
     result = TrialResult(
         trial=name,
         steps=24,
+        epochs=1,
         samples_per_second=throughput,
         step_ms=spread(step_ms),
         parts=parts(step_ms=step_ms, communication=communication, data_wait=data_wait),

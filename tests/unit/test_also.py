@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from pipeline.config.load import load
 from pipeline.driver import preflight
@@ -68,26 +67,6 @@ def written(name: str, folder: Path, events: Sequence[AnyEvent] = A_RUN) -> None
     for event in events:
         tracker.receive(event)
     tracker.close()
-
-
-def test_csv_says_what_to_use_instead(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError) as caught:
-        load(MLP, ["tracking.loggers=[tensorboard, csv]"])
-    (problem,) = caught.value.problems
-    assert (problem.key, problem.message) == (
-        "tracking.loggers[1]",
-        "csv was removed. Remove it. To write a CSV table, copy the tracker of docs/extend.md into your package, and "
-        "name that component.",
-    )
-
-
-def test_a_recorded_run_with_csv_can_be_read(tmp_path: Path) -> None:
-    recorded = tmp_path / "experiment.yaml"
-    recorded.write_text(
-        yaml.safe_dump(yaml.safe_load(MLP.read_text()) | {"tracking": {"also": ["csv", "tensorboard"]}})
-    )
-    (tmp_path / "events.jsonl").touch()
-    assert load(recorded).experiment.tracking.loggers == ("tensorboard",)
 
 
 def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

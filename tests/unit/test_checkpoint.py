@@ -153,7 +153,7 @@ class TestFiles:
 
         assert newest is not None
         assert (newest.step, newest.epoch, newest.steps_per_epoch, newest.world_size) == (6, 2, 3, 1)
-        assert newest.experiment["optimizer"] == {"_target_": "torch.optim.SGD", "lr": 0.05}
+        assert newest.experiment["optimizer"] == {"_target_": "torch.optim.SGD", "lr": 0.05, "groups": []}
         assert newest.versions["torch"] == version("torch")
 
     def test_of_older_steps_go_once_newer_ones_are_whole(self, tmp_path: Path) -> None:

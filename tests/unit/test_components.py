@@ -203,11 +203,6 @@ class TestResolve:
         ("target", "expected"),
         [
             ("torch.nn.Linera", "torch.nn has no Linera; did you mean Linear?"),
-            ("pipeline.models.LSTM", "pipeline.models.LSTM was removed. Write it in a package of your project"),
-            (
-                "pipeline.tasks.gan.GAN",
-                "pipeline.tasks.gan.GAN was removed. A project of your own has it after: pipeline ",
-            ),
             ("torch.optim.lr_schedular.StepLR", "torch.optim has no lr_schedular; did you mean lr_scheduler?"),
             ("torch.SGD", "torch has no SGD; did you mean torch.optim.SGD?"),
             ("troch.nn.Linear", "troch is not an allowed package; did you mean torch.nn.Linear?"),
@@ -501,10 +496,3 @@ class TestBuild:
         inner = {"_target_": "os.system", "command": "false"}
         with pytest.raises(ExperimentError, match=r"^model\.modules\.a\._target_: os\.system is not in an allowed"):
             build(component("torch.nn.ModuleDict", modules={"a": inner}), key="model", allowed=BUILT_IN)
-
-
-def test_a_removed_component_says_what_to_use_instead() -> None:
-    assert refusal("pipeline.data.shards") == (
-        "pipeline.data.shards was removed. "
-        "Read the tar files with webdataset in an iterable dataset of your package (docs/data.md)."
-    )

@@ -59,7 +59,8 @@ def opened() -> TrialOpened:
 
 def started(*, devices: tuple[str, ...] = ("node-1 cpu x 1 thread",) * 2) -> Started:
     return Started(
-        time=1, trial="main", total_steps=40, steps_per_epoch=20, epochs=2, train_samples=1437, validation_samples=360,
+        time=1, trial="main", total_steps=40, steps_per_epoch=20, epochs=2, train_samples=1437, epoch_samples=1437,
+        validation_samples=360,
         parameters=78186, devices=devices, data_name="digits", data_digest="0",
     )  # fmt: skip
 

@@ -25,7 +25,8 @@ def opened(title: str = "ddp, 2 workers", *, trial: str = "main", repeat: int = 
 
 def started(*, at: float, trial: str = "main") -> Started:
     return Started(
-        trial=trial, total_steps=8, steps_per_epoch=4, epochs=2, train_samples=64, validation_samples=8, parameters=9,
+        trial=trial, total_steps=8, steps_per_epoch=4, epochs=2, train_samples=64, epoch_samples=64,
+        validation_samples=8, parameters=9,
         devices=("cpu",), data_name="digits", data_digest="", time=at,
     )  # fmt: skip
 
@@ -35,7 +36,7 @@ def measured(first: int, losses: list[float], *, at: float, trial: str = "main",
     points = [Point("train/loss", first + index, loss) for index, loss in enumerate(losses)]
     last = first + len(losses) - 1
     points += [Point("throughput/samples_per_second", last, 32.0), Point("time/step_ms", last, 1000 * STEP_S)]
-    return Metrics(trial=trial, step=last, epoch=1, points=tuple(points), time=at, repeat=repeat)
+    return Metrics(trial=trial, step=last, epoch=1, points=tuple(points), time=at, repeat=repeat, steps=len(losses))
 
 
 def validated(step: int, *, at: float, **values: float) -> Metrics:
@@ -84,7 +85,8 @@ def test_the_best_of_a_metric_is_its_lowest_or_its_highest() -> None:
 
 def test_an_interruption_takes_no_time_and_repeated_steps_count_once() -> None:
     again = [
-        opened("ddp"), started(at=1000.0), measured(5, [9.0, 9.0], at=1001.0), measured(9, [0.5, 0.4], at=1003.0),
+        opened("ddp, 1 worker"), started(at=1000.0), measured(5, [9.0, 9.0], at=1001.0),
+        measured(9, [0.5, 0.4], at=1003.0),
     ]  # fmt: skip
     (course,) = courses([*TRAINING, *again])
     assert course.loss.steps == list(range(1, 11))

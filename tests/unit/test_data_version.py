@@ -55,7 +55,8 @@ def test_the_version_is_recorded(arguments: dict[str, Any], version: str) -> Non
 
 def test_the_commands_find_it(tmp_path: Path) -> None:
     event = Started(
-        time=1, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=0, parameters=1,
+        time=1, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, epoch_samples=1,
+        validation_samples=0, parameters=1,
         devices=(), data_name="lab.points", data_digest="abc", data_version="v3",
     )  # fmt: skip
     with closing(Recorder(tmp_path, subscribers=[])) as recorder:

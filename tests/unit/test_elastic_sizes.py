@@ -174,7 +174,9 @@ def opened() -> TrialOpened:
 
 def started(*nodes: str) -> Started:
     devices = tuple(f"{node} cpu, 1 thread" for node in nodes)
-    counts = dict.fromkeys(("steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"), 1)
+    counts = dict.fromkeys(
+        ("steps_per_epoch", "epochs", "train_samples", "epoch_samples", "validation_samples", "parameters"), 1
+    )
     return Started(time=0.0, total_steps=1000, devices=devices, data_name="", data_digest="", **counts)
 
 

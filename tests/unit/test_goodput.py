@@ -43,7 +43,7 @@ def window(time: float, *, step: int, new: int, ms: float, wait_ms: float = 0.0)
     """A report of steps of which ``new`` had not been reported before."""
     points = [Point("train/loss", step - i, 1.0) for i in range(new)]
     points += [Point("time/step_ms", step, ms), Point("time/window_data_wait_ms", step, wait_ms)]
-    return Metrics(time=time, step=step, epoch=1, points=tuple(points))
+    return Metrics(time=time, step=step, epoch=1, points=tuple(points), steps=new)
 
 
 def evaluated(time: float, *, step: int) -> Metrics:

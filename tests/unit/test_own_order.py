@@ -346,7 +346,6 @@ WRONG = {
         {"shuffle": True},
         "sampler.shuffle: unknown key; sampler takes weights, bucket_by, _target_",
     ),
-    "removed": ({"contiguous": True}, "sampler.contiguous: was removed. Remove it. A state is no longer carried"),
     "two": ({"weights": "balanced", "bucket_by": "length"}, "sampler: weights and bucket_by cannot be combined"),
     "nothing": ({}, "sampler: is empty. Set one of weights, bucket_by, _target_"),
     "no section": ("balanced", "sampler: is 'balanced' (a string); write a mapping with keys from weights, bucket_by,"),

@@ -21,7 +21,6 @@ from samples import (
     trial,
 )
 
-from pipeline.config import renamed
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops, Spread, StepParts, Unsaved
@@ -183,15 +182,6 @@ def test_the_report_survives_json() -> None:
     assert json.loads(report().to_json())["rows"][2]["speedup"] == pytest.approx(1.9)
 
 
-@pytest.mark.parametrize("has_pairs", [True, False])
-def test_a_report_of_an_earlier_version_is_read(has_pairs: bool) -> None:
-    document = json.loads(report(has_pairs=has_pairs).to_json())
-    for row in document["rows"]:
-        row["repeats"] = row.pop("slots") or [row["samples_per_second"]["median"]]
-        row |= {old: row.pop(new) for old, new in renamed.NUMBERS.items()} | {"trained_at": 588.0}
-    assert Report.model_validate_json(json.dumps(document)) == report(has_pairs=has_pairs)
-
-
 def test_no_two_numbers_share_a_name() -> None:
     for names in ([number.name for number in NUMBERS], [number.metric for number in NUMBERS]):
         known = [name for name in names if name]
@@ -292,7 +282,6 @@ def test_a_rank_is_a_straggler_in_the_same_rounds_beyond_their_noise() -> None:
 
 @pytest.mark.parametrize("ranks", [((200,), (280,)), ((), ())])
 def test_ranks_that_were_not_measured_in_rounds_have_no_straggler(ranks: Sequence[Sequence[float]]) -> None:
-    """Recordings of before have the range of the rounds only."""
     assert Straggler.of(with_paces(*(each or (200.0,) for each in ranks)).main) is None
     paces = (spread(200), spread(280))
     row = with_paces((200,), (280,)).main
@@ -418,7 +407,6 @@ def test_nothing_is_said_of_a_start_that_eats_no_gain(more: dict[str, float | No
 
 
 def test_of_a_training_of_unknown_length_nothing_is_said() -> None:
-    """Such as that of a journal of before."""
     assert "est. training time" not in report().results.header
     assert report().results.notes == ()
 

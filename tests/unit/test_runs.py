@@ -16,7 +16,6 @@ from samples import finished, report, spread
 from pipeline.commands.compare.compared_figures import ComparedFigures, Figure
 from pipeline.commands.compare.difference import difference, show_difference
 from pipeline.commands.history.run_list import ago, show_runs
-from pipeline.config.renamed import NUMBERS
 from pipeline.errors import UsageError
 from pipeline.protocol.events import WEIGHTS, Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
@@ -41,7 +40,6 @@ def run(
     rate: float = 100,
     params: Mapping[str, str] = {"name": "digits"},
     tags: Mapping[str, str] = {"role": "main", "strategy": "ddp", "world_size": "2"},
-    old_names: Mapping[str, str] = {},
 ) -> Path:
     folder = directory / name
     folder.mkdir(parents=True)
@@ -58,8 +56,7 @@ def run(
             low, high = interval
             figures = {"speedup": speedup, "efficiency": speedup / 2, "speedup_ci_low": low, "speedup_ci_high": high}
             figures |= {"speedup_rounds": 6}
-            named = {old_names.get(name, name): value for name, value in figures.items()}
-            points = tuple(Point(name, 9, value) for name, value in named.items())
+            points = tuple(Point(name, 9, value) for name, value in figures.items())
             recorder.receive(Metrics(time=BEGAN + 2, step=9, epoch=1, points=points))
         if status is not None:
             recorder.receive(RunClosed(time=BEGAN + 60, status=status, message="" if status == "FINISHED" else message))
@@ -78,15 +75,9 @@ def shown(width: int, directory: Path, *, ago_s: float = 7200, is_terminal: bool
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-def test_a_journal_of_an_earlier_version_has_the_same_summary(tmp_path: Path) -> None:
-    run(tmp_path, "20260301-120000-digits-aaaa", old_names={new: old for old, new in NUMBERS.items()})
-    (earlier,) = runs.summaries(tmp_path)
-    assert earlier.ratio == (1.5, 1.4, 1.6, 6)
-
-
 def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
     run(tmp_path, "20260301-120000-digits-aaaa")
-    run(tmp_path, "20260301-110000-digits-compare-bbbb", tags={"role": "compare"}, speedup=None)
+    run(tmp_path, "20260301-110000-digits-benchmark-bbbb", tags={"role": "benchmark"}, speedup=None)
     run(tmp_path, "20260301-100000-digits-cccc", status="FAILED")
     run(tmp_path, "20260301-090000-digits-dddd", status=None)
     (tmp_path / "20260301-130000-empty-eeee").mkdir()

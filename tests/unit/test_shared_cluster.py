@@ -25,7 +25,8 @@ from pipeline.recording.recorded_run import Membership, _status
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 OPENED = RunOpened(run="", tracking_uri="", tracking_experiment="", tags={}, params={}, trials=())
 STARTED = Started(
-    total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=1, parameters=1, devices=("a cpu",),
+    total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, epoch_samples=1,
+    validation_samples=1, parameters=1, devices=("a cpu",),
     data_name="", data_digest="",
 )  # fmt: skip
 NO_ROOM = "requested 1 worker with 1 CPU each. Room for 0 workers was free"

@@ -1,4 +1,4 @@
-"""A SQLite store whose creation was cut short by an earlier version: recognised, and the file to move away is named."""
+"""A SQLite store whose creation was cut short: recognised, and the file to move away is named."""
 
 import sqlite3
 from collections.abc import Iterable

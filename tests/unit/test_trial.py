@@ -24,7 +24,6 @@ from pipeline.protocol.trial import (
     Trial,
     trial_from_json,
 )
-from pipeline.protocol.trial_result import Spread, StepParts
 
 EVENTS: list[AnyEvent] = [
     events.RunOpened(
@@ -32,7 +31,8 @@ EVENTS: list[AnyEvent] = [
     ),
     events.TrialOpened(time=1.0, role="reference", title="1 process, 2 cores", tags={}, params={"lr": "0.1"}),
     events.Started(
-        time=1.0, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, validation_samples=0, parameters=4,
+        time=1.0, total_steps=1, steps_per_epoch=1, epochs=1, train_samples=1, epoch_samples=1,
+        validation_samples=0, parameters=4,
         devices=("cpu",), data_name="d", data_digest="x",
     ),
     events.FirstStep(time=1.0),
@@ -47,7 +47,6 @@ EVENTS: list[AnyEvent] = [
     ),
     events.Trained(time=1.0, result=finished("main", spread(2.0)).result),
     finished("main", spread(2.0), communication=1.5, metrics={"a": 1.0}),
-    events.Removed(time=1.0, kind="batch_sizes_found"),
     events.Evaluated(time=1.0, split="test", samples=9, step=3, epoch=1, checkpoint="c", values={"test/loss": 0.5}),
     events.Checked(time=1.0),
     events.ArtifactSaved(time=1.0, path="p"),
@@ -67,26 +66,6 @@ def test_every_event_survives_json(event: AnyEvent) -> None:
     again = event_from_json(line)
     assert type(again) is type(event)
     assert again == event
-
-
-def test_parts_of_a_step_as_they_were_written_before_are_read() -> None:
-    """The whole step had the name of the training's, paces of ranks had no noise."""
-    whole = {"median": 9.0, "low": 8.0, "high": 11.0, "windows": 7}
-    before = {
-        "step_ms": whole, "compute_ms": 5.0, "exposed_communication_ms": 2.0, "data_wait_ms": 1.0, "rest_ms": 0.5,
-        "ranks_ms": [6.0, 7.0], "nodes": ["a", "b"],
-    }  # fmt: skip
-    parts = StepParts.model_validate(before)
-    assert parts.held_ms == Spread.model_validate(whole)
-    assert (parts.ranks_ms, parts.sum_ms) == ((6.0, 7.0), 8.5)
-    assert parts.ranks[1] == Spread(median=7.0, low=7.0, high=7.0, windows=1)
-    assert StepParts.model_validate_json(parts.model_dump_json()) == parts
-
-
-def test_an_event_with_a_field_that_was_removed_since_is_read() -> None:
-    (closed,) = (event for event in EVENTS if isinstance(event, events.RunClosed))
-    line = event_to_json(closed).replace(b"{", b'{"removed_since": [1.5], ', 1)
-    assert event_from_json(line) == closed
 
 
 def test_there_is_an_example_of_every_event() -> None:

@@ -44,7 +44,16 @@ def lost(rank: int) -> Failed:
 def started(*nodes: str) -> Started:
     devices = tuple(f"{node} cpu, 1 thread" for node in nodes)
     counts = dict.fromkeys(
-        ("total_steps", "steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"), 1
+        (
+            "total_steps",
+            "steps_per_epoch",
+            "epochs",
+            "train_samples",
+            "epoch_samples",
+            "validation_samples",
+            "parameters",
+        ),
+        1,
     )
     return Started(time=0.0, devices=devices, data_name="", data_digest="", **counts)
 

@@ -34,7 +34,8 @@ DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}
 
 def started(*, total: int = 40) -> Started:
     return Started(
-        time=1, total_steps=total, steps_per_epoch=total // 4, epochs=4, train_samples=1437, validation_samples=360,
+        time=1, total_steps=total, steps_per_epoch=total // 4, epochs=4, train_samples=1437, epoch_samples=1437,
+        validation_samples=360,
         parameters=78186, devices=("node-1 cpu",), data_name="digits", data_digest="0",
     )  # fmt: skip
 

@@ -141,7 +141,7 @@ class _Benchmark:
             ExperimentError: it is too small for the baseline.
         """
         assert outcome.started is not None  # it has ended well
-        self._samples = outcome.started.epoch_samples or outcome.started.train_samples
+        self._samples = outcome.started.epoch_samples
         baseline, *others = (trial for trial in self._matrix.plan.trials if trial.repeat == 0)
         if reason := too_small(baseline, samples=self._samples):
             raise self._invocation.file.explain(ExperimentError.of("data", reason).problems)

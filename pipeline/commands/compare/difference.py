@@ -8,7 +8,6 @@ from rich.text import Text
 
 from pipeline.commands.compare.compared_figures import ComparedFigures, Figure, iter_learned, measured
 from pipeline.commands.history.run_result import report_of
-from pipeline.config.renamed import translate_params
 from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
 from pipeline.recording.journal.run_summary import RunSummary, data_of, environment_of, last_opened
@@ -47,7 +46,7 @@ def difference(a: RunSummary, b: RunSummary) -> Difference:
         a=a,
         b=b,
         results=_results_of(dict(_results(a)), dict(_results(b))),
-        configuration=_pairs(*(translate_params(each.params) for each in opened)),
+        configuration=_pairs(*(each.params for each in opened)),
         environment=_pairs(*({**environment_of(one.folder), **data_of(one.folder)} for one in (a, b))),
     )
 

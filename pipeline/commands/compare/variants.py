@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from pipeline.config.renamed import translate_params
 from pipeline.config.reported import PREFIX
 from pipeline.config.schema import Experiment
 from pipeline.config.summary import flatten
@@ -53,11 +52,9 @@ class SeededRun(NamedTuple):
     @property
     def settings(self) -> dict[str, str]:
         """Settings that decide what it learns, without the seed."""
-        params, defaults = translate_params(self.opened.params), _defaults()
+        params, defaults = self.opened.params, _defaults()
         return {
-            key: value
-            for key, value in params.items()
-            if not key.startswith(_ASIDE) and defaults.get(key) != value  # which runs of earlier versions may not have
+            key: value for key, value in params.items() if not key.startswith(_ASIDE) and defaults.get(key) != value
         }
 
 

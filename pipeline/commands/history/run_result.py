@@ -8,7 +8,6 @@ from typing import NamedTuple, TypeVar
 
 import rich.console
 
-from pipeline.commands.history.earlier_result import FILES, read_earlier
 from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
 from pipeline.recording.journal import journal
@@ -45,9 +44,6 @@ def result_of(run: RunSummary) -> RunResult | None:
     Raises:
         UsageError: the file is damaged, or was written by an incompatible version.
     """
-    if run.command in FILES:
-        earlier = read_earlier(run)
-        return RunResult(earlier, lambda: earlier.text) if earlier else None
     if run.command == "sweep":
         swept = _read(SweptReport, run.folder / SWEEP_NAME)
         if swept is None:

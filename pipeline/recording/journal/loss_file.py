@@ -40,7 +40,7 @@ def write(folder: Path, losses: Sequence[float], *, first: int) -> None:
 
 
 def read(folder: Path) -> tuple[float, ...]:
-    """Return the loss of each step; empty without such a file, as in runs of earlier versions, or if it is damaged."""
+    """Return the loss of each step; empty without such a file, or if it is damaged."""
     values = array("d")
     try:
         content = (folder / LOSSES).read_bytes()

@@ -10,7 +10,6 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import PREFIX
 from pipeline.config.values import Frozen
 from pipeline.protocol.estimates import Estimate
@@ -23,8 +22,6 @@ from pipeline.wording import format_parallel
 _LOSS = "train/loss"
 _METRIC = ("metrics.", "._target_")
 """Beginning and end of the parameters that name the experiment's metrics."""
-_EARLIER = {"compare": "benchmark"}
-"""Commands of earlier versions that are called something else today."""
 _ENVIRONMENT = ("git_commit", "git_dirty", "hardware", "user", "python")
 """Tags of a run about its code and its machine."""
 _COMMENT = "# "
@@ -41,7 +38,7 @@ class RunSummary(Frozen):
     """Id of the run: the name of its folder, after the sweep's if it is a trial."""
     folder: Path
     command: str
-    """run, benchmark, sweep or evaluate; predict and tune-batch for runs of earlier versions."""
+    """run, benchmark, sweep, study or evaluate."""
     experiment: str
     status: Status | Literal["RUNNING", "STOPPED"]
     """RUNNING while a driver writes to the journal; KILLED if it died without closing it; STOPPED: a trial, by ASHA."""
@@ -113,7 +110,7 @@ def summarized(folder: Path) -> RunSummary | None:
         run=id_of(folder),
         sweep=sweep_of(folder),
         folder=folder,
-        command="run" if is_training else _EARLIER.get(role, role),
+        command="run" if is_training else role,
         experiment=last.params.get("name", last.tracking_experiment),
         status="RUNNING" if is_open else _status(end),
         strategy=last.tags.get("strategy") if is_training else None,
@@ -147,7 +144,7 @@ def _points(events: Iterable[AnyEvent]) -> dict[str, float]:
     points = (
         point for event in events if isinstance(event, Metrics) and event.trial == "main" for point in event.points
     )
-    return {NUMBERS.get(point.name, point.name): point.value for point in points}
+    return {point.name: point.value for point in points}
 
 
 def _finished(events: Sequence[AnyEvent]) -> Finished | None:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from pipeline.config.renamed import NUMBERS
 from pipeline.config.reported import mlflow_name, mlflow_names
 from pipeline.config.sweep import Parameter
 from pipeline.protocol.events import Event, Point, RunOpened, Started, TrialOpened
@@ -22,8 +21,6 @@ _MOST_NAMES = 3
 _PARAMETER = re.compile(rf"sweep\.parameters\.(.+)\.(?:{'|'.join(Parameter.model_fields)})(?:\[.*)?")
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 """MLflow's names of tags that its UI shows specially, by our names."""
-_EARLIER_RUNS = {"compare": "benchmark", "predict": "prediction", "tune-batch": "batch sizes"}
-"""Names of the runs of earlier commands."""
 
 
 def name_run(event: RunOpened) -> str:
@@ -33,9 +30,7 @@ def name_run(event: RunOpened) -> str:
     """
     role = event.tags.get("role", "main")
     if event.title or role != "main":
-        return event.title or _EARLIER_RUNS.get(role, role)
-    if "strategy" not in event.tags or "world_size" not in event.tags:  # a journal of an earlier version
-        return event.run
+        return event.title or role
     workers = format_parallel(event.tags["strategy"], int(event.tags["world_size"]))
     return f"quick test: {workers}" if event.tags.get("quick") == "true" else workers
 
@@ -66,7 +61,7 @@ def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
 
 def metric_name(name: str) -> str:
     """Return MLflow's name of a metric."""
-    return mlflow_name(NUMBERS.get(name, name))
+    return mlflow_name(name)
 
 
 def shared_params(params: Mapping[str, str]) -> dict[str, str]:

@@ -227,7 +227,7 @@ def _logs(values: Mapping[str, float]) -> Iterator[str]:
 def facts(event: Started) -> list[str]:
     """Describe model size, data, steps and devices."""
     samples = f"{event.train_samples:,} training and {event.validation_samples:,} validation samples"
-    if event.epoch_samples not in (0, event.train_samples):
+    if event.epoch_samples != event.train_samples:
         samples += f", {event.epoch_samples:,} in an epoch"
     devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
     shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")

@@ -131,5 +131,4 @@ def attach_named(names: Sequence[str], folder: Path, *, warn: Callable[[str], No
     return [
         Attached(partial(named_trackers.build, name, folder), name=name, folder=folder, warn=warn, remedy=remedy)
         for name in dict.fromkeys(names)
-        if name in named_trackers.NAMES  # a run of an earlier version may have had others
     ]

@@ -124,12 +124,10 @@ class Course:
         before = self._now
         figures = {point.name: point.value for point in event.points}
         step_s = figures.get("time/step_ms", 0.0) / 1000
-        steps = event.steps
         for name, step, value in event.points:
             if name in (LOSS, RATE):
                 series = self.loss if name == LOSS else self.learning_rate
                 series.add(step, now - (event.step - step) * step_s, value)
-                steps += name == LOSS and not event.steps  # journals of before: a point for each step
             elif name.startswith(f"{RATE}{OF_GROUP}"):
                 series = self.group_rates.setdefault(name, Series())
                 series.add(step, now - (event.step - step) * step_s, value)
@@ -137,9 +135,9 @@ class Course:
                 self.validation.setdefault(name, Series()).add(step, now, value)
                 if name == VALIDATION_LOSS:
                     self.pauses.append(Pause(before, now, "evaluation"))
-        if steps and (rate := figures.get("throughput/samples_per_second")):
-            self.windows.append(Window(now - steps * step_s, now, rate, event.step))
-        if steps or any(name.startswith(_VALIDATION) for name in figures):
+        if event.steps and (rate := figures.get("throughput/samples_per_second")):
+            self.windows.append(Window(now - event.steps * step_s, now, rate, event.step))
+        if event.steps or any(name.startswith(_VALIDATION) for name in figures):
             self._now = max(now, before)
 
 
@@ -162,8 +160,6 @@ def courses(events: Iterable[AnyEvent]) -> list[Course]:
 
 def direction(metric: str, opened: RunOpened | None) -> Direction | None:
     """Return the direction in which a metric improves; None if it is unknown.
-
-    Journals of before don't tell; in their place the metric's name does.
 
     Args:
         metric: reported name, e.g. "validation/accuracy".

@@ -5,7 +5,6 @@ from typing import Literal
 
 from pipeline.config.values import Recorded
 from pipeline.protocol.estimates import Estimate
-from pipeline.protocol.titles import Title
 from pipeline.protocol.trial_result import Link, Spread, StepParts
 from pipeline.wording import counted, join_names
 
@@ -17,7 +16,7 @@ class Predicted(Recorded):
     """A configuration that was not measured; what tables show of it has the names of a `Row`."""
 
     trial: str
-    title: Title
+    title: str
     """Title, e.g. "ddp, 8 workers (predicted)"."""
     strategy: str
     workers: int

@@ -15,7 +15,6 @@ from pipeline.protocol.events import (
     AnyEvent,
     CheckpointSaved,
     Failed,
-    Finished,
     FirstStep,
     Metrics,
     Resumed,
@@ -44,7 +43,7 @@ LABELS: Mapping[Use, str] = {
 """Uses in words."""
 _BADPUT: Mapping[Use, str] = {use: label.replace(" ", "_") for use, label in LABELS.items() if use != "steps"}
 """Names of the metrics that Google's goodput library calls badput: time that trains nothing, by its cause."""
-_STEP, _DATA_WAIT, _LOSS = "time/step_ms", "time/window_data_wait_ms", "train/loss"
+_STEP, _DATA_WAIT = "time/step_ms", "time/window_data_wait_ms"
 
 
 class Goodput(Recorded):
@@ -137,10 +136,8 @@ class WallClock:
     def _take(self, event: AnyEvent) -> None:
         """Account for the time up to an event of the attempt that is under way."""
         match event:
-            case Trained() | Finished():
-                # Journals of before have no Trained, and Finished comes after the measurements.
-                end = event.time if isinstance(event, Trained) else self._saved_at
-                self._spend("saving" if self._has_reported else "start", until=end)
+            case Trained():
+                self._spend("saving" if self._has_reported else "start", until=event.time)
                 self._is_over = True
                 if self._ended is not None:
                     self._seconds = defaultdict(float, self._ended)
@@ -163,12 +160,8 @@ class WallClock:
         if any(name.startswith(PREFIX) for name in values):
             self._spend("evaluation", until=event.time)
         elif _STEP in values:
-            # Points of steps that were reported before are not in the journal, so what is left are the new steps.
-            steps = event.steps or sum(
-                point.name == _LOSS for point in event.points
-            )  # journals of before: a point each
-            self._spend_between(until=event.time - steps * values[_STEP] / 1000)
-            waited_s = steps * values.get(_DATA_WAIT, 0.0) / 1000
+            self._spend_between(until=event.time - event.steps * values[_STEP] / 1000)
+            waited_s = event.steps * values.get(_DATA_WAIT, 0.0) / 1000
             self._spend("input", until=min(event.time, (self._until or 0.0) + waited_s))
             self._spend("steps", until=event.time)
             self._has_reported, self._reached, self._ended = True, max(self._reached, event.step), None

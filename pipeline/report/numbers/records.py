@@ -122,7 +122,7 @@ class RunRecord(Frozen):
     metrics: Mapping[str, float]
     """Last value of each metric of the training."""
     losses: str
-    """File with the loss of every step, for ``numpy.load``; empty for a run of an earlier version."""
+    """File with the loss of every step, for ``numpy.load``; empty without one."""
     best: Best | None = None
     """Step that weights and validation metrics are from, if ``checkpoint.best`` chose it."""
     unsaved: Unsaved | None = None

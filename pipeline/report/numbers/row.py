@@ -10,14 +10,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import model_validator
-
-from pipeline.config.renamed import NUMBERS
 from pipeline.config.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.labels import Role
-from pipeline.protocol.titles import Title
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.report.numbers.repeats import merge_repeats
@@ -49,7 +45,7 @@ class Row(TrialResult):
     Its own measurements are merged by `pipeline.report.numbers.repeats.merge_repeats`.
     """
 
-    title: Title
+    title: str
     """Title of the trial, e.g. "ddp, 2 workers"."""
     role: Role
     strategy: str
@@ -88,14 +84,6 @@ class Row(TrialResult):
     """Largest difference within the first `FIRST_STEPS` steps."""
     loss_tolerance: float
     """Difference that rounding can explain."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_written_before(cls, values: Any) -> Any:
-        """Read reports of earlier versions, which called the slots of a row its repeats."""
-        values = {NUMBERS.get(name, name): value for name, value in values.items()}
-        repeats = values.get("repeats", ())
-        return {**values, "slots": repeats} if len(repeats) > 1 else values
 
     @classmethod
     def of(cls, trial: Trial, ends: "Sequence[Finished]") -> "Row":
@@ -240,7 +228,7 @@ class Unmeasured(Recorded):
     """A cell of a comparison that was not measured."""
 
     trial: str
-    title: Title
+    title: str
     strategy: str
     workers: int
     reason: str
@@ -257,7 +245,7 @@ class Advice(Recorded):
     key: str = ""
     """Key of the experiment file to change; empty if the machine is to be changed."""
     overrides: str = ""
-    """Overrides that make the change, to be pasted behind ``pipeline run FILE``; empty for reports of before."""
+    """Overrides that make the change, to be pasted behind ``pipeline run FILE``; empty without a key."""
     measured: bool = True
     """True if this run measured the change; otherwise it is a suggestion to try."""
     use: str = ""

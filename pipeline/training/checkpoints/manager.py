@@ -33,7 +33,6 @@ from pipeline.training.checkpoints.unsaved_state import UnsavedState
 from pipeline.training.checkpoints.writer import AsyncCheckpointWriter, CheckpointJob
 from pipeline.training.context import TrainContext
 from pipeline.training.meters.meter import Meter
-from pipeline.training.model.learned import trainable
 from pipeline.training.model.parameter_names import listed
 from pipeline.training.ranks.collectives import from_first
 from pipeline.training.ranks.rank_gpus import device_of
@@ -148,40 +147,18 @@ class CheckpointManager:
             # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
             # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
             dry_run(self._context)
-        if trainable(self._context.learned) and found.state.values.get("task") is None:
-            self._warn(f"{manifest.name} has no parameters of the loss or task. They start untrained.")
-        if manifest.format < 2 and self._context.accumulation > 1:
-            self._warn(
-                f"{manifest.name} was saved by an earlier version. With train.gradient_accumulation, each micro-batch "
-                "now has a separate seed. If the model draws random numbers, e.g. for dropout, they differ from the "
-                "earlier version. Training continues."
-            )
         overrides = Overrides.of(self._context)
         restore(self._context, found.state)
-        self._warn_of_missing(found.state)
         data_state.restore_position(self._context, found.state, step=manifest.step, warn=self._warn)
         saved = overrides.apply(self._context, manifest=manifest, warn=self._warn)
         restore_features(self._context, found.state, saved=saved)
-        self._restored = found.state.values.get(unsaved_state.KEY) or {}  # older checkpoints have none
+        self._restored = found.state.values[unsaved_state.KEY]
         self._meter.restore(found.state.values["meter"], is_over=self._context.is_over(manifest.step))
         if self._writer is not None:
             self._writer.complete = [one.rated_by(self._options.best) for one in (*found.older, manifest)]
         trial, place = self._context.trial.name, self._storage.place(manifest.name)
         self._send(Resumed(trial=trial, step=manifest.step, epoch=manifest.epoch, checkpoint=place))
         return manifest.step
-
-    def _warn_of_missing(self, state: State) -> None:
-        """Warn of state of ranks that is not restored: that of a feature of earlier versions."""
-        if (state.values.get("memory") or {}).get("own"):
-            self._warn(
-                "the checkpoint was saved during local SGD, which this version does not have. Training continues from "
-                "the average of the workers' weights, and synchronizes gradients in each step."
-            )
-        if "carried" in state.values:
-            self._warn(
-                "the checkpoint has a state that was carried from batch to batch, which this version does not have. "
-                "Training continues without it."
-            )
 
     def note_first_step(self) -> None:
         """Note what the first step of this process has changed that checkpoints do not contain."""
@@ -270,7 +247,7 @@ class CheckpointManager:
     def _stale(self, manifest: Manifest, state: State) -> tuple[str, ...]:
         """Return a note on attributes that are not those of the best step, whose checkpoint lacks them."""
         now = self._unsaved.check() if self._unsaved is not None else {}
-        names = unsaved_state.differing_values(now, state.values.get(unsaved_state.KEY) or {})
+        names = unsaved_state.differing_values(now, state.values[unsaved_state.KEY])
         if not names:
             return ()
         return (

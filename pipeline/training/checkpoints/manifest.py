@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from io import BufferedReader
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import Field, ValidationError, field_serializer
 
 from pipeline.config.schema import Experiment
 from pipeline.config.values import Direction, Frozen
+from pipeline.errors import UsageError
 from pipeline.training.batches.data_digest import DataDigest
 from pipeline.training.checkpoints.storage import Storage
 
@@ -31,6 +33,7 @@ _ASIDE: Mapping[str, Any] = {
     **dict.fromkeys(("name", "tracking", "benchmark", "checkpoint", "loader", "parallel", "sweep"), True),
     "train": {"compile", "activation_checkpointing", "log_every_steps"},
 }
+FORMAT = 2
 _FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -46,8 +49,7 @@ class StoredFile(Frozen):
 class Manifest(Frozen):
     """Description and file list of a checkpoint; the checkpoint is complete if this exists and `digest` matches."""
 
-    format: int = 2
-    """Up to 1 a step's micro-batches shared one seed of the model's random numbers; now each has its own."""
+    format: int = FORMAT
     step: int
     """Optimizer steps done."""
     epoch: int
@@ -64,11 +66,11 @@ class Manifest(Frozen):
     """The part of the experiment file that decides what is trained, see `trained`."""
     data_digest: str
     data: DataDigest | None = None
-    """Samples of the data, to compare them when a run resumes; None in checkpoints of earlier versions."""
+    """Samples of the data, to compare them when a run resumes; None on other ranks than the first."""
     metric: float | None = None
     """The value of ``checkpoint.best`` at this step, if it was evaluated here."""
     metric_name: str | None = None
-    """Name of the metric; None in checkpoints of earlier versions, and without a value."""
+    """Name of the metric; None without a value."""
     files: tuple[StoredFile, ...]
     digest: str = Field(default="", repr=False)
     """SHA-256 of all other fields."""
@@ -85,7 +87,7 @@ class Manifest(Frozen):
 
     def rated_by(self, name: str | None) -> "Manifest":
         """Return it without its value if that is of another metric, which can't be compared."""
-        return self if self.metric_name in (None, name) else self.model_copy(update={"metric": None})
+        return self if self.metric_name == name else self.model_copy(update={"metric": None})
 
     def sealed(self) -> "Manifest":
         """Return a copy with its digest."""
@@ -96,12 +98,7 @@ class Manifest(Frozen):
         return self.digest == self._digest()
 
     def _digest(self) -> str:
-        # Unknown to earlier versions, whose digests lack them.
-        unknown = {name for name in ("metric_name", "data") if getattr(self, name) is None}
-        text = self.model_dump_json(exclude={"digest", *unknown})
-        if self.metric is not None and not math.isfinite(self.metric):  # earlier versions wrote no quotes
-            text = text.replace(f'"{json.dumps(self.metric)}"', json.dumps(self.metric))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
 
     @field_serializer("metric", when_used="json")
     def _written_as_json(self, metric: float | None) -> float | str | None:
@@ -110,7 +107,18 @@ class Manifest(Frozen):
 
 
 def parse(content: bytes) -> Manifest | None:
-    """Parse a manifest; None if it is invalid or its digest doesn't match."""
+    """Parse a manifest; None if it is invalid or its digest doesn't match.
+
+    Raises:
+        UsageError: the checkpoint has another format.
+    """
+    with suppress(ValueError):
+        values = json.loads(content)
+        if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
+            raise UsageError(
+                f"step {values.get('step')}: this checkpoint has format {values['format']}, and this version of "
+                f"pipeline reads format {FORMAT}. Use the version that saved it, or start a new run."
+            )
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError:

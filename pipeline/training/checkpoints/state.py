@@ -17,7 +17,7 @@ from pipeline.training.checkpoints.encoding import Json, join, split
 from pipeline.training.checkpoints.extra_state import MetricStates, TaskState
 from pipeline.training.context import TrainContext
 from pipeline.training.feature import Saved, name_of
-from pipeline.training.model.learned import PREFIX, kept, trainable
+from pipeline.training.model.learned import PREFIX, kept
 from pipeline.training.model.optimizers import has_modes
 from pipeline.training.ranks.norms import local
 
@@ -84,9 +84,9 @@ def restore(context: TrainContext, state: State) -> None:
     _load_weights(context, parts)
     _load("optimizer", context.optimizer.load_state_dict, _numbered(context, parts["optimizer"]))
     _restore_strides(context)
-    _load("metrics", MetricStates(context).load_state_dict, parts.get("metrics") or {})
+    _load("metrics", MetricStates(context).load_state_dict, parts["metrics"])
     for name, parameter in zip(_names(context), context.parameters, strict=True):
-        if name in (parts.get("frozen") or ()):
+        if name in parts["frozen"]:
             parameter.requires_grad = False
 
 
@@ -119,19 +119,15 @@ def restore_weights(context: TrainContext, state: State, *, saved: Saved) -> Non
 
 def _load_weights(context: TrainContext, parts: Mapping[str, Any]) -> None:
     _load("model", context.model.load_state_dict, parts["model"])
-    _load_buffers(context.model, parts.get("buffers") or {})  # older checkpoints have none
-    _load_learned(context, parts.get("task"))
-    _load(
-        _task_key(context), TaskState(context).load_state_dict, parts.get("task_state") or {}
-    )  # older checkpoints have none
+    _load_buffers(context.model, parts["buffers"])
+    _load_learned(context, parts["task"] or {})
+    _load(_task_key(context), TaskState(context).load_state_dict, parts["task_state"])
 
 
 @torch.no_grad()
-def _load_learned(context: TrainContext, saved: Mapping[str, Tensor] | None) -> None:
-    """Load the parameters and buffers of the task; older checkpoints have none."""
+def _load_learned(context: TrainContext, saved: Mapping[str, Tensor]) -> None:
+    """Load the parameters and buffers of the task."""
     own = kept(context.learned, trained=context.parameters) if context.learned is not None else {}
-    if saved is None:
-        return
     if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
         raise ExperimentError.of(
             _task_key(context),
@@ -204,7 +200,6 @@ def _named(context: TrainContext) -> dict[str, Any]:
 
 def _numbered(context: TrainContext, state: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(_names(context))}
-    state = {**state, "param_groups": [*state["param_groups"], *_groups_since(context, state)]}
     saved = {name for group in state["param_groups"] for name in group["params"]}
     if missing := sorted(saved ^ numbers.keys()):
         raise ExperimentError.of("model", f"has other parameters than in the checkpoint, e.g. {', '.join(missing[:3])}")
@@ -227,13 +222,6 @@ def _regrouped(context: TrainContext, state: Mapping[str, Any]) -> list[dict[str
     saved, own = state["param_groups"], _named(context)["param_groups"]
     are_same = [set(group["params"]) for group in saved] == [set(group["params"]) for group in own]
     return [{**group, "params": now["params"]} for group, now in zip(saved if are_same else own, own, strict=True)]
-
-
-def _groups_since(context: TrainContext, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameter group of the task if an older checkpoint lacks it."""
-    groups = _named(context)["param_groups"]
-    is_new = trainable(context.learned) and len(state["param_groups"]) == len(groups) - 1
-    return groups[-1:] if is_new else []
 
 
 def _names(context: TrainContext) -> list[str]:

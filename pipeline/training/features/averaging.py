@@ -113,9 +113,9 @@ class Averages:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load saved averages; take the model's weights where an older checkpoint has none."""
+        """Load saved averages."""
         for name, tensor in self.tensors.items():
-            tensor.copy_(tensors.get(name, self._averaged[name]))
+            tensor.copy_(tensors[name])
 
     def share_of_start(self, steps: int) -> float:
         """Return the weight of the initial values in the averages after ``steps`` steps, between 0 and 1."""

@@ -222,7 +222,7 @@ class Meter:
         """Load `state` and send its reports again; a finished training (``is_over``) takes its saved lap, too."""
         self.latest = dict(state["latest"])
         self.first_losses = tuple(state["first_losses"])
-        self._last_losses.extend(state.get("last_losses", ()))  # which older checkpoints do not have
+        self._last_losses.extend(state["last_losses"])
         for event in map(Metrics.model_validate, state["sent"] if self.rank.is_first else ()):
             self._sent.append(event)
             self.outbox.event(event)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,8 +31,7 @@ def trained_model(
     weights: Mapping[str, torch.Tensor],
     *,
     allowed: tuple[str, ...],
-    reference: Reference | None = None,
-    runtime: Mapping[str, int] = MappingProxyType({}),
+    reference: Reference,
 ) -> nn.Module:
     """Build the model again, without what a strategy has added, with these weights: on the CPU, in evaluation mode.
 
@@ -41,21 +39,18 @@ def trained_model(
         experiment: the experiment of the training.
         weights: the trained weights.
         allowed: packages that a ``_target_`` may name.
-        reference: what the evaluated model computes; None: it isn't compared, as in runs of earlier versions.
-        runtime: values of ``${total_steps}`` and the like, by name; those of the reference are used if it has some.
+        reference: what the evaluated model computes.
 
     Raises:
         ExperimentError: the model's component can't be built in this process, or computes something else now.
         RuntimeError: the weights belong to another model.
     """
-    known = reference.runtime if reference is not None else runtime
     with generators_kept():
-        create = partial(components.build, allowed=allowed, runtime=known)
+        create = partial(components.build, allowed=allowed, runtime=reference.runtime)
         module = seeded_model(create, experiment, device=torch.device("cpu"))
     module.load_state_dict(weights)
     module.eval()
-    if reference is not None:
-        check(module, reference)
+    check(module, reference)
     return module
 
 

@@ -36,8 +36,8 @@ class PortableModel:
     weights: Mapping[str, Tensor]
     example: Example | None
     """Inputs of two samples; None if they are no tensors."""
-    reference: Reference | None
-    """Outputs of the evaluated model; None for a run of an earlier version."""
+    reference: Reference
+    """Outputs of the evaluated model."""
     runtime: Mapping[str, int]
     """Values of ``${total_steps}`` and the like, by name."""
     epoch: int
@@ -53,9 +53,7 @@ class PortableModel:
             UsageError: the weights belong to another model.
         """
         try:
-            return trained_model(
-                self.experiment, self.weights, allowed=self.allowed, reference=self.reference, runtime=self.runtime
-            )
+            return trained_model(self.experiment, self.weights, allowed=self.allowed, reference=self.reference)
         except RuntimeError as error:
             said = " ".join(str(error).split())[:300]
             raise UsageError(

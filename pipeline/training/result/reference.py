@@ -71,14 +71,12 @@ class Reference:
         torch.save({**vars(self), "call": None if has_example else self.call and tuple(self.call)}, path)
 
     @classmethod
-    def load(cls, folder: Path) -> "Reference | None":
-        """Load that of a run's folder; None for a run of an earlier version.
+    def load(cls, folder: Path) -> "Reference":
+        """Load that of a run's folder.
 
         Raises:
             Exception: whatever torch raises for a damaged file.
         """
-        if not (folder / REFERENCE).is_file():
-            return None
         values = torch.load(folder / REFERENCE, map_location="cpu", weights_only=True)
         if values["call"] is None and (folder / EXAMPLE).is_file():
             values["call"] = ModelCall.of(torch.load(folder / EXAMPLE, map_location="cpu", weights_only=True))

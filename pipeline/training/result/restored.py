@@ -30,7 +30,7 @@ class Restored(NamedTuple):
     context: TrainContext
     manifest: Manifest
     unsaved: Mapping[str, str]
-    """Fingerprints of the attributes that the checkpoint lacks, see `unsaved_state`; empty in older checkpoints."""
+    """Fingerprints of the attributes that the checkpoint lacks, see `unsaved_state`."""
 
 
 def restored(trial: Evaluation, *, rank: Rank) -> Restored:
@@ -49,7 +49,7 @@ def restored(trial: Evaluation, *, rank: Rank) -> Restored:
         raise TrainingError(f"{place} can't be used: {state}; set --checkpoint to another step")
     restore_weights(context, state, saved=resuming.make_saved(manifest))
     context.begin_step(manifest.step - 1)  # as when the training evaluated this step
-    return Restored(context, manifest, state.values.get(unsaved_state.KEY) or {})
+    return Restored(context, manifest, state.values[unsaved_state.KEY])
 
 
 def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Evaluated:

@@ -97,7 +97,7 @@ class Launcher(base.Launcher):
 
 
 def _in_turn(event: AnyEvent) -> AnyEvent:
-    """Give a result slots, which no recording of before has: those of the training alternate by 2%."""
+    """Give a result slots: those of the training alternate by 2%."""
     if not isinstance(event, Finished):
         return event
     rate, is_main = event.result.samples_per_second.median, event.trial == "main"
