@@ -62,7 +62,8 @@ def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Rec
     assert shown[0].stdout == shown[1].stdout
     assert len(shown[0].stdout.splitlines()) <= 24
     page = Path("runs") / finished.folder.name / "report.html"
-    for fragment in ("tiny: training completed (46 steps; ", "\nRESULT   Inconclusive: ", f"\nReport   {page}\n"):
+    title = "tiny: training completed (2 epochs, 46 steps; "
+    for fragment in (title, "\nRESULT   Inconclusive: ", f"\nReport   {page}\n"):
         assert fragment in shown[0].stdout
     whole = there("show", "latest", "--full").stdout
     for fragment in (
