@@ -25,29 +25,29 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 582,
-    "cli": 1_902,
-    "cluster": 1_535,
-    "commands": 8_199,
-    "config": 5_316,
-    "data": 992,
-    "driver": 1_624,
-    "launchers": 2_737,
+    "api": 573,
+    "cli": 1_470,
+    "cluster": 1_465,
+    "commands": 6_125,
+    "config": 4_467,
+    "data": 943,
+    "driver": 1_592,
+    "launchers": 2_536,
     "models": 476,
-    "planning": 1_134,
-    "protocol": 2_230,
-    "recording": 5_766,
-    "report": 6_621,
-    "strategies": 791,
+    "planning": 1_054,
+    "protocol": 2_093,
+    "recording": 5_516,
+    "report": 6_550,
+    "strategies": 741,
     "system": 1_034,
     "tasks": 897,
-    "training": 17_201,
-    "worker": 519,
+    "training": 16_772,
+    "worker": 510,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 490
+FILES = 459
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 56_806
+TEST_LINES = 52_989
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

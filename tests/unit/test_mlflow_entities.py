@@ -29,12 +29,6 @@ SWEEP = {
         ("baseline", "ddp, 2 workers", "baseline: ddp, 2 workers"),
         ("reference", "1 process, 2 cores", "reference: 1 process, 2 cores"),
         ("cell", "ddp, 2 workers (static_graph)", "ddp, 2 workers (static_graph)"),
-        ("probe", "ddp, 2 workers", "ddp, 2 workers"),
-        ("baseline", "single", "baseline: 1 worker"),  # these as journals of before have them
-        ("reference", "single, 2 cores", "reference: 1 process, 2 cores"),
-        ("cell", "ddp x 2 (weak, static_graph)", "ddp, 2 workers (weak, static_graph)"),
-        ("cell", "dp x 4", "dp, 4 GPUs"),
-        ("cell", "ddp", "ddp, 1 worker"),
     ],
 )
 def test_a_measurement_is_named_by_what_it_is(role: Any, title: str, name: str) -> None:
@@ -57,8 +51,7 @@ def test_a_run_is_named_by_what_it_is() -> None:
     assert name_run(opened(**ddp)) == "ddp, 2 workers"
     assert name_run(opened(quick="true", **ddp)) == "quick test: ddp, 2 workers"
     assert name_run(opened("my run", **ddp)) == "my run"
-    assert (name_run(opened(role="compare")), name_run(opened(role="sweep"))) == ("benchmark", "sweep")
-    assert name_run(opened(role="main")) == "20261126-lab"
+    assert (name_run(opened(role="benchmark")), name_run(opened(role="sweep"))) == ("benchmark", "sweep")
 
 
 def test_a_sweep_has_no_values_of_its_own_for_what_it_varies() -> None:

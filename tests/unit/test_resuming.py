@@ -25,10 +25,8 @@ from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.training.batches.order import SampleOrder
-from pipeline.training.checkpoints import data_state
 from pipeline.training.checkpoints.encoding import join, split
 from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.checkpoints.state import State
 from pipeline.training.loop import train
 
 EVERY: dict[str, Any] = {"every_steps": 1, "keep": 100}
@@ -217,18 +215,6 @@ def test_the_next_checkpoints_are_the_same(tmp_path: Path) -> None:
     for step in range(3, STEPS + 1):
         one, other = (tmp_path / side / folder_name(step) / "state.safetensors" for side in ("whole", "again"))
         assert one.read_bytes() == other.read_bytes()
-
-
-def test_a_state_carried_by_an_earlier_version_is_left_out_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = State({}, {"carried": {"next": [0, 1], "rows": []}})
-    with monkeypatch.context() as before:
-        before.setattr(data_state, "copy_position", lambda context, *, step: saved)
-        run(tmp_path / "whole")
-    _, outbox = run(until(2, folder=tmp_path / "whole", to=tmp_path / "again"), resume=True)
-    (warned,) = [event.message for event in outbox.events if isinstance(event, Warned)]
-    assert warned.startswith("the checkpoint has a state that was carried from batch to batch, which this version")
 
 
 def test_only_the_samples_that_are_left_are_read(tmp_path: Path) -> None:

@@ -113,9 +113,9 @@ class Averages:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load saved averages."""
+        """Load saved averages; take the model's weights where a checkpoint has none, as if ``train.ema`` is new."""
         for name, tensor in self.tensors.items():
-            tensor.copy_(tensors[name])
+            tensor.copy_(tensors.get(name, self._averaged[name]))
 
     def share_of_start(self, steps: int) -> float:
         """Return the weight of the initial values in the averages after ``steps`` steps, between 0 and 1."""
