@@ -97,7 +97,13 @@ def test_the_program_is_sent_without_torch_and_then_removed(
 ) -> None:
     folder, outbox = trained
     opened = RunOpened(
-        time=1.7e9, run="made", tracking_uri=store.uri, tracking_experiment="made", tags={}, params={}, trials=("main",)
+        time=1.7e9,
+        run="made",
+        tracking_uri=store.uri,
+        tracking_experiment="made",
+        tags={"strategy": "single", "world_size": "1"},
+        params={},
+        trials=("main",),
     )
     journal = journals.Journal(folder / journals.FILE_NAME)
     for event in (opened, *outbox.events, RunClosed(time=1.7e9 + 9, status="FINISHED")):
@@ -134,7 +140,13 @@ def test_a_model_for_which_a_container_has_too_little_memory_is_sent_later(
     """Else the kernel would end all its processes at the last step: neither rank 0 nor the writer tries."""
     folder, outbox = trained
     opened = RunOpened(
-        time=1.7e9, run="made", tracking_uri=store.uri, tracking_experiment="made", tags={}, params={}, trials=("main",)
+        time=1.7e9,
+        run="made",
+        tracking_uri=store.uri,
+        tracking_experiment="made",
+        tags={"strategy": "single", "world_size": "1"},
+        params={},
+        trials=("main",),
     )
     journal = journals.Journal(folder / journals.FILE_NAME)
     for event in (opened, the(outbox, ModelSaved), RunClosed(time=1.7e9 + 9, status="FINISHED")):

@@ -39,7 +39,13 @@ class _Unspeakable(Exception):
 
 def opened(store: Store, **more: Any) -> RunOpened:
     return RunOpened(
-        time=1.7e9, run="made", tracking_uri=store.uri, tracking_experiment="made", tags={}, params={}, trials=("main",)
+        time=1.7e9,
+        run="made",
+        tracking_uri=store.uri,
+        tracking_experiment="made",
+        tags={"strategy": "single", "world_size": "1"},
+        params={},
+        trials=("main",),
     ).model_copy(update=more)
 
 

@@ -2,7 +2,6 @@
 
 # promise: the best weights are the result; a test set is evaluated once with them
 
-import hashlib
 import json
 import math
 import shutil
@@ -21,7 +20,7 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.terminal.console import _format_finished
 from pipeline.report.numbers.records import table_json
 from pipeline.report.report import Report
-from pipeline.training.checkpoints.manifest import Manifest, folder_name
+from pipeline.training.checkpoints.manifest import folder_name
 from pipeline.training.loop import train
 
 HIGHEST_LOSS = {"best": "validation/loss", "mode": "max", "keep": 1}
@@ -101,19 +100,6 @@ def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
     result, _ = run(tmp_path, resume=True, metrics=accuracy, checkpoint={"best": "validation/error", "keep": 3})
 
     assert result.best is None  # the only value is that of before
-
-
-def test_a_manifest_of_before_is_whole() -> None:
-    made = Manifest(
-        step=1, epoch=1, steps_per_epoch=1, global_batch_size=1, world_size=1, time=0.0, versions={}, experiment={},
-        data_digest="", metric=0.5, files=(),
-    )  # fmt: skip
-    without = made.model_dump_json(exclude={"metric_name", "data", "digest"})
-
-    assert made.sealed().digest == hashlib.sha256(without.encode()).hexdigest()
-    undefined, of_before = made.model_copy(update={"metric": math.nan}), without.replace("0.5", "NaN")
-    assert undefined.sealed().digest == hashlib.sha256(of_before.encode()).hexdigest()
-    assert made.model_copy(update={"metric_name": "validation/loss"}).sealed().digest != made.sealed().digest
 
 
 def test_files_of_a_training_whose_metric_is_nan_are_valid_json(tmp_path: Path) -> None:

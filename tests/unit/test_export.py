@@ -29,7 +29,7 @@ from pipeline.commands.export_readme import format_readme
 from pipeline.commands.exported_files import Exported, Inputs
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError, ResourceError, UsageError
-from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, Finished, ModelSaved
+from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, ModelSaved
 from pipeline.recording.journal import journal
 from pipeline.recording.mlflow.model_folder import Module
 from pipeline.training.checkpoints.manifest import folder_name
@@ -186,13 +186,6 @@ def test_a_checkpoint_that_lacks_an_attribute_says_so(tmp_path: Path, monkeypatc
     folder = toy_run(tmp_path, model={"_target_": "toys.CountedCalls", "always": False})
     weights = exported(folder, tmp_path / "last", checkpoint="last").weights
     assert weights.note.startswith("model.calls changed before the checkpoint, which does not contain the change.")
-
-
-def test_a_run_of_before_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, model={"_target_": "toys.Centered"})
-    (folder / REFERENCE).unlink()
-    assert Trained.load(folder).model.mean.eq(0).all()  # type: ignore[operator, union-attr]
 
 
 # What can't work

@@ -12,11 +12,11 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from pipeline import registry
-from pipeline.errors import ExperimentError, TrainingError
+from pipeline.errors import TrainingError
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.training.build import build
-from pipeline.training.checkpoints.state import State, restore, view
+from pipeline.training.checkpoints.state import view
 from pipeline.training.checks.nonfinite import check_weights
 from pipeline.training.context import TrainContext
 from pipeline.training.evaluation.held_out import evaluate
@@ -95,19 +95,6 @@ def test_trying_and_evaluating_leave_a_loss_as_it_is() -> None:
 def test_averages_are_of_all_that_is_trained() -> None:
     context = built(train={"ema": {"decay": 0.5}})
     assert list(toys.feature(context, Averaging).averages.tensors) == ["weight", "bias", "task:scale"]
-
-
-def test_a_checkpoint_of_before_has_nothing_of_it_and_can_be_resumed() -> None:
-    context = built()
-    state = view(context)
-    values = {**state.values, "optimizer": {**state.values["optimizer"]}}
-    del values["task"]
-    values["optimizer"]["param_groups"] = values["optimizer"]["param_groups"][:1]
-    restore(context, State({name: one.clone() for name, one in state.tensors.items()}, values))
-
-    assert [len(group["params"]) for group in context.optimizer.param_groups] == [2, 1]
-    with pytest.raises(ExperimentError, match="loss: has other parameters or buffers than in the checkpoint"):
-        restore(context, State(state.tensors, {**state.values, "task": {}}))
 
 
 def test_what_is_written_counts_if_the_loss_was_changed(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from pipeline.config import components
 from pipeline.config.consistency import contradictions
 from pipeline.config.finetuning import ParameterGroup
 from pipeline.config.load import from_mapping
-from pipeline.config.summary import config_hash, flatten
 from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Metrics
@@ -177,16 +176,6 @@ def test_keys_that_contradict_each_other(sections: dict[str, Any], said: str) ->
 def test_a_scheduler_of_ones_own_that_replaces_their_rates_is_refused() -> None:
     with pytest.raises(ExperimentError, match=r"scheduler: toys\.one_cycle uses OneCycleLR, whose rates override"):
         built(optimizer=optimizer(*GROUPS), scheduler={"_target_": "toys.one_cycle"})
-
-
-def test_without_groups_an_experiment_is_what_it_was() -> None:
-    plain = toys.experiment()
-
-    assert "groups" not in plain.model_dump()["optimizer"]
-    assert not [key for key in flatten(plain) if "groups" in key]
-    assert config_hash(plain) == config_hash(
-        toys.experiment(optimizer={**plain.model_dump()["optimizer"], "groups": []})
-    )
 
 
 @pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1]], ids=["the same", "others"])

@@ -2,7 +2,6 @@
 
 # promise: what a sample draws is the same at any world size, with any loader, after a resume
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -15,12 +14,10 @@ import toys
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeline.protocol.events import Resumed, Warned
+from pipeline.errors import UsageError
 from pipeline.protocol.rank import Rank
 from pipeline.tasks import StepOutput
-from pipeline.training.build import build
 from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name, parse
-from pipeline.training.checkpoints.state import State, restore, view
 from pipeline.training.loop import train
 
 HERE = "test_random_numbers"
@@ -127,17 +124,14 @@ def test_dropout_draws_the_same_whether_or_not_reading_does(tmp_path: Path) -> N
     assert series[0].series("train/loss") == series[1].series("train/loss") == series[2].series("train/loss")
 
 
-def test_a_checkpoint_from_before_micro_batches_had_seeds_is_resumed_with_a_note(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     _run(tmp_path / "whole", sections=DROPOUT)
     file = _until(1, tmp_path) / folder_name(1) / FILE_NAME
     manifest = parse(file.read_bytes())
     assert manifest is not None
     file.write_text(manifest.model_copy(update={"format": 1}).sealed().model_dump_json())
-    again = _run(tmp_path / "until 1", resume=True, sections=DROPOUT)
-
-    assert [event.step for event in again.events if isinstance(event, Resumed)] == [1]
-    (note,) = (event.message for event in again.events if isinstance(event, Warned))
-    assert "each micro-batch now has a separate seed" in note
+    with pytest.raises(UsageError, match="step 1: this checkpoint has format 1, and this version of pipeline reads"):
+        _run(tmp_path / "until 1", resume=True, sections=DROPOUT)
 
 
 def test_a_checkpoint_holds_buffers_that_a_state_dict_leaves_out(tmp_path: Path) -> None:
@@ -146,14 +140,3 @@ def test_a_checkpoint_holds_buffers_that_a_state_dict_leaves_out(tmp_path: Path)
     saved = load_file(tmp_path / folder_name(STEPS) / "state.safetensors")
     assert {"buffers/average", "buffers/largest", "model/layer.weight"} <= saved.keys()
     assert "model/average" not in saved
-
-
-def test_a_checkpoint_of_before_has_none_and_is_read() -> None:
-    trial = toys.trial(model={"_target_": f"{HERE}.Drifting"})
-    context = build(trial.model_copy(update={"allowed": (*trial.allowed, HERE)}), rank=Rank())
-    state = view(context)
-    values = {name: part for name, part in json.loads(json.dumps(state.values)).items() if name != "buffers"}
-
-    restore(context, State({name: own.clone() for name, own in state.tensors.items()}, values))
-
-    assert float(context.model.average) == 0.0  # type: ignore[arg-type]

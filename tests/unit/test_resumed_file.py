@@ -153,7 +153,7 @@ def test_a_finished_run_that_was_killed_before_its_delivery_names_the_command_th
 def test_kernels_may_be_chosen_otherwise_in_a_resumed_run() -> None:
     text = FILE.replace("epochs: 4,", "epochs: 4, cudnn_benchmark: true,")
     changed = resume.changes(now(text, epochs=4), finished(status="KILLED"), allowed=False)
-    assert changed == ["train.cudnn_benchmark was not set, is now true"]
+    assert changed == ["train.cudnn_benchmark was false, is now true"]
 
 
 def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:

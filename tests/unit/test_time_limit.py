@@ -76,7 +76,13 @@ def test_more_time_continues_a_finished_run(before: float | None, now: float | N
 
 
 def test_the_time_that_is_left_is_that_of_the_limit() -> None:
-    sizes: dict[str, Any] = {"train_samples": 8, "validation_samples": 0, "parameters": 1, "devices": ()}
+    sizes: dict[str, Any] = {
+        "train_samples": 8,
+        "epoch_samples": 8,
+        "validation_samples": 0,
+        "parameters": 1,
+        "devices": (),
+    }
     more: dict[str, Any] = {"data_name": "d", "data_digest": "", "trial": "main"}
     left = []
     for limit_s in (None, 30.0):

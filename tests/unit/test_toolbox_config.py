@@ -12,7 +12,6 @@ import toys
 
 from pipeline.config.load import load
 from pipeline.config.schema import Experiment
-from pipeline.config.summary import config_hash, flatten
 from pipeline.config.train import Compile, Ema
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.planning import resources
@@ -48,14 +47,6 @@ def test_compile_is_yes_no_or_how(written: Any, compiling: Compile | None) -> No
     experiment = toys.experiment(train={"compile": written})
     assert experiment.train.compile == compiling
     assert Experiment.model_validate_json(experiment.model_dump_json()) == experiment
-
-
-def test_a_later_key_that_is_not_given_leaves_the_hash_as_it_was() -> None:
-    plain, given, off = (
-        toys.experiment(train=one) for one in ({}, {"cudnn_benchmark": True}, {"cudnn_benchmark": False})
-    )
-    assert "train.cudnn_benchmark" not in flatten(plain)
-    assert config_hash(plain) == config_hash(off) != config_hash(given)
 
 
 @pytest.mark.parametrize(

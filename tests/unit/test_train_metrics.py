@@ -69,7 +69,7 @@ def test_what_cannot_be_measured_or_reported_is_refused() -> None:
 
 def test_the_default_leaves_a_plain_step_and_the_hash_as_they_were() -> None:
     experiment = toys.experiment(metrics={"count": COUNT})
-    assert experiment.model_dump(mode="json")["metrics"] == {"count": COUNT}
+    assert experiment.model_dump(mode="json")["metrics"] == {"count": {**COUNT, "on": ["validation"]}}
     written = toys.experiment(metrics={"count": {**COUNT, "on": BOTH}}).model_dump(mode="json")["metrics"]
     assert written == {"count": {**COUNT, "on": BOTH}}
     training = build(toys.trial(metrics={"count": COUNT}), rank=Rank())
