@@ -246,4 +246,5 @@ def test_strategies_that_call_the_whole_model_are_refused() -> None:
 def test_several_optimizers_are_another_experiment() -> None:
     several = toys.experiment(**toy_gans.SECTIONS)
     assert config_hash(toys.experiment()) != config_hash(several)
-    assert several.model_dump(mode="json")["optimizers"]["critic"].keys() == {"_target_", "lr", "params", "groups"}
+    critic = several.model_dump(mode="json")["optimizers"]["critic"]
+    assert critic.keys() == {"_target_", "lr", "params", "groups", "every", "clip_grad_norm"}
