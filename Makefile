@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 ALL := $(VENV)/.installed-all
 # MISSING_PACKAGES_FAIL: make has installed what tests import, see tests/support/packages.py.
 PYTEST := MISSING_PACKAGES_FAIL=1 GPU_REHEARSAL=1 $(BIN)/python -m pytest
-# Tests mostly wait for processes, so three at a time; tests of one file share what is costly.
-SPREAD := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+# Tests mostly wait for processes, so four at a time; tests of one file share what is costly.
+SPREAD := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 SYSTEM := tests/system tests/journeys tests/contract tests/replay
 SLOW ?= tests/integration tests/faults tests/cluster tests/docs tests/templates tests/docker tests/browser tests/gpu
 
