@@ -1,8 +1,7 @@
 """Record the runs of this folder anew: ``.venv/bin/python tests/journals/record.py [NAME]...``; all take ten minutes.
 
-They are real runs of the version whose interpreter this is, whose paths, host and user are replaced by those of nobody.
-What stands in git is older on purpose: it holds that journals and checkpoints of earlier versions stay readable.
-Record a new one under a new name; replace an old one only if readers may no longer know it.
+They are real runs, whose paths, host and user are replaced by those of nobody. After a change of the format a script may
+rewrite what stands in git, as for those of 2026-11-23: their numbers are measured, and later fields are filled in.
 """
 
 import json

@@ -325,8 +325,10 @@ def run_noisy(*, noise: float = 150, **main: Any) -> tuple[Advice, ...]:
     ("trial", "gradient_mb", "keys", "hook"),
     [
         (CUDA_2, 100, {}, "bf16"),  # 100 MB in 100 ms: 8.4 Gbit/s
+        (CUDA_2, 10, {}, "bf16"),
         (CUDA_2, 10, {"train__precision": "fp16"}, "bf16"),
         (MAIN, 100, {}, "fp16"),
+        (MAIN, 10, {}, "fp16"),
     ],
 )
 def test_a_slow_link_wants_fewer_bits(trial: Trial, gradient_mb: float, keys: dict[str, Any], hook: str) -> None:
