@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -47,8 +48,10 @@ def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
     Values with problems become None.
     """
-    OmegaConf.register_new_resolver("pipeline.env", _variable, replace=True)
-    OmegaConf.register_new_resolver("pipeline.decode", _decode, replace=True)
+    with warnings.catch_warnings():  # OmegaConf 2.4 warns of this name; up to 2.3 the new name is another function
+        warnings.simplefilter("ignore")
+        OmegaConf.register_new_resolver("pipeline.env", _variable, replace=True)
+        OmegaConf.register_new_resolver("pipeline.decode", _decode, replace=True)
     resolver = _Resolver(tree)
     return resolver.section(resolver.config, ()), resolver.problems
 
