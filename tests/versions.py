@@ -80,8 +80,6 @@ class Cell(NamedTuple):
     """Versions of an environment; what isn't given is the newest that fits."""
 
     about: str
-    lowest: Sequence[str] = ()
-    """Packages at the lower end of their range."""
     resolution: str = "highest"
     """Resolution of uv; "lowest-direct" takes the next version above a lower end that another package excludes."""
     torch: str = f"torch=={PINS['torch']}"
@@ -97,8 +95,6 @@ CELLS = {
         "each package as low as its range and the others allow; torch as pinned",
         resolution="lowest-direct",
     ),
-    "lowest-mlflow": Cell("MLflow at the lower end", lowest=["mlflow"]),
-    "lowest-ray": Cell("Ray at the lower end", lowest=["ray"]),
     "lowest-torch": Cell("torch at the lower end", torch=f"torch=={lower(RANGES['torch'])}"),
     "newest": Cell("the newest of each package; torch as pinned"),
     "newest-torch": Cell("the newest of each package", torch="torch"),
@@ -166,11 +162,10 @@ def install(cell: Cell, program: str, *, folder: Path) -> Path:
     python = environment / "bin" / "python"
     _run(program, "-m", "venv", environment)
     _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv", cell.torch)
-    lowest = [f"{name}=={lower(RANGES[name])}" for name in cell.lowest]
     pins = ["--constraint", ROOT / "constraints.txt"] if cell.is_pinned else []
     uv = [environment / "bin" / "uv", "pip", "install", "--quiet", "--python", python, *pins]
     afresh = [f"--upgrade-package={name}" for name in RANGES if name != "torch"]  # not what torch brought
-    _run(*uv, "--resolution", cell.resolution, *afresh, cell.torch, *lowest, "--editable", ROOT)
+    _run(*uv, "--resolution", cell.resolution, *afresh, cell.torch, "--editable", ROOT)
     _run(*uv, *TOOLS)  # afterwards: the newest that fit, and nothing that is there is exchanged without need
     return python
 
