@@ -166,10 +166,10 @@ def remove(
         typer.echo(f"{directory}: no run matches, so nothing is removed")
         return
     typer.echo("".join(f"{folder.name}\n" for folder in chosen), nl=False)
-    also = (
-        "MLflow keeps its runs." if keep_mlflow else "Their runs in MLflow are deleted too. They can be restored there."
-    )
-    typer.echo(also)
+    if keep_mlflow:
+        typer.echo("MLflow keeps its runs.")
+    elif not all(folder.is_symlink() for folder in chosen):
+        typer.echo("Their runs in MLflow are deleted too. They can be restored there.")
     if not yes and not sys.stdin.isatty():
         raise UsageError("nothing is removed: the question can't be answered here. Use --yes.")
     try:
