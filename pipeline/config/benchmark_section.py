@@ -21,7 +21,7 @@ class Configuration(Section):
 
 
 class Benchmark(Section):
-    """Measurement of the speedup over a baseline, and of the throughput of other configurations."""
+    """Measurement of the speedup over a baseline, and of throughput."""
 
     baseline: Configuration = Configuration(strategy="single")
     """Configuration that the speedup is measured against. Default: one worker without a strategy."""

@@ -1,7 +1,7 @@
 """Record the runs of this folder anew: ``.venv/bin/python tests/journals/record.py [NAME]...``; all take ten minutes.
 
-They are real runs, whose paths, host and user are replaced by those of nobody. After a change of the format a script may
-rewrite what stands in git, as for those of 2026-11-23: their numbers are measured, and later fields are filled in.
+They are real runs, whose paths, host and user are replaced by those of nobody. After a change of the format a script
+may rewrite what stands in git, as for those of 2026-11-23: their numbers are measured, later fields are filled in.
 """
 
 import json

@@ -29,7 +29,7 @@ LARGER_TODAY = {
     "cli": 1_470,
     "cluster": 1_465,
     "commands": 6_125,
-    "config": 4_467,
+    "config": 4_470,
     "data": 943,
     "driver": 1_592,
     "launchers": 2_536,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 459
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 52_912
+TEST_LINES = 52_908
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
