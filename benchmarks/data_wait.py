@@ -22,7 +22,7 @@ from pipeline.config.targets import BUILT_IN
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import StepParts
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 STEPS, BATCH, LOG_EVERY = 40, 4, 10
 OPTIMIZER_MS = 20.0

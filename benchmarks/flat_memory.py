@@ -21,8 +21,9 @@ import torch
 
 from pipeline.config.loader_section import Loader
 from pipeline.data import Splits, arrays, tokens
-from pipeline.training.batches.loader import BatchLoader
-from pipeline.training.batches.order import SampleOrder
+from pipeline.train.loader import BatchLoader
+from pipeline.train.order import SampleOrder
+from pipeline.train.reader import Collation
 
 LIMIT_MB, DATA_MB = 320, 3200
 KINDS = ("arrays", "tokens", "loaded")
@@ -60,10 +61,14 @@ def read_epoch(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "loaded":
         np.load(folder / "inputs.npy")
     dataset: Any = data(kind, folder).train
-    loader = BatchLoader(dataset, options=Loader(), collate=None, seed=0, device=torch.device("cpu"))
-    order = SampleOrder(samples=len(dataset), global_batch_size=32, seed=0)
+    size = len(dataset)
+    loader = BatchLoader(
+        dataset, samples=size, options=Loader(), collate=Collation(), seed=0, device=torch.device("cpu")
+    )
+    order = SampleOrder(samples=size, set_size=size, global_batch_size=32, seed=0)
     readings, samples = list[dict[str, float]](), 0
-    for step, (micro_batch, _) in enumerate(loader.batches(order.micro_batches(0, rank=0, world_size=1)), start=1):
+    parts = (order.micro_batches(step, rank=0, world_size=1)[0] for step in range(order.steps_per_epoch))
+    for step, (micro_batch, _) in enumerate(loader.batches(parts), start=1):
         samples += len(micro_batch.indices)
         if step * _READINGS // order.steps_per_epoch >= len(readings):
             readings.append(memory() | {"read": round(samples * _ROW / _MB, 1)})

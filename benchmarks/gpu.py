@@ -46,8 +46,9 @@ from pipeline.launchers.inprocess import Launcher
 from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.journal.recorder import Recorder
-from pipeline.training.meters.clock import synchronize
-from pipeline.training.ranks.randomness import mix
+from pipeline.tasks import Loss
+from pipeline.train.ranks import synchronize
+from pipeline.train.seeds import mix
 
 RESULTS = Path(__file__).parent / "results"
 SEED, LOG_EVERY = 17, 10
@@ -190,8 +191,15 @@ def model_flops(case: Case, *, device: torch.device) -> float:
     model, task = made(case.model).to(device), made(case.task)
     batch = [tensor[:2].to(device) for tensor in made(case.data)[0].tensors]
     with FlopCounterMode(display=False) as counter:
-        task(model, batch).loss.backward()
+        mean_of(task(model, batch), batch).backward()
     return counter.get_total_flops() / 2
+
+
+def mean_of(found: Loss | Tensor, batch: list[Tensor]) -> Tensor:
+    """The loss of a batch that a task returned."""
+    if isinstance(found, Tensor):
+        return found
+    return found.sum / (len(batch[0]) if found.count is None else found.count)
 
 
 def bare(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> Figures:
@@ -224,7 +232,7 @@ def bare(name: str, case: Case, *, device: str, compiled: bool, tiny: bool) -> F
             moved = [tensor.to(target, non_blocking=True) for tensor in batch]
             moved = [each.contiguous(memory_format=layout) if each.ndim == 4 else each for each in moved]
             with torch.autocast(device, dtype=torch.bfloat16):
-                loss = task(called, moved).loss
+                loss = mean_of(task(called, moved), moved)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()

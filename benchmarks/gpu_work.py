@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from pipeline.tasks import StepOutput
-
 Section = dict[str, Any]
 _MIDDLE, _DEVIATION = 127.5, 73.6  # of bytes that are all equally frequent
 
@@ -74,11 +72,10 @@ TINY = {
 class Images(nn.Module):
     """A task: bytes to numbers, then cross entropy."""
 
-    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Images (batch, 3, height, width), uint8, and labels (batch)."""
         images, labels = batch
-        outputs = model((images.float() - _MIDDLE) / _DEVIATION)
-        return StepOutput(functional.cross_entropy(outputs, labels), outputs, labels)
+        return functional.cross_entropy(model((images.float() - _MIDDLE) / _DEVIATION), labels)
 
 
 def images(*, samples: int, size: int) -> tuple[TensorDataset, None]:

@@ -17,7 +17,7 @@ from scipy.signal import lfilter
 
 from pipeline.config.benchmark_section import Benchmark
 from pipeline.protocol.estimates import Estimate, ratio
-from pipeline.training.measuring.turns import Schedule, turns
+from pipeline.train.turns import Schedule, turns
 
 GRID_S = 0.02
 """Resolution of the noise that is correlated in time."""

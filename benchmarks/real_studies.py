@@ -30,7 +30,7 @@ from pipeline.planning.resources import detect
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
 from pipeline.report.numbers.paired import Answer, answer, is_rate
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "real_studies.json"

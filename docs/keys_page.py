@@ -55,7 +55,7 @@ pipeline run experiments/wide.yaml --dry-run
 ```
 
 - The keys of the file override the keys of the extended file. Sections are merged key by key.
-- Lists, plain values, the parameters of a `sweep`, `sampler`, `benchmark.baseline`, and components with a `_target_`
+- Lists, plain values, the parameters of a `sweep`, `benchmark.baseline`, and components with a `_target_`
   are replaced as a whole.
   `optimizer: {lr: 0.2}` changes the learning rate only. `scheduler: null` removes a component.
 - The extended file may extend another file. It need not be a complete experiment.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workloads import LOG_EVERY, SEED, WORKLOADS, build
 
-from pipeline.training.batches.order import SampleOrder
-from pipeline.training.ranks.randomness import mix
+from pipeline.train.order import SampleOrder
+from pipeline.train.seeds import mix
 
 
 class Job:
@@ -56,7 +56,7 @@ class Job:
     def loader(self, *, ranks: range) -> Any:
         """Batches of these ranks in turn; of all, for a library that deals batches out itself."""
         data = build(self.work.data)[0]
-        order = SampleOrder(samples=len(data), global_batch_size=self.work.batch, seed=SEED)
+        order = SampleOrder(samples=len(data), set_size=len(data), global_batch_size=self.work.batch, seed=SEED)
         batches: Any = Batches(order, ranks=ranks, world_size=self.workers)
         if self.kind == "stock" or not isinstance(data, TensorDataset):
             loaders = self.work.loaders
@@ -80,10 +80,12 @@ class Batches:
         return self._order.steps_per_epoch * len(self._ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
-        parts = [self._order.micro_batches(self._epoch, rank=rank, world_size=self._world_size) for rank in self._ranks]
+        first = self._epoch * self._order.steps_per_epoch
         self._epoch += 1
-        for step in zip(*parts, strict=True):
-            yield from (micro_batch.indices for micro_batch in step)
+        for step in range(first, first + self._order.steps_per_epoch):
+            for rank in self._ranks:
+                (part,) = self._order.micro_batches(step, rank=rank, world_size=self._world_size)
+                yield part.indices
 
 
 class Rows(Dataset[Any]):

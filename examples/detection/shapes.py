@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from pipeline.tasks import StepOutput
+from pipeline.tasks import Loss
 
 SIZE, STRIDE = 32, 4
 Target = Mapping[str, Tensor]
@@ -95,13 +95,13 @@ class Terms:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.weights = weights or {}  # factors of terms in the sum; logs are without them
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, list[Target]]) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, list[Target]]) -> Loss:
         images, targets = batch
         predictions = None if model.training else model(images)
         with computing_terms(model):
             terms = model(images, targets)
         loss = torch.stack([self.weights.get(name, 1.0) * term for name, term in terms.items()]).sum()
-        return StepOutput(loss, predictions, targets, logs=terms)
+        return Loss(loss * len(images), None, predictions, targets, logs=terms)
 
 
 @contextmanager

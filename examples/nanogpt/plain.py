@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from pipeline.data import characters
 from pipeline.models import GPT
-from pipeline.training.batches.order import SampleOrder
-from pipeline.training.ranks.randomness import mix
+from pipeline.train.order import SampleOrder
+from pipeline.train.seeds import mix
 
 SEED, STEPS, BATCH, PARTS, WARMUP = 17, 300, 32, 4, 20
 
@@ -23,7 +23,7 @@ def rate(step: int) -> float:
 def train(steps: int = STEPS, *, width: int = 64, depth: int = 2, dtype: torch.dtype = torch.float32) -> list[float]:
     """Return the loss of each step."""
     tokens, targets = characters(context_length=64).train.tensors
-    order = SampleOrder(samples=len(tokens), global_batch_size=BATCH, seed=SEED)
+    order = SampleOrder(samples=len(tokens), set_size=len(tokens), global_batch_size=BATCH, seed=SEED)
     torch.manual_seed(mix(SEED, "model"))
     model = GPT(128, context_length=64, width=width, depth=depth, heads=4).to(dtype)
     decaying, others = ([one for one in model.parameters() if (one.ndim > 1) is decays] for decays in (True, False))
@@ -32,7 +32,7 @@ def train(steps: int = STEPS, *, width: int = 64, depth: int = 2, dtype: torch.d
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses = []
     for step in range(steps):
-        batch = torch.tensor(order.global_batch(*divmod(step, order.steps_per_epoch)))
+        batch = torch.tensor(order.global_batch(step))
         loss = 0.0
         for part in batch.chunk(PARTS):
             logits = model(tokens[part])

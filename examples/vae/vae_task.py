@@ -1,6 +1,6 @@
 from torch import nn
 
-from pipeline.tasks import StepOutput
+from pipeline.tasks import Loss
 
 
 class Elbo:
@@ -8,4 +8,4 @@ class Elbo:
         decoded, mean, logvar = model(batch[0])
         rebuilt = nn.functional.mse_loss(decoded, batch[0], reduction="none").sum(1).mean()
         kl = -0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(1).mean()
-        return StepOutput(rebuilt + kl, decoded, batch[0], logs={"rebuilt": rebuilt, "kl": kl})
+        return Loss((rebuilt + kl) * len(decoded), None, decoded, batch[0], logs={"rebuilt": rebuilt, "kl": kl})

@@ -51,7 +51,7 @@ def run(
         baseline: True to measure the baseline and report the speedup.
         train_only: True to skip all performance measurements.
         resume: the interrupted run to resume: "latest", a unique part of its id, or its folder.
-        allow_changed: True to resume even if the experiment or its data has changed since the run started.
+        allow_changed: True to resume even if the learning rate, the length of the training or the data has changed.
         quiet: True to print only warnings.
         verbose: True to print the workers' output.
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +21,10 @@ from pipeline.errors import UsageError
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
 from pipeline.system.imports import importable
-from pipeline.tasks import StepOutput
-from pipeline.training.build import build
-from pipeline.training.ranks.randomness import generators_kept
-from pipeline.training.step.yielded import combined, outputs
+from pipeline.tasks import Loss
+from pipeline.train.build import build
+from pipeline.train.evaluate import forward
+from pipeline.train.seeds import generators_kept
 from pipeline.wording import format_parallel
 
 Source = str | PathLike[str] | Mapping[str, Any]
@@ -117,24 +117,25 @@ class Parts:
                 allowed=allowed_packages(),
                 initial=initial_weights.find(file.experiment),
             )
-            self._context = build(trial, rank=Rank())
-            self.metrics = self._context.metrics or MetricCollection({})
+            self._state = build(trial, rank=Rank())
+            self._state.trainee.keeps_outputs = True
+            self.metrics = self._state.metrics or MetricCollection({})
             """Validation metrics by name; each takes outputs and targets of a step."""
 
     @property
     def model(self) -> nn.Module:
         """The model, in training mode, in the precision of ``train.precision``."""
-        return self._context.model
+        return self._state.model
 
     @property
     def train_samples(self) -> int:
         """Size of the training set."""
-        return self._context.order.set_size
+        return self._state.order.set_size
 
     @property
     def validation_samples(self) -> int:
         """Size of the validation set; 0 if there is none."""
-        return self._context.batches.validation_samples
+        return self._state.batches.size("validation")
 
     def batch(self, samples: Iterable[int], *, validation: bool = False) -> Any:
         """Return samples of the training or validation set as one batch, in the form that the model receives.
@@ -143,14 +144,13 @@ class Parts:
             TrainingError: a sample can't be read.
             ExperimentError: the samples can't be collated, or the data has no validation set.
         """
-        return self._context.batches.placed(self._context.batches.read(list(samples), validation=validation))
+        batches = self._state.batches
+        return batches.placed(batches.read(list(samples), "validation" if validation else None))
 
-    def step(self, batch: Any) -> StepOutput:
+    def step(self, batch: Any) -> Loss:
         """Compute loss, outputs and targets of the model on a batch, with the experiment's loss or task.
 
-        With several optimizers, the loss is the sum of the optimizers' losses. The logs contain each of these losses.
+        The loss is a sum over the items of the batch: divide ``sum`` by ``count``, or by the number of samples if that
+        is None. With several optimizers, it is the sum of the optimizers' losses, and the logs contain each of these.
         """
-        if self._context.experiment.optimizers:
-            return combined(list(outputs(self._context, self.model, batch)))
-        with self._context.autocast():
-            return cast(StepOutput, self._context.task(self.model, batch))
+        return forward(self._state, batch)

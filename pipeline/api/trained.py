@@ -19,9 +19,9 @@ from pipeline.protocol.events import WEIGHTS
 from pipeline.recording.journal import runs
 from pipeline.recording.journal.folder import EXPERIMENT_NAME
 from pipeline.system.imports import importable
-from pipeline.training.batches.placing import to_device
-from pipeline.training.result.exported_model import trained_model
-from pipeline.training.result.reference import Reference
+from pipeline.train.exported import trained_model
+from pipeline.train.loader import to_device
+from pipeline.train.reference import Reference
 
 
 @dataclass(frozen=True)

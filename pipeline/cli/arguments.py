@@ -57,7 +57,8 @@ Quick = Annotated[
 AllowChanged = Annotated[
     bool,
     typer.Option(
-        "--allow-changed", help="Resume even if the experiment file or its data has changed since the run started."
+        "--allow-changed",
+        help="Resume even if the learning rate, the length of the training or the data has changed.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]

@@ -22,7 +22,7 @@ from pipeline.config.schema import Experiment
 from pipeline.errors import ResourceError
 from pipeline.planning.resources import UnfitNode
 from pipeline.protocol.channel.ports import open_server
-from pipeline.training.checkpoints.storage import Storage
+from pipeline.train.storage import Storage
 
 
 def find_other_versions(node: NodeFacts, *, here: NodeFacts) -> list[str]:

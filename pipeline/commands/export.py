@@ -20,11 +20,11 @@ from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import RunState, id_of, read_state
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
-from pipeline.training.checkpoints.manifest import entry_of
-from pipeline.training.checkpoints.storage import Storage, address_of
+from pipeline.train.manifest import entry_of
+from pipeline.train.storage import Storage, address_of
 
 if TYPE_CHECKING:
-    from pipeline.training.result.portable import PortableModel
+    from pipeline.train.portable import PortableModel
 
 _FOR_ONNX = ("onnx", "onnxscript")
 """Packages that ONNX needs in addition to this project's."""
@@ -73,7 +73,7 @@ def _loaded(
 ) -> "tuple[Weights, PortableModel]":
     """Read the weights: those that the training left in the run's folder if they are meant, else a checkpoint's."""
     with undisturbed():
-        from pipeline.training.result import portable
+        from pipeline.train import portable
 
     if checkpoint is None and (ended := _result(file, state)) is not None:
         stages.begin("reading the weights")
@@ -89,8 +89,7 @@ def _loaded(
     model = portable.of_checkpoint(_reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed))
     manifest = chosen.manifest
     metrics = {manifest.metric_name: manifest.metric} if manifest.metric_name and manifest.metric is not None else {}
-    note = ". ".join(filter(None, (chosen.note, model.note)))
-    weights = Weights(step=manifest.step, epoch=model.epoch, best=chosen.best, metrics=metrics, note=note)
+    weights = Weights(step=manifest.step, epoch=model.epoch, best=chosen.best, metrics=metrics, note=chosen.note)
     return weights, model
 
 

@@ -23,7 +23,7 @@ from pipeline.recording.recorded_run import Membership
 from pipeline.recording.terminal.terminal import Terminal
 from pipeline.report.numbers.row_numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
-from pipeline.training.checkpoints.storage import Storage, address_of
+from pipeline.train.storage import Storage, address_of
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
         quick: True to train two steps only, and to measure nothing.
         show: gets the report and the folder of the run, e.g. to print it as JSON.
         resume: the run to resume, see `pipeline.driver.resume.earlier`; None starts a new one.
-        allow_changed: True if the experiment and the data of the resumed run may differ.
+        allow_changed: True if learning rates, the length and the data of the resumed training may differ.
         member: given for a run that is a trial of a sweep.
 
     Raises:

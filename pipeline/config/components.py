@@ -22,11 +22,8 @@ _PASSED = {
     "optimizers": ("the model's parameters",),
     "scheduler": ("the optimizer",),
     "schedulers": ("the optimizer",),
-    "features": ("the training",),
     "tracking.loggers": ("the run's folder",),
     "sampler": ("the training set", "the epoch", "a generator"),
-    "sampler.weights": ("the training set",),
-    "sampler.bucket_by": ("the training set",),
     DEFAULT_COLLATE: ("the samples",),
 }
 """Positional arguments that components are called with, by their key or target."""
@@ -141,14 +138,12 @@ def bound(
 
 def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
     """Yield the components of an experiment with their keys, except nested ones."""
-    for name in ("model", "data", "loss", "task", "optimizer", "scheduler"):
+    for name in ("model", "data", "sampler", "loss", "task", "optimizer", "scheduler"):
         if component := getattr(experiment, name):
             yield name, component
     for section in ("optimizers", "schedulers"):
         for name, component in getattr(experiment, section).items():
             yield keys.child(section, name), component
-    if experiment.sampler is not None:
-        yield from experiment.sampler.components
     for name in ("collate", "evaluation_collate"):
         if component := getattr(experiment.loader, name):
             yield f"loader.{name}", component
@@ -156,8 +151,8 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
         yield "train.batch_transform", component
     for name, component in experiment.metrics.items():
         yield f"metrics.{name}", component
-    for number, component in enumerate(experiment.features):
-        yield keys.child("features", number), component
+    for number, component in enumerate(experiment.hooks):
+        yield keys.child("hooks", number), component
     yield from experiment.tracking.custom_loggers.items()
 
 
@@ -201,10 +196,15 @@ def _iter_resolved(component: Component, *, key: str, allowed: tuple[str, ...]) 
 
 
 def _check_task(task: Component, *, allowed: tuple[str, ...]) -> Iterator[Problem]:
-    """Find a task that yields losses for several optimizers in an experiment with one optimizer."""
+    """Find a task that updates several optimizers in an experiment with one optimizer."""
     kind = resolve(task, key="task", allowed=allowed)
-    if inspect.isclass(kind) and inspect.isgeneratorfunction(kind.__call__):
-        message = f"{task.target} yields several losses, so it needs several optimizers"
+    if not inspect.isclass(kind):
+        return
+    call = getattr(kind, "forward", kind.__call__)  # a module's, or another class's
+    parameters = list(inspect.signature(call).parameters.values())[1:]
+    given = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(given) > 2:
+        message = f"{task.target} updates several optimizers (its third argument is {given[2].name})"
         yield Problem("task", f"{message}. Replace optimizer by optimizers, with one section per optimizer.")
 
 

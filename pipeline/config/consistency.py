@@ -1,13 +1,15 @@
-"""Contradictions between keys of an experiment, which no single section can find."""
+"""Contradictions between keys of an experiment, which no single section can find. `_TABLE` has those of two keys."""
 
 from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
 
-from pipeline.config import finetuning, keys, lightning_module, task_consistency
-from pipeline.config.parallel import Parallel
+from pipeline.config import finetuning, keys, lightning_module
+from pipeline.config.named_optimizers import own_key
 from pipeline.config.reported import OF_TRAINING, name_problems, source_of
-from pipeline.config.sampler import KINDS
 from pipeline.config.schema import Experiment, followed
 from pipeline.config.sweep import misused
+from pipeline.config.values import Component
 from pipeline.errors import Problem
 from pipeline.wording import counted, did_you_mean
 
@@ -24,56 +26,125 @@ NO_PLATEAU = "only applies to ReduceLROnPlateau, and this experiment does not us
 _RESERVED = ("mlflow.", "pipeline.", "best.", "changed.")
 
 
+_SKIPS_SEVERAL = "One optimizer may have updated its parameters before the next loss is computed. Set stop."
+_UNSHARDED = "fsdp cannot shard channels_last parameters. Set ddp, or train.memory_format: contiguous."
+_COPIED = "dp copies the module to each GPU, so its logs would be lost. Set ddp."
+_PLACED = "has no effect with launcher: {other}. Set launcher: ray, or remove this key."
+_LIGHTNING = f"task: {lightning_module.TASK}"
+_TABLE = (
+    ("loss: None", "task: None", "missing. Set a loss, or a task that computes the loss."),
+    ("loss", "task", "loss and task cannot be combined: a task computes its own loss. Remove one of them."),
+    ("train.epochs: None", "train.steps: None",
+     "missing. Set the number of passes over the training set, or set train.steps."),
+    ("train.steps", "train.epochs",
+     "epochs and steps cannot be combined. Remove one of them. In an override, write train.epochs=null."),
+    ("checkpoint.best", "checkpoint.keep: 0",
+     "needs a checkpoint, but checkpoint.keep is 0. Set checkpoint.keep: 1."),
+    ("train.scheduler_metric", "scheduler: None", f"{NO_PLATEAU}. Remove this key."),
+    ("tracking.register_model", "tracking.log_model: False",
+     "needs a logged model, but tracking.log_model is false. Set it to true, or remove this key."),
+    ("parallel.placement", "parallel.launcher: inprocess", _PLACED),
+    ("parallel.placement", "parallel.launcher: torchrun", _PLACED),
+    ("parallel.strategy: fsdp", "train.memory_format: channels_last", _UNSHARDED),
+    ("benchmark.baseline.strategy: fsdp", "train.memory_format: channels_last", _UNSHARDED),
+    ("optimizer: None", "optimizers: {}",
+     "missing. Set optimizer, or set optimizers with the parameters of each."),
+    ("optimizer", "optimizers", "optimizer and optimizers cannot be combined. Remove one of them."),
+    ("scheduler", "optimizers",
+     "cannot be combined with several optimizers. Set schedulers: {{{first}: ...}} instead."),
+    ("optimizers", "task: None",
+     "need a task that calls update(name, loss) for each optimizer. Set task to a class of your package "
+     "that does."),
+    ("train.gradient_accumulation", "optimizers",
+     "is {value}, but a task with several optimizers updates them within one batch. Remove this key."),
+    ("train.compile", "optimizers",
+     "compiles the whole model, but a task with several optimizers calls parts of it. Remove this key."),
+    ("train.batch_transform", "optimizers",
+     "has no effect on a step with several optimizers. Change the batch in the task, and remove this key."),
+    ("train.on_nonfinite: skip", "optimizers",
+     f"skip cannot be combined with several optimizers. {_SKIPS_SEVERAL}"),
+    ("metrics", _LIGHTNING,
+     "need outputs and targets, but a LightningModule does not return them. Call self.log(name, metric) in"
+     " its validation_step instead."),
+    ("train.compile", _LIGHTNING,
+     "would compile training_step and its self.log calls. Remove this key, and compile submodules in the "
+     "module's __init__."),
+    ("parallel.strategy: dp", _LIGHTNING, _COPIED),
+    ("benchmark.baseline.strategy: dp", _LIGHTNING, _COPIED),
+)  # fmt: skip
+"""What doesn't go together: two keys, of which the first is named, and the message. A key alone is one that is not at
+its default; "KEY: VALUE" is a key with that value. What only torch can know stays torch's error. The step refuses
+accumulation with losses over the global batch, as only the task knows that it gathers."""
+
+
 def contradictions(experiment: Experiment) -> Iterator[Problem]:
     """Find all keys that contradict each other."""
-    train, parallel = experiment.train, experiment.parallel
-    if experiment.loss is None and experiment.task is None:
-        yield Problem("loss", "missing. Set a loss, or a task that computes the loss.")
-    if experiment.loss is not None and experiment.task is not None:
-        yield Problem("loss", "loss and task cannot be combined: a task computes its own loss. Remove one of them.")
-    if train.epochs is None and train.steps is None:
-        yield Problem("train.epochs", "missing. Set the number of passes over the training set, or set train.steps.")
-    if train.epochs is not None and train.steps is not None:
-        yield Problem(
-            "train.steps",
-            "epochs and steps cannot be combined. Remove one of them. In an override, write train.epochs=null.",
-        )
+    first = next(iter(experiment.optimizers), "")
+    for key, with_key, message in _TABLE:
+        if _has(experiment, key) and _has(experiment, with_key):
+            value, other = _value(experiment, key), _value(experiment, with_key)
+            yield Problem(key.partition(":")[0], message.format(value=value, other=other, first=first))
     yield from _batch_sizes(experiment)
-    if parallel.is_elastic and not experiment.checkpoint.keep:
-        yield Problem(
-            "parallel.workers",
-            f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0. Training needs a checkpoint to continue "
-            "with another number of workers. Set checkpoint.keep: 1, or set one number of workers.",
-        )
     yield from name_problems(experiment.metrics)
     yield from _check_trained_metrics(experiment)
-    for key, metric in followed(experiment).items():
-        if source_of(metric, experiment.metrics) is None and lightning_module.is_named(experiment.task):
-            options = {"checkpoint.best": experiment.checkpoint, "train.early_stopping.metric": train.early_stopping}
-            if (section := options.get(key)) is not None and section.mode == "auto":
-                message = (
-                    f"{metric} is logged by the LightningModule, so pipeline cannot determine whether higher is better"
-                )
-                yield Problem(key, f"{message}. Set {key.rpartition('.')[0]}.mode to max or min.")
-        elif source_of(metric, experiment.metrics) is None:
-            known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
-            yield Problem(key, f"{metric} is not measured. Choose one of {known}.")
-    if train.scheduler_metric is not None and experiment.scheduler is None:
-        yield Problem("train.scheduler_metric", f"{NO_PLATEAU}. Remove this key.")
-    if experiment.checkpoint.best is not None and not experiment.checkpoint.keep:
-        yield Problem("checkpoint.best", "needs a checkpoint, but checkpoint.keep is 0. Set checkpoint.keep: 1.")
-    if experiment.tracking.register_model is not None and not experiment.tracking.log_model:
-        message = "needs a logged model, but tracking.log_model is false. Set it to true, or remove this key."
-        yield Problem("tracking.register_model", message)
+    yield from _unmeasured(experiment)
     yield from _taken_tags(experiment)
-    for key, message in finetuning.misused(train.start_from, experiment.optimizer, experiment.scheduler):
+    for key, message in finetuning.misused(experiment.train.start_from, experiment.optimizer, experiment.scheduler):
         yield Problem(key, message)
-    yield from task_consistency.with_lightning(experiment)
-    yield from task_consistency.with_optimizers(experiment)
+    yield from _of_several_optimizers(experiment)
+    yield from _of_a_lightning_module(experiment)
     yield from _swept(experiment)
-    yield from _only_for_ray(parallel)
-    yield from _layouts(experiment)
-    yield from _order(experiment)
+
+
+def _has(experiment: Experiment, condition: str) -> bool:
+    """Return True if an experiment has a key of the table: other than its default, or with the value after it."""
+    key, _, wanted = condition.partition(": ")
+    value = _value(experiment, key)
+    if wanted:
+        return str(value.target if isinstance(value, Component) else value) == wanted
+    *sections, name = key.split(".")
+    section = _value(experiment, ".".join(sections)) if sections else experiment
+    return bool(value != type(section).model_fields[name].default)
+
+
+def _value(experiment: Experiment, condition: str) -> Any:
+    return attrgetter(condition.partition(":")[0])(experiment)
+
+
+def _of_several_optimizers(experiment: Experiment) -> Iterator[Problem]:
+    """Find schedulers of unknown optimizers, and settings that one of several optimizers doesn't support."""
+    names = list(experiment.optimizers)
+    for name in experiment.schedulers:
+        if name not in names:
+            hint = did_you_mean(name, names) or f"; optimizers has {', '.join(names) or 'no entries'}"
+            yield Problem(keys.child("schedulers", name), f"is not a name in optimizers{hint}")
+    for name, own in experiment.by_optimizer.items():
+        for key, message in finetuning.misused(None, own.optimizer, own.scheduler):
+            yield Problem(own_key(key, name), message)
+        if own.scheduler is not None and own.scheduler.target.endswith(".ReduceLROnPlateau"):
+            message = (
+                "ReduceLROnPlateau follows one validation loss, but each optimizer has its own loss. "
+                "Use another scheduler."
+            )
+            yield Problem(own_key("scheduler", name), message)
+    if names and all(one.every not in (None, 1) for one in experiment.optimizers.values()):
+        message = (
+            "each optimizer skips steps (every), so some steps would train nothing. Remove every from one of them."
+        )
+        yield Problem("optimizers", message)
+
+
+def _of_a_lightning_module(experiment: Experiment) -> Iterator[Problem]:
+    """Find a model next to a module, and a scheduler of the file for an optimizer of the module."""
+    task, optimizer, scheduler = experiment.task, experiment.optimizer, experiment.scheduler
+    if task is None or not lightning_module.is_named(task):
+        return
+    if "module" in task.arguments:
+        yield Problem("model", f"model and {lightning_module.MODULE} cannot be combined. Remove one of them.")
+    is_modules = optimizer is not None and optimizer.target == lightning_module.OPTIMIZER
+    if is_modules and scheduler is not None and scheduler.target != lightning_module.SCHEDULER:
+        message = "needs an optimizer: here the module's configure_optimizers returns the optimizer"
+        yield Problem("scheduler", f"{message}. Return the scheduler there, or set optimizer and remove the method.")
 
 
 def _check_trained_metrics(experiment: Experiment) -> Iterator[Problem]:
@@ -92,9 +163,35 @@ def _check_trained_metrics(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(key, f"train/{name} is already reported. Choose another name for this metric.")
 
 
+def _unmeasured(experiment: Experiment) -> Iterator[Problem]:
+    """Find keys that follow a metric which the experiment doesn't have, or whose direction isn't known."""
+    options = {
+        "checkpoint.best": experiment.checkpoint,
+        "train.early_stopping.metric": experiment.train.early_stopping,
+    }
+    for key, metric in followed(experiment).items():
+        if source_of(metric, experiment.metrics) is not None:
+            continue
+        section = options.get(key)
+        if not lightning_module.is_named(experiment.task):
+            known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
+            yield Problem(key, f"{metric} is not measured. Choose one of {known}.")
+        elif section is not None and section.mode == "auto":
+            message = (
+                f"{metric} is logged by the LightningModule, so pipeline cannot determine whether higher is better"
+            )
+            yield Problem(key, f"{message}. Set {key.rpartition('.')[0]}.mode to max or min.")
+
+
 def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:
-    """Find a global batch that is given twice or not at all, or too small for the workers or micro-batches."""
-    train, workers = experiment.train, experiment.parallel.workers
+    """Find a global batch that is given twice or not at all, or too small, and elastic training without checkpoints."""
+    train, workers, parallel = experiment.train, experiment.parallel.workers, experiment.parallel
+    if parallel.is_elastic and not experiment.checkpoint.keep:
+        yield Problem(
+            "parallel.workers",
+            f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0. Training needs a checkpoint to continue "
+            "with another number of workers. Set checkpoint.keep: 1, or set one number of workers.",
+        )
     size, by_worker = train.global_batch_size, train.batch_size_per_worker
     if not size:
         message = "missing. Set the samples per optimizer step over all workers, or set train.batch_size_per_worker."
@@ -134,42 +231,6 @@ def _taken_tags(experiment: Experiment) -> Iterator[Problem]:
     for name in experiment.tracking.tags:
         if name in OWN_TAGS or name.startswith(_RESERVED):
             yield Problem(f"tracking.tags.{name}", "pipeline or MLflow sets this tag. Choose another name.")
-
-
-def _only_for_ray(parallel: Parallel) -> Iterator[Problem]:
-    """Find a placement, which only Ray reads, written for a launcher that starts workers on this machine."""
-    if parallel.launcher in ("inprocess", "torchrun") and parallel.placement != "pack":
-        message = f"has no effect with launcher: {parallel.launcher}. Set launcher: ray, or remove this key."
-        yield Problem("parallel.placement", message)
-
-
-def _layouts(experiment: Experiment) -> Iterator[Problem]:
-    """Find fsdp with channels_last: FSDP2 shards contiguous parameters only."""
-    if experiment.train.memory_format != "channels_last":
-        return
-    strategies = {
-        "parallel.strategy": experiment.parallel.strategy,
-        "benchmark.baseline.strategy": experiment.benchmark.baseline.strategy,
-    }
-    for key, strategy in strategies.items():
-        if strategy == "fsdp":
-            message = "fsdp cannot shard channels_last parameters. Set ddp, or train.memory_format: contiguous."
-            yield Problem(key, message)
-
-
-def _order(experiment: Experiment) -> Iterator[Problem]:
-    """Find keys that the section ``order`` doesn't have, and more or less than one of those that it has."""
-    order = experiment.sampler
-    if order is None:
-        return
-    unknown = list(order.arguments) if order.target is None else []
-    for name in unknown:
-        key, hint = keys.child("sampler", name), did_you_mean(name, KINDS) or f"; sampler takes {', '.join(KINDS)}"
-        yield Problem(key, f"unknown key{hint}")
-    if len(order.given) > 1:
-        yield Problem("sampler", f"{' and '.join(order.given)} cannot be combined. Keep one of them.")
-    elif not (order.given or unknown):
-        yield Problem("sampler", f"is empty. Set one of {', '.join(KINDS)}.")
 
 
 def _swept(experiment: Experiment) -> Iterator[Problem]:

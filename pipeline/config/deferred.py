@@ -88,7 +88,7 @@ def early_values(tree: Mapping[str, Any]) -> Iterator[Problem]:
                 f"{marker(names[0])} has no value until the data is loaded. "
                 "Use it only in the arguments of scheduler, optimizer and other components."
             )
-        elif early and parts[0] in ("data", "loader"):
+        elif early and parts[0] in ("data", "sampler", "loader"):
             message = f"{marker(early[0])} has no value until the data is loaded. Use a number instead."
         else:
             continue

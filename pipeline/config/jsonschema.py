@@ -47,6 +47,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
         "pipeline.data.arrays",
         "pipeline.data.tokens",
     ),
+    "sampler": ("pipeline.data.balanced", "pipeline.data.by_length"),
     "loss": (
         "torch.nn.CrossEntropyLoss",
         "torch.nn.BCEWithLogitsLoss",
@@ -78,7 +79,7 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
 }
 """Components that editors and shells offer, by section; any other name is valid, too.
 
-A test holds that they exist, and that all built-in models, data and tasks are listed.
+A test holds that they exist, and that all built-in models, data, samplers and tasks are listed.
 """
 
 

@@ -19,6 +19,10 @@ class Loader(Section):
     """Keep the DataLoader worker processes between epochs."""
     prefetch_factor: Positive = 2
     """Batches that each DataLoader worker process prefetches."""
+    random: bool | None = None
+    """Seed the global random generators for each sample: true for a dataset that draws random numbers, e.g. to augment
+    images. By default, a few samples of each dataset show it once, and a dataset that draws only later is an error.
+    false never seeds samples, and does not check. Samples of an iterable dataset are always seeded."""
     collate: Component | None = None
     """Component that builds the collate_fn; default: torch's default_collate."""
     evaluation_collate: Component | None = None

@@ -16,7 +16,7 @@ class NamedOptimizer(Optimizer):
 
     params: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1)]
     """Name or names of the parameters that it trains. An asterisk matches any characters, including dots. Each
-    trainable parameter belongs to exactly one optimizer. Names of the task's parameters start with ``task:``."""
+    trainable parameter belongs to exactly one optimizer. Names of the task's parameters start with ``task.``."""
 
     every: Positive | None = None
     """Steps between two updates. 5 updates in the first step and in every fifth step after it. The loss is computed and

@@ -1,7 +1,7 @@
 """The experiment file as frozen, strict types; their docstrings are the descriptions in JSON Schema and docs/keys.md.
 
 The larger sections have files of their own: `benchmark_section`, `loader_section`,
-`parallel`, `sampler`, `sweep`, `tracking_section` and `train`.
+`parallel`, `sweep`, `tracking_section` and `train`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,6 @@ from pipeline.config.finetuning import Optimizer
 from pipeline.config.loader_section import Loader
 from pipeline.config.named_optimizers import NamedOptimizer
 from pipeline.config.parallel import Parallel
-from pipeline.config.sampler import SamplerOptions
 from pipeline.config.sweep import Sweep
 from pipeline.config.tracking_section import Tracking
 from pipeline.config.train import Train
@@ -82,14 +81,17 @@ class Experiment(Section):
     data: Component
     """Any callable that returns a training dataset, a validation dataset or None, and optionally a test dataset. The
     datasets are map-style or iterable. The test dataset is evaluated once, at the end."""
-    sampler: SamplerOptions | None = None
-    """Sampling of the training samples. Default: shuffled, each sample once per epoch."""
+    sampler: Component | None = None
+    """Any callable (training set, epoch, generator) that returns the indices of an epoch's samples, such as
+    pipeline.data.balanced or pipeline.data.by_length (docs/data.md). Epochs count from 0. All epochs have the same
+    number of indices, and an index may repeat. Default: shuffled, each sample once per epoch."""
     loader: Loader = Loader()
     loss: Component | None = None
     """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md). Required
     unless ``task`` is given."""
     task: Component | None = None
-    """A pipeline.tasks.Task, for batches other than (inputs, targets) or losses other than a mean over samples.
+    """Any callable (model, batch) -> pipeline.tasks.Loss, or a plain scalar, the mean over the samples of the batch.
+    For batches other than (inputs, targets), and losses other than a mean over samples.
     ``{_target_: pipeline.tasks.Lightning, module: {_target_: mypackage.LitNet}}`` uses a LightningModule unchanged,
     instead of ``model``, ``loss``, ``optimizer`` and ``scheduler``."""
     metrics: Mapping[str, Metric] = {}
@@ -106,15 +108,16 @@ class Experiment(Section):
     """Any callable (optimizer) -> learning-rate scheduler; may use ${total_steps} and ${steps_per_epoch}. Schedulers in
     its arguments, as a SequentialLR has them, also get the optimizer."""
     optimizers: Mapping[str, NamedOptimizer] = {}
-    """Several optimizers by name, instead of ``optimizer``, for a task that yields one loss per optimizer. ``params``
-    lists the names of the parameters: ``{critic: {_target_: torch.optim.Adam, params: "critic.*"}}``. ``every: 5``
-    updates in every fifth step only. ``clip_grad_norm`` replaces train.clip_grad_norm for this optimizer."""
+    """Several optimizers by name, instead of ``optimizer``, for a task (model, batch, update) that calls ``update(name,
+    loss)`` for each of them. ``params`` lists the names of the parameters: ``{critic: {_target_: torch.optim.Adam,
+    params: "critic.*"}}``. ``every: 5`` updates in every fifth step only. ``clip_grad_norm`` replaces
+    train.clip_grad_norm for this optimizer."""
     schedulers: Mapping[str, Component] = {}
     """Schedulers of ``optimizers``, by the same names, instead of ``scheduler``. An optimizer may have no scheduler."""
-    features: tuple[Component, ...] = ()
-    """Your own additions to the training. Each is any callable (training) that returns a
-    pipeline.training.feature.Feature, which may change steps, follow evaluations and save state in checkpoints. They
-    wrap the steps of all built-in features, the last one outermost (docs/extend.md)."""
+    hooks: tuple[Component, ...] = ()
+    """Your own additions to the training. Each is any callable that returns a pipeline.train.Hook, which may change
+    batches and gradients, follow steps and evaluations, and save state in checkpoints (docs/extend.md). They are called
+    after the built-in hooks, in the order of the list."""
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()

@@ -1,7 +1,7 @@
 """Source of an experiment: a YAML file merged with the files that it extends, and the origin of each key.
 
 The keys of a file win over those of the file that it extends. Sections are merged key by key. Lists, plain values,
-sweep parameters, the order and components with a ``_target_`` of their own are replaced as a whole.
+sweep parameters and components with a ``_target_`` of their own are replaced as a whole.
 """
 
 import os
@@ -22,8 +22,8 @@ _USUAL = "experiments"
 _MOST_NAMED = 5
 _MOST_BYTES = 2**20
 _REPLACED_IN = "sweep.parameters"
-_REPLACED = ("sampler", "benchmark.baseline")
-"""Sections that are a single choice, not several settings."""
+_REPLACED = "benchmark.baseline"
+"""A section that is a single choice, not several settings."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any], *, key: str, replac
     for name, value in own.items():
         there, before = keys.child(key, name), base.get(name)
         are_sections = isinstance(value, Mapping) and isinstance(before, Mapping) and "_target_" not in value
-        if are_sections and key != _REPLACED_IN and there not in _REPLACED:
+        if are_sections and key != _REPLACED_IN and there != _REPLACED:
             result[name] = _merged(base[name], value, key=there, replaced=replaced)
         else:
             result[name] = value

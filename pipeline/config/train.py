@@ -86,7 +86,7 @@ class LearningRateScaling(Section):
     base_batch_size: Positive = 256
     """Global batch size that the optimizer's ``lr`` was chosen for."""
     warmup_steps: NotNegative = 0
-    """Steps over which the learning rate rises linearly from the unscaled to the scaled value."""
+    """Steps over which the learning rate rises linearly from the unscaled to the scaled value; rule none: from 0."""
 
 
 class Train(Section):
@@ -112,7 +112,7 @@ class Train(Section):
     """Micro-batches per worker and optimizer step."""
     evaluation_batch_size: Positive | None = None
     """Samples per batch of validation and test over all workers. Default: the size of a micro-batch of training. The
-    results are the same with any size."""
+    results are the same with any size, unless a layer evaluates with batch statistics (track_running_stats: false)."""
     batch_transform: Component | None = None
     """Any callable that returns a callable (inputs, targets) -> (inputs, targets), such as MixUp or CutMix. It changes
     each micro-batch of training on its device. Evaluations do not use it. It mixes samples of one worker, so training

@@ -1,19 +1,19 @@
 """Data functions: small real datasets, and files of any size. Any callable that returns two datasets works as well."""
 
-from pipeline.data.arrays import arrays
+from pipeline.data.bundled import digits, tabular
 from pipeline.data.csv_rows import read_csv
-from pipeline.data.example_sentences import example_sentences
-from pipeline.data.handwriting import digits
-from pipeline.data.labelled_texts import texts
-from pipeline.data.make_once import make_once
+from pipeline.data.example_sentences import example_sentences, make_once
+from pipeline.data.mapped import arrays, tokens
+from pipeline.data.padding import texts
+from pipeline.data.sampling import balanced, by_length, weighted
 from pipeline.data.splits import Splits
-from pipeline.data.tabular import tabular
 from pipeline.data.text import characters
-from pipeline.data.tokens import tokens
 
 __all__ = [
     "Splits",
     "arrays",
+    "balanced",
+    "by_length",
     "characters",
     "digits",
     "example_sentences",
@@ -22,4 +22,5 @@ __all__ = [
     "tabular",
     "texts",
     "tokens",
+    "weighted",
 ]

@@ -1,7 +1,7 @@
 """Rows of a CSV file, each checked to have a field for each column."""
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,26 +31,13 @@ def read_csv(path: str | Path, columns: Iterable[str] = ()) -> list[CsvRow]:
         OSError: the file can't be read.
         ValueError: it is not in UTF-8, or has no such column, no rows, or a row that has not one field for each column.
     """
-    (line, names), *rows = list(_rows(Path(path))) or [(1, [])]
-    if missing := [name for name in columns if name not in names]:
-        raise ValueError(f"{path}:{line}: has no column {', '.join(missing)}. It has {', '.join(names) or 'none'}.")
-    if not rows:
-        raise ValueError(f"{path}: has no rows after its column names. Add rows.")
-    for line, fields in rows:
-        if len(fields) != len(names):
-            raise ValueError(f"{path}:{line}: {_difference(fields, names)}")
-    return [CsvRow(line, dict(zip(names, fields, strict=True))) for line, fields in rows]
-
-
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line and the fields of each row; blank lines are no rows."""
-    line = 1
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    found, line = list[tuple[int, list[str]]](), 1
+    with Path(path).open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)  # otherwise an open quote takes in all rows after it
         try:
             for fields in reader:
-                if fields:
-                    yield line, fields
+                if fields:  # blank lines are no rows
+                    found.append((line, fields))
                 line = reader.line_num + 1
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: is not in UTF-8 ({error}). Save it in UTF-8.") from None
@@ -59,11 +46,19 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 f"{path}:{line}: the row that starts here can't be read ({error}). Check its quotes: "
                 'a quoted field ends with a quote, and a quote inside it is written twice, e.g. "a 5"" disk".'
             ) from None
-
-
-def _difference(fields: list[str], names: list[str]) -> str:
-    shown = ", ".join(map(repr, fields))
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."
-    columns = f"{counted(len(names), 'column')} ({', '.join(names)})"
-    remedy = "Put quotes around a field that has a comma" if len(fields) > len(names) else "Add the missing fields"
-    return f"the row has {counted(len(fields), 'field')} ({shown}) for {columns}. {remedy}."
+    (line, names), *rows = found or [(1, [])]
+    if missing := [name for name in columns if name not in names]:
+        raise ValueError(f"{path}:{line}: has no column {', '.join(missing)}. It has {', '.join(names) or 'none'}.")
+    if not rows:
+        raise ValueError(f"{path}: has no rows after its column names. Add rows.")
+    for line, fields in rows:
+        if len(fields) != len(names):
+            shown = ", ".join(map(repr, fields))
+            shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."
+            are_more = len(fields) > len(names)
+            remedy = "Put quotes around a field that has a comma" if are_more else "Add the missing fields"
+            raise ValueError(
+                f"{path}:{line}: the row has {counted(len(fields), 'field')} ({shown}) for "
+                f"{counted(len(names), 'column')} ({', '.join(names)}). {remedy}."
+            )
+    return [CsvRow(line, dict(zip(names, fields, strict=True))) for line, fields in rows]

@@ -1,10 +1,11 @@
-"""Sentences to fine-tune an encoder on, and a small pretrained encoder, made without a download."""
+"""Files that are made when they are first needed: sentences to fine-tune an encoder on, and a small encoder."""
 
 import csv
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -13,15 +14,42 @@ import torch
 from safetensors.torch import save_model
 
 from pipeline.config.extras import needs
-from pipeline.data.make_once import make_once
-from pipeline.protocol.progress import ProgressReporter
+from pipeline.protocol.progress import ProgressReporter, note
 from pipeline.system.imports import quiet_transformers
+from pipeline.system.lock_file import LockFile
 
 _TOPICS = ("attribute-access", "debugger", "formatstrings", "string-methods")
 _VOCABULARY, _LENGTH = 1000, 32
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _MASKED = 0.15
 _FILE = "sentences.csv"
+
+
+def make_once(path: Path, make: Callable[[Path], object], *, what: str) -> None:
+    """Make a file or folder if it does not exist, however many processes need it; print a line that says so.
+
+    Args:
+        path: where it is needed. It appears there when it is complete.
+        make: writes it to another path of the same file system. Random numbers that it draws change nothing else.
+        what: what is made, for the line.
+
+    Raises:
+        FileNotFoundError: it does not exist, and only the outline of a model is built, which makes nothing.
+        OSError: it can't be written.
+    """
+    if path.exists():
+        return
+    if torch.get_default_device().type == "meta":
+        raise FileNotFoundError(f"{path} does not exist yet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with LockFile(path.with_name(f"{path.name}.lock"), patience_s=inf):
+        if path.exists():
+            return
+        note(f"{path} does not exist. Making {what}.")
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder, torch.random.fork_rng(devices=[]):
+            made = Path(folder) / path.name
+            make(made)
+            made.rename(path)
 
 
 @needs("transformers")
@@ -48,15 +76,17 @@ def _write(folder: Path, *, steps: int) -> None:
     texts = [sentence for topic in sorted(topics) for sentence in _find_sentences(topics[topic])]
     tokenizer = _train_tokenizer(texts)
     tokenizer.save_pretrained(folder)
-    with _one_thread(), quiet_transformers():
-        _save(_train_model(texts, tokenizer, steps=steps), folder)
-
-
-def _save(model: Any, folder: Path) -> None:
-    """Save a model as its ``save_pretrained`` does, which writes nothing on any rank but 0 (transformers 5.23)."""
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, threads of a small model wait for each other most of the time
+    try:
+        with quiet_transformers():
+            model = _train_model(texts, tokenizer, steps=steps)
+            # As ``save_pretrained`` does, which writes nothing on any rank but 0 (transformers 5.23).
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(folder)
+            save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _find_sentences(text: str) -> list[str]:
@@ -119,14 +149,3 @@ def _train_model(texts: list[str], tokenizer: Any, *, steps: int) -> Any:
             optimizer.zero_grad()
             progress.by(1)
     return model.eval()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread: on a busy machine, threads of a small model wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -37,12 +37,20 @@ def characters(
         ExperimentError: the source can't be read, or is too short for a window.
     """
     check_fraction(validation_fraction)
-    text = (_python_topics() if source is None else _read(Path(source))).encode("ascii", errors="replace")
-    tokens = torch.tensor(list(text), dtype=torch.int64)[:max_characters]
+    if source is None:
+        from pydoc_data.topics import topics  # half a megabyte of source, loaded only if used
+
+        text = "\n".join(topics[name] for name in sorted(topics))
+    else:
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            message = f"can't read {source} as UTF-8 text ({error}); name another file"
+            raise ExperimentError.of("data.source", message) from error
+    tokens = torch.tensor(list(text.encode("ascii", errors="replace")), dtype=torch.int64)[:max_characters]
     cut = len(tokens) - round(validation_fraction * len(tokens))
-    train, rest = tokens[:cut], tokens[cut:]
-    held_out = _windows(rest, length=context_length) if validation_fraction else None
-    return Splits(_windows(train, length=context_length), held_out)
+    held_out = _windows(tokens[cut:], length=context_length) if validation_fraction else None
+    return Splits(_windows(tokens[:cut], length=context_length), held_out)
 
 
 def _windows(tokens: Tensor, *, length: int) -> TensorDataset:
@@ -52,17 +60,3 @@ def _windows(tokens: Tensor, *, length: int) -> TensorDataset:
         raise ExperimentError.of("data.context_length", message)
     used = (len(tokens) - 1) // length * length
     return TensorDataset(tokens[:used].view(-1, length), tokens[1 : used + 1].view(-1, length))
-
-
-def _read(source: Path) -> str:
-    try:
-        return source.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        message = f"can't read {source} as UTF-8 text ({error}); name another file"
-        raise ExperimentError.of("data.source", message) from error
-
-
-def _python_topics() -> str:
-    from pydoc_data.topics import topics  # half a megabyte of source, loaded only if used
-
-    return "\n".join(topics[name] for name in sorted(topics))

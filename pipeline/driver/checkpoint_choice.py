@@ -11,8 +11,8 @@ from pipeline.protocol.events import Finished
 from pipeline.protocol.labels import PARENTS
 from pipeline.recording.journal import journal
 from pipeline.recording.journal.folder import RunState, id_of
-from pipeline.training.checkpoints.manifest import Manifest, best, entries, step_of
-from pipeline.training.checkpoints.storage import Storage, address_of
+from pipeline.train.manifest import Manifest, best, entries, step_of
+from pipeline.train.storage import Storage, address_of
 
 BEST, LAST = "best", "last"
 

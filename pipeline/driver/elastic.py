@@ -1,7 +1,7 @@
 """Elastic training: as many workers as fit, resized whenever that changes, and moved before their node goes away.
 
 Global batches, their order and the learning rate are functions of the step, and a checkpoint loads at any world size:
-with another number of workers it is the same training. See docs/decisions/0009-elastic-size.md.
+with another number of workers it is the same training. See docs/decisions/0024-training-in-one-module.md.
 """
 
 import time

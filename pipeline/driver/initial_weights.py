@@ -4,11 +4,13 @@ from pathlib import Path
 
 from pipeline.config.finetuning import StartFrom
 from pipeline.config.schema import Experiment
-from pipeline.errors import ExperimentError, UsageError
+from pipeline.errors import ExperimentError, PipelineError, UsageError
 from pipeline.protocol.events import WEIGHTS, Finished
 from pipeline.protocol.trial import Weights
 from pipeline.recording.journal import journal, runs
-from pipeline.recording.journal.folder import id_of, read_state, trials_of
+from pipeline.recording.journal.folder import RunState, id_of, read_state, trials_of
+from pipeline.train.manifest import entries, verify
+from pipeline.train.storage import Storage, address_of
 from pipeline.wording import did_you_mean
 
 _KEY = "train.start_from"
@@ -36,21 +38,37 @@ def _of_run(name: str, directory: Path) -> Weights:
     except UsageError as error:
         raise ExperimentError.of(key, str(error)) from None
     path = folder / WEIGHTS
-    if not path.is_file():
-        raise ExperimentError.of(key, f"is {name}, but {_reason(folder)}")
-    return Weights(path=str(path.absolute()), source=f"run {id_of(folder)}, {_which(folder)}")
-
-
-def _reason(folder: Path) -> str:
-    """Return why a run has no weights, and what to do."""
+    if path.is_file():
+        return Weights(path=str(path.absolute()), source=f"run {id_of(folder)}, {_which(folder)}")
     if trials := trials_of(folder):
-        return f"{folder} is a sweep. Name one of its trials, for example {folder.name}/{trials[0].name}."
-    status = read_state(folder).status
-    if status == "RUNNING":
-        return f"{folder} is still training in {journal.describe_writer(folder / journal.FILE_NAME)}. Wait for its end."
-    if status == "FINISHED":
-        return f"{folder / WEIGHTS} does not exist. Name a run of pipeline run."
-    return f"{folder} has not finished, so it has no {WEIGHTS}. Continue it with --resume, or name another run."
+        message = f"{folder} is a sweep. Name one of its trials, for example {folder.name}/{trials[0].name}."
+        raise ExperimentError.of(key, f"is {name}, but {message}")
+    state = read_state(folder)
+    if state.status == "RUNNING":
+        writer = journal.describe_writer(folder / journal.FILE_NAME)
+        raise ExperimentError.of(key, f"is {name}, but {folder} is still training in {writer}. Wait for its end.")
+    if (found := _of_checkpoint(state)) is not None:
+        return found
+    message = f"{folder / WEIGHTS} does not exist. Name a run of pipeline run."
+    if state.status != "FINISHED":
+        message = f"{folder} ended without an intact checkpoint. Continue it with --resume, or name another run."
+    raise ExperimentError.of(key, f"is {name}, but {message}")
+
+
+def _of_checkpoint(state: RunState) -> Weights | None:
+    """Return the weights of a run's newest intact checkpoint; None if it has none."""
+    storage = Storage(address_of(state.experiment.checkpoint.directory, run=state.folder))
+    try:
+        for entry in entries(storage):
+            if entry.manifest is not None and verify(storage, entry) is None:
+                source = f"run {id_of(state.folder)}, the checkpoint of step {entry.manifest.step:,}"
+                return Weights(path=storage.address, checkpoint=entry.name, source=source)
+    except PipelineError:
+        raise  # already has a message for the user
+    except Exception as error:  # a storage may raise anything
+        message = f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}"
+        raise ExperimentError.of(f"{_KEY}.run", message) from error
+    return None
 
 
 def _which(folder: Path) -> str:

@@ -10,10 +10,7 @@ from pipeline.driver.checkpoint_choice import describe_missing_end
 from pipeline.errors import UsageError
 from pipeline.recording.journal.folder import RunState
 from pipeline.recording.mlflow.outcome import TrackingOutcome
-from pipeline.training.checkpoints.storage import Storage, address_of
-
-LENGTHS = ("train.epochs", "train.steps", "train.minutes", "train.early_stopping")
-"""Prefixes of keys that say how long a run trains."""
+from pipeline.train.storage import Storage, address_of
 
 
 def is_longer(now: Train, before: Train) -> bool:

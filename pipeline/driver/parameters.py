@@ -43,20 +43,17 @@ def _names_parameters(experiment: Experiment) -> bool:
 
 def _mismatches(experiment: Experiment, initial: Weights | None, *, allowed: tuple[str, ...]) -> list[Problem]:
     with undisturbed():
-        from pipeline.training.model import frozen, parameter_groups, parts, several_optimizers, start_from
+        from pipeline.train import optim, parts, weights
 
     create = partial(components.build, allowed=allowed)
     start = experiment.train.start_from
     try:
-        model, learned = parts.outline(create, experiment, with_task=_names_parameters(experiment))
+        trainee = parts.outline(create, experiment, with_task=_names_parameters(experiment))
     except Exception as error:  # noqa: BLE001 - user code; the workers raise what remains
         _log.info("the model can't be built without memory, so its parameters are checked later", exc_info=error)
         return []
     found: list[Problem] = []
     if start is not None and initial is not None:
-        found += refusals(lambda: start_from.fit(model, start, initial))
-    found += refusals(lambda: frozen.freeze(model, experiment.train.freeze))
-    if experiment.optimizers:
-        return found + refusals(lambda: several_optimizers.divide(model, experiment, learned=learned))
-    groups = experiment.optimizer.groups if experiment.optimizer is not None else ()
-    return found + refusals(lambda: parameter_groups.divide(model, groups, learned=learned))
+        found += refusals(lambda: weights.fit(trainee.get_submodule("model"), start, initial))
+    found += refusals(lambda: optim.freeze(trainee, experiment.train.freeze))
+    return found + refusals(lambda: optim.check_division(experiment, trainee))

@@ -77,7 +77,7 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
         ExperimentError: a metric can't be built.
     """
     with undisturbed():
-        from pipeline.training.model import metrics
+        from pipeline.train import metrics
 
     late = {name for name, one in experiment.metrics.items() if deferred.runtime_values_in(one.model_dump_json())}
     early = {name: one for name, one in experiment.metrics.items() if name not in late}
@@ -139,20 +139,19 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
         TrainingError: a sample that the order needs can't be read.
     """
     with undisturbed():
-        from pipeline.training.batches import data_source, iterable_order
-        from pipeline.training.model import parts
+        from pipeline.train import batches, iterable
 
-    train, *held_out = parts.data(experiment, allowed=allowed)
-    order = data_source.train_order(experiment, train, allowed=allowed)
+    train, *held_out = batches.build_data(experiment, allowed=allowed)
+    order = batches.train_order(experiment, train, allowed=allowed)
     named = zip(("validation", "test"), held_out, strict=True)
-    validation, test = (data_source.held_out_size(experiment, one, what=name) for name, one in named)
+    validation, test = (batches.held_out_size(experiment, one, what=name) for name, one in named)
     return DataSizes(
         None if order.is_endless else order.set_size,
         validation,
         order.steps_per_epoch,
         test,
         order.samples,
-        iterable_order.notes(train, experiment),
+        iterable.notes(train, experiment),
     )
 
 
@@ -204,16 +203,16 @@ def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
 
 def _direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -> Direction:
     with undisturbed():
-        from pipeline.training.model import metrics
+        from pipeline.train import metrics
 
     return metrics.direction(metric, mode, key=key, judges=judges)
 
 
 def _check_plateau(mode: str, experiment: Experiment, *, judges: Mapping[str, Any]) -> None:
     with undisturbed():
-        from pipeline.training.model import plateau
+        from pipeline.train import schedules
 
-    plateau.check_direction(mode, experiment.train, judges=judges)
+    schedules.check_plateau(mode, experiment.train, judges=judges)
 
 
 def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:

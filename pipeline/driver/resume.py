@@ -1,5 +1,6 @@
 """``--resume``: find the interrupted run, and compare its experiment with the file's."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -7,11 +8,12 @@ from typing import Literal
 from pipeline.config import environment
 from pipeline.config.load import ExperimentFile
 from pipeline.config.summary import flatten
-from pipeline.driver.longer import LENGTHS, differences, is_longer, refuse_finished
+from pipeline.driver.longer import differences, is_longer, refuse_finished
 from pipeline.errors import Problem, UsageError
 from pipeline.protocol.events import RunOpened
 from pipeline.recording.journal import journal, runs
 from pipeline.recording.journal.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
+from pipeline.train.manifest import LENGTHS, rate_keys
 
 LATEST = "latest"
 """Value of ``--resume``: see `newest`."""
@@ -24,11 +26,6 @@ _HOW_NOT_WHAT = (
 """Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
 _STEP = "train.global_batch_size"
 _BY_WORKER = "train.batch_size_per_worker"
-_NEW_ORDER = (
-    "The sample order changes from this step on. In the current epoch, some samples are repeated and others are missed."
-)
-_ORDERING = ("seed", "data.", "sampler")
-"""Prefixes of keys that decide which samples are in the batch of a step."""
 
 
 def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
@@ -145,22 +142,28 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     """Describe what has changed in the experiment since the run.
 
     Raises:
-        ExperimentError: a change affects what is trained, unless ``allowed``; a change of the size of a step is never
-            allowed.
+        ExperimentError: a change affects what is trained: only learning rates, the data and the length of the training
+            may change, if that is ``allowed``. A longer training always is.
     """
     changed = _changed(file, state)
     if _STEP in changed:
         key = next(iter(file.experiment.batch_keys(file.experiment.train.global_batch_size)))
         raise file.explain([Problem(key, _refusal_of_size(*changed[_STEP], state=state, file=file))])
-    if not allowed:
-        lengths = LENGTHS if is_longer(file.experiment.train, state.experiment.train) else ()
-        check_same(file, state, may_change=(*_HOW_NOT_WHAT, *lengths), remedy="add --allow-changed")
+    lengths = LENGTHS if is_longer(file.experiment.train, state.experiment.train) else ()
+    rates = rate_keys(file.experiment)
+    check_same(
+        file,
+        state,
+        may_change=(*_HOW_NOT_WHAT, *lengths),
+        remedy="start a new run without --resume",
+        allowable=[key for key in changed if key in rates or key.startswith((*LENGTHS, "data."))],
+        is_allowed=allowed,
+    )
     shown = {key: values for key, values in changed.items() if key != _BY_WORKER}  # its global batch is the same
     notes = [f"{key} was {_value(before)}, is now {_value(after)}" for key, (before, after) in shown.items()]
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
-    notes += differences(file, state)
-    return [*notes, _NEW_ORDER] if any(key.startswith(_ORDERING) for key in changed) else notes
+    return [*notes, *differences(file, state)]
 
 
 def altered(file: ExperimentFile, state: RunState) -> list[str]:
@@ -172,19 +175,30 @@ def altered(file: ExperimentFile, state: RunState) -> list[str]:
     ]
 
 
-def check_same(file: ExperimentFile, state: RunState, *, may_change: tuple[str, ...], remedy: str) -> None:
+def check_same(
+    file: ExperimentFile,
+    state: RunState,
+    *,
+    may_change: tuple[str, ...],
+    remedy: str,
+    allowable: Collection[str] = (),
+    is_allowed: bool = False,
+) -> None:
     """Check that the experiment has changed only in keys with certain prefixes since the run.
+
+    ``allowable`` keys may change with ``--allow-changed``, if ``is_allowed``.
 
     Raises:
         ExperimentError: other keys have changed.
     """
     changed = _changed(file, state)
-    if refused := [key for key in changed if not key.startswith(may_change)]:
+    permitted = allowable if is_allowed else ()
+    if refused := [key for key in changed if not (key.startswith(may_change) or key in permitted)]:
         raise file.explain(
             Problem(
                 key,
                 f"is {_value(changed[key][1])}, but was {_value(changed[key][0])} in {state.folder.name}. "
-                f"Set it back, or {remedy}.",
+                f"Set it back, or {'add --allow-changed' if key in allowable else remedy}.",
             )
             for key in refused
         )

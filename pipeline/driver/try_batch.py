@@ -108,10 +108,10 @@ def _run(trial: BatchCheck, *, receive: Callable[[AnyEvent], None]) -> Outcome:
 def _needed_bytes(experiment: Experiment, *, allowed: tuple[str, ...]) -> int:
     """Return the size of weights, gradients and optimizer state; 0 for a model that can't be built without memory."""
     with undisturbed():
-        from pipeline.training.model import parts
+        from pipeline.train import parts
 
     try:
-        model, _ = parts.outline(partial(components.build, allowed=allowed), experiment, with_task=False)
+        model = parts.outline(partial(components.build, allowed=allowed), experiment, with_task=False)
     except Exception as error:  # noqa: BLE001 - user code; the try raises what remains
         _log.info("the model can't be built without memory, so a batch is tried whatever its size", exc_info=error)
         return 0

@@ -38,7 +38,7 @@ from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import stages
 from pipeline.system.process import environment
-from pipeline.training.checkpoints.storage import address_of
+from pipeline.train.storage import address_of
 from pipeline.wording import first_line
 
 if TYPE_CHECKING:

@@ -28,7 +28,11 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(_Block(width, heads=heads, dropout=dropout) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
-        _initialize(self, depth=depth)
+        for name, module in self.named_modules():  # projections to the residual stream are smaller
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02 / (2 * depth) ** 0.5 if name.endswith("project") else 0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -84,13 +88,3 @@ class _Attention(nn.Module):
         mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         out: Tensor = self.dropout(self.project(mixed.transpose(1, 2).flatten(2)))
         return out
-
-
-def _initialize(model: nn.Module, *, depth: int) -> None:
-    """Draw normal weights with deviation 0.02, divided by sqrt(2 * depth) for projections to the residual stream."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            deviation = 0.02 / (2 * depth) ** 0.5 if name.endswith("project") else 0.02
-            nn.init.normal_(module.weight, std=deviation)
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)

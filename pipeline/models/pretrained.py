@@ -53,51 +53,41 @@ def pretrained(path: str, *, task: str, weights: bool = True, revision: str | No
     is_outline = torch.get_default_device().type == "meta"
     settings = _configuration(path, revision, config, downloads=not is_outline)
     kind = getattr(transformers, _CLASSES[task])
+    missing: list[str] = []
     try:
         if not weights or is_outline:
-            return _built(kind.from_config(settings, trust_remote_code=False))
-        with quiet_transformers():
-            loaded = kind.from_pretrained(
-                path,
-                config=settings,
-                revision=revision,
-                dtype=torch.float32,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            model = kind.from_config(settings, trust_remote_code=False)
+        else:
+            safe = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+            with quiet_transformers():
+                model, info = kind.from_pretrained(
+                    path, config=settings, revision=revision, dtype=torch.float32, **safe
+                )
+            missing = sorted(info["missing_keys"])
     except (OSError, ValueError, RuntimeError) as error:
         raise _refused(path, error) from error
-    model, info = loaded
-    if len(info["missing_keys"]) >= len(model.state_dict()):
+    if missing and len(missing) >= len(model.state_dict()):
         raise ExperimentError.of("model.path", f"{path} has no weights for {type(model).__name__}; name another model")
-    if missing := sorted(info["missing_keys"]):
+    if missing:
         note(f"{path} has no weights for {', '.join(missing)}: initialized with random numbers", subject=path)
-    return _built(model)
-
-
-def _built(model: Any) -> nn.Module:
-    found: nn.Module = model.float()
-    return found.train()
+    built: nn.Module = model.float().train()
+    return built
 
 
 def _check_path(path: str, *, weights: bool) -> None:
-    folder = Path(path)
+    folder, message = Path(path), ""
     if not folder.is_dir():
         if folder.exists() or not _HUB_NAME.fullmatch(path):
-            raise ExperimentError.of(
-                "model.path",
-                f"{path} is neither a folder nor a name on the Hugging Face hub, such as bert-base-uncased",
-            )
-        return
-    if not (folder / "config.json").is_file():
-        raise ExperimentError.of("model.path", f"{path} has no config.json; name a folder written by save_pretrained")
-    if weights and not any(folder.glob("*.safetensors")):
-        raise ExperimentError.of(
-            "model.path",
+            message = f"{path} is neither a folder nor a name on the Hugging Face hub, such as bert-base-uncased"
+    elif not (folder / "config.json").is_file():
+        message = f"{path} has no config.json; name a folder written by save_pretrained"
+    elif weights and not any(folder.glob("*.safetensors")):
+        message = (
             f"{path} has no safetensors, and other formats can run code when loaded. Convert the weights with "
-            "save_pretrained of a recent transformers, or set weights: false.",
+            "save_pretrained of a recent transformers, or set weights: false."
         )
+    if message:
+        raise ExperimentError.of("model.path", message)
 
 
 def _configuration(path: str, revision: str | None, config: dict[str, Any], *, downloads: bool) -> Any:

@@ -128,10 +128,22 @@ class ResNet(nn.Module):
         self.bn1 = new_norm(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
-        self.layer1, self.layer2, self.layer3, self.layer4 = _stages(block, depths=depths, width=width, norm=new_norm)
+        stages, last = list[nn.Sequential](), width
+        for number, depth in enumerate(depths):
+            blocks = list[nn.Module]()
+            for position in range(depth):
+                stride = 2 if number > 0 and position == 0 else 1
+                blocks.append(block(last, channels=width * 2**number, stride=stride, norm=new_norm))
+                last = width * 2**number * block.expansion
+            stages.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8 * width * block.expansion, num_classes)
-        _initialize(self, zero_init_residual=zero_init_residual)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif zero_init_residual and isinstance(module, Basic | Bottleneck):
+                nn.init.zeros_(module.last_norm.weight)
 
     @override
     def forward(self, images: Tensor) -> Tensor:
@@ -162,16 +174,8 @@ def resnet18(
         norm: "batch" has statistics of each worker's batch; "group" (arXiv 1803.08494) trains the same model with any
             number of workers.
     """
-    return ResNet(
-        Basic,
-        depths=(2, 2, 2, 2),
-        num_classes=num_classes,
-        width=width,
-        in_channels=in_channels,
-        stem=stem,
-        zero_init_residual=zero_init_residual,
-        norm=norm,
-    )
+    size = {"num_classes": num_classes, "width": width, "in_channels": in_channels}
+    return ResNet(Basic, depths=(2, 2, 2, 2), **size, stem=stem, zero_init_residual=zero_init_residual, norm=norm)
 
 
 def resnet50(
@@ -184,35 +188,5 @@ def resnet50(
     norm: Norm = "batch",
 ) -> ResNet:
     """Return a ResNet-50, with bottleneck blocks; arguments as for `resnet18`."""
-    return ResNet(
-        Bottleneck,
-        depths=(3, 4, 6, 3),
-        num_classes=num_classes,
-        width=width,
-        in_channels=in_channels,
-        stem=stem,
-        zero_init_residual=zero_init_residual,
-        norm=norm,
-    )
-
-
-def _stages(block: Block, *, depths: Sequence[int], width: int, norm: NewNorm) -> list[nn.Sequential]:
-    stages = []
-    in_channels = width
-    for index, depth in enumerate(depths):
-        channels = width * 2**index
-        blocks = []
-        for position in range(depth):
-            stride = 2 if index > 0 and position == 0 else 1
-            blocks.append(block(in_channels, channels=channels, stride=stride, norm=norm))
-            in_channels = channels * block.expansion
-        stages.append(nn.Sequential(*blocks))
-    return stages
-
-
-def _initialize(model: nn.Module, *, zero_init_residual: bool) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif zero_init_residual and isinstance(module, Basic | Bottleneck):
-            nn.init.zeros_(module.last_norm.weight)
+    size = {"num_classes": num_classes, "width": width, "in_channels": in_channels}
+    return ResNet(Bottleneck, depths=(3, 4, 6, 3), **size, stem=stem, zero_init_residual=zero_init_residual, norm=norm)

@@ -12,8 +12,6 @@ from pipeline.protocol.trial import Reference, Trial
 from pipeline.wording import counted
 
 T = TypeVar("T", bound=Trial)
-_LOSS_OF_THE_MODEL = ("pipeline.tasks.FromModel", "pipeline.tasks.from_model.FromModel")
-"""Tasks that use the loss which the model returns."""
 
 
 class Planner:
@@ -150,19 +148,9 @@ def _device(experiment: Experiment, resources: Resources) -> Literal["cpu", "cud
 
 def _check_replicas(trial: Trial, *, key: str) -> None:
     """Reject what dp can't compute on several GPUs; on one, or on CPU, the model itself is trained."""
-    if trial.strategy != "dp" or trial.replicas < 2:
-        return
-    task = trial.experiment.task
-    if trial.experiment.train.compile is not None:
+    if trial.strategy == "dp" and trial.replicas > 1 and trial.experiment.train.compile is not None:
         message = "dp copies the model in each step, which torch.compile does not support. Use ddp, or compile: false."
-    elif task is not None and task.target in _LOSS_OF_THE_MODEL:
-        message = (
-            f"dp runs the model on {trial.replicas} GPUs, and with {task.target} each returns a separate loss. These "
-            "cannot be combined exactly. Use ddp."
-        )
-    else:
-        return
-    raise ExperimentError.of(f"{key}.strategy", message)
+        raise ExperimentError.of(f"{key}.strategy", message)
 
 
 def _check_offload(trial: Trial, *, key: str) -> None:

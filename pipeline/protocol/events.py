@@ -194,7 +194,7 @@ class Failed(Event):
     is_out_of_memory: bool = False
     """True if the rank ran out of memory."""
     origin: Origin = "rank"
-    """Origin as seen by the rank, see `pipeline.training.ranks.torch_errors`."""
+    """Origin as seen by the rank, see `pipeline.train.errors`."""
 
 
 class Phase(IntEnum):
@@ -378,7 +378,7 @@ class ModelExported(Event):
     program: str
     """Path of the program inside the run's folder. The file is removed once the tracking store has it."""
     samples: str
-    """Path of an .npz file with an example of inputs and outputs; see `pipeline.training.result.exported_model`."""
+    """Path of an .npz file with an example of inputs and outputs; see `pipeline.train.exported`."""
     torch: str
     """Version of torch that exported it."""
 

@@ -24,7 +24,9 @@ class Weights(Frozen):
     """File of weights that a training starts from, as the driver found it."""
 
     path: str
-    """Absolute path, for rank 0: safetensors, or the weights.pt of a run."""
+    """Absolute path, for rank 0, of safetensors or a run's weights.pt; with a ``checkpoint``, its storage's address."""
+    checkpoint: str = ""
+    """Name of the checkpoint; empty for a file."""
     source: str
     """Source in words, e.g. "run 20261124-081500-digits-1c7d, weights of step 46, the best validation/loss"."""
 

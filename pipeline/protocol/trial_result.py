@@ -31,7 +31,7 @@ class StepParts(Recorded):
     """Breakdown of the time of one optimizer step, in milliseconds; the parts add up to the step within its noise.
 
     The wait for data is measured during training. Everything else is measured afterwards by leaving a part out, see
-    `pipeline.training.measuring.probe`; where that failed, it is None.
+    `pipeline.train.measure`; where that failed, it is None.
     """
 
     held_ms: Spread | None = None

@@ -1,14 +1,15 @@
 """Interface of a strategy: its processes and devices, and how it synchronizes gradients."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.config.values import Section
+from pipeline.tasks import Trainee
 
 
 class NoOptions(Section):
@@ -16,14 +17,14 @@ class NoOptions(Section):
 
 
 class Strategy(ABC):
-    """Wraps a model for data-parallel training.
+    """Wraps model and task, one module, for data-parallel training.
 
     The contract, held by tests/contract/test_strategies.py for every file in this folder: training on the same
-    global batches reaches the same weights as ``single``. The loop hands each process its share of a global batch
-    and scales each loss by `gradient_scale` times the share's part of the batch, so that what reaches the optimizer
-    is the gradient of the mean over the global batch, uneven shares included.
+    global batches reaches the same weights as ``single``. The step hands each process its share of a global batch and
+    runs backward from the sum of the share's losses, times `gradient_scale` and divided by the global batch's samples.
+    So what reaches the optimizer is the gradient of the mean over the global batch, uneven shares included.
 
-    Only `wrap` must be written. A strategy whose ranks hold parts of the weights is a `Sharded` one.
+    Only `wrap` must be written.
     """
 
     Options: ClassVar[type[Section]] = NoOptions
@@ -36,53 +37,40 @@ class Strategy(ABC):
     """CUDA indices of this process's GPUs, the one of `device` first; empty on CPU. Set before `wrap` is called."""
     needs_process_group: ClassVar[bool] = False
     """True if torch.distributed must be initialized even for a single process."""
+    is_sharded: ClassVar[bool] = False
+    """True if each rank holds shards of the weights, and communicates in each pass; `wrap` gets a module on the CPU."""
+    casts: ClassVar[bool] = False
+    """True if the strategy computes in ``compute_dtype`` itself, without autocast."""
+    groups: Sequence[nn.Module] = ()
+    """Modules that are gathered and compiled as a unit; empty for the whole model."""
 
     def __init__(
         self, options: Section, *, device: torch.device, world_size: int, compute_dtype: torch.dtype | None = None
     ) -> None:
-        """Keep the arguments; `wrap` does the work.
-
-        Args:
-            options: ``parallel.options``, validated by `Options`.
-            device: the device of this rank.
-            world_size: number of processes.
-            compute_dtype: the 16-bit type of ``train.precision``, or None.
-        """
-        self.options = options
-        self.device = device
-        self.world_size = world_size
-        self.compute_dtype = compute_dtype
+        """Keep the validated options, this rank's device, and the 16-bit type of ``train.precision``, or None."""
+        self.options, self.device, self.world_size, self.compute_dtype = options, device, world_size, compute_dtype
 
     @classmethod
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
-        """Return why these options can't run on this type of device; None if they can.
-
-        The text includes what to set instead.
-        """
+        """Return why these options can't run on this type of device, and what to set instead; None if they can."""
         return None
 
+    @classmethod
+    def refuse_several(cls, options: Section) -> str | None:
+        """Return why these options can't train several optimizers, and what to set instead; None if they can."""
+        return "wraps the whole model, but a task with several optimizers calls parts of the model; use ddp"
+
     @abstractmethod
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that training calls; ``model`` is on the device and in its precision.
+    def wrap(self, trainee: Trainee) -> nn.Module:
+        """Return the module that a step calls with a batch; the trainee is on the device and in its precision.
 
         Raises:
             ExperimentError: this model can't be trained with this strategy.
         """
 
-    @classmethod
-    def refuse_several(cls, options: Section) -> str | None:
-        """Return why these options can't train with several optimizers; None if they can.
-
-        The text includes what to set instead.
-        """
-        return "wraps the whole model, but a task with several optimizers calls parts of the model; use ddp"
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Return the module that a task with several optimizers calls, instead of `wrap`.
-
-        The loop itself sums the gradients of each optimizer over the processes.
-        """
-        return model
+    def prepare(self, trainee: Trainee) -> nn.Module:
+        """Return what trains with several optimizers, instead of `wrap`: the step sums the gradients of each."""
+        return trainee
 
     @property
     def gradient_scale(self) -> float:
@@ -92,54 +80,40 @@ class Strategy(ABC):
     @property
     def needs_equal_passes(self) -> bool:
         """True if all ranks must run the same number of forward and backward passes in a step."""
-        return False
+        return self.is_sharded
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """Return a context without gradient synchronization, for all but the last micro-batch."""
+        """Return a context of both passes of all micro-batches but the last, without gradient synchronization."""
         return nullcontext()
 
-    def exchange_ms(self, wrapped: nn.Module) -> float | None:
-        """Return this rank's mean gradient synchronization time per step, in milliseconds.
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
+        """Sum gradients that a step's last backward pass hasn't synchronized over the ranks. Collective."""
 
-        The mean is over the steps since the last call. None if the strategy doesn't time it, or no step was timed.
-        Doesn't wait for the device.
-        """
-        return None
-
-
-class Sharded(Strategy):
-    """Strategy that shards the weights and communicates in each forward and backward pass.
-
-    `wrap` gets the model on the CPU, and returns a module that computes in ``compute_dtype`` without autocast.
-    """
-
-    @property
-    def needs_equal_passes(self) -> bool:
-        """True: a rank with fewer passes would leave the others waiting."""
-        return True
-
-    @property
-    @abstractmethod
-    def groups(self) -> Sequence[nn.Module]:
-        """Modules that are gathered and compiled as a unit; empty for the whole model."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return how the model is sharded, for the report; empty if it is not sharded."""
-
-    @abstractmethod
     def no_communication(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Return a context without communication, to measure what communication costs.
 
-        Their results may be meaningless. A rank may run out of memory inside without another rank waiting for it.
+        Results may be meaningless. A rank may run out of memory inside without another rank waiting for it.
         """
+        return self.no_sync(wrapped)
 
-    @abstractmethod
-    def full_state_dict(self, wrapped: nn.Module) -> Mapping[str, Tensor]:
-        """Return all weights and buffers by name, on the CPU of rank 0. Collective."""
+    def exchange_ms(self, wrapped: nn.Module) -> float | None:
+        """Return this rank's mean time of gradient synchronization in the steps since the last call, in milliseconds.
+
+        None if no step was timed. Doesn't wait for the device.
+        """
+        return None
+
+    def describe(self) -> str:
+        """Return how the model is sharded, for the report; empty if it is not sharded."""
+        return ""
+
+    def full_state_dict(self, trainee: nn.Module) -> Mapping[str, Tensor]:
+        """Return all weights and buffers by name, on rank 0. Collective."""
+        state: dict[str, Any] = trainee.state_dict()
+        return state
 
 
-def sparse_modules(model: nn.Module) -> list[str]:
+def sparse_modules(trainee: nn.Module) -> list[str]:
     """Return the names of the trainable embeddings whose gradients are sparse (``sparse=True``)."""
-    found = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
-    return [name for name, module in found if module.sparse and module.weight.requires_grad]
+    found = ((name, one) for name, one in trainee.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+    return [name.removeprefix("model.") for name, one in found if one.sparse and one.weight.requires_grad]

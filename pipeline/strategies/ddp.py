@@ -17,6 +17,7 @@ from typing_extensions import override
 from pipeline.config.values import Section
 from pipeline.errors import ExperimentError
 from pipeline.strategies import base
+from pipeline.tasks import Trainee
 
 
 class Options(Section):
@@ -50,6 +51,8 @@ _UNSENT_ON_CPU = {
 }
 """Types of tensors that neither gloo nor NCCL sends, and those that gloo doesn't send, with what to use instead."""
 
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module with the names of what DDP neither broadcasts nor synchronizes."""
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
@@ -76,27 +79,42 @@ class Strategy(base.Strategy):
     @override
     @classmethod
     def refuse_several(cls, options: Section) -> str | None:
-        changed = {name for name in options.model_fields_set if getattr(options, name) != cls.Options().__dict__[name]}
-        if ignored := sorted(changed - {"sync_batch_norm"}):
-            message = "is an option of torch's DDP, which is not used with several optimizers"
-            return f"{ignored[0]} {message}; remove it"
-        return None
+        default = cls.Options()
+        changed = sorted(name for name in options.model_fields_set if getattr(options, name) != getattr(default, name))
+        ignored = next((name for name in changed if name != "sync_batch_norm"), None)
+        message = "is an option of torch's DDP, which is not used with several optimizers; remove it"
+        return f"{ignored} {message}" if ignored else None
 
     @override
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, trainee: Trainee) -> nn.Module:
         if cast(Options, self.options).sync_batch_norm:
-            return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))  # type: ignore[no-untyped-call]
-        return model
+            return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(trainee))  # type: ignore[no-untyped-call]
+        return trainee
 
     @override
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, trainee: Trainee) -> nn.Module:
         options = cast(Options, self.options)
-        _refuse_sparse(model, options)
-        _check_buffers(model, device=self.device)
-        model = self.prepare(model)
+        how = f"communication_hook: {options.communication_hook}"
+        if options.communication_hook != "none" and (names := base.sparse_modules(trainee)):
+            raise ExperimentError.of(
+                "model",
+                f"{names[0]} has sparse gradients, which {how} does not support; set sparse: false, or remove {how}",
+            )
+        ignored = [f"model.{name}" for name in getattr(trainee.model, _IGNORED, ())]
+        for name, module in trainee.task.named_modules(prefix="task"):
+            if type(module).__module__ == "torch.nn.modules.loss":  # weights of classes, which no step changes
+                ignored += [f"{name}.{own}" for own, _ in module.named_buffers(recurse=False)]
+        setattr(trainee, _IGNORED, ignored)
+        unsent = _UNSENT if self.device.type == "cuda" else {**_UNSENT, **_UNSENT_ON_CPU}
+        for name, buffer in trainee.named_buffers():
+            is_dense = buffer.layout == torch.strided
+            if name not in ignored and (not is_dense or buffer.dtype in unsent):
+                kind, other = (buffer.dtype, unsent[buffer.dtype]) if is_dense else (buffer.layout, "a dense tensor")
+                message = f"the buffer {name.removeprefix('model.')} is {kind}, which DDP cannot send to other workers"
+                raise ExperimentError.of("model", f"{message}. Use {other}, or an attribute that is not a buffer.")
+        # Without device_ids torch doesn't search each batch for tensors to move: they are on the device.
         wrapped = DistributedDataParallel(
-            model,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
+            self.prepare(trainee),
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
@@ -143,31 +161,3 @@ class Strategy(base.Strategy):
 def timed_of(steps: int, *, every: int) -> int:
     """Return how many of the first steps torch has timed."""
     return steps if steps <= _TIMED_AT_FIRST else _TIMED_AT_FIRST + steps // every - _TIMED_AT_FIRST // every
-
-
-def _refuse_sparse(model: nn.Module, options: Options) -> None:
-    """Refuse sparse gradients with communication hooks, which handle dense gradients only."""
-    names = base.sparse_modules(model)
-    how = f"communication_hook: {options.communication_hook}" if options.communication_hook != "none" else ""
-    if names and how:
-        raise ExperimentError.of(
-            "model",
-            f"{names[0]} has sparse gradients, which {how} does not support; set sparse: false, or remove {how}",
-        )
-
-
-def _check_buffers(model: nn.Module, *, device: torch.device) -> None:
-    """Check that DDP can send the model's buffers, as it does before each step.
-
-    Raises:
-        ExperimentError: gloo or NCCL can't send one.
-    """
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    unsent = _UNSENT if device.type == "cuda" else {**_UNSENT, **_UNSENT_ON_CPU}
-    for name, buffer in model.named_buffers():
-        is_dense = buffer.layout == torch.strided
-        if name in ignored or (is_dense and buffer.dtype not in unsent):
-            continue
-        kind, other = (buffer.dtype, unsent[buffer.dtype]) if is_dense else (buffer.layout, "a dense tensor")
-        message = f"the buffer {name} is {kind}, which DDP cannot send to other workers. Use {other}"
-        raise ExperimentError.of("model", f"{message}, or an attribute that is not a buffer.")

@@ -1,18 +1,20 @@
 """DataParallel: one process drives several GPUs of its machine. For prototypes; `ddp` is faster almost everywhere.
 
-Each step copies the model to every GPU, splits the batch, and gathers the outputs on GPU 0, which also computes the
-loss. GPU 0 therefore computes more and uses more memory than the other GPUs, as the measured peak memory shows.
+Each step copies model and task to every GPU, splits the batch, and adds up the losses on GPU 0. GPU 0 therefore uses
+more memory than the other GPUs, as the measured peak memory shows.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import gather
 from typing_extensions import override
 
 from pipeline.strategies import base
+from pipeline.tasks import Loss, Trainee, count_samples, gathering
 
 
 class Strategy(base.Strategy):
@@ -21,15 +23,26 @@ class Strategy(base.Strategy):
     devices = "all"
 
     @override
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return _DataParallel(model, device_ids=self.gpus) if len(self.gpus) > 1 else model
+    def wrap(self, trainee: Trainee) -> nn.Module:
+        return _SummingDataParallel(trainee, device_ids=self.gpus) if len(self.gpus) > 1 else trainee
 
 
-class _DataParallel(nn.DataParallel[nn.Module]):
-    """``nn.DataParallel`` whose replicas compute in the autocast type of the calling thread.
+class _OfReplica(NamedTuple):
+    loss: Loss
+    samples: int
 
-    torch runs each replica in a thread, where it enables autocast with the default type, fp16.
+
+class _SummingDataParallel(nn.DataParallel[nn.Module]):
+    """``nn.DataParallel`` whose replicas return sums, so that it is exact for any task.
+
+    They compute in the autocast type of the calling thread: torch runs each in a thread, where it enables autocast with
+    the default type, fp16.
     """
+
+    @override
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        gathering.current.samples = None  # replicas count those of their parts
+        return super().forward(*inputs, **named)
 
     @override
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
@@ -37,8 +50,31 @@ class _DataParallel(nn.DataParallel[nn.Module]):
         calls: list[Any] = [partial(_compute, dtype, replica) for replica in replicas]
         return super().parallel_apply(calls, inputs, kwargs)
 
+    @override
+    def gather(self, outputs: Sequence[_OfReplica], output_device: Any) -> Loss:
+        losses = [one.loss for one in outputs]
+        sums, counts = (_stacked([getattr(one, name) for one in losses], output_device) for name in ("sum", "count"))
+        assert sums is not None
+        weights = sums.new_tensor([one.samples for one in outputs]) if counts is None else counts.to(sums.dtype)
+        logs = {}
+        for name in losses[0].logs:
+            values = _stacked([one.logs[name] for one in losses], output_device)
+            assert values is not None
+            logs[name] = (values * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+        results, targets = (
+            None if losses[0][place] is None else gather([one[place] for one in losses], output_device)
+            for place in (2, 3)
+        )
+        return Loss(sums.sum(), None if counts is None else counts.sum(), results, targets, logs)
 
-def _compute(dtype: torch.dtype, replica: nn.Module, /, *inputs: Any, **named: Any) -> Any:
+
+def _compute(dtype: torch.dtype, replica: nn.Module, /, *inputs: Any, **named: Any) -> _OfReplica:
     """Call a replica with autocast in ``dtype``, if it is enabled."""
     with torch.autocast("cuda", dtype=dtype, enabled=torch.is_autocast_enabled("cuda")):
-        return replica(*inputs, **named)
+        loss: Loss = replica(*inputs, **named)
+    return _OfReplica(loss, count_samples(inputs[0]) if loss.logs and loss.count is None else 0)
+
+
+def _stacked(parts: Sequence[Tensor | None], device: Any) -> Tensor | None:
+    found = [one.to(device) for one in parts if one is not None]
+    return torch.stack(found) if found else None

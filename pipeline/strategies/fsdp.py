@@ -5,8 +5,9 @@ reduce-scattered. Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Tr
 1910.02054; Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -21,7 +22,8 @@ from typing_extensions import override
 from pipeline.config.values import Section
 from pipeline.errors import ExperimentError
 from pipeline.strategies import base
-from pipeline.strategies._fsdp_groups import choose, describe
+from pipeline.strategies._fsdp_groups import check, choose, describe
+from pipeline.tasks import Trainee
 
 # Before torch 2.13: other names, no gradients of zero, no public reset.
 _gather = cast(Any, getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
@@ -48,189 +50,188 @@ class Options(Section):
     """Use a zero gradient for parameters that a rank doesn't use. Needed if ranks use different parameters."""
 
 
-class Strategy(base.Sharded):
+class Strategy(base.Strategy):
     """``fully_shard``, over NCCL on GPUs and gloo on CPU."""
 
     Options = Options
     processes = "many"
     needs_process_group = True
+    is_sharded = True
+    casts = True
     _description = ""
-    _groups: Sequence[nn.Module] = ()
+    _whole: Sequence[nn.Parameter] = ()
+    """Parameters without dimensions, such as a temperature, which can't be sharded: `complete` sums their gradients."""
 
     @override
     @classmethod
     def refuse(cls, options: Section, *, device: Literal["cpu", "cuda"]) -> str | None:
-        if cast(Options, options).cpu_offload and device == "cpu":
+        fsdp = cast(Options, options)
+        if fsdp.cpu_offload and device == "cpu":
             return "cpu_offload needs GPUs, since on the CPU all tensors are in host memory already; remove it"
-        if cast(Options, options).zero_unused_gradients and not _SETS_ZEROS:
+        if fsdp.zero_unused_gradients and not _SETS_ZEROS:
             return f"zero_unused_gradients needs torch 2.13, but {torch.__version__} is installed; upgrade or remove it"
+        if fsdp.zero_unused_gradients and fsdp.groups != "none":
+            return (
+                "zero_unused_gradients needs groups: none, since a group that the forward pass of one rank skips lets "
+                "the other ranks wait until parallel.timeout_s; set groups: none"
+            )
         return None
 
     @override
-    def wrap(self, model: nn.Module) -> nn.Module:
-        options = cast(Options, self.options)
-        if names := base.sparse_modules(model):
+    def wrap(self, trainee: Trainee) -> nn.Module:
+        options, model = cast(Options, self.options), trainee.model
+        if names := base.sparse_modules(trainee):
             raise ExperimentError.of(
                 "model",
                 f"{names[0]} has sparse gradients, which fsdp does not support; set sparse: false, or use ddp",
             )
+        if names := [name for name, one in trainee.named_parameters() if one.is_complex()]:
+            # fully_shard's gradients of them are wrong: losses differ from those of ddp from the second step on
+            message = f"fsdp does not support complex weights such as {names[0].removeprefix('model.')}; use ddp"
+            raise ExperimentError.of("parallel.strategy", message)
         groups = choose(model, options.groups)
-        self._groups = tuple(groups.values())
+        check(trainee.task, {}, prefix="task.")
+        self.groups = tuple(groups.values())
         self._description = describe(groups) if self.world_size > 1 else ""
+        self._whole = [one for one in trainee.parameters() if not one.ndim]
+        for one in self._whole:
+            one.data = one.data.to(self.device)
+        reshards = None if options.reshard_after_forward == "auto" else options.reshard_after_forward
         shard = partial(
             fully_shard,
             mesh=DeviceMesh.from_group(dist.group.WORLD, self.device.type),  # type: ignore[arg-type]
-            reshard_after_forward=None if options.reshard_after_forward == "auto" else options.reshard_after_forward,
+            reshard_after_forward=reshards,
             offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+            ignored_params=set(self._whole),
         )
-        low, full = self._low_precision(), MixedPrecisionPolicy()
+        full = low = MixedPrecisionPolicy()
+        if self.compute_dtype is not None:  # gradients are reduced in 32 bits
+            low = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         for name, module in reversed(list(model.named_modules())):  # inner ones first
             if self.compute_dtype is not None and isinstance(module, _BatchNorm):
                 shard(module, mp_policy=full)  # whose running statistics are in full precision
             elif name in groups:
                 shard(module, mp_policy=low)
-        shard(model, mp_policy=self._low_precision(output=torch.float32) if self.compute_dtype else full)
+        if self.compute_dtype is not None:
+            # The task computes in full precision, with targets that are not rounded. Else model and task are one group,
+            # so that a task may use any part of the model.
+            shard(model, mp_policy=replace(low, output_dtype=torch.float32), reshard_after_forward=bool(reshards))
+        shard(trainee, mp_policy=full)
         self._exchange = _Exchange()
-        for module in _sharded(model):
-            self._configure(module)
-        model.register_forward_hook(_reshard)
-        return model
-
-    def _low_precision(self, *, output: torch.dtype | None = None) -> MixedPrecisionPolicy:
-        """Return the policy of 16-bit communication and computation, with gradients reduced in 32 bits."""
-        if self.compute_dtype is None:
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32, output_dtype=output)
-
-    def _configure(self, module: FSDPModule) -> None:
-        # Losses are weighted by their share of the global batch, so gradients are summed, not averaged.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(enable=True)
-        module.set_custom_all_gather(cast(Any, self._exchange.gather))
-        module.set_custom_reduce_scatter(cast(Any, self._exchange.scatter))
-        if cast(Options, self.options).zero_unused_gradients:
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-
-    @property
-    @override
-    def groups(self) -> Sequence[nn.Module]:
-        return self._groups
+        for sharded in _sharded(trainee):
+            # Sums of losses are divided by the size of the global batch, so gradients are summed, not averaged.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(enable=True)
+            sharded.set_custom_all_gather(cast(Any, self._exchange))
+            sharded.set_custom_reduce_scatter(cast(Any, self._exchange))
+            if options.zero_unused_gradients:
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        trainee.register_forward_hook(_reshard)
+        return trainee
 
     @override
     def describe(self) -> str:
         return self._description
 
+    @contextmanager
     @override
-    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        if cast(Options, self.options).reduce_each_micro_batch:
-            return nullcontext()
-        return _without_reduction(cast(FSDPModule, wrapped))
+    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        sharded = cast(FSDPModule, wrapped)
+        sharded.set_requires_gradient_sync(cast(Options, self.options).reduce_each_micro_batch)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+
+    @torch.no_grad()
+    @override
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        whole = [one for one in self._whole if one.requires_grad]
+        if not whole or self.world_size == 1:
+            return
+        own = [one.new_zeros(()) if one.grad is None else one.grad for one in whole]
+        has = [float(one.grad is not None) for one in whole]
+        sums = torch.stack([*(one.double() for one in own), *torch.tensor(has, dtype=torch.double, device=self.device)])
+        dist.all_reduce(sums)
+        for place, one in enumerate(whole):
+            if one.grad is not None:
+                one.grad.copy_(sums[place])
+            elif sums[len(whole) + place]:  # without one on any rank it stays without: the optimizer would let it decay
+                one.grad = sums[place].to(one.dtype)
 
     @contextmanager
     @override
     def no_communication(self, wrapped: nn.Module) -> Iterator[None]:
-        with self._exchange.off():
-            try:
-                yield
-            except BaseException:  # such as out of memory: the half-finished pass would make the next one fail
-                _reset(cast(FSDPModule, wrapped))
-                raise
+        self._exchange.is_on = False
+        try:
+            yield
+        except BaseException:  # such as out of memory: forget the half-finished pass, or the next one would fail
+            sharded = cast(FSDPModule, wrapped)
+            if hasattr(sharded, "reset_iter_state"):
+                sharded.reset_iter_state()
+            else:  # what ends each backward pass in these releases
+                state = sharded._get_fsdp_state()
+                state._state_ctx.iter_forward_root = None
+                state._root_post_backward_final_callback()
+            raise
+        finally:
+            self._exchange.is_on = True
 
     @override
-    def full_state_dict(self, wrapped: nn.Module) -> Mapping[str, Tensor]:
+    def full_state_dict(self, trainee: nn.Module) -> Mapping[str, Tensor]:
         # The import takes more than a second, and is needed once, at the end.
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast(Mapping[str, Tensor], get_model_state_dict(wrapped, options=options))
+        return cast(Mapping[str, Tensor], get_model_state_dict(trainee, options=options))
 
 
-def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+def _sharded(module: nn.Module) -> Iterator[FSDPModule]:
+    return (one for one in module.modules() if isinstance(one, FSDPModule))
 
 
-def _reset(wrapped: FSDPModule) -> None:
-    """Forget a pass that was not finished, its gradients included."""
-    if hasattr(wrapped, "reset_iter_state"):
-        wrapped.reset_iter_state()
-    else:  # what ends each backward pass in these releases
-        state = wrapped._get_fsdp_state()
-        state._state_ctx.iter_forward_root = None
-        state._root_post_backward_final_callback()
+def _reshard(trainee: nn.Module, *_: object) -> None:
+    """Reshard after a pass without gradients: torch keeps the root whole for a backward pass that doesn't come.
 
-
-@contextmanager
-def _without_reduction(wrapped: FSDPModule) -> Iterator[None]:
-    wrapped.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        wrapped.set_requires_gradient_sync(True)
-
-
-def _reshard(model: nn.Module, *_: object) -> None:
-    """Reshard after a forward pass without gradients, which no backward pass follows."""
+    The next step would compute with these weights, even if an average or a checkpoint has been swapped in since.
+    """
     if not torch.is_grad_enabled():
-        for module in _sharded(model):
-            module.reshard()
+        for one in _sharded(trainee):
+            one.reshard()
 
 
 class _Exchange:
-    """Switch for communication; while it is off, copies of a rank's own shard stand in for the other ranks' shards.
+    """torch's AllGather and ReduceScatter, which are called with keywords, with a switch for both.
 
-    Memory and copies stay the same, so a measured difference is communication alone.
+    While it is off, copies of a rank's own shard stand in for the other ranks' shards. Memory and copies stay the same,
+    so a measured difference is communication alone. Weights and gradients are meaningless then.
     """
 
-    def __init__(self) -> None:
-        self.is_on = True
-        self.gather = _Gather(self)
-        self.scatter = _Scatter(self)
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Return a context without communication, in which weights and gradients are meaningless."""
-        self.is_on = False
-        try:
-            yield
-        finally:
-            self.is_on = True
-
-
-class _Operation:
-    """Interface of torch's AllGather and ReduceScatter."""
-
-    def __init__(self, exchange: _Exchange) -> None:
-        self._exchange = exchange
+    is_on = True
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the memory of an operation."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _Gather(_Operation):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        if self._exchange.is_on:
-            work: dist.Work | None = _gather(output_tensor, input_tensor, group, async_op)
-            return work
-        for rank, part in enumerate(output_tensor.chunk(group.size())):
-            if rank != group.rank():  # this rank's part is the input itself
-                part.copy_(input_tensor)
-        return None
-
-
-class _Scatter(_Operation):
     def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
+        op: Any = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self._exchange.is_on:
-            work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+        if self.is_on:
+            work: dist.Work | None = (
+                _gather(output_tensor, input_tensor, group, async_op)
+                if op is None
+                else _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+            )
             return work
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        if op is not None:
+            output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+            return None
+        for rank, part in enumerate(output_tensor.chunk(group.size())):
+            if rank != group.rank():  # this rank's part is the input itself
+                part.copy_(input_tensor)
         return None

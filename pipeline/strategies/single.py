@@ -5,6 +5,7 @@ from typing_extensions import override
 
 from pipeline.config.values import Section
 from pipeline.strategies import base
+from pipeline.tasks import Trainee
 
 
 class Strategy(base.Strategy):
@@ -16,5 +17,5 @@ class Strategy(base.Strategy):
         return None
 
     @override
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model
+    def wrap(self, trainee: Trainee) -> nn.Module:
+        return trainee

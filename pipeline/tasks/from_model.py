@@ -9,10 +9,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from pipeline.errors import ExperimentError
-from pipeline.tasks.protocols import StepOutput, Task
+from pipeline.tasks.supervised import IGNORED
+from pipeline.tasks.trainee import Loss, Task, count_samples, described
 
-IGNORED = -100
-"""Default ``ignore_index`` of torch's losses."""
 _CLOSE = 1e-5
 _SHIFTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -20,10 +19,9 @@ _SHIFTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 class FromModel(Task):
     """``model(**batch).loss``, for models that compute their loss and mappings as batches.
 
-    transformers models compute a loss from ``labels``. The loss is weighted by the number of labels other than -100, so
-    that the step is the same for any number of workers. Without labels, or with floating-point labels, it is weighted
-    by the number of samples. Metrics get logits and labels. For sequences their shapes are (batch * time, classes) and
-    (batch * time), including labels of -100.
+    transformers models compute a loss from ``labels``: the mean over the labels other than -100. Without labels, or
+    with floating-point labels, it is the mean over the samples. Metrics get logits and labels. For sequences their
+    shapes are (batch * time, classes) and (batch * time), including labels of -100.
     """
 
     def __init__(self, *, labels: str = "labels", shifted: bool | None = None) -> None:
@@ -40,7 +38,7 @@ class FromModel(Task):
         self._is_checked = False
 
     @override
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         """Compute the loss of a mapping.
 
         Raises:
@@ -52,10 +50,17 @@ class FromModel(Task):
         outputs = model(**batch)
         loss = _field(outputs, "loss")
         if not isinstance(loss, Tensor):
-            raise self._no_loss(model, batch, outputs)
+            returned = ", ".join(outputs) if isinstance(outputs, Mapping) else described(outputs)
+            lacks = "" if self.labels in batch else f", which has no {self.labels}"
+            raise ExperimentError.of(
+                "task",
+                f"the model returned no loss, but {returned}, for a batch of {', '.join(batch)}{lacks}. Use a model "
+                "whose head computes the loss from labels, e.g. pipeline.models.pretrained with task: "
+                "sequence-classification.",
+            )
         logits, labels = _field(outputs, "logits"), batch.get(self.labels)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return StepOutput(loss, outputs if logits is None else logits, labels)
+            return Loss(loss * count_samples(batch), None, outputs if logits is None else logits, labels)
         is_sequence = logits is not None and labels.ndim > 1 and logits.shape[:-1] == labels.shape
         shifted = labels.ndim > 1 and (_shifts(model) if self._shifted is None else self._shifted)
         if is_sequence and not self._is_checked:
@@ -63,37 +68,25 @@ class FromModel(Task):
         if shifted:
             labels = labels[..., 1:]
             logits = logits[..., :-1, :] if logits is not None else None
-        weight = (labels != IGNORED).sum()
+        count = (labels != IGNORED).sum()
         if is_sequence:
             logits, labels = logits.flatten(0, -2), labels.flatten()
-        return StepOutput(loss, outputs if logits is None else logits, labels, weight)
+        total = torch.where(count > 0, loss, 0.0) * count  # the mean over nothing is NaN
+        return Loss(total, count, outputs if logits is None else logits, labels)
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the inputs of a batch: all tensors but the labels."""
         return {name: one for name, one in batch.items() if name != self.labels and isinstance(one, Tensor)}
 
     def _check(self, loss: Tensor, logits: Tensor, labels: Tensor, *, shifted: bool) -> None:
-        """Refuse a loss that is the mean over other labels than those that are counted; other losses can't be checked.
-
-        Raises:
-            ExperimentError: ``shifted`` isn't what the model does.
-        """
+        """Refuse a mean over other labels than those that are counted; losses that are neither can't be checked."""
         loss = loss.detach().float()
         own, other = (_cross_entropy(logits, labels, shifted=each) for each in (shifted, not shifted))
         self._is_checked = bool(own.isfinite() and other.isfinite())
         if not torch.isclose(own, loss, rtol=_CLOSE) and torch.isclose(other, loss, rtol=_CLOSE):
             which = "the same label" if shifted else "the next label"
-            message = f"the model compares each output with {which}, so the weight of the loss is wrong"
+            message = f"the model compares each output with {which}, so the count of the loss is wrong"
             raise ExperimentError.of("task.shifted", f"{message}; set shifted: {str(not shifted).lower()}")
-
-    def _no_loss(self, model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> ExperimentError:
-        returned = ", ".join(outputs) if isinstance(outputs, Mapping) else described(outputs)
-        lacks = "" if self.labels in batch else f", which has no {self.labels}"
-        return ExperimentError.of(
-            "task",
-            f"the model returned no loss, but {returned}, for a batch of {', '.join(batch)}{lacks}. Use a model whose "
-            "head computes the loss from labels, e.g. pipeline.models.pretrained with task: sequence-classification.",
-        )
 
 
 def _field(outputs: Any, name: str) -> Any:
@@ -110,21 +103,5 @@ def _cross_entropy(logits: Tensor, labels: Tensor, *, shifted: bool) -> Tensor:
 def _shifts(model: nn.Module) -> bool:
     """Return True if the class of a transformers model compares each output with the next label."""
     inner = next((one for one in model.modules() if hasattr(one, "config")), None)
-    if inner is None or getattr(inner.config, "is_encoder_decoder", False):
-        return False
-    return any(part in type(inner).__name__ for part in _SHIFTED)
-
-
-def described(value: object) -> str:
-    """Return what a value is, for messages."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a mapping with the keys {', '.join(map(str, value))}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(_part, value))}"
-    return f"of type {type(value).__name__}"
-
-
-def _part(value: object) -> str:
-    return f"Tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    is_decoder = inner is not None and not getattr(inner.config, "is_encoder_decoder", False)
+    return is_decoder and any(part in type(inner).__name__ for part in _SHIFTED)

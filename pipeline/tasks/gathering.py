@@ -1,12 +1,13 @@
 """Losses that compare all samples of a global batch, e.g. contrastive losses, on any number of ranks.
 
 Each rank gathers the rows of all ranks and computes the loss of the whole global batch. In backward, the gradients that
-all ranks have for a rank's rows are summed. The loop weights each rank's loss by its part of the global batch, and the
-weights add up to 1. The gradients therefore equal the gradients of one process, also for uneven parts.
+all ranks have for a rank's rows are summed. Each rank's loss counts by its samples, which add up to the global batch.
+The gradients therefore equal the gradients of one process, also for uneven parts.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+import math
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,93 +20,109 @@ from pipeline.errors import ExperimentError
 def gathered(tensor: Tensor) -> Tensor:
     """Gather a row for each sample of the global batch from all ranks. Differentiable.
 
-    This is a collective call: all ranks must make the same calls in the same order for each batch. With one process,
-    or with `dp`, where the task gets the whole batch, the tensor itself is returned.
+    This is a collective call: all ranks must make the same calls in the same order for each batch. With one process the
+    tensor itself is returned.
 
     Args:
         tensor: a row for each sample of this rank's batch, shape (samples, ...), floating-point or integer.
 
     Returns:
         A row for each sample of the global batch, in the order of the global batch: shape (samples of all ranks, ...).
-        A loss computed only from gathered rows is the same on all ranks: return it without `StepOutput.weight`. A loss
-        that compares the rank's rows with gathered rows must be the mean over the rank's samples, or over the items
-        that `StepOutput.weight` counts.
+        A loss computed only from gathered rows is the same on all ranks: return it as a scalar, or as
+        ``Loss(loss * len(own_rows))``. A loss that compares the rank's rows with gathered rows must be the mean over
+        the rank's samples, or the sum and count of its items.
 
     Raises:
         ExperimentError: the tensor does not have a row for each sample of this rank's batch, or the experiment has no
             global batch to gather, e.g. with gradient accumulation.
     """
-    if Pass.current is None:
-        return tensor
-    if Pass.current.stands_in is not None:
-        Pass.current.is_used = True
-        return Pass.current.stands_in(tensor)
-    batch = Pass.current.batch()
+    batch = current.batch()
     if batch is None:
         return tensor
-    if not tensor.ndim or (batch.communicates and len(tensor) != batch.rows):
-        shape = tuple(tensor.shape)
-        message = f"called pipeline.tasks.gathered with a tensor of shape {shape}. It needs {batch.rows} rows, one "
-        raise ExperimentError.of("task", f"{message}for each sample of this rank's batch.")
-    if len(batch.sizes) == 1:
+    if not tensor.ndim or (current.exchanges and len(tensor) != batch.rows):
+        message = f"called pipeline.tasks.gathered with a tensor of shape {tuple(tensor.shape)}. It needs {batch.rows} "
+        raise ExperimentError.of("task", f"{message}rows, one for each sample of this rank's batch.")
+    if batch.world_size == 1:
         return tensor
+    if not current.exchanges:  # this rank's rows stand in for those of the others, to measure without communication
+        return tensor.repeat(batch.world_size, *[1] * (tensor.ndim - 1))
     rows: Tensor = _Gather.apply(tensor, batch)  # type: ignore[no-untyped-call]
-    if rows.requires_grad and batch.communicates:
-        Pass.current.rows.append(rows)
+    if rows.requires_grad:
+        current.rows.append(rows)
     return rows
 
 
 class GlobalBatch(NamedTuple):
-    """The samples of all ranks in a pass."""
+    """The samples of all ranks in a pass, dealt to the ranks like cards, see `pipeline.train.order.SampleOrder`."""
 
     rank: int
+    world_size: int
     rows: int
     """Samples of this rank's batch, one that only pads it included."""
-    sizes: tuple[int, ...]
-    """Samples of the global batch on each rank."""
-    order: Tensor
-    """Position in the global batch of each sample, those of rank 0 first: shape (samples,), int64, on the CPU."""
-    communicates: bool = True
-    """False if this rank's own rows stand in for those of the others, for measuring without communication."""
+    size: int
+    """Samples of the global batch."""
 
 
 class Pass:
-    """Context of a task's call that tells `gathered` the global batch. Slots and no generator: every step enters one.
+    """The pass that a task is called in: what `gathered` and `pipeline.tasks.count_samples` need to know of it."""
 
-    Args:
-        find: returns the global batch, called only if the task gathers; None: the batch is the global batch. Raises
-            ExperimentError where there is none.
-        stands_in: called in place of `gathered`, to compute parts of a batch one after the other in one process.
-    """
-
-    __slots__ = ("_before", "_find", "_found", "is_used", "rows", "stands_in")
-
-    current: "Pass | None" = None
-    """The pass that is running; None: the task's batch is the global batch."""
-
-    def __init__(
-        self, find: Callable[[], GlobalBatch | None], *, stands_in: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self._find, self.stands_in = find, stands_in
-        self._found: GlobalBatch | None = None
-        self._before: Pass | None = None
+    def __init__(self) -> None:
+        self.samples: int | None = None
+        """Samples of the batch; None outside of a pass."""
+        self.exchanges = False
         self.is_used = False
+        """True once the task has gathered in this pass."""
         self.rows: list[Tensor] = []
         """Gathered rows with gradients that no loss reaches yet."""
+        self._state: Any = None
+        self._part: Any = None
 
-    def __enter__(self) -> Self:
-        self._before, Pass.current = Pass.current, self
-        return self
+    def begin(self, state: Any, part: Any, *, exchange: bool) -> None:
+        """Begin a pass of a training's `State`; it costs a step next to nothing.
 
-    def __exit__(self, *_: object) -> None:
-        Pass.current = self._before
+        Args:
+            state: the training.
+            part: the `MicroBatch`; None: the batch is the same on all ranks, and is the global batch.
+            exchange: False if ranks must send each other nothing.
+        """
+        # A weak reference: the training of a pass that ran out of memory is not to be kept.
+        self._state, self._part, self.exchanges, self.is_used = ref(state), part, exchange, False
+        self.samples = None if part is None else len(part.indices)
+        if self.rows:  # of a pass without backward
+            self.rows.clear()
+
+    def end(self) -> None:
+        """End the pass, once the task has returned: no later call of a task is taken for it."""
+        self.samples = self._part = None
 
     def batch(self) -> GlobalBatch | None:
-        """Return the global batch, found at the first call, and note that the task gathers."""
-        if not self.is_used:
-            self._found = self._find()
-            self.is_used = True
-        return self._found
+        """Return the global batch, None if the task's batch is it, and note that the task gathers.
+
+        Raises:
+            ExperimentError: a rank's batch is no part of a global batch that all ranks step on.
+        """
+        self.is_used = True
+        if self._part is None:
+            return None
+        s, part = self._state(), self._part
+        task = "the task compares all samples of a global batch (pipeline.tasks.gathered)"
+        has_begun, gathers = s.facts is not None, s.facts is not None and s.facts.gathers
+        key, refused = "task", ""
+        if s.accumulation > 1:
+            key = "train.gradient_accumulation"
+            refused = f"is {s.accumulation}, but {task}, and a micro-batch has only a part of them; remove it"
+        elif s.order.is_stream:
+            key, refused = "data", f"is iterable, but {task}; use a map-style dataset"
+        elif len(s.strategy.gpus) > 1:
+            key = "parallel.strategy"
+            refused = f"is {s.trial.strategy}, which divides a batch among GPUs, but {task}; use ddp"
+        elif not s.trainee.training and not gathers:
+            refused = "calls pipeline.tasks.gathered in evaluation only; also call it in training"
+        elif has_begun and not gathers:
+            refused = "calls pipeline.tasks.gathered in a later batch, but not in the first; call it for every batch"
+        if refused:
+            raise ExperimentError.of(key, refused)
+        return GlobalBatch(s.rank.rank, s.rank.world_size, len(part.indices), part.global_size)
 
     def reaching_rows(self, loss: Tensor) -> Tensor:
         """Return a loss whose backward passes the rows gathered since the last one, where all ranks meet.
@@ -118,37 +135,34 @@ class Pass:
         return loss
 
 
+current = Pass()
+"""The pass of this process. Outside of a training the batch is the global batch."""
+
+
 class _Gather(torch.autograd.Function):
     """All-gather whose backward sums the gradients of all ranks, in fp32 where they have 16 bits."""
 
     @staticmethod
     @override
     def forward(ctx: Any, tensor: Tensor, batch: GlobalBatch) -> Tensor:
-        ctx.batch, ctx.shape = batch, tensor.shape
-        own = tensor[: batch.sizes[batch.rank]]
-        if not batch.communicates:
-            return tensor.repeat(len(batch.sizes), *[1] * (tensor.ndim - 1))
-        most = max(batch.sizes)
-        sent = own.contiguous() if len(own) == most else _padded(own, rows=most)
-        received = [torch.empty_like(sent) for _ in batch.sizes]
+        ctx.batch, ctx.rows = batch, len(tensor)
+        own = len(range(batch.rank, batch.size, batch.world_size))
+        sent = _padded(tensor[:own], rows=math.ceil(batch.size / batch.world_size))
+        received = [torch.empty_like(sent) for _ in range(batch.world_size)]
         dist.all_gather(received, sent)
-        rows = torch.cat([part[:size] for part, size in zip(received, batch.sizes, strict=True)])
-        return torch.empty_like(rows).index_copy_(0, batch.order.to(rows.device), rows)
+        return torch.stack(received, 1).flatten(0, 1)[: batch.size]
 
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         batch: GlobalBatch = ctx.batch
-        rows = ctx.shape[0]
-        if not batch.communicates:
-            return gradient[:rows], None
         total = gradient.float() if gradient.itemsize < 4 else gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
-        first = sum(batch.sizes[: batch.rank])
-        own = batch.order[first : first + batch.sizes[batch.rank]].to(total.device)
-        return _padded(total.index_select(0, own).to(gradient.dtype), rows=rows), None
+        return _padded(total[batch.rank :: batch.world_size].to(gradient.dtype), rows=ctx.rows), None
 
 
 def _padded(tensor: Tensor, *, rows: int) -> Tensor:
-    """Return the tensor with rows of zeros at its end."""
+    """Return the tensor, contiguous, with rows of zeros at its end."""
+    if len(tensor) == rows:
+        return tensor.contiguous()
     return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

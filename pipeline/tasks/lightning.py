@@ -4,13 +4,13 @@
 This file doesn't import lightning: it recognizes a LightningModule by its base classes.
 """
 
-import dis
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from pipeline.config.lightning_module import OPTIMIZER
 from pipeline.errors import ExperimentError, Problem
-from pipeline.tasks.protocols import StepOutput, Task
+from pipeline.tasks.trainee import Loss, Task, count_samples
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Experiment
@@ -31,7 +31,7 @@ _CALLBACK = "No key of the file replaces it. Write a custom task (docs/losses.md
 _CLIPPING = "Set train.clip_grad_norm"
 _DEVICE = "Move its code into the dataset or loader.collate, which make the batches"
 _BUILD = "Build the layers in __init__, which can take arguments from the file"
-_SEVERAL = "For several optimizers, use optimizers: and a task that yields a loss for each (docs/losses.md)"
+_SEVERAL = "For several optimizers, use optimizers: and a task that calls update for each (docs/losses.md)"
 _REFUSED: Mapping[str, str] = {
     "automatic_optimization": f"Manual optimization isn't supported. Return the loss from training_step. {_SEVERAL}",
     **dict.fromkeys(("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"), _DATA),
@@ -68,11 +68,10 @@ def overrides(kind: type, name: str) -> bool:
 
 def refused_hooks(kind: type) -> Iterator[str]:
     """Yield a message for each hook that a LightningModule overrides and that isn't supported."""
-    for name in sorted(name for name in dir(lightning_module(kind)) if name in _REFUSED or _is_callback(name)):
-        if overrides(kind, name):
+    for name in dir(lightning_module(kind)):
+        is_callback = name.startswith("on_") and name != "on_gpu" and "predict" not in name
+        if (name in _REFUSED or is_callback) and overrides(kind, name):
             yield f"{kind.__name__}.{name} isn't supported. {_REFUSED.get(name, _CALLBACK)}."
-    if any(map(_sets_manual, kind.__mro__)):
-        yield f"{kind.__name__}.automatic_optimization is False. {_REFUSED['automatic_optimization']}."
     if not overrides(kind, "training_step"):
         yield f"{kind.__name__} has no training_step; add one that returns the loss"
 
@@ -80,8 +79,9 @@ def refused_hooks(kind: type) -> Iterator[str]:
 class Lightning(Task):
     """Task that calls a LightningModule's training_step, validation_step and test_step.
 
-    The losses are means over samples, as in Lightning. ``self.log`` in training_step is reported as train/NAME, in
-    validation_step as validation/NAME, averaged over the samples of all workers.
+    The losses are means over samples, as in Lightning. A mean over other items, such as tokens, is returned with their
+    number: ``{"loss": mean, "count": tokens}``. ``self.log`` in training_step is reported as train/NAME, in
+    validation_step as validation/NAME, averaged over the samples, or items, of all workers.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,8 @@ class Lightning(Task):
         self._split: str | None = None
         self._calls = 0
         self._paths: dict[str, str] = {}
-        self._is_checked = False
+        self._inner: list[Any] = []
+        """The module and those inside, once it was checked."""
 
     @staticmethod
     def experiment_problems(experiment: "Experiment", model: object) -> Iterator[Problem]:
@@ -125,21 +126,21 @@ class Lightning(Task):
             self._calls, self._split = calls, None
 
     @override
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         """Compute the loss of a batch by the module's step."""
-        module = _module_in(model)
-        if not self._is_checked:
-            _check(module)
-            self._is_checked = True
+        module: Any = model
+        self._inner = self._inner or _checked(module)
         logs: dict[str, Tensor] = {}
         name = f"{self._split or 'training'}_step"
         own = overrides(type(module), name)
         step = getattr(module, name if own else "training_step")
-        arguments = (batch, self._calls)[: _taken(step)]
+        code = getattr(step, "__code__", None)  # it may take the batch alone
+        arguments = (batch, self._calls)[: 2 if code is None or code.co_flags & 0x04 else code.co_argcount - 1]
         self._calls += 1
-        with _attached(module, self._trainer, self._log(module, logs)):
-            returned = _through(model, module, step, arguments)
-        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        with _attached(self._inner, self._trainer, self._log(module, logs)):
+            returned = step(*arguments)
+        given = returned if isinstance(returned, Mapping) else {"loss": returned}
+        loss, count = given.get("loss"), given.get("count")
         if not own:
             logs.clear()
         if loss is None and self._split:
@@ -148,7 +149,10 @@ class Lightning(Task):
             _refuse(module, name, f"returned {type(loss).__name__} as its loss; return a tensor, or a dict with loss")
         if (logged := logs.get("loss")) is not None and torch.equal(logged, loss.detach()):
             del logs["loss"]  # reported anyway
-        return StepOutput(loss, None, None, logs=logs)
+        if count is None:
+            return Loss(loss * count_samples(batch), logs=logs)
+        count = torch.as_tensor(count, device=loss.device)
+        return Loss(torch.where(count > 0, loss, 0.0) * count, count, logs=logs)  # the mean over nothing is NaN
 
     def _log(self, module: Any, logs: dict[str, Tensor]) -> Callable[..., None]:
         """Return the module's ``log``, which adds to ``logs``."""
@@ -158,22 +162,19 @@ class Lightning(Task):
                 _refuse(module, "log", f"of {name} has reduce_fx {reduce_fx}, but only mean is supported; use mean")
             if isinstance(value, Mapping):
                 _refuse(module, "log", f"of {name} got a mapping; use self.log_dict")
-            if isinstance(value, nn.Module):
-                self._add_metric(module, name, value)
+            if not isinstance(value, nn.Module):
+                value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                logs[name] = value.reshape(()) if value.numel() == 1 else value
                 return
-            value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            logs[name] = value.reshape(()) if value.numel() == 1 else value
+            if self._split is None:
+                said = "got a metric, which is computed over a whole epoch; log the value of the batch instead"
+                _refuse(module, "log", f"of {name} {said}: self.log({name!r}, self.metric(outputs, targets))")
+            path = next((path for path, one in module.named_modules() if one is value), None)
+            if path is None:
+                _refuse(module, "log", f"of {name} got a metric that is not an attribute of the module; make it one")
+            self._paths[name] = path
 
         return log
-
-    def _add_metric(self, module: Any, name: str, metric: nn.Module) -> None:
-        if self._split is None:
-            said = f"of {name} got a metric, which is computed over a whole epoch; log the value of the batch instead"
-            _refuse(module, "log", f"{said}: self.log({name!r}, self.metric(outputs, targets))")
-        path = next((path for path, one in module.named_modules() if one is metric), None)
-        if path is None:
-            _refuse(module, "log", f"of {name} got a metric that is not an attribute of the module; make it one")
-        self._paths[name] = path
 
 
 class _Trainer:
@@ -186,18 +187,9 @@ class _Trainer:
     def __init__(self, *, total_steps: int = 0) -> None:
         self.global_step = self.current_epoch = 0
         self.estimated_stepping_batches = self.max_steps = total_steps
-
-    @property
-    def world_size(self) -> int:
-        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-    @property
-    def global_rank(self) -> int:
-        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
+        has_ranks = dist.is_initialized()
+        self.world_size, self.global_rank = (dist.get_world_size(), dist.get_rank()) if has_ranks else (1, 0)
+        self.is_global_zero = self.global_rank == 0
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -215,10 +207,25 @@ def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
     if not isinstance(module, nn.Module):
         message = "has sparse gradients, which task: Lightning does not support; set sparse=False"
         raise ExperimentError.of("model", message)
-    module = _module_in(module)
-    _check(module)
-    with _attached(module, _Trainer(total_steps=total_steps), None):
-        optimizer, scheduler = _divided(module, module.configure_optimizers())
+    inner = _checked(module)
+    with _attached(inner, _Trainer(total_steps=total_steps), None):
+        returned: Any = inner[0].configure_optimizers()
+    schedulers: Any = []
+    if isinstance(returned, Mapping):
+        returned, schedulers = returned.get("optimizer"), returned.get("lr_scheduler", [])
+    elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
+        returned, schedulers = returned
+    optimizers = list(returned) if isinstance(returned, Sequence) else [returned]
+    schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
+    if len(optimizers) > 1 or len(schedulers) > 1:
+        several = f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"
+        message = f"returned {several}, but at most one of each is supported. {_SEVERAL}."
+        _refuse(module, "configure_optimizers", message)
+    optimizer, scheduler = optimizers[0], schedulers[0] if schedulers else None
+    if not isinstance(optimizer, Optimizer):
+        _refuse(module, "configure_optimizers", f"returned {type(optimizer).__name__}, not a torch optimizer")
+    if isinstance(scheduler, LRScheduler):
+        scheduler = {"scheduler": scheduler}
     optimizer.configured_scheduler = scheduler  # type: ignore[attr-defined]
     return optimizer
 
@@ -234,121 +241,50 @@ def configured_scheduler(optimizer: Any, *, interval: str, metric: str | None = 
     Raises:
         ExperimentError: it isn't advanced each ``interval``, step or epoch, or in a way that isn't supported.
     """
-    configuration = optimizer.configured_scheduler
-    if configuration is None:
+    given: Any = optimizer.configured_scheduler
+    if given is None:
         return None
-    scheduler, given = configuration.get("scheduler"), dict(configuration)
+    scheduler = given.get("scheduler")
     if given.get("frequency", 1) != 1:
         message = f"sets the scheduler's frequency to {given['frequency']}, but only 1 is supported; set 1"
         raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
     monitor = given.get("monitor")
     names_loss = monitor is None or _LOSS.fullmatch(monitor)
     if isinstance(scheduler, ReduceLROnPlateau) and metric is None and not names_loss:
-        message = f"monitors {monitor}, but ReduceLROnPlateau follows validation/loss"
-        message = f"{message}; set train.scheduler_metric: validation/{monitor}"
-        raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
+        message = f"configure_optimizers monitors {monitor}, but ReduceLROnPlateau follows validation/loss"
+        raise ExperimentError.of("optimizer", f"{message}; set train.scheduler_metric: validation/{monitor}")
     if (own := given.get("interval", "epoch")) != interval and not isinstance(scheduler, ReduceLROnPlateau):
-        message = (
-            f"is {interval}, but configure_optimizers advances the scheduler every {own} (Lightning's default: epoch)"
-        )
-        raise ExperimentError.of("train.scheduler_interval", f"{message}; set {own}")
+        message = f"is {interval}, but configure_optimizers advances the scheduler every {own}"
+        raise ExperimentError.of("train.scheduler_interval", f"{message} (Lightning's default: epoch); set {own}")
     return scheduler
 
 
-def _divided(module: Any, returned: Any) -> tuple[Optimizer, Mapping[str, Any] | None]:
-    """Divide what configure_optimizers returned into one optimizer and the configuration of one scheduler."""
-    schedulers: Any = []
-    if isinstance(returned, Mapping):
-        returned, schedulers = returned.get("optimizer"), returned.get("lr_scheduler", [])
-    elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
-        returned, schedulers = returned
-    optimizers = list(returned) if isinstance(returned, Sequence) else [returned]
-    schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
-    if len(optimizers) > 1 or len(schedulers) > 1:
-        several = f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"
-        message = f"returned {several}, but at most one of each is supported. {_SEVERAL}."
-        _refuse(module, "configure_optimizers", message)
-    if not isinstance(optimizers[0], Optimizer):
-        _refuse(module, "configure_optimizers", f"returned {type(optimizers[0]).__name__}, not a torch optimizer")
-    scheduler = schedulers[0] if schedulers else None
-    return optimizers[0], {"scheduler": scheduler} if isinstance(scheduler, LRScheduler) else scheduler
-
-
-def _through(model: nn.Module, module: Any, step: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a step through the strategy's wrapper, as Lightning does: its forward must see the call.
-
-    The module's ``forward`` is the step for this call only, so that the step can call the module itself.
-    """
-    forward = module.__dict__.get("forward")
-
-    def restore() -> None:
-        module.__dict__.pop("forward", None)
-        if forward is not None:
-            module.__dict__["forward"] = forward
-
-    def redirected(*given: Any) -> Any:
-        restore()
-        return step(*given)
-
-    module.__dict__["forward"] = redirected
-    try:
-        return model(*arguments)
-    finally:
-        restore()
-
-
 @contextmanager
-def _attached(module: Any, trainer: _Trainer, log: Callable[..., None] | None) -> Iterator[None]:
-    """Give a module, and those inside, a trainer and a ``log`` inside the block."""
-    inner = [one for one in module.modules() if lightning_module(type(one)) is not None]
-    for one in inner:
+def _attached(modules: Sequence[Any], trainer: _Trainer, log: Callable[..., None] | None) -> Iterator[None]:
+    """Give LightningModules a trainer and a ``log`` inside the block."""
+    for one in modules:
         one.__dict__["_trainer"] = trainer
         if log is not None:
             one.__dict__["log"] = log
     try:
         yield
     finally:
-        for one in inner:
+        for one in modules:
             one.__dict__["_trainer"] = None
             one.__dict__.pop("log", None)
 
 
-def _module_in(model: nn.Module) -> Any:
-    """Return the LightningModule that a strategy has wrapped."""
-    found = next((one for one in model.modules() if lightning_module(type(one)) is not None), None)
-    if found is None:
-        raise ExperimentError.of("model", f"is a {type(model).__name__}, not a LightningModule; remove task:")
-    return found
-
-
-def _check(module: Any) -> None:
-    problems = [Problem("model", message) for message in refused_hooks(type(module))]
-    if not problems and not module.automatic_optimization:
-        problems = [Problem("model", f"{type(module).__name__}: {_REFUSED['automatic_optimization']}.")]
-    if problems:
-        raise ExperimentError(problems)
-
-
-def _is_callback(name: str) -> bool:
-    return name.startswith("on_") and name != "on_gpu" and "predict" not in name
-
-
-def _taken(step: Callable[..., Any]) -> int:
-    """Return how many of batch and batch_idx a step takes."""
-    code = getattr(step, "__code__", None)
-    return 2 if code is None or code.co_flags & 0x04 else min(2, code.co_argcount - 1)
-
-
-def _sets_manual(kind: type) -> bool:
-    """Return True if a class's own ``__init__`` sets ``self.automatic_optimization = False``."""
-    code = getattr(vars(kind).get("__init__"), "__code__", None)
-    seen = list(dis.get_instructions(code)) if code is not None else []
-    return any(
-        one.opname == "STORE_ATTR"
-        and one.argval == "automatic_optimization"
-        and any(before.argval is False for before in seen[max(0, place - 2) : place])
-        for place, one in enumerate(seen)
-    )
+def _checked(module: Any) -> list[Any]:
+    """Check a LightningModule; return it and those inside."""
+    kind = type(module)
+    if lightning_module(kind) is None:
+        raise ExperimentError.of("model", f"is a {kind.__name__}, not a LightningModule; remove task:")
+    messages = list(refused_hooks(kind))
+    if not messages and not module.automatic_optimization:
+        messages = [f"{kind.__name__}.automatic_optimization is False. {_REFUSED['automatic_optimization']}."]
+    if messages:
+        raise ExperimentError([Problem("model", message) for message in messages])
+    return [one for one in module.modules() if lightning_module(type(one)) is not None]
 
 
 def _refuse(module: Any, name: str, message: str) -> NoReturn:

@@ -41,15 +41,12 @@ from pipeline.system import allocator
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
 from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
-from pipeline.training.batch_check import check_batch
-from pipeline.training.batches.loader import new_loaders_closed
-from pipeline.training.loop import train
-from pipeline.training.model import compilation
-from pipeline.training.ranks import torch_errors
-from pipeline.training.ranks.matmul_precision import set_cudnn_benchmark, set_matmul_precision
-from pipeline.training.ranks.watch import Watchdog, mark_failure
-from pipeline.training.result.restored import evaluate_checkpoint
-from pipeline.training.step.explained_errors import hint
+from pipeline.train import compilation, errors
+from pipeline.train.loader import new_loaders_closed
+from pipeline.train.ranks import set_cudnn_benchmark, set_matmul_precision
+from pipeline.train.restored import evaluate_checkpoint
+from pipeline.train.run import check_batch, train
+from pipeline.train.watch import Watchdog, mark_failure
 from pipeline.worker.process_group import process_group
 from pipeline.worker.system_metrics import system_sampled
 
@@ -173,15 +170,15 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     if isinstance(error, PipelineError):
         message, details = str(error), getattr(error, "details", "")
     else:
-        message, details = f"{type(error).__name__}: {error}{hint(error)}", _own_traceback(error)
+        message, details = f"{type(error).__name__}: {error}{errors.hint(error)}", _own_traceback(error)
     return Failed(
         trial=trial.name,
         rank=rank,
         error=environment.redact(message),
         traceback=environment.redact(details),
         problems=tuple(each._replace(message=environment.redact(each.message)) for each in problems),
-        is_out_of_memory=torch_errors.is_out_of_memory(error),
-        origin=torch_errors.origin(error),
+        is_out_of_memory=errors.is_out_of_memory(error),
+        origin=errors.origin(error),
     )
 
 
@@ -192,9 +189,9 @@ def _own_traceback(error: BaseException) -> str:
     """
     shown = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = shown
-    is_raised_by_us = shown.stack[-1].filename.startswith(torch_errors.OURS)
+    is_raised_by_us = shown.stack[-1].filename.startswith(errors.OURS)
     while link is not None:
-        own = [one for one in link.stack if not one.filename.startswith((torch_errors.OURS, torch_errors.TORCH))]
+        own = [one for one in link.stack if not one.filename.startswith((errors.OURS, errors.TORCH))]
         link.stack, link = traceback.StackSummary.from_list(own), link.__cause__ or link.__context__
     if not shown.stack and is_raised_by_us:
         return "".join(traceback.format_exception(error))

@@ -16,7 +16,7 @@ from pipeline import registry
 from pipeline.errors import Stopped
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
-from pipeline.training.ranks.rank_gpus import check_own_gpu, device_of
+from pipeline.train.ranks import check_own_gpu, device_of
 from pipeline.worker import rendezvous
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pipeline.protocol.events import Outbox, Point, SystemMetrics
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.system.background import in_background
-from pipeline.training.ranks.rank_gpus import uuid_of
+from pipeline.train.ranks import uuid_of
 
 INTERVAL_SECONDS = 5.0
 _MEGABYTE = 1e6

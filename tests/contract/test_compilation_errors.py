@@ -10,8 +10,8 @@ from torch import nn
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.rank import Rank
-from pipeline.training.model import compilation
-from pipeline.training.model.compilation import explained
+from pipeline.train import compilation
+from pipeline.train.compilation import explained
 from pipeline.worker import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -48,7 +48,6 @@ class TestErrors:
         trial = toys.trial(**STATIC, model={"_target_": "toys.Breaking"}, train={"compile": {"fullgraph": True}})
         with caplog.at_level(logging.CRITICAL), pytest.raises(main.WorkerFailed):
             main.run(trial, rank=Rank(), outbox=outbox)
-
         (failed,) = (event for event in outbox.events if isinstance(event, Failed))
         assert failed.traceback == "", failed.error
         (problem,) = failed.problems
@@ -66,7 +65,7 @@ class TestErrors:
         how = toys.experiment(train={"compile": True}).train.compile
         with pytest.raises(LookupError), explained(how):
             raise LookupError("the user's own mistake")
-        with pytest.raises(LookupError), compilation.explained(None):
+        with pytest.raises(LookupError), explained(None):
             raise LookupError("the user's own mistake")
 
 

@@ -2,6 +2,8 @@
 
 # promise: state outside of checkpoints is saved or named; parameters that start or stop learning
 
+import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import RANDOM_NUMBERS
 from pipeline.tasks import gathered
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 HERE = "test_coupled_ranks"
 
@@ -52,16 +54,9 @@ class Jittering(nn.Linear):
         return super().forward(input + self.p * torch.randn_like(input) if self.p else input)
 
 
-class Sizeless(nn.Module):
+def sizeless() -> nn.Module:
     """Takes its size from its first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.LazyLinear(1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layers(inputs)
-        return outputs
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(nn.LazyLinear(1))))
 
 
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -70,22 +65,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "noise": ({"model": {"_target_": f"{HERE}.Jittering", "p": 0.1}}, (RANDOM_NUMBERS,)),
     "no noise": ({"model": {"_target_": f"{HERE}.Jittering", "p": 0.0}}, ()),
     "noise of the data": (
-        {"model": {"_target_": f"{HERE}.Jittering", "p": 0.0}, "data": {"_target_": f"{HERE}.augmented"}},
+        {"model": {"_target_": f"{HERE}.Jittering", "p": 0.0}, "data": {"_target_": "toys.augmented"}},
         (),
     ),
     "BatchNorm": ({"model": {"_target_": "toys.NormedNet"}}, ("BatchNorm1d",)),
 }
-
-
-class Augmented(toys.Plain):
-    def __getitem__(self, index: int) -> Any:
-        inputs, target = super().__getitem__(index)
-        return inputs + torch.rand(3), target
-
-
-def augmented() -> tuple[Augmented, None]:
-    table, _ = toys.regression()
-    return Augmented([table[index] for index in range(toys.SAMPLES)]), None
 
 
 def trial(**sections: Any) -> Trial:
@@ -100,18 +84,20 @@ def _compare(rank: Rank) -> None:
         warned = [event.message for event in outbox.events if isinstance(event, Warned)]
         assert len(warned) == (rank.is_first and name == "own mean"), warned
         assert all(message.startswith("model: buffer mean differs between workers") for message in warned)
-    with pytest.raises(ExperimentError) as refused:
-        train(trial(model={"_target_": "toys.Spare"}), rank=rank, outbox=toys.Kept())
-    (problem,) = refused.value.problems
-    assert problem.key == "parallel.options.find_unused_parameters"
-    assert problem.message.startswith("is false, but spare.weight, spare.bias got no gradient in a step on rank")
-    with pytest.raises(ExperimentError) as refused:
-        train(trial(model={"_target_": "toys.Switching", "learns": [True, False]}), rank=rank, outbox=toys.Kept())
-    (problem,) = refused.value.problems
-    assert problem.key == "parallel.options.find_unused_parameters"
-    assert problem.message.startswith("is false, but requires_grad of body.weight, body.bias was set to False")
-    with pytest.raises(ExperimentError, match=r"model: body\.weight, body\.bias require a gradient after step 3"):
-        train(trial(model={"_target_": "toys.Switching", "learns": [False, True]}), rank=rank, outbox=toys.Kept())
+    unused = "parallel.options.find_unused_parameters: is false, but "
+    for model, said in (
+        ({"_target_": "toys.Spare"}, f"{unused}spare.weight, spare.bias got no gradient in a step on rank"),
+        (
+            {"_target_": "toys.Switching", "learns": [True, False]},
+            f"{unused}requires_grad of body.weight, body.bias was set to False",
+        ),
+        (
+            {"_target_": "toys.Switching", "learns": [False, True]},
+            "model: body.weight, body.bias require a gradient after step 3",
+        ),
+    ):
+        with pytest.raises(ExperimentError, match=re.escape(said)):
+            train(trial(model=model), rank=rank, outbox=toys.Kept())
 
 
 def test_the_first_step_shows_what_two_ranks_do_differently(tmp_path: Path) -> None:
@@ -120,7 +106,7 @@ def test_the_first_step_shows_what_two_ranks_do_differently(tmp_path: Path) -> N
 
 def test_a_layer_without_a_size_is_refused() -> None:
     with pytest.raises(ExperimentError, match=r"model: the LazyLinear 'layers\.0' has no size before its first batch"):
-        train(trial(model={"_target_": f"{HERE}.Sizeless"}), rank=Rank(), outbox=toys.Kept())
+        train(trial(model={"_target_": f"{HERE}.sizeless"}), rank=Rank(), outbox=toys.Kept())
 
 
 def clamped() -> nn.Module:

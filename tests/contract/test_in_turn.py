@@ -3,16 +3,14 @@
 # promise: the interval of a speedup contains the truth as often as it says
 # promise: baseline and training take slots in turn, the training's results stay the same to the bit
 
-import json
-import sys
 import time
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 import toys
-from ranks import on_ranks
+from ranks import Ranks
 from torch import nn
 
 from pipeline.errors import Stopped
@@ -20,9 +18,10 @@ from pipeline.protocol.events import Finished, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Training
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import loop
-from pipeline.training.loop import train
-from pipeline.training.measuring import turns
+from pipeline.train import measure, turns
+from pipeline.train.ranks import local
+from pipeline.train.run import train
+from pipeline.train.state import State
 
 SLOT_S = 0.1
 MEASURE = {"rounds": 5, "time_budget_s": 60, "warmup_steps": 1, "steps": 2}
@@ -74,141 +73,118 @@ def trial(case: str) -> Training:
     return made
 
 
-class Waits:
-    """Seconds of this rank between the slots, by the clock and of its processor time; weights around all slots."""
+class Kept(NamedTuple):
+    """What a rank has to tell of a training."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.wall_s = self.cpu_s = 0.0
-        self.weights: list[dict[str, torch.Tensor]] = []
-        self._wait, self._measure = turns._Queue.wait, turns.measure_in_turn
-        patch.setattr(turns._Queue, "wait", lambda queue: self._waited(queue))
-        patch.setattr(loop, "measure_in_turn", self._measured)
+    result: TrialResult
+    weights: list[dict[str, torch.Tensor]]
+    """Weights and buffers before and after all slots."""
+    ends: list[TrialResult]
+    warnings: list[str]
+    wall_s: float
+    """Seconds of this rank between the slots, by the clock and of its processor time."""
+    cpu_s: float
 
-    def _waited(self, queue: turns._Queue) -> None:
-        wall, cpu = time.perf_counter(), time.process_time()
-        self._wait(queue)
-        self.wall_s += time.perf_counter() - wall
-        self.cpu_s += time.process_time() - cpu
 
-    def _measured(self, context: Any, **more: Any) -> turns.InTurn | None:
-        self._keep(context)
-        slots = self._measure(context, **more)
-        self._keep(context)
+def _after_waits(patch: pytest.MonkeyPatch, note: Callable[[float, float], None]) -> None:
+    """Let the turns tell each wait between slots: seconds by the clock, and of processor time."""
+    queue = turns._queue
+
+    def watched(rank: Rank, *, timeout_s: float) -> Callable[[], None]:
+        wait = queue(rank, timeout_s=timeout_s)
+
+        def timed() -> None:
+            before = time.perf_counter(), time.process_time()
+            wait()
+            note(time.perf_counter() - before[0], time.process_time() - before[1])
+
+        return timed
+
+    patch.setattr(turns, "_queue", watched)
+
+
+def _train(rank: Rank, case: str) -> Kept:
+    outbox = toys.Kept()
+    weights: list[dict[str, torch.Tensor]] = []
+    waited: list[tuple[float, float]] = []
+
+    def measured(s: State, **more: Any) -> dict[str, Any]:
+        def keep() -> None:
+            own = (*s.trainee.named_parameters(), *s.trainee.named_buffers())
+            weights.append({name: local(one.detach()).clone() for name, one in own})
+
+        keep()
+        slots = turns.measure_in_turn(s, **more)
+        keep()
         return slots
 
-    def _keep(self, context: Any) -> None:
-        state = {**dict(context.whole.named_parameters()), **dict(context.whole.named_buffers())}
-        local = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
-        self.weights.append({name: value.detach().clone() for name, value in local.items()})
-
-
-def _train(rank: Rank, case: str, folder: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    outbox = toys.Kept()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "SLOT_S", SLOT_S)
-        waits = Waits(patch)
+        _after_waits(patch, lambda *seconds: waited.append(seconds))
+        patch.setattr(measure, "measure_in_turn", measured)
         result = train(trial(case), rank=rank, outbox=outbox)
-    before, after = waits.weights
-    kept = {
-        "result": json.loads(result.model_dump_json()),
-        "same_weights": before.keys() == after.keys()
-        and all(torch.equal(before[name], after[name]) for name in before),
-        "weights": len(before),
-        "ends": [json.loads(event.result.model_dump_json()) for event in outbox.events if isinstance(event, Finished)],
-        "warnings": [event.message for event in outbox.events if isinstance(event, Warned)],
-        "wall_s": waits.wall_s,
-        "cpu_s": waits.cpu_s,
-    }
-    (folder / f"{rank.rank}.json").write_text(json.dumps(kept))
+    ends = [event.result for event in outbox.events if isinstance(event, Finished)]
+    warnings = [event.message for event in outbox.events if isinstance(event, Warned)]
+    return Kept(result, weights, ends, warnings, *map(sum, zip(*waited, strict=True)))
 
 
-class Asked(toys.Kept):
-    """The driver asks to stop once the slots have begun."""
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
 
-    stop_asked = False
 
+def _stopped(rank: Rank) -> int:
+    """Train until rank 1 alone is asked to stop, in the second slot that it waits for; return how often it waited."""
+    outbox = toys.Kept()
+    waits: list[float] = []
 
-def _stopped(rank: Rank, folder: Path) -> None:
-    """Train until rank 1 alone is asked to stop, in the second slot that it waits for."""
-    outbox = Asked()
-    waits: list[None] = []
-    wait = turns._Queue.wait
-
-    def waited(queue: turns._Queue) -> None:
-        wait(queue)
-        waits.append(None)
+    def note(seconds: float, _: float) -> None:
+        waits.append(seconds)
         outbox.stop_asked = rank.rank == 1 and len(waits) > 4
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "SLOT_S", 0.01)
-        patch.setattr(turns._Queue, "wait", waited)
+        _after_waits(patch, note)
         with pytest.raises(Stopped):
             train(trial("ddp"), rank=rank, outbox=outbox)
     assert not any(isinstance(event, Finished | Warned) for event in outbox.events)
-    (folder / f"{rank.rank}.txt").write_text(str(len(waits)))
+    return len(waits)
 
 
-def test_all_ranks_stop_in_the_same_slot_if_one_is_asked(tmp_path: Path) -> None:
-    on_ranks(_stopped, tmp_path, folder=tmp_path)
-    waits = [int((tmp_path / f"{rank}.txt").read_text()) for rank in range(2)]
-    assert waits[0] == waits[1] < 3 + 5 * 2
+def test_all_ranks_stop_in_the_same_slot_if_one_is_asked(ranks: Ranks) -> None:
+    first, second = ranks.call(_stopped)
+    assert first == second < 3 + 5 * 2
 
 
-@pytest.fixture(scope="module", params=CASES)
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The case, and what each rank kept."""
-    folder = tmp_path_factory.mktemp("ranks")
-    on_ranks(_train, request.param, folder, folder=folder)
-    return request.param, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+@pytest.mark.parametrize("case", CASES)
+def test_slots_in_turn_leave_the_training_as_it_was(ranks: Ranks, case: str) -> None:
+    kept: list[Kept] = ranks.call(_train, case)
+    for rank, own in enumerate(kept):
+        before, after = own.weights
+        assert before.keys() == after.keys() != set()
+        is_same = all(torch.equal(before[name], after[name]) for name in before)
+        assert is_same == (rank == 1 or case != "large baseline")  # where rank 0 has freed its own
+        assert (own.result.steps, len(own.result.losses)) == (6, 6)
 
-
-def results(kept: list[dict[str, Any]]) -> list[TrialResult]:
-    return [TrialResult.model_validate(each["result"]) for each in kept]
-
-
-def test_the_training_is_as_it_was(measured: Any) -> None:
-    case, kept = measured
-    assert all(each["weights"] for each in kept)
-    assert [each["same_weights"] for each in kept] == [case != "large baseline", True]  # rank 0 has freed its own
-    assert [result.steps for result in results(kept)] == [6, 6]
-    assert [len(result.losses) for result in results(kept)] == [6, 6]
-
-
-def test_both_ranks_and_the_baseline_take_equally_many_slots(measured: Any) -> None:
-    case, kept = measured
-    slots = [result.slots for result in results(kept)]
-    assert slots[0] == slots[1]  # the slower rank of each slot
-    if case == "broken baseline":
-        assert slots[0] == ()
-        return
-    count = 0 if case == "large baseline" else 5
-    (baseline,) = (TrialResult.model_validate(each) for each in kept[0]["ends"])
-    assert (baseline.trial, baseline.is_alone) == ("baseline", not count)
-    assert len(slots[0]) == len(baseline.slots) == count
-    assert len(baseline.losses) >= 3
-    assert baseline.losses[:3] == pytest.approx(results(kept)[0].losses[:3])
-    assert all(rate > 0 for rate in (*slots[0], *baseline.slots))
-
-
-def test_only_rank_0_speaks_of_the_baseline(measured: Any) -> None:
-    case, kept = measured
-    assert (kept[1]["ends"], kept[1]["warnings"]) == ([], [])
+    first, second = kept
+    slots = first.result.slots
+    assert slots == second.result.slots  # of the slower rank
+    assert len(slots) == (0 if case.endswith("baseline") else 5)
+    assert (second.ends, second.warnings) == ([], [])  # only rank 0 speaks of the baseline
     said = {
         "broken baseline": "could not be measured next to the training: model: test_in_turn.Broken raised MemoryError: "
         "no room",
         "large baseline": "does not fit into memory next to the training. It is measured after the training has freed "
         "its memory. The speedup then has the range of its windows instead of an interval",
     }
-    assert kept[0]["warnings"] == ([f"The baseline (1 worker) {said[case]}"] if case in said else [])
-    assert len(kept[0]["ends"]) == (case != "broken baseline")
-
-
-def test_a_rank_that_waits_takes_next_to_no_processor_time(measured: Any) -> None:
-    """Blocked in the operating system: spinning would take from the baseline what the rank is to leave it."""
-    case, kept = measured
-    if case in ("broken baseline", "large baseline"):
-        return
-    waited = kept[1]
-    assert waited["wall_s"] > SLOT_S  # the baseline's slots, and its start
-    assert waited["cpu_s"] < 0.1 * waited["wall_s"]
+    assert first.warnings == ([f"The baseline (1 worker) {said[case]}"] if case in said else [])
+    assert len(first.ends) == (case != "broken baseline")
+    for baseline in first.ends:
+        assert (baseline.trial, baseline.is_alone) == ("baseline", case == "large baseline")
+        assert len(baseline.slots) == len(slots)
+        assert baseline.losses[:3] == pytest.approx(first.result.losses[:3])
+        assert all(rate > 0 for rate in (*slots, *baseline.slots))
+    if slots:  # a rank that waits is blocked in the operating system: spinning would take a core from the baseline
+        assert second.wall_s > SLOT_S  # the baseline's slots, and its start
+        assert second.cpu_s < 0.1 * second.wall_s

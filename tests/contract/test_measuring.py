@@ -1,6 +1,6 @@
 """What is measured after a training on two ranks: it ends on both, whatever fails, and the training's result stays."""
 
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
-CASES = ("branch", "one rank fails", "waits")
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "branch": ({"model": {"_target_": "test_measuring.Branching"}}, {"find_unused_parameters": True}),
+    "one rank fails": ({"model": {"_target_": "test_measuring.FailsOnOneRank"}}, {}),
+    "waits": ({}, {}),
+}
+"""Sections of the experiment and options of ddp."""
 
 
 class Branching(nn.Module):
@@ -48,45 +52,30 @@ class FailsOnOneRank(nn.Linear):
         return super().forward(inputs)
 
 
-def trial(case: str) -> Trial:
-    model = {"branch": "Branching", "one rank fails": "FailsOnOneRank"}.get(case)
-    sections = {"model": {"_target_": f"test_measuring.{model}"}} if model else {}
-    made = toys.trial(measures=True, **sections)
-    options = {"find_unused_parameters": True} if case == "branch" else {}
-    return made.model_copy(
-        update={"allowed": (*made.allowed, "test_measuring"), "strategy": "ddp", "workers": 2, "options": options}
-    )
-
-
 def _train(rank: Rank, case: str, folder: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
+    sections, options = CASES[case]
+    made = toys.trial(measures=True, **sections)
+    own = {"allowed": (*made.allowed, "test_measuring"), "strategy": "ddp", "workers": 2, "options": options}
     outbox = toys.Kept()
-    result = train(trial(case), rank=rank, outbox=outbox)
-    (folder / f"{rank.rank}.json").write_text(result.model_dump_json())
-    told = [event.message for event in outbox.events if isinstance(event, Warned)]
-    (folder / f"{rank.rank}.txt").write_text("\n".join(told))
+    result = train(made.model_copy(update=own), rank=rank, outbox=outbox)
+    messages = [event.message for event in outbox.events if isinstance(event, Warned)]
+    told = [message for message in messages if "could not be measured" in message]
+    (folder / f"{rank.rank}.json").write_text(json.dumps([result.model_dump_json(), told]))
 
 
-@pytest.fixture(scope="module", params=CASES)
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The case, and each rank's result and warnings."""
-    folder = tmp_path_factory.mktemp("ranks")
-    on_ranks(_train, request.param, folder, folder=folder)
-    results = [TrialResult.model_validate_json((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    return request.param, results, [(folder / f"{rank}.txt").read_text() for rank in range(2)]
-
-
-def test_the_training_has_its_result_whatever_is_measured_afterwards(measured: Any) -> None:
-    case, results, warnings = measured
+@pytest.mark.parametrize("case", CASES)
+def test_the_training_has_its_result_whatever_is_measured_afterwards(case: str, tmp_path: Path) -> None:
+    on_ranks(_train, case, tmp_path, folder=tmp_path)  # in processes that end, as a rank that fails does
+    kept = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    results, warnings = [TrialResult.model_validate_json(own) for own, _ in kept], [own for _, own in kept]
     assert [result.steps for result in results] == [6, 6]
     assert results[0].parts.nodes == results[1].parts.nodes
     assert len(results[0].parts.nodes) == 2
     if case != "one rank fails":
-        assert warnings == ["", ""]
+        assert warnings == [[], []]
         assert all(len(result.parts.ranks) == 2 and result.parts.sum_ms for result in results)
         return
     assert all(result.parts.compute_ms is None for result in results)
-    assert warnings[1].startswith(
-        "the parts of a step could not be measured on rank 1, the training is not affected: no"
-    )
-    assert warnings[0].count("could not be measured on rank 0") == 1
+    ((first,), (second,)) = warnings
+    assert second.startswith("the parts of a step could not be measured on rank 1, the training is not affected: no")
+    assert "could not be measured on rank 0" in first

@@ -3,35 +3,35 @@
 # promise: a NaN stops all ranks and is reported with step, rank and samples; `skip`
 
 import importlib
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from ranks import on_ranks
+import toys
+from rank_trainings import lab_trial
+from ranks import Ranks
 
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
-from pipeline.launchers.base import DirectOutbox, Session
-from pipeline.protocol.events import AnyEvent, Failed, Metrics, Warned, event_from_json, event_to_json
+from pipeline.errors import TrainingError
+from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Trial
-from pipeline.training.batches.order import SampleOrder
-from pipeline.training.build import build
-from pipeline.worker import main
+from pipeline.protocol.trial import Trial
+from pipeline.train.build import build
+from pipeline.train.order import SampleOrder
+from pipeline.train.run import train
 
 BATCH, EPOCHS, SAMPLES = 16, 2, 50
-ORDER = SampleOrder(samples=SAMPLES, global_batch_size=BATCH, seed=3)
-BAD_STEP = 2  # of each epoch, counted from 1
-BAD = ORDER.global_batch(0, BAD_STEP - 1)[5]
+ORDER = SampleOrder(samples=SAMPLES, set_size=SAMPLES, global_batch_size=BATCH, seed=3)
+PER_EPOCH = ORDER.steps_per_epoch
+BAD_STEP = 2  # of the first epoch, counted from 1
+BAD = ORDER.global_batch(BAD_STEP - 1)[5]
 """Dealt to rank 1 of 2."""
+BAD_STEPS = [step + 1 for step in range(EPOCHS * PER_EPOCH) if BAD in ORDER.global_batch(step)]
 SKIP = ["train.on_nonfinite=skip", "optimizer.momentum=0.9"]
-SPIKY = "loss._target_=lab.Spiky"
 CASES = {
     "stop": [],
     "skip": SKIP,
-    "infinite loss": [*SKIP, SPIKY, "data.value=1.0e+30"],
+    "infinite loss": [*SKIP, "loss._target_=lab.Spiky", "data.value=1.0e+30"],
     "clipped": ["train.clip_grad_norm=0.5", "loss._target_=lab.Steep"],
     "poisoned weights": ["loss._target_=lab.Steep", "checkpoint.every_steps=1"],
     "always": [*SKIP, "loss._target_=lab.NotANumber", "train.epochs=20"],
@@ -40,113 +40,90 @@ CASES = {
 
 
 class Outcome(NamedTuple):
-    """What a case came to, by world size."""
+    """What a case came to."""
 
-    events: list[AnyEvent]
+    error: str
+    warnings: list[str]
+    series: dict[str, dict[int, float]]
     weights: dict[str, torch.Tensor]
     checkpoints: list[str]
 
-    def texts(self, kind: type[Warned] | type[Failed]) -> list[str]:
-        return [e.message if isinstance(e, Warned) else e.error for e in self.events if isinstance(e, kind)]
 
-    def series(self, name: str) -> dict[int, float]:
-        metrics = [event for event in self.events if isinstance(event, Metrics)]
-        return {point.step: point.value for event in metrics for point in event.points if point.name == name}
+def _trial(case: str, *, strategy: str) -> Trial:
+    data = f"data={{_target_: lab.holed, index: {BAD}}}"
+    return lab_trial(["train.precision=fp64", data, *CASES[case]], strategy=strategy, name=case)
+
+
+def _train(rank: Rank, trial: Trial, folder: Path) -> Outcome:
+    rank = rank.model_copy(update={"local_rank": 0, "local_world_size": 1, "node": f"node{rank.rank}"})
+    outbox, error = toys.Kept(), ""
+    trial = trial.model_copy(update={"workers": rank.world_size, "checkpoints": str(folder)})
+    try:
+        train(trial, rank=rank, outbox=outbox)
+    except TrainingError as raised:
+        error = str(raised)
+    warnings = [event.message for event in outbox.events if isinstance(event, Warned)]
+    names = ("train/loss", "train/skipped_steps")
+    series = {name: {point.step: point.value for point in outbox.points(name)} for name in names}
+    saved = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return Outcome(error, warnings, series, outbox.files.get("model/weights.pt", {}), saved)
 
 
 @pytest.fixture(scope="module")
 def outcomes(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
-    threads = torch.get_num_threads()
+    """Those of rank 0 by case and world size; all ranks fail alike."""
+    found, folder = {}, tmp_path_factory.mktemp("nonfinite")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
         patch.syspath_prepend(project)
-        folders = {1: tmp_path_factory.mktemp("one"), 2: tmp_path_factory.mktemp("two")}
-        _train(Rank(), [_trial(case, 1) for case in CASES], folders[1])
-        on_ranks(_train, [_trial(case, 2) for case in CASES], folders[2], folder=folders[2])
-    torch.set_num_threads(threads)
-    return {(case, world): _read(folder / case) for world, folder in folders.items() for case in CASES}
-
-
-def _trial(case: str, workers: int) -> Trial:
-    data = f"data={{_target_: lab.holed, index: {BAD}}}"
-    more = ["train.precision=fp64", f"parallel.workers={workers}", data, *CASES[case]]
-    return Training(
-        name=case, experiment=load("lab.yaml", more).experiment, strategy="ddp",
-        launcher="inprocess", workers=workers, devices_per_worker=0, device="cpu", cpus_per_worker=1,
-        allowed=allowed_packages(),
-    )  # fmt: skip
-
-
-def _train(rank: Rank, trials: list[Trial], folder: Path) -> None:
-    where = Rank(rank=rank.rank, world_size=rank.world_size, node=f"node{rank.rank}")  # one rank on each node
-    for trial in trials:
-        events: list[AnyEvent] = []
-        session = Session(
-            folder=folder / trial.name / f"{rank.rank}", receive=events.append, parallel=trial.experiment.parallel
-        )
-        session.folder.mkdir(parents=True)
-        with suppress(main.WorkerFailed):
-            trial = trial.model_copy(update={"checkpoints": str(folder / trial.name / "checkpoints")})
-            main.run(trial, rank=where, outbox=DirectOutbox(session))
-        (session.folder / "events.jsonl").write_bytes(b"\n".join(map(event_to_json, events)))
-
-
-def _read(folder: Path) -> Outcome:
-    events = [event_from_json(line) for line in (folder / "0" / "events.jsonl").read_bytes().splitlines()]
-    weights = folder / "0" / "model" / "weights.pt"
-    checkpoints = folder / "checkpoints"
-    saved = sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else []
-    return Outcome(events, torch.load(weights) if weights.exists() else {}, saved)
+        with Ranks(2) as ranks:
+            for case in CASES:
+                found[case, 1] = _train(Rank(), _trial(case, strategy="single"), folder / f"{case} alone")
+                found[case, 2], second = ranks.call(_train, _trial(case, strategy="ddp"), folder / case)
+                assert found[case, 2].error == second.error
+    return found
 
 
 Outcomes = dict[tuple[str, int], Outcome]
 worlds = pytest.mark.parametrize("world", [1, 2])
 
 
-@pytest.fixture
-def in_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(project)
-    monkeypatch.syspath_prepend(project)
-
-
-def without_the_bad_batch(case: str) -> dict[str, torch.Tensor]:
+def without_the_bad_batch() -> dict[str, torch.Tensor]:
     """The weights that a training without our loop reaches that never sees that global batch."""
-    context = build(_trial(case, 1).model_copy(update={"strategy": "single"}), rank=Rank())
+    model = build(_trial("skip", strategy="single"), rank=Rank()).model
     lab = importlib.import_module("lab")
     inputs, targets = lab.holed(BAD, 0.0)[0].tensors
     criterion = lab.Spiky()
-    optimizer = torch.optim.SGD(context.model.parameters(), lr=0.1, momentum=0.9, fused=True)  # as ours, to the bit
-    for epoch in range(EPOCHS):
-        for step in range(ORDER.steps_per_epoch):
-            batch = ORDER.global_batch(epoch, step)
-            if BAD not in batch:
-                optimizer.zero_grad()
-                criterion(context.model(inputs[batch].double()), targets[batch]).backward()
-                optimizer.step()
-    return context.model.state_dict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(EPOCHS * PER_EPOCH):
+        batch = ORDER.global_batch(step)
+        if BAD not in batch:
+            optimizer.zero_grad()
+            criterion(model(inputs[batch].double()), targets[batch]).backward()
+            optimizer.step()
+    return model.state_dict()
 
 
 @worlds
 @pytest.mark.parametrize("case", ["skip", "infinite loss"])
-def test_a_step_that_is_skipped_leaves_no_trace(outcomes: Outcomes, in_project: None, case: str, world: int) -> None:
-    reached, expected = outcomes[case, world].weights, without_the_bad_batch(case)
-    tolerance = 0.0 if world == 1 else 1e-12  # two ranks add up in another order
-    assert reached.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(reached[name], weight, rtol=0.0, atol=tolerance)
+def test_a_step_that_is_skipped_leaves_no_trace(
+    outcomes: Outcomes, case: str, world: int, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    expected = without_the_bad_batch()
+    torch.testing.assert_close(outcomes[case, world].weights, dict(expected), rtol=0.0, atol=1e-12)
 
 
 @worlds
 def test_skipped_steps_are_counted_and_told(outcomes: Outcomes, world: int) -> None:
     outcome = outcomes["skip", world]
-    bad = [epoch * ORDER.steps_per_epoch + step + 1 for epoch in range(EPOCHS) for step in range(ORDER.steps_per_epoch)
-           if BAD in ORDER.global_batch(epoch, step)]  # fmt: skip
-    first, summary = outcome.texts(Warned)
-
-    assert outcome.series("train/skipped_steps").items() >= {4: 1.0, 8: 2.0}.items()
-    assert {step for step, loss in outcome.series("train/loss").items() if loss != loss} == set(bad)
-    assert first.startswith(f"the loss is nan in step {bad[0]} (epoch 1); ")
-    assert summary == f"2 steps were skipped because a loss or gradient was not finite: {bad[0]}, {bad[1]}"
+    first, summary = outcome.warnings
+    assert outcome.series["train/skipped_steps"].items() >= {PER_EPOCH: 1.0, 2 * PER_EPOCH: 2.0}.items()
+    assert [step for step, loss in outcome.series["train/loss"].items() if loss != loss] == BAD_STEPS
+    assert first.startswith(f"the loss is nan in step {BAD_STEP} (epoch 1); ")
+    steps = ", ".join(map(str, BAD_STEPS))
+    assert summary == f"2 steps were skipped because a loss or gradient was not finite: {steps}"
 
 
 @worlds
@@ -157,34 +134,23 @@ def test_batch_statistics_stay_finite(outcomes: Outcomes, world: int) -> None:
 
 
 @worlds
-def test_it_stops_after_ten_in_a_row(outcomes: Outcomes, world: int) -> None:
-    (error,) = outcomes["always", world].texts(Failed)
-    assert error.startswith(
-        "10 steps in a row were skipped because a loss or gradient was not finite: 1, 2, 3, 4, 5, 6, 7, 8 ... (10"
-    )
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("always", "10 steps in a row were skipped because a loss or gradient was not finite: 1, 2, 3, 4, 5, 6, 7, 8 "),
+        ("clipped", "the gradient norm is nan in step 1 (epoch 1); its global batch is samples "),
+        ("poisoned weights", "weights are not finite after step 1, "),
+    ],
+)  # fmt: skip
+def test_what_is_not_finite_ends_the_training(outcomes: Outcomes, case: str, error: str, world: int) -> None:
+    outcome = outcomes[case, world]
+    assert outcome.error.startswith(error)
+    assert outcome.checkpoints == [] or case == "always"  # which leaves the weights as they were
 
 
 def test_the_rank_and_its_samples_are_named(outcomes: Outcomes) -> None:
-    (alone,), (shared,) = (outcomes["stop", world].texts(Failed) for world in (1, 2))
-    batch = ORDER.global_batch(0, BAD_STEP - 1)
-
-    assert alone.startswith(f"the loss is nan in step {BAD_STEP} (epoch 1); its global batch is samples {batch[0]}, ")
-    share = ", ".join(map(str, batch[1::2]))
-    assert shared.startswith(
-        f"the loss is nan in step {BAD_STEP} (epoch 1); not finite: rank 1 on node1, samples {share}. "
-    )
+    batch = ORDER.global_batch(BAD_STEP - 1).tolist()
+    where, share = f"the loss is nan in step {BAD_STEP} (epoch 1); ", ", ".join(map(str, batch[1::2]))
+    assert outcomes["stop", 1].error.startswith(f"{where}its global batch is samples {batch[0]}, ")
+    assert outcomes["stop", 2].error.startswith(f"{where}not finite: rank 1 on node1, samples {share}; the inputs of ")
     assert BAD in batch[1::2]
-
-
-@worlds
-def test_gradients_that_are_not_finite_stop_training(outcomes: Outcomes, world: int) -> None:
-    (error,) = outcomes["clipped", world].texts(Failed)
-    assert error.startswith("the gradient norm is nan in step 1 (epoch 1); its global batch is samples ")
-
-
-@worlds
-def test_weights_that_are_not_finite_are_not_saved(outcomes: Outcomes, world: int) -> None:
-    outcome = outcomes["poisoned weights", world]
-    (error,) = outcome.texts(Failed)
-    assert error.startswith("weights are not finite after step 1, ")
-    assert outcome.checkpoints == []

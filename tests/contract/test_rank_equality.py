@@ -3,22 +3,21 @@
 import random
 import uuid
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import toys
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from pipeline.config.schema import Experiment
-from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Trial
-from pipeline.training.build import build
-from pipeline.training.context import TrainContext
+from pipeline.protocol.trial import Trial
+from pipeline.train.build import build
+from pipeline.train.state import State
 
 SAMPLES = 40
 HERE = "test_rank_equality"
@@ -126,21 +125,14 @@ class Margins(nn.Module):
 def _trial(
     *, data: str = "split_by_torch", model: str = "nothing", strategy: str = "ddp", seeded_loss: bool = True
 ) -> Trial:
-    experiment = Experiment.model_validate(
-        {
-            "name": "toy",
-            "seed": 3,
-            "model": {"_target_": f"{HERE}.Keeps", "what": model},
-            "data": {"_target_": f"{HERE}.{data}"},
-            "loss": {"_target_": f"{HERE}.Margins", "seeded": seeded_loss},
-            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05},
-            "train": {"epochs": 1, "global_batch_size": 8},
-        }
-    )
-    return Training(
-        name="main", experiment=experiment, strategy=strategy, launcher="inprocess", workers=2,
-        devices_per_worker=0, device="cpu", cpus_per_worker=1, allowed=(*BUILT_IN, HERE),
-    )  # fmt: skip
+    sections = {
+        "model": {"_target_": f"{HERE}.Keeps", "what": model},
+        "data": {"_target_": f"{HERE}.{data}"},
+        "loss": {"_target_": f"{HERE}.Margins", "seeded": seeded_loss},
+        "train": {"epochs": 1, "precision": "fp32"},
+    }
+    given = toys.trial(**sections)
+    return given.model_copy(update={"strategy": strategy, "workers": 2, "allowed": (*given.allowed, HERE)})
 
 
 # Which of the samples that are looked at is named is left to chance: two orders without a seed may begin alike.
@@ -182,16 +174,16 @@ def _build_all(rank: Rank, folder: Path) -> None:
         torch.save(_drawn(build(_trial(**given), rank=rank)), folder / f"{name} {rank.rank}")
 
 
-def _drawn(context: TrainContext) -> dict[str, Any]:
+def _drawn(s: State) -> dict[str, Any]:
     """What was drawn on this rank: the samples, and what the model keeps."""
-    model: Any = context.model
+    model: Any = s.model
     kept = getattr(model.inner, "kept", [])
-    labels = [context.batches.read([index]) for index in range(4)]
+    labels = [s.batches.read([index]) for index in range(4)]
     return {
         "labels": [batch[1].tolist() for batch in labels],
         "kept": [getattr(one, "tolist", lambda one=one: one)() for one in kept[:3]],
         "weight": model.layer.weight.item(),
-        "margin": cast(Any, context.task).loss.margin.item(),
+        "margin": s.task.loss.margin.item(),
     }
 
 

@@ -11,7 +11,7 @@ from ranks import Ranks
 from pipeline.errors import PipelineError
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Weights
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 BATCH_NORM = {"_target_": "toys.batch_norm_net"}
 SPARSE = {"_target_": "toys.SparseWords"}
@@ -67,6 +67,10 @@ REFUSED = {
         "the validation loss is nan after epoch 1 (step 3), although",
         steps=("step-00000002",),
     ),
+    "SyncBatchNorm on CPU": Refusal(
+        {"model": {"_target_": "torch.nn.SyncBatchNorm", "num_features": 3}},
+        "model: the model is a SyncBatchNorm, which works on GPUs only. Use torch.nn.BatchNorm1d",
+    ),
     "metric that returns a text": Refusal(
         {"metrics": {"roc": {"_target_": "toy_metrics.Texts"}}},
         "metrics.roc: Texts returned a str. Use a metric that returns a number",
@@ -104,7 +108,6 @@ def _error(rank: Rank, refusal: Refusal, folder: Path) -> str:
 def test_all_ranks_raise_the_same_error(ranks: Ranks, tmp_path: Path, name: str) -> None:
     refusal = REFUSED[name]
     errors = ranks.call(_error, refusal, tmp_path)
-
     assert refusal.said.format(rank=0) in errors[0]
     assert [error.replace(f"rank {rank} gets", "rank 0 gets") for rank, error in enumerate(errors)] == 2 * errors[:1]
     if refusal.steps:

@@ -19,18 +19,20 @@ from torch import Tensor, nn
 from pipeline.launchers.base import DirectOutbox, Session
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops
-from pipeline.training.build import build
-from pipeline.training.loop import train
-from pipeline.training.measuring.flops import count
-from pipeline.training.measuring.probe import TRACED_STEPS
-from pipeline.training.meters import meter as meters
-from pipeline.training.meters.clock import Clock
-from pipeline.training.meters.meter import Meter
-from pipeline.training.ranks.collectives import barrier
-from pipeline.training.step.dry_run import held_step
-from pipeline.training.step.plain import Stepped
+from pipeline.train import meter as meters
+from pipeline.train.build import build
+from pipeline.train.flops import count
+from pipeline.train.kept import held_step
+from pipeline.train.measure import TRACED_STEPS
+from pipeline.train.meter import Meter
+from pipeline.train.ranks import barrier
+from pipeline.train.run import train
+from pipeline.train.state import Facts, Stepped
 
+FACTS = Facts(draws=False, draws_others=False, items_per_sample=1.0, gathers=False, log_names=())
+"""What the first step would have shown."""
 COUNTED = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("fsdp", {})]
 
 
@@ -40,32 +42,28 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-# Steps after which ranks report
-
-
-def test_ranks_agree_however_long_each_of_them_takes(ranks: Ranks) -> None:
+def test_ranks_report_the_same_steps_however_long_each_of_them_takes(ranks: Ranks) -> None:
     quick, slow = ranks.call(_reports)
-
     assert quick == slow
     assert 2 < len(quick) < 50
 
 
 def _reports(rank: Rank) -> list[int]:
     """Return the steps after which a rank reported, of which one is slower than the other."""
-    long = {"data": {"_target_": "toys.regression", "samples": 400}}  # 100 steps in an epoch
-    trial = toys.trial(**long, train={"global_batch_size": 4, "log_every_steps": 1})
-    context = build(trial.model_copy(update={"workers": 2}), rank=rank)
-    clock = Clock(device=context.device, warmup_steps=0)
-    meter = Meter(context=context, clock=clock, outbox=toys.Kept())
-    reports = []
-    clock.resume()
+    data = {"_target_": "toys.regression", "samples": 400}  # 100 steps in an epoch
+    trial = toys.trial(data=data, train={"global_batch_size": 4, "log_every_steps": 1})
+    s = build(trial.model_copy(update={"workers": 2}), rank=rank, outbox=toys.Kept())
+    s.facts = FACTS
+    meter, reports = Meter(s), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meters, "REPORT_MS", 50.0)
+        meter.resume()
         for step in range(1, 100):
             time.sleep(0.004 * rank.rank)  # nothing else makes ranks wait for each other
-            meter.add(Stepped(torch.zeros(())), samples=4)
-            if meter.cadence.is_due(step):
-                meter.flush(step=step, epoch=1)
+            s.step = step
+            meter.add(Stepped({"loss": torch.zeros(())}, None, {}, {}))
+            if meter.is_due(step):
+                meter.flush()
                 reports.append(step)
     return reports
 
@@ -106,24 +104,20 @@ def _count_with_failure(rank: Rank) -> tuple[Flops | None, list[str]]:
     return _count(trial.model_copy(update={"strategy": "ddp", "workers": 2, "allowed": allowed}), rank)
 
 
-def _count(trial: toys.Trial, rank: Rank) -> tuple[Flops | None, list[str]]:
+def _count(trial: Trial, rank: Rank) -> tuple[Flops | None, list[str]]:
     """Return the operations of a step, and what was said."""
     outbox = toys.Kept()
-    context = build(trial, rank=rank)
-    counted = count(context, held_step(context), outbox=outbox)
+    s = build(trial, rank=rank, outbox=outbox)
+    s.facts = FACTS
+    counted = count(s, held_step(s))
     barrier(rank)
     return counted, [event.message if isinstance(event, Warned) else event.kind for event in outbox.events]
 
 
-# The trace of a rank
-
-
-def test_two_ranks_take_the_steps_together_and_one_records_them(ranks: Ranks, tmp_path: Path) -> None:
+def test_two_ranks_take_traced_steps_together_and_one_records_them(ranks: Ranks, tmp_path: Path) -> None:
     ranks.call(_trace, tmp_path)
     with gzip.open(tmp_path / "0" / "traces" / "main.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    names = Counter(event["name"] for event in events if "name" in event)
-
+        names = Counter(event.get("name", "") for event in json.load(file)["traceEvents"])
     assert not (tmp_path / "1" / "traces").exists()
     assert names["DistributedDataParallel.forward"] == TRACED_STEPS
     assert sum(count for name, count in names.items() if re.search("all_?reduce", name)) >= TRACED_STEPS

@@ -1,4 +1,4 @@
-"""What two ranks save and resume: sharded parameters, one copy for each node."""
+"""What several ranks save and resume: sharded parameters, one copy for each node, another number of ranks."""
 
 # promise: resumed after any step, with each strategy, optimizer, scheduler; with a different number of workers
 
@@ -11,105 +11,136 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_trainings import Written, events_of, lab_trial, saved_in, train_rank
-from ranks import on_ranks
-from torch import Tensor
+from checkpointed import EVERY, STEPS, Saving, assert_equal, trial, until
+from ranks import Ranks
 
-from pipeline.protocol.events import (
-    CheckpointSaved,
-)
+from pipeline.config.finetuning import StartFrom
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Trial
-from pipeline.training.build import build
-from pipeline.training.checkpoints import files
-from pipeline.training.checkpoints import storage as storage_module
-from pipeline.training.checkpoints.manager import CheckpointManager
-from pipeline.training.checkpoints.manifest import entries, folder_name, verify
-from pipeline.training.checkpoints.state import restore
-from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.context import TrainContext
-from pipeline.training.meters.clock import Clock
-from pipeline.training.meters.meter import Meter
-from pipeline.training.ranks import collectives
-from pipeline.training.step import train_step
+from pipeline.protocol.trial import Weights
+from pipeline.train import ranks as collectives
+from pipeline.train import storage as storage_module
+from pipeline.train.build import build
+from pipeline.train.manifest import entries, folder_name, verify
+from pipeline.train.run import train
+from pipeline.train.saved_state import STATE, read
+from pipeline.train.storage import Storage
+from pipeline.train.weights import fit
+
+AFTER = 2
+SECTIONS: dict[str, Any] = {
+    **EVERY,
+    "model": {"_target_": "toys.Branches", "width": 4},
+    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01},
+    "scheduler": {
+        "_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.05, "total_steps": "${total_steps}",
+    },
+    "train": {"clip_grad_norm": 0.5},
+}  # fmt: skip
+"""With batch statistics and dropout, which depend on the ranks."""
+DIVISIBLE: dict[str, Any] = {**SECTIONS, "model": {"_target_": "toys.wide_net"}, "loss": {"_target_": "toys.Uncertain"}}
+DIVISIBLE["optimizer"] = {"_target_": "torch.optim.AdamW", "lr": 1e-4}
+DIVISIBLE["scheduler"] = {**SECTIONS["scheduler"], "max_lr": 1e-3}
+"""A training that doesn't depend on the ranks, with a learned part of the loss."""
+
+
+class Reached(dict[str, Any]):
+    """Losses by step and weights that a training has reached."""
 
 
 @pytest.fixture(scope="module")
-def root(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Several trainings in two processes: starting them takes most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(project)
-        patch.syspath_prepend(project)
-        folder = tmp_path_factory.mktemp("resume")
-        on_ranks(_in_two_processes, folder, folder=folder)
-        yield folder
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Calls a function on so many ranks, whose processes serve all tests."""
+    with Ranks(2) as two, Ranks(3) as three:
+        yield lambda count, *call: {2: two, 3: three}[count].call(*call) if count > 1 else [call[0](Rank(), *call[1:])]
 
 
-def _in_two_processes(where: Rank, folder: Path) -> None:
-    train_rank(_trial(folder, "two", precision="fp64"), where)
-    _shard(folder / "sharded", where)
+def go(rank: Rank, folder: Path, strategy: str, sections: dict[str, Any], resume: bool = False) -> Reached:
+    """Train on a rank; return the losses, norms and validation by step, and the weights, of rank 0."""
+    outbox, strategy = Saving(), strategy if rank.world_size > 1 else "single"
+    made = trial(folder, **sections, strategy=strategy, resume=resume)
+    train(made.model_copy(update={"workers": rank.world_size}), rank=rank, outbox=outbox)
+    names = ("train/loss", "train/gradient_norm", "train/learning_rate", "validation/loss")
+    assert rank.is_first or not outbox.events
+    return Reached(
+        saved=outbox.saved, resumed=outbox.resumed, weights=outbox.files.get("model/weights.pt"),
+        **{name: {point.step: point.value for point in outbox.points(name)} for name in names},
+    )  # fmt: skip
 
 
-_OVERRIDES = [
-    "checkpoint.every_steps=1", "checkpoint.keep=100", "optimizer._target_=torch.optim.AdamW", "parallel.strategy=ddp",
-
-]  # fmt: skip
-
-
-def _trial(folder: Path, name: str, *, precision: str, stopped: str = "", after: int = 0) -> Trial:
-    """A trial with a checkpoint of each step; it goes on from what another one has left if that is given."""
-    overrides = [*_OVERRIDES, f"train.precision={precision}"]
-    return saved_in(folder, lab_trial(overrides, strategy="ddp", name=name), stopped=stopped, steps=after)
+def check(found: Reached, expected: Reached, *, after: int, tolerance: float) -> None:
+    for name in ("train/loss", "train/gradient_norm", "train/learning_rate", "validation/loss"):
+        left = {step: value for step, value in expected[name].items() if step > after}
+        assert left
+        assert {step: found[name].get(step) for step in left} == pytest.approx(left, rel=tolerance, abs=tolerance), name
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, own in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], own, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def test_only_the_first_rank_speaks_of_checkpoints(root: Path) -> None:
-    assert [path.name for path in root.glob("*.1.jsonl")] == []
-    assert [event.step for event in events_of(root, "two", CheckpointSaved)] == list(range(1, 9))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_as_many_ranks_go_on_to_the_bit(
+    ranks: Callable[..., list[Any]], tmp_path: Path, count: int, strategy: str
+) -> None:
+    """Three are the least whose sums depend on the order of adding."""
+    whole = ranks(count, go, tmp_path / "whole", strategy, SECTIONS)[0]
+    assert whole["saved"] == list(range(1, STEPS + 1))
+    until(AFTER, folder=tmp_path / "whole", to=tmp_path / "again")
+    again = ranks(count, go, tmp_path / "again", strategy, SECTIONS, True)[0]
+
+    assert again["resumed"] == [AFTER]
+    check(again, whole, after=AFTER, tolerance=0)
+    states = [read(tmp_path / side / folder_name(STEPS), fills=True) for side in ("whole", "again")]
+    for state in states:
+        assert state.pop("meter")  # has times
+    assert_equal(*states)
 
 
-def _sharded(trial: Trial, rank: Rank) -> TrainContext:
-    from torch.distributed.fsdp import fully_shard
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, "ddp"), (1, "single")), ((1, "single"), (2, "fsdp")), ((2, "fsdp"), (3, "ddp")), ((3, "fsdp"), (2, "fsdp"))],
+    ids=str,
+)
+def test_other_ranks_go_on_to_rounding(
+    ranks: Callable[..., list[Any]], tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    alone = ranks(1, go, tmp_path / "alone", "single", DIVISIBLE)[0]
+    ranks(before[0], go, tmp_path / "whole", before[1], DIVISIBLE)
+    until(AFTER, folder=tmp_path / "whole", to=tmp_path / "again")
+    again = ranks(after[0], go, tmp_path / "again", after[1], DIVISIBLE, True)[0]
 
-    context = build(trial.model_copy(update={"strategy": "single"}), rank=rank)
-    fully_shard(context.model)
-    context.built = context.built._replace(optimizer=torch.optim.AdamW(context.model.parameters(), lr=0.1))
-    return context
+    assert again["resumed"] == [AFTER]
+    check(again, alone, after=AFTER, tolerance=1e-12)
 
 
-def _manager(context: TrainContext, outbox: Written) -> CheckpointManager:
-    clock = Clock(device=context.device, warmup_steps=0)
-    meter = Meter(context=context, clock=clock, outbox=outbox)
-    clock.resume()
-    clock.count(clock.lap(steps=1, samples=1))
-    return CheckpointManager(context, meter=meter, outbox=outbox)
+def test_shards_are_files_that_another_training_starts_from(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    whole = ranks(2, go, tmp_path, "fsdp", DIVISIBLE)[0]
+    storage = Storage(str(tmp_path))
+    newest = entries(storage)[0]
+    assert newest.manifest is not None
+    assert verify(storage, newest) is None
+    assert sorted(file.name[:12] for file in newest.manifest.files) == ["shard-00001-", "shard-00002-", STATE]
+
+    s = build(trial("", **DIVISIBLE), rank=Rank())
+    start = Weights(path=storage.address, checkpoint=newest.name, source="run x, the checkpoint of step 6")
+    assert fit(s.model, StartFrom(run="x"), start).taken.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert_equal(
+        {name.removeprefix("model."): one for name, one in read(tmp_path / newest.name, fills=True)["model"].items()},
+        {name: one for name, one in whole["weights"].items() if not name.startswith("task.")},
+    )
 
 
-def _shard(folder: Path, rank: Rank) -> None:
-    """Save in two processes with sharded parameters, and go on from that in two others."""
-    trial = _trial(folder.parent, folder.name, precision="fp64")
-    outbox = Written(f"{folder}.{rank.rank}")
-    context = _sharded(trial, rank)
-    with _manager(context, outbox) as manager:
-        train_step(context, context.batches.training(0), step=0)
-        manager.save(step=1)
-        again = _sharded(trial.model_copy(update={"resume": True}), rank)
+def _resume_from_afar(rank: Rank, folder: Path) -> list[Path]:
+    """Resume while each copy of a checkpoint is slow; return the copies that this rank has made."""
     with pytest.MonkeyPatch.context() as patch:
         fetched = _fetch_slowly(patch, rank)
-        with _manager(again, outbox) as manager:
-            assert manager.resume() == 1
-    assert len(fetched) == (2 if rank.is_first else 0)  # to verify it, and for both ranks of the node
-    assert not any(folder.exists() for folder in fetched)
-    whole = _full(context)
-    for one, other in zip(whole, _full(again), strict=True):
-        assert torch.equal(one, other)
-    if rank.is_first:
-        torch.save(whole, f"{folder}.pt")
-    dist.barrier()
+        assert go(rank, folder, "fsdp", DIVISIBLE, True)["resumed"] == ([AFTER] if rank.is_first else [])
+    return fetched
 
 
 def _fetch_slowly(patch: pytest.MonkeyPatch, rank: Rank) -> list[Path]:
     """Copy checkpoints as from an object storage, until the other rank has asked the store whether a copy is done."""
-    store, fetched, real = dist.distributed_c10d._get_default_store(), [], Storage.fetched
+    store, fetched, real = dist.distributed_c10d._get_default_store(), list[Path](), Storage.fetched
 
     @contextmanager
     def fetch(storage: Storage, name: str) -> Iterator[Path]:
@@ -127,28 +158,12 @@ def _fetch_slowly(patch: pytest.MonkeyPatch, rank: Rank) -> list[Path]:
     return fetched
 
 
-def _full(context: TrainContext) -> list[Tensor]:
-    tensors = [*context.model.state_dict().values()]
-    tensors += [value for state in context.optimizer.state_dict()["state"].values() for value in state.values()]
-    return [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
-
-
-def test_sharded_parameters_are_saved_in_parts(root: Path) -> None:
-    (entry,) = entries(Storage(str(root / "sharded")))
-
-    assert entry.manifest is not None
-    assert verify(Storage(str(root / "sharded")), entry) is None
-    assert sum(file.name.startswith("shard-") for file in entry.manifest.files) == 2
-
-
-def test_sharded_parameters_go_on_in_one_process(root: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(project)
-    trial = _trial(root, "sharded", precision="fp64").model_copy(update={"strategy": "single"})
-    context = build(trial, rank=Rank())
-    restore(context, files.read(context, root / "sharded" / folder_name(1)))
-
-    for one, other in zip(_full(context), torch.load(f"{root}/sharded.pt"), strict=True):
-        assert torch.equal(one, other)
+def test_a_checkpoint_is_fetched_once_for_the_ranks_of_a_node(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    ranks(2, go, tmp_path / "whole", "fsdp", DIVISIBLE)
+    until(AFTER, folder=tmp_path / "whole", to=tmp_path / "again")
+    first, second = ranks(2, _resume_from_afar, tmp_path / "again")
+    assert (len(first), len(second)) == (2, 0)  # to verify it, and for both ranks of the node
+    assert not any(folder.exists() for folder in first)
 
 
 def test_a_storage_that_is_unknown_is_told_before_training(command: Callable[..., Any]) -> None:

@@ -19,8 +19,8 @@ from pipeline.launchers.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
 from pipeline.protocol.rank import Rank
 from pipeline.system.process_start import seconds_after_boot
-from pipeline.training.ranks import watch
-from pipeline.training.ranks.watch import Watchdog, mark, mark_step, waiting
+from pipeline.train import watch
+from pipeline.train.watch import Watchdog, mark, mark_step, waiting
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 0.4
@@ -45,8 +45,8 @@ def train_until(steps: int, phase: Phase) -> None:
         mark(phase)
 
 
-def the_users_own_code(ended: threading.Event) -> bool:
-    return ended.wait(PATIENCE_S)
+def the_users_own_code(ended: threading.Event, seconds: float = PATIENCE_S) -> bool:
+    return ended.wait(seconds)
 
 
 # A rank
@@ -55,9 +55,9 @@ def the_users_own_code(ended: threading.Event) -> bool:
 def test_a_rank_that_stands_still_says_where_and_ends() -> None:
     outbox, ended = toys.Kept(), threading.Event()
     with watching(outbox, end=ended.set):
+        assert [heartbeat.pid for heartbeat in heartbeats(outbox)] == [os.getpid()], "before anything can stop it"
         train_until(3, Phase.READING)
         assert the_users_own_code(ended)
-
     last = next(heartbeat for heartbeat in heartbeats(outbox) if heartbeat.is_stuck)
     assert (last.step, last.phase, last.rank.rank, last.pid) == (3, Phase.READING, 1, os.getpid())
     assert last.idle_s >= TIMEOUT_S
@@ -65,12 +65,6 @@ def test_a_rank_that_stands_still_says_where_and_ends() -> None:
     assert seconds_after_boot(psutil.Process()) == last.process_started
     assert "timeout_s" in last.stall
     assert "reading data in step 3" in last.stall
-
-
-def test_a_rank_is_heard_before_anything_can_stop_it() -> None:
-    outbox = toys.Kept()
-    with watching(outbox, end=threading.Event().set, timeout_s=600.0):
-        assert [heartbeat.pid for heartbeat in heartbeats(outbox)] == [os.getpid()]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +78,6 @@ def test_building_the_first_step_saving_and_waiting_take_as_long_as_they_like(st
         while max(heartbeat.idle_s for heartbeat in heartbeats(outbox)) <= 0.2 and time.monotonic() < deadline:
             assert not ended.wait(0.1)
         assert not ended.wait(0.2)
-
     assert max(heartbeat.idle_s for heartbeat in heartbeats(outbox)) > 0.2
     assert not any(heartbeat.is_stuck for heartbeat in heartbeats(outbox))
 
@@ -106,35 +99,31 @@ def test_a_long_step_of_many_batches_is_no_hang() -> None:
         for _ in range(30):
             time.sleep(0.05)
             mark(Phase.FORWARD)
-
     assert not ended.is_set()
     assert max(heartbeat.idle_s for heartbeat in heartbeats(outbox)) < 5.0
     assert outbox.events[-1].phase is Phase.ENDED
 
 
-@pytest.mark.parametrize("phase", [Phase.BUILDING, Phase.FORWARD])
-def test_the_drivers_own_process_is_warned_once_and_left_alone(phase: Phase) -> None:
+@pytest.mark.parametrize(
+    ("phase", "said"), [(Phase.BUILDING, "building the experiment"), (Phase.FORWARD, "in the forward pass")]
+)
+def test_the_drivers_own_process_is_warned_once_and_left_alone(phase: Phase, said: str) -> None:
     outbox = toys.Kept()
     with watching(outbox, end=None, timeout_s=0.2):
         train_until(1, phase)
-        the_users_own_code_takes(1.0)
-
+        the_users_own_code(threading.Event(), 1.0)
     (warned,) = outbox.events
     assert isinstance(warned, Warned)
-    assert ("in the forward pass" if phase is Phase.FORWARD else "building the experiment") in warned.message
-    assert "in the_users_own_code_takes" in warned.message
+    assert said in warned.message
+    assert "in the_users_own_code" in warned.message
 
 
 def test_rank_0_in_the_drivers_own_process_moves_the_bar() -> None:
     outbox = toys.Kept()
     with Watchdog("main", rank=Rank(), outbox=outbox, timeout_s=0.5, end=None):
         train_until(3, Phase.FORWARD)
-        the_users_own_code_takes(0.2)
+        time.sleep(0.2)
     assert {(beat.step, beat.phase, beat.stack) for beat in heartbeats(outbox)} == {(3, Phase.FORWARD, "")}
-
-
-def the_users_own_code_takes(seconds: float) -> None:
-    time.sleep(seconds)
 
 
 def test_a_training_that_failed_does_not_say_that_it_ended() -> None:
@@ -142,11 +131,6 @@ def test_a_training_that_failed_does_not_say_that_it_ended() -> None:
     with pytest.raises(ZeroDivisionError), watching(outbox, end=threading.Event().set):
         raise ZeroDivisionError
     assert all(heartbeat.phase is not Phase.ENDED for heartbeat in heartbeats(outbox))
-
-
-def test_a_heartbeat_survives_the_way() -> None:
-    heartbeat = beat(0)
-    assert event_from_json(event_to_json(heartbeat)) == heartbeat
 
 
 # The driver
@@ -178,6 +162,7 @@ def verdicts(*events: AnyEvent, timeout_s: float = 300.0, wait_s: float = 0.0) -
 
 
 def test_heartbeats_of_rank_0_go_on_to_the_displays() -> None:
+    assert event_from_json(event_to_json(beat(0))) == beat(0)
     received: list[AnyEvent] = []
     detector = HangDetector(toys.trial(), receive=received.append)
     for event in (beat(0), beat(1), beat(0, step=8), beat(0, phase=Phase.ENDED)):
@@ -196,31 +181,42 @@ def test_a_rank_that_builds_for_long_is_named_once_with_its_code() -> None:
     assert warned.message.endswith("\nframes of rank 1")
 
 
-def test_the_rank_that_others_wait_for_is_to_blame() -> None:
-    (verdict,) = verdicts(beat(0), beat(1, phase=Phase.READING, idle_s=5.0), beat(2), failed(0))
+READING, WAITING = Phase.READING, Phase.WAITING
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([beat(0), beat(1, phase=READING, idle_s=5.0), beat(2), failed(0)], "for 5 s: reading data in step 7; "),
+        ([beat(0, step=8, phase=READING), beat(1, step=7, phase=Phase.SAVING), failed(0)], "saving in step 7"),
+        ([beat(1, phase=READING), beat(0, is_stuck=True, idle_s=300.0)], "reading data"),
+        ([beat(1, phase=READING, is_stuck=True), beat(0, is_stuck=True)], "reading data"),
+        (
+            [beat(1, step=0, phase=WAITING), beat(0, step=0, phase=WAITING, is_waiting=True, is_stuck=True)],
+            "between two exchanges",
+        ),
+    ],
+    ids=["others wait for it", "a step behind", "one that is stuck waits for it", "both are stuck", "while building"],
+)
+def test_the_rank_behind_is_to_blame(events: list[AnyEvent], said: str) -> None:
+    (verdict,) = verdicts(*events)
     assert (verdict.rank.rank, verdict.rank.node) == (1, "elsewhere")
-    assert verdict.error.startswith("no progress for 5 s: reading data in step 7; ")
+    assert verdict.error.startswith("no progress for ")
+    assert said in verdict.error
     assert verdict.traceback == "Stack of rank 1 (most recent call last):\nframes of rank 1\n"
 
 
-def test_a_step_behind_is_behind_whatever_it_does() -> None:
-    (verdict,) = verdicts(beat(0, step=8, phase=Phase.READING), beat(1, step=7, phase=Phase.SAVING), failed(0))
-    assert (verdict.rank.rank, "saving in step 7" in verdict.error) == (1, True)
-
-
-def test_a_rank_that_is_stuck_and_waits_blames_the_one_behind() -> None:
-    (verdict,) = verdicts(beat(1, phase=Phase.READING), beat(0, is_stuck=True, idle_s=300.0))
-    assert verdict.rank.rank == 1
-    (verdict,) = verdicts(beat(1, phase=Phase.READING, is_stuck=True), beat(0, is_stuck=True))
-    assert verdict.rank.rank == 1
-
-
-def test_a_rank_that_waits_while_building_blames_the_one_that_does_not() -> None:
-    (verdict,) = verdicts(
-        beat(1, step=0, phase=Phase.WAITING), beat(0, step=0, phase=Phase.WAITING, is_waiting=True, is_stuck=True)
-    )
-    assert verdict.rank.rank == 1
-    assert verdicts(*(beat(rank, phase=Phase.WAITING, is_waiting=True, is_stuck=True) for rank in range(2))) == []
+@pytest.mark.parametrize(
+    "events",
+    [
+        [beat(rank, phase=WAITING, is_waiting=True, is_stuck=True) for rank in range(2)],
+        [*map(beat, range(3)), *map(failed, range(3))],
+        [beat(0), beat(1, phase=READING), failed(2, "rank"), failed(0)],
+    ],
+    ids=["all wait", "a network that fails", "one failed by itself"],
+)
+def test_no_rank_is_blamed(events: list[AnyEvent]) -> None:
+    assert verdicts(*events) == []
 
 
 @pytest.mark.parametrize(("idle_s", "is_hang"), [(301.0, True), (5.0, False)])
@@ -238,14 +234,6 @@ def test_an_abort_by_nccl_is_a_hang_of_the_rank_behind_and_no_lost_worker(
     assert outcome.has_only_lost_workers != is_hang
     message = "rank 1 on elsewhere: no progress" if is_hang else "rank 0 exited without reporting an error: killed by"
     assert str(outcome.error).startswith(message)
-
-
-def test_no_rank_is_blamed_for_a_network_that_fails() -> None:
-    assert verdicts(beat(0), beat(1), beat(2), failed(0), failed(1), failed(2)) == []
-
-
-def test_no_rank_is_blamed_where_one_failed_by_itself() -> None:
-    assert verdicts(beat(0), beat(1, phase=Phase.READING), failed(2, "rank"), failed(0)) == []
 
 
 def test_a_rank_of_another_node_that_is_not_heard_any_more_is_lost_with_its_node() -> None:

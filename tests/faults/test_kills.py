@@ -179,6 +179,7 @@ def killed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Attempt:
         (["--resume", "nowhere"], "--resume nowhere: no such run"),
         (["name=other", "--resume"], "has no run of other. Start one without --resume"),
         (["train.global_batch_size=8", "--resume", "--allow-changed"], "cannot change from 16 to 8 when resuming"),
+        (["seed=7", "--resume", "--allow-changed"], "Set it back, or start a new run without --resume."),
     ],
 )
 def test_what_cannot_go_on_is_refused(killed: Attempt, more: list[str], told: str) -> None:

@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable
 
 from attempts import DDP, STEPS, Attempt, Undisturbed, check, kill
-from s3 import BUCKET, S3, SECRET, steps
+from checkpointed import steps
+from s3 import BUCKET, S3, SECRET
 
 from pipeline.protocol.events import Resumed
-from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name
-from pipeline.training.checkpoints.storage import Storage
+from pipeline.train.manifest import FILE_NAME, folder_name
+from pipeline.train.storage import Storage
 
 
 def test_a_run_goes_on_from_there(

@@ -20,8 +20,8 @@ from pipeline.protocol.events import ModelExported, ModelSaved
 from pipeline.recording.journal import journal as journals
 from pipeline.recording.mlflow.sender import Sender
 from pipeline.recording.mlflow.sync import sync
-from pipeline.training.result.exported_model import export, trained_model
-from pipeline.training.result.reference import Reference
+from pipeline.train.exported import export, trained_model
+from pipeline.train.reference import Reference
 
 KILLS = 30
 _WITH_IDS = ("mlflow.parentRunId", "mlflow.note.content")

@@ -37,6 +37,9 @@ def tokens() -> None:
         (np.arange(32 * windows + 1) % 50).astype(np.uint16).tofile(f"data/{name}.bin")
 
 
+WRITES = {"arrays": arrays, "tokens": tokens, "balanced": arrays}
+
+
 def experiment(kind: str) -> dict[str, Any]:
     """The block of the documentation, and all that it leaves out."""
     gpt = {"vocabulary_size": 50, "context_length": 32, "width": 4, "depth": 1, "heads": 1}
@@ -53,20 +56,18 @@ def experiment(kind: str) -> dict[str, Any]:
         **model,
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
         "train": {"epochs": 1, "global_batch_size": 4},
+        **yaml.safe_load(BLOCKS["arrays"]),
         **yaml.safe_load(BLOCKS[kind]),
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "write"),
-    [("arrays", arrays), ("tokens", tokens)],
-)
+@pytest.mark.parametrize("kind", WRITES)
 def test_what_is_written_there_trains(
-    kind: str, write: Callable[[], None], command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
-    write()
+    WRITES[kind]()
     Path("experiment.yaml").write_text(yaml.safe_dump(experiment(kind)))
     ended = command("run", "experiment.yaml", "--no-baseline", "tracking.log_model=false")
 
@@ -81,5 +82,5 @@ def test_what_is_written_there_trains(
 
 
 def test_every_block_of_yaml_is_tested() -> None:
-    assert BLOCKS.keys() == {"arrays", "tokens"}
+    assert BLOCKS.keys() == WRITES.keys()
     assert DOCS.count("_target_: pipeline.data.") == len(BLOCKS)

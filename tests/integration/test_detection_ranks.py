@@ -11,7 +11,7 @@ import toys
 from ranks import on_ranks
 
 from pipeline.protocol.rank import Rank
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 PRECISION = "mean average precision"
 PACKAGES = ("torchvision", "pycocotools")

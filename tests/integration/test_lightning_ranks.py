@@ -18,9 +18,9 @@ from ranks import on_ranks
 from torch.utils.data import DataLoader, Subset
 
 from pipeline.protocol.rank import Rank
-from pipeline.training.build import build
-from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.loop import train
+from pipeline.train.build import build
+from pipeline.train.manifest import folder_name
+from pipeline.train.run import train
 
 NAMES = ("train/loss", "train/train_loss", "train/scale", "validation/loss", "validation/val_loss", "validation/val_f1")
 STEPS = 6
@@ -43,11 +43,11 @@ class Losses(lightning.Callback):
 @pytest.mark.filterwarnings("ignore")
 def test_the_losses_are_those_of_lightnings_trainer(tmp_path: Path) -> None:
     kept = trained()
-    context = build(trial(), rank=Rank())  # the same initial weights and order
+    s = build(trial(), rank=Rank())  # the same initial weights and order
     module, losses = lit.Lit().double(), Losses()
-    module.load_state_dict(context.model.state_dict())
+    module.load_state_dict(s.model.state_dict())
     data, validation = toys.classification()
-    order = [batch.indices for epoch in range(2) for batch in context.batches.micro_batches(epoch)]
+    order = [part.indices for step in range(STEPS) for part in s.batches.parts(step)]
     chosen = Subset(data, [index for batch in order[:3] for index in batch])
     again = Subset(data, [index for batch in order[3:] for index in batch])
     trainer = lightning.Trainer(
@@ -56,7 +56,6 @@ def test_the_losses_are_those_of_lightnings_trainer(tmp_path: Path) -> None:
         reload_dataloaders_every_n_epochs=1,
     )  # fmt: skip
     trainer.fit(module, _Epochs([chosen, again], validation))
-
     assert losses.training == pytest.approx(kept.series("train/loss"), abs=1e-12)
     assert losses.validation == pytest.approx(kept.series("validation/loss"), abs=1e-6)  # Lightning sums in fp32
     assert losses.f1 == pytest.approx(kept.series("validation/val_f1"), abs=1e-6)

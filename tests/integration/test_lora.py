@@ -20,7 +20,7 @@ from pipeline.config import components
 from pipeline.data import example_sentences
 from pipeline.models import pretrained
 from pipeline.protocol.rank import Rank
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -104,7 +104,6 @@ def test_two_workers_train_the_adapter_as_one_does_and_resume(encoder: str, tmp_
             assert torch.equal(trained[name], value), name
     started = next(event for event in kept.events if event.kind == "started")
     assert started.parameters == sum(model.get_parameter(name).numel() for name in learning)
-
     torch.save(trained, tmp_path / "weights.pt")
     shutil.copytree(tmp_path / "one" / "step-00000003", tmp_path / "resumed" / "step-00000003")
     on_ranks(_as_one, encoder, tmp_path, metrics, tmp_path / "weights.pt", folder=tmp_path)
@@ -128,7 +127,6 @@ def test_its_result_is_saved_as_an_adapter(
     assert plan.code == 0, plan.output
     ended = command("run", "lora.yaml", "--train-only")
     assert ended.code == 0, ended.output
-
     model = Trained.load().model
     model.save_pretrained("adapter")  # type: ignore[operator]
     with safe_open("adapter/adapter_model.safetensors", "pt") as file:
@@ -139,7 +137,6 @@ def test_its_result_is_saved_as_an_adapter(
     inputs = {"input_ids": torch.tensor([[2, 9, 8, 3]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
     with torch.no_grad():
         torch.testing.assert_close(again(**inputs).logits, model.get_base_model()(**inputs).logits)  # type: ignore[operator]
-
     exported = command("export", "latest", "--to", "out")
     assert exported.code == 0, exported.output
     (*_, weights) = code(Path("out/README.md").read_text())

@@ -11,7 +11,7 @@ from attempts import DDP, PATIENCE_S, STEPS, Attempt, Undisturbed, check, kill, 
 from census import injected
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, Warned
-from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.train.manifest import folder_name
 
 
 def test_a_run_that_is_killed_twice_has_the_losses_of_an_undisturbed_one(

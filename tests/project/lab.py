@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from pipeline.tasks import StepOutput, Task
+from pipeline.tasks import Loss
 
 FEATURES, CLASSES = 4, 3
 
@@ -71,13 +71,14 @@ class Net(nn.Module):
         raise ZeroDivisionError("the model's own mistake")
 
 
-class Turns(Task):
+class Turns:
     """Two optimizers take turns in each step."""
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Iterator[StepOutput]:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], update: Callable[[str, Tensor], None]) -> Loss:
         for name in ("one", "other"):
             outputs = model(batch[0])
-            yield StepOutput(nn.functional.cross_entropy(outputs, batch[1]), outputs, batch[1], optimizer=name)
+            update(name, nn.functional.cross_entropy(outputs, batch[1]))
+        return Loss(outputs=outputs, targets=batch[1])
 
 
 class Normed(nn.Module):

@@ -17,7 +17,7 @@ from pipeline.recording import recorded_run
 from pipeline.recording.journal import journal as journals
 from pipeline.recording.journal.folder import read_state
 from pipeline.recording.mlflow.sync import sync
-from pipeline.training.result import restored
+from pipeline.train import restored
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 1}
 
@@ -51,12 +51,8 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
     ended = there("evaluate", "aaaa", "--json")
     assert ended.code == 0, ended.output
     result = json.loads(ended.stdout)
-    assert (result["run"], result["split"], result["step"], result["best"]) == (
-        folder.name,
-        "test",
-        3,
-        "validation/loss",
-    )
+    found = [result[key] for key in ("run", "split", "step", "best")]
+    assert found == [folder.name, "test", 3, "validation/loss"]
     assert result["values"] == last(folder).values
 
     other = there("evaluate", folder.name, "seed=4", "--checkpoint", "last", "--split", "validation")
@@ -66,9 +62,8 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
     assert "\nRESULT   validation/loss " in other.stdout
 
     (after,) = store.runs("toy")  # no child
-    assert (
-        store.series(after, "test/loss") == [(3, result["values"]["test/loss"])] * 2
-    )  # at the training's end, and now
+    both = [(3, result["values"]["test/loss"])] * 2  # at the training's end, and now
+    assert store.series(after, "test/loss") == both
     assert store.series(after, "validation/loss")[-1][0] == 9
     assert after.data.tags["evaluated"] == "validation set, 10 samples: weights of step 9 (epoch 3)"
     assert after.data.tags["evaluated_changes"] == "seed was 3, is now 4"
@@ -100,9 +95,8 @@ def test_an_evaluation_that_fails_is_no_failure_of_the_run(there: Callable[..., 
     assert read_state(folder).status == "FINISHED"
     (run,) = store.runs("toy")
     assert (run.info.status, run.data.tags.get("error")) == ("FINISHED", None)
-    assert there("evaluate", "aaaa", "--checkpoint", "5", "--quiet").stderr.endswith(
-        " of step 5. Its checkpoints: 3, 6.\n"
-    )
+    said = there("evaluate", "aaaa", "--checkpoint", "5", "--quiet").stderr
+    assert said.endswith(" of step 5. Its checkpoints: 3, 6.\n")
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

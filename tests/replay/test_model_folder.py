@@ -2,6 +2,7 @@
 
 # promise: each rank of srun has a GPU that it sees; an export fits into a container
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import toys
 import yaml
 from mlflow.models import Model
 from recordings import Store
+from toy_runs import InFolder
 
 from pipeline.protocol.events import WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
 from pipeline.protocol.rank import Rank
@@ -20,27 +22,15 @@ from pipeline.recording.journal import journal as journals
 from pipeline.recording.mlflow.model_folder import Module, Program, signature
 from pipeline.recording.mlflow.sync import sync
 from pipeline.system.memory_limits import MemoryLimit
-from pipeline.training.loop import train
-from pipeline.training.result import exported_model, reporting
+from pipeline.train import exported, report
+from pipeline.train.run import train
 
 OWN = {"model_id", "model_uuid", "utc_time_created", "model_size_bytes", "artifact_path", "run_id"}
 """Fields that differ between equal models."""
 
 
-class InFolder(toys.Kept):
-    """Keeps files in a run's folder, as the driver does."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def file(self, path: Path, name: str) -> None:
-        (self._folder / name).parent.mkdir(exist_ok=True)
-        (self._folder / name).write_bytes(path.read_bytes())
-
-
 @pytest.fixture
-def trained(lab: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, toys.Kept]:
+def trained(lab: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, InFolder]:
     """The folder of a run that has exported its model, and what rank 0 has said."""
     monkeypatch.chdir(lab)
     (lab / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["toys"]\n')
@@ -57,8 +47,18 @@ def the(outbox: toys.Kept, kind: Any) -> Any:
     return next(event for event in outbox.events if isinstance(event, kind))
 
 
+def journaled(folder: Path, store: Store, events: list[Any]) -> None:
+    """Write the journal of a run with these events."""
+    tags = {"strategy": "single", "world_size": "1"}
+    opened = RunOpened(time=1.7e9, run="made", tracking_uri=store.uri, tracking_experiment="made", tags=tags, params={},
+                       trials=("main",))  # fmt: skip
+    with closing(journals.Journal(folder / journals.FILE_NAME)) as journal:
+        for event in (opened, *events, RunClosed(time=1.7e9 + 9, status="FINISHED")):
+            journal.append(event)
+
+
 @pytest.mark.filterwarnings("ignore")  # as in a run
-def test_the_folder_is_what_mlflow_itself_writes(trained: tuple[Path, toys.Kept], tmp_path: Path) -> None:
+def test_the_folder_is_what_mlflow_itself_writes(trained: tuple[Path, InFolder], tmp_path: Path) -> None:
     folder, outbox = trained
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     Program.of(the(outbox, ModelExported), folder=folder).write(ours, model=Model(), warn=pytest.fail)
@@ -93,22 +93,10 @@ def test_a_mapping_with_a_single_number_has_a_signature_of_tensors() -> None:
 
 
 def test_the_program_is_sent_without_torch_and_then_removed(
-    trained: tuple[Path, toys.Kept], store: Store, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, InFolder], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, outbox = trained
-    opened = RunOpened(
-        time=1.7e9,
-        run="made",
-        tracking_uri=store.uri,
-        tracking_experiment="made",
-        tags={"strategy": "single", "world_size": "1"},
-        params={},
-        trials=("main",),
-    )
-    journal = journals.Journal(folder / journals.FILE_NAME)
-    for event in (opened, *outbox.events, RunClosed(time=1.7e9 + 9, status="FINISHED")):
-        journal.append(event)
-    journal.close()
+    journaled(folder, store, outbox.events)
     program = folder / the(outbox, ModelExported).program
     assert program.exists()
     with monkeypatch.context() as patch:
@@ -135,28 +123,16 @@ def test_the_program_is_sent_without_torch_and_then_removed(
 
 @pytest.mark.filterwarnings("ignore")  # as in a run
 def test_a_model_for_which_a_container_has_too_little_memory_is_sent_later(
-    trained: tuple[Path, toys.Kept], store: Store, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, InFolder], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the kernel would end all its processes at the last step: neither rank 0 nor the writer tries."""
     folder, outbox = trained
-    opened = RunOpened(
-        time=1.7e9,
-        run="made",
-        tracking_uri=store.uri,
-        tracking_experiment="made",
-        tags={"strategy": "single", "world_size": "1"},
-        params={},
-        trials=("main",),
-    )
-    journal = journals.Journal(folder / journals.FILE_NAME)
-    for event in (opened, the(outbox, ModelSaved), RunClosed(time=1.7e9 + 9, status="FINISHED")):
-        journal.append(event)
-    journal.close()
+    journaled(folder, store, [the(outbox, ModelSaved)])
     least = 3 * (folder / WEIGHTS).stat().st_size
     trial, again, warnings = toys.trial().model_copy(update={"exports": True}), InFolder(folder), list[str]()
     with monkeypatch.context() as patch:
-        patch.setattr(exported_model, "find_memory_limits", lambda: [MemoryLimit(2**32, free=least - 1)])
-        reporting.exported_model(trial, again, folder=folder)
+        patch.setattr(exported, "find_memory_limits", lambda: [MemoryLimit(2**32, free=least - 1)])
+        report.exported_model(trial, again, folder=folder)
         assert sync(folder, warn=warnings.append).delivered
     assert again.events == []
     (warning,) = warnings

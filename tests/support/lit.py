@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassF1Score
 from pipeline.config.schema import Experiment
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 TASK = "pipeline.tasks.Lightning"
 
@@ -127,23 +127,6 @@ class SeveralLit(Lit):
 
 class PlainLit(Lit):
     configure_optimizers = lightning.LightningModule.configure_optimizers
-
-
-class RootLit(Lit):
-    """Evaluates by the root of its loss; ``compares``: trains on a loss that compares the samples of a batch."""
-
-    def __init__(self, compares: bool = False) -> None:
-        super().__init__()
-        self.compares = compares
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        outputs = self(batch[0])
-        return (outputs @ outputs.T).softmax(1).diag().mean() if self.compares else outputs.square().mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.training_step(batch, batch_idx)
-        self.f1(self(batch[0]), batch[1])
-        return loss if self.compares else loss.sqrt()
 
 
 class SilentLit(Lit):

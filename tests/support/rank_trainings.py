@@ -10,7 +10,7 @@ from pipeline.config.targets import allowed_packages
 from pipeline.protocol.events import AnyEvent, Event, Failed, event_from_json, event_to_json
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
-from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.train.manifest import folder_name
 from pipeline.worker import main
 
 Kind = TypeVar("Kind", bound=Event)

@@ -11,9 +11,6 @@ import pytest
 from stores import free_port
 from waiting import eventually
 
-from pipeline.training.checkpoints.manifest import step_of
-from pipeline.training.checkpoints.storage import Storage
-
 BUCKET = "bucket"
 SECRET = "sesame-of-the-bucket"
 
@@ -57,8 +54,3 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     server.start()
     yield server
     server.kill()
-
-
-def steps(address: str) -> list[int]:
-    """Of all checkpoints at an address."""
-    return sorted(step for name in Storage(address).folders() if (step := step_of(name)) is not None)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation, Trial, Weights
-from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.loop import train
-from pipeline.training.result.restored import evaluate_checkpoint
+from pipeline.train.manifest import folder_name
+from pipeline.train.restored import evaluate_checkpoint
+from pipeline.train.run import train
 
 WHOLE, DIVIDED, RESUMED, CONTINUED = "whole", "in micro-batches", "resumed", "continued"
 BY_ONE, EVALUATED = "resumed by one", "evaluated"

@@ -23,8 +23,8 @@ from pipeline.config.load import load
 from pipeline.config.targets import allowed_packages
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline
-from pipeline.training.build import build
-from pipeline.training.ranks.randomness import generators_kept, mix, seed_all
+from pipeline.train.build import build
+from pipeline.train.seeds import generators_kept, mix, seed_all
 
 Epochs = list[list[int]]
 
@@ -36,9 +36,8 @@ def order_of(path: str, epochs: int) -> tuple[Epochs, int]:
         name="order", experiment=experiment, strategy="single", launcher="inprocess", workers=1, devices_per_worker=0,
         device="cpu", cpus_per_worker=1, allowed=allowed_packages(), max_steps=1,
     )  # fmt: skip
-    batches = build(trial, rank=Rank()).batches
-    drawn = [[index for one in batches.micro_batches(epoch) for index in one.indices] for epoch in range(epochs)]
-    return drawn, experiment.seed
+    order = build(trial, rank=Rank()).order
+    return [order.permutation(epoch).tolist() for epoch in range(epochs)], experiment.seed
 
 
 class Recorder:
@@ -76,7 +75,7 @@ class Recorder:
         def forward(module: torch.nn.Module, _: Any) -> None:
             if self.begins_step and module.training and torch.is_grad_enabled():
                 self.begins_step = False
-                seed_all(mix(self.seed, "step", self.step, 0), device=torch.device("cpu"))
+                seed_all(mix(self.seed, "step", self.step, 0, 0))
 
         torch.manual_seed = lambda seed: self.reseed(mix(seed, "model"))
         torch.Tensor.backward = recorded  # type: ignore[method-assign]
@@ -102,7 +101,7 @@ class _Samples:
 
     def __getitem__(self, index: int) -> Any:
         place = self.recorder.epoch
-        seed_all(mix(self.recorder.seed, "sample", place, index), device=torch.device("cpu"))
+        seed_all(mix(self.recorder.seed, "sample", place, index))
         return self.samples[index]
 
 

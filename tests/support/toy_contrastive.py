@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import TensorDataset
 
-from pipeline.tasks import StepOutput, gathered
+from pipeline.tasks import Loss, gathered
 
 STOPPED = 4
 """Step within the second epoch of 3 steps, whose last batches have 2 samples for up to 4 workers."""
@@ -33,74 +33,59 @@ class Similar:
     def __init__(self) -> None:
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         views, targets = batch
         first, second = (gathered(model(view)) for view in views.unbind(1))
         logits = first @ second.T / self.temperature
         loss = cross_entropy(logits, torch.arange(len(first)))
-        return StepOutput(loss, views[:, 0], targets, logs={"rows": torch.tensor(float(len(first)))})
+        return Loss(loss * len(targets), None, views[:, 0], targets, {"rows": torch.tensor(float(len(first)))})
 
 
 class Both(Similar):
     """Both directions and the labels; gathers in the order of the batch again and again."""
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         views, targets = batch
         labels = gathered(targets)
         first, second = gathered(model(views.flatten(0, 1)).unflatten(0, (-1, 2))).unbind(1)
         rows = normalize(torch.cat([first, second]))
-        similarity = (rows @ rows.T / 0.5).fill_diagonal_(-torch.inf)
+        similarity = (rows @ rows.T / self.temperature).fill_diagonal_(-torch.inf)
         loss = cross_entropy(similarity, torch.arange(len(rows)).roll(len(first)))
-        return StepOutput(loss * (1 + labels.double().mean()), views[:, 0], targets)
+        return Loss(loss * (1 + labels.double().mean()) * len(targets), None, views[:, 0], targets)
 
 
 class ByView(Similar):
     """Gathers a row for each view, not for each sample."""
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
-        return StepOutput(gathered(model(batch[0].flatten(0, 1))).square().mean(), *batch)
-
-
-class AgainstOwn(Similar):
-    """Forgets to gather what it compares with, which no error of a shape tells."""
-
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
-        first, second = (model(view) for view in batch[0].unbind(1))
-        return StepOutput((gathered(first) @ second.T).exp().mean().log(), *batch)
-
-
-class WeighsAll(Similar):
-    """The loss of the whole global batch with a weight, which the shares of all ranks are divided by again."""
-
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
-        return super().__call__(model, batch)._replace(weight=torch.tensor(7.0))
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        return Loss(gathered(model(batch[0].flatten(0, 1))).square().mean() * len(batch[1]), None, *batch)
 
 
 class InEvaluation(Similar):
     """Gathers in evaluation only, and with more samples than the check has."""
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         rows = model(batch[0][:, 0])
         rows = rows if torch.is_grad_enabled() or len(rows) < 6 else gathered(rows)
-        return StepOutput(rows.square().mean(), *batch)
+        return Loss(rows.square().mean() * len(batch[1]), None, *batch)
 
 
 class OwnAgainstAll(Similar):
-    """Own samples of one class against all: the mean over none, NaN, on a rank that has none; ``weighted`` by them."""
+    """Own samples of one class against all, ``weighted`` by them or over all samples; a rank may have none."""
 
     def __init__(self, *, weighted: bool) -> None:
         super().__init__()
         self.weighted = weighted
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         views, targets = batch
         rows, labels = gathered(model(views[:, 0])), gathered(targets)
         own, counted = model(views[:, 1]) / self.temperature, targets == 0
         if not (self.weighted or counted.any()):  # a branch that depends on none of the gathered rows
-            return StepOutput(0 * own.sum(), views[:, 0], targets)
+            return Loss(0 * own.sum(), None, views[:, 0], targets)
         likely = torch.where(targets[:, None] == labels, (own @ rows.T).log_softmax(1), 0).sum(1)
-        loss = -torch.where(counted, likely, 0).sum() / (counted.sum() if self.weighted else len(targets))
-        return StepOutput(loss, views[:, 0], targets, counted.sum() if self.weighted else None)
+        loss = -torch.where(counted, likely, 0).sum()
+        return Loss(loss, counted.sum() if self.weighted else None, views[:, 0], targets)
 
 
 def case(task: str, **arguments: Any) -> dict[str, Any]:
@@ -128,10 +113,10 @@ class Late(Similar):
         super().__init__()
         self.batches = 0
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         views, targets = batch
         self.batches += model.training
         found = [model(view) for view in views.unbind(1)]
         first, second = found if self.batches < 2 else map(gathered, found)
         loss = (first - second).square().mean() * self.temperature
-        return StepOutput(loss, views[:, 0], targets)
+        return Loss(loss * len(targets), None, views[:, 0], targets)

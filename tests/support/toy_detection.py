@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 from torchmetrics import Metric
 
-from pipeline.tasks import StepOutput
+from pipeline.tasks import Loss
 
 
 def by_boxes() -> nn.Module:
@@ -23,13 +23,14 @@ def by_boxes() -> nn.Module:
 
 
 def terms_by_boxes() -> Any:
-    """The task of examples/detection, weighted by the number of boxes."""
+    """The task of examples/detection, whose terms are means over the boxes."""
     from shapes import Terms
 
     class ByBoxes(Terms):  # type: ignore[misc]
-        def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-            output: StepOutput = super().__call__(model, batch)
-            return output._replace(weight=torch.tensor(sum(len(target["boxes"]) for target in batch[1])))
+        def __call__(self, model: nn.Module, batch: Any) -> Loss:
+            loss: Loss = super().__call__(model, batch)
+            boxes = torch.tensor(sum(len(target["boxes"]) for target in batch[1]))
+            return loss._replace(sum=loss.sum / len(batch[0]) * boxes, count=boxes)
 
     return ByBoxes()
 

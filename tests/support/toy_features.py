@@ -1,41 +1,45 @@
-"""Keys that change a step, each with what it does in a loop in plain torch."""
+"""Features: keys that change a step, each with what it does in a loop in plain torch. And batch transforms."""
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
 import torch
-import toys
 from torch import Tensor, nn
 
-from pipeline.protocol.rank import Rank
-from pipeline.tasks import StepOutput
-from pipeline.training.build import build
-from pipeline.training.context import TrainContext
+from pipeline.tasks import Loss
+from pipeline.train import State
 
 DECAY, LIMIT, RATE, MOMENTUM, WARMUP = 0.8, 0.4, 0.05, 0.9, 4
 
 
 class Task(nn.Module):
-    """The squared error, by choice with a learned factor, with the error as a log, or over items instead of samples."""
+    """The squared error, by choice with a learned factor, with the error as a log, or over counted items."""
 
-    def __init__(self, learned: bool = False, logs: bool = False, weighs: bool = False) -> None:
+    def __init__(self, learned: bool = False, logs: bool = False, counts: bool = False) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.tensor(1.5, dtype=torch.float64)) if learned else None
-        self.logs, self.weighs = logs, weighs
+        self.logs, self.counts = logs, counts
 
-    def forward(self, model: nn.Module, batch: Any) -> StepOutput:
+    def forward(self, model: nn.Module, batch: Any) -> Loss:
         inputs, targets = batch
         outputs = model(inputs)
         errors = (outputs - targets).square().squeeze(1)
-        counted = inputs[:, 0] > 0 if self.weighs else torch.ones(len(inputs), dtype=torch.bool)
-        loss = errors[counted].sum() / counted.sum()
+        counted = inputs[:, 0] > 0 if self.counts else torch.ones(len(inputs), dtype=torch.bool)
+        loss = errors[counted].sum()
         if self.factor is not None:
-            loss = loss * self.factor.square() + self.factor.square().log().square()
+            loss = loss * self.factor.square() + self.factor.square().log().square() * counted.sum()
         logs = {"error": (outputs - targets)[counted].abs().sum() / counted.sum()} if self.logs else {}
-        return StepOutput(loss, outputs, targets, counted.sum() if self.weighs else None, logs)
+        return Loss(loss, counted.sum() if self.counts else None, outputs, targets, logs)
+
+
+class Flip:
+    """Turns the inputs of each sample around."""
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs.flip(1), targets
 
 
 class MixUp:
@@ -67,6 +71,8 @@ def transform(name: str) -> Any:
 
 _TASK = {"_target_": "toy_features.Task"}
 FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "transform": {"train": {"batch_transform": {"_target_": "toy_features.Flip"}}},
+    "hook": {"hooks": [{"_target_": "toy_own.Halved"}]},
     "clipping": {"train": {"clip_grad_norm": LIMIT}},
     "skipping": {"train": {"on_nonfinite": "skip"}, "data": {"_target_": "toys.nudged", "by": math.inf}},
     "warm-up": {"train": {"lr_scaling": {"warmup_steps": WARMUP}}},
@@ -74,7 +80,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "averages": {"train": {"ema": {"decay": DECAY}}},
     "learned": {"task": {**_TASK, "learned": True}},
     "logs": {"task": {**_TASK, "logs": True}},
-    "weights": {"task": {**_TASK, "weighs": True}},
+    "counts": {"task": {**_TASK, "counts": True}},
     "accumulation": {"train": {"gradient_accumulation": 2}},
 }
 """Sections of each."""
@@ -90,60 +96,44 @@ def sections_of(names: tuple[str, ...]) -> dict[str, Any]:
     }  # fmt: skip
     for name in names:
         for key, section in FEATURES[name].items():
-            sections[key] = {**sections.get(key, {}), **section}
+            sections[key] = {**sections.get(key, {}), **section} if isinstance(section, dict) else section
     return sections
 
 
-def built(names: tuple[str, ...]) -> TrainContext:
-    """A training in one process."""
-    return build(toys.trial(**sections_of(names)), rank=Rank())
-
-
 class Loop:
-    """A training loop in plain torch with the same features, which starts from the weights of a training."""
+    """A training loop in plain torch with the same features, over whole batches, from the weights of a training."""
 
-    def __init__(self, training: TrainContext, names: tuple[str, ...]) -> None:
-        self._training, self._names = training, names
-        self.model, self.task = copy.deepcopy(training.model), copy.deepcopy(training.task)
-        self.optimizer = torch.optim.SGD(
-            [*self.model.parameters(), *self.task.parameters()], lr=RATE, momentum=MOMENTUM, fused=False
-        )
+    def __init__(self, s: State, names: tuple[str, ...]) -> None:
+        self._s, self._names = s, names
+        self.trainee = copy.deepcopy(s.trainee)
+        self._parameters = dict(self.trainee.named_parameters())
+        self._optimizer = torch.optim.SGD(self._parameters.values(), lr=RATE, momentum=MOMENTUM, fused=False)
         self.averages: dict[str, Tensor] = {}
+        """By name, whether averages are a feature or not."""
 
-    def losses(self) -> Iterator[Tensor]:
-        """Train, and yield the loss and the logs of each step."""
-        step = 0
-        for epoch in range(3):
-            micro_batches = []
-            for micro_batch, batch in self._training.batches.training(epoch):
-                micro_batches.append((micro_batch, batch))
-                if micro_batch.is_last:
-                    yield self._step(micro_batches, step=step)
-                    micro_batches, step = [], step + 1
-
-    def _step(self, micro_batches: list[Any], *, step: int) -> Tensor:
-        placed = self._training.batches.placed
-        outputs = [(one.weight, self.task(self.model, placed(batch))) for one, batch in micro_batches]
-        if "weights" in self._names:
-            total = sum(float(output.weight) for _, output in outputs)
-            outputs = [(float(output.weight) / total, output) for _, output in outputs if output.weight]
-        loss = torch.stack([share * output.loss for share, output in outputs]).sum()
-        logs = [share * log.detach() for share, output in outputs for log in output.logs.values()]
-        self.optimizer.zero_grad()
-        loss.backward()
-        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
-        is_finite = all(bool(one.grad.isfinite().all()) for one in parameters if one.grad is not None)
+    def step(self, step: int) -> Tensor:
+        """Take a step; return the loss and, if there are logs, the error."""
+        s, parameters = self._s, list(self._parameters.values())
+        inputs, targets = s.batches.placed(s.batches.read(s.order.global_batch(step).tolist()))
+        loss, count, _, _, logs = self.trainee.task(
+            self.trainee.model, (inputs.flip(1) if "transform" in self._names else inputs, targets)
+        )
+        mean = loss / (len(inputs) if count is None else count)
+        self._optimizer.zero_grad()
+        mean.backward()
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        is_finite = all(bool(one.isfinite().all()) for one in gradients)
+        if "hook" in self._names:
+            for gradient in gradients:
+                gradient /= 2
         if "clipping" in self._names:
             torch.nn.utils.clip_grad_norm_(parameters, LIMIT)
         rate = RATE * (0.5 ** (step // 2) if "schedule" in self._names else 1)
         warm = min(1.0, (step + 1) / (WARMUP + 1)) if "warm-up" in self._names else 1
-        self.optimizer.param_groups[0]["lr"] = rate * warm
+        self._optimizer.param_groups[0]["lr"] = rate * warm
         if is_finite or "skipping" not in self._names:
-            self.optimizer.step()
-        own = dict(self.model.named_parameters())
-        for name, parameter in own.items():
-            before = self.averages.get(name)
+            self._optimizer.step()
+        for name, parameter in self._parameters.items():
             now = parameter.detach().clone()
-            self.averages[name] = now if before is None else DECAY * before + (1 - DECAY) * now
-        value = loss.detach()
-        return torch.stack([value, torch.stack(logs).sum()]) if logs else value
+            self.averages[name] = DECAY * self.averages[name] + (1 - DECAY) * now if step else now
+        return torch.stack([mean.detach(), *(log.detach() for log in logs.values())])

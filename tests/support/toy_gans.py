@@ -1,13 +1,15 @@
 """A tiny pair of networks that train against each other, and tasks that several optimizers can't be trained by."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from pipeline.tasks import StepOutput, gathered
+from pipeline.tasks import Loss, gathered
+
+Update = Callable[[str, Tensor], None]
 
 
 class Pair(nn.Module):
@@ -29,52 +31,47 @@ class Duel:
         self.fails = fails
         self.scale = nn.Parameter(torch.ones(()))
 
-    def __call__(self, model: Any, batch: Any) -> Iterator[StepOutput]:
+    def __call__(self, model: Any, batch: Any, update: Update) -> Loss:
         noise, real = batch
         made = model.generator(noise)
         if model.training:
             model.count += torch.tensor([1, len(noise)])
         critic = softplus(model.critic(made.detach())).mean() + softplus(-model.critic(real)).mean()
         scored = {"score": model.critic(made).mean()}
-        yield StepOutput(
-            critic * self.scale, made, real, logs=scored, optimizer=None if self.fails == "name" else "critic"
-        )
+        logs = scored if self.fails != "taken" else {"loss_critic": critic}
+        found = Loss(outputs=made, targets=real, logs=logs)
+        update("other" if self.fails == "name" else "critic", critic * self.scale)
         if self.fails == "missing":
-            return
+            return found
         loss = softplus(-model.critic(made)).mean()
         if self.fails == "detached":
             loss = loss.detach()
         if self.fails == "independent":
             loss = model.critic(real).mean()
-        if self.fails == "taken":
-            scored = {"loss_critic": loss}
-        weight = torch.tensor(2.0) if self.fails == "weight" else None
-        yield StepOutput(loss, None, None, weight, {} if self.fails != "taken" else scored, "generator")
+        update("generator", loss[None] if self.fails == "list" else loss)
+        return found
 
     def pictures(self, model: Any) -> dict[str, Tensor]:
         if self.fails == "pictures":
             raise LookupError("no such picture")
-        return {
-            "made up": model.generator(torch.randn(5, 3, dtype=torch.float64))
-            .sigmoid()
-            .view(5, 1, 1, 1)
-            .expand(5, 1, 4, 3)
-        }
+        noise = torch.randn(5, 3, dtype=next(model.parameters()).dtype)
+        return {"made up": model.generator(noise).sigmoid().view(5, 1, 1, 1).expand(5, 1, 4, 3)}
 
 
 class Compared(Duel):
     """Generated rows compared with those of all ranks, which a rank without a sample that counts leaves out."""
 
-    def __call__(self, model: Any, batch: Any) -> Iterator[StepOutput]:
+    def __call__(self, model: Any, batch: Any, update: Update) -> Loss:
         noise, real = batch
         made = model.generator(noise)
         critic = softplus(model.critic(made.detach())).mean() + softplus(-model.critic(real)).mean()
-        yield StepOutput(critic * self.scale, made, real, optimizer="critic")
+        update("critic", critic * self.scale)
         counted, others = real > 0, gathered(made)
         loss = softplus(-model.critic(made)).mean()
         if counted.any():
             loss = loss + torch.where(counted, (made - others.mean(0)).square(), 0).mean()
-        yield StepOutput(loss, None, None, optimizer="generator")
+        update("generator", loss)
+        return Loss(outputs=made, targets=real)
 
 
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02}
@@ -84,7 +81,7 @@ SECTIONS: dict[str, Any] = {
     "task": {"_target_": "toy_gans.Duel"},
     "optimizer": None,
     "optimizers": {
-        "critic": {**ADAM, "params": ["critic.*", "task:scale"]},
+        "critic": {**ADAM, "params": ["critic.*", "task.scale"]},
         "generator": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "params": "generator.*"},
     },
     "schedulers": {"generator": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5}},
@@ -101,7 +98,6 @@ STOPPED = 4
 """Step within the second epoch of three, after which a training is resumed."""
 CASES: dict[str, dict[str, Any]] = {
     "clipped": SECTIONS | {"train": {"clip_grad_norm": 0.05}},
-    "accumulated": SECTIONS | {"train": {"gradient_accumulation": 2}},
     "compared": SECTIONS | {"task": {"_target_": "toy_gans.Compared"}},
     "every second step": SECTIONS | {"optimizers": every(2, clip_grad_norm=0.1)},
 }

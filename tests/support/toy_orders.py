@@ -1,4 +1,4 @@
-"""Data and functions for tests of the section ``order``, named by ``_target_: toy_orders.NAME``."""
+"""Data and functions for tests of the key ``sampler``, named by ``_target_: toy_orders.NAME``."""
 
 import itertools
 import os
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from toys import Plain, regression
 
+from pipeline.data import weighted
+
 CLASSES = (37, 5, 1)
 """Samples of each class of `imbalanced`."""
 STOPPED = 3
@@ -20,14 +22,14 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
         "data": {"_target_": "toy_orders.imbalanced"},
         "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
-        "sampler": {"weights": "balanced"},
+        "sampler": {"_target_": "pipeline.data.balanced"},
     },
     "length": {
         "model": {"_target_": "torch.nn.Linear", "in_features": 30, "out_features": 1},
         "data": {"_target_": "toy_orders.ragged"},
         "loader": {"collate": {"_target_": "toy_orders.padded"}},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 1e-3},
-        "sampler": {"bucket_by": "length"},
+        "sampler": {"_target_": "pipeline.data.by_length"},
     },
     "function": {
         "sampler": {"_target_": "toy_orders.twice"},
@@ -109,9 +111,9 @@ def fails(samples: Any, epoch: int, generator: torch.Generator) -> Any:
     raise LookupError("no such curriculum")
 
 
-def weights(samples: Any, of: Any = None) -> Any:
-    """A weight for each sample: its index, or those given."""
-    return torch.arange(float(len(samples))) if of is None else of
+def by_weights(samples: Any, epoch: int, generator: torch.Generator, weights: Any = None) -> Any:
+    """Draws by a weight for each sample: its index, or those given."""
+    return weighted(torch.arange(float(len(samples))) if weights is None else weights, generator)
 
 
 def of_the_process(samples: Any, epoch: int, generator: torch.Generator) -> Any:

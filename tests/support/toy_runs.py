@@ -16,7 +16,7 @@ from pipeline.protocol.rank import Rank
 from pipeline.recording.journal import provenance
 from pipeline.recording.journal.journal import FILE_NAME, Journal
 from pipeline.recording.recorded_run import _opened
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 HERE = {"strategy": "single", "launcher": "inprocess", "workers": 1}
 T0 = 1_700_000_000.0

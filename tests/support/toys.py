@@ -21,12 +21,11 @@ from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Measurement, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.tasks import StepOutput
-from pipeline.training.context import TrainContext
-from pipeline.training.feature import Feature
-from pipeline.training.loop import train
+from pipeline.tasks import Loss
+from pipeline.train import Hook, State
+from pipeline.train.run import train
 
-Kind = TypeVar("Kind", bound=Feature)
+Kind = TypeVar("Kind", bound=Hook)
 
 KINDS = ("contrastive", "detection", "features", "gans", "metrics", "orders", "own", "streams")
 """Modules toy_KIND that experiments may name, too."""
@@ -107,13 +106,13 @@ def trained(*, max_steps: int | None = None, measures: bool = False, **sections:
     return train(trial(max_steps=max_steps, measures=measures, **sections), rank=Rank(), outbox=outbox), outbox
 
 
-# Data
-
-
-def feature(context: TrainContext, kind: type[Kind]) -> Kind:
-    """Return the feature of a kind that a training has."""
-    (found,) = (one for one in context.features if isinstance(one, kind))
+def hook(s: State, kind: type[Kind]) -> Kind:
+    """Return the hook of a kind that a training has."""
+    (found,) = (one for one in s.hooks if isinstance(one, kind))
     return found
+
+
+# Data
 
 
 def regression(validation: int = 10, samples: int = SAMPLES) -> tuple[Dataset[Any], Dataset[Any] | None]:
@@ -377,14 +376,14 @@ class Exponential(nn.Module):
         super().__init__()
         self.is_weighted = is_weighted
 
-    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+    def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         outputs = model(batch[0])
-        weight = torch.tensor(len(outputs)) if self.is_weighted else None
-        loss = outputs.exp().mean()
+        count = torch.tensor(len(outputs)) if self.is_weighted else None
+        loss = outputs.exp().sum()
         if loss.requires_grad:
             alive = ref(outputs)
             loss.register_hook(lambda _: self.are_outputs_alive.append(alive() is not None))
-        return StepOutput(loss, outputs, batch[1], weight)
+        return Loss(loss, count, outputs, batch[1])
 
 
 class Normed(nn.SyncBatchNorm):
@@ -486,57 +485,20 @@ class Uncertain(nn.Module):
 class Logged:
     """A mean squared error that reports twice itself, and the size of its batch."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         outputs = model(batch[0])
         loss = nn.functional.mse_loss(outputs, batch[1])
         counted = {"count": torch.tensor(len(outputs))} if model.training else {}
-        return StepOutput(loss, outputs, batch[1], logs={"twice": 2 * loss, **counted})
-
-
-class Reporting:
-    """A task whose logs are a value of each kind; it counts its calls."""
-
-    def __init__(self, of: str) -> None:
-        self.of = of
-        self.calls = 0
-
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
-        self.calls += 1
-        outputs = model(batch[0])
-        loss = nn.functional.mse_loss(outputs, batch[1])
-        noisy = ((outputs - batch[1]).square() * (0.9 + 0.2 * torch.rand_like(outputs))).mean()
-        value = {
-            "root": lambda: loss.sqrt(),
-            "exponential": lambda: loss.exp(),
-            "exponential of outputs": lambda: outputs.square().mean().exp(),
-            "largest": lambda: outputs.abs().max(),
-            "mean of some": lambda: outputs[batch[1] > 0].mean(),
-            "noisy root": lambda: noisy.sqrt(),
-            "constant": lambda: torch.tensor(0.3),
-            "share": lambda: (outputs > batch[1]).double().mean(),
-            "noisy mean": lambda: noisy,
-            "in 16 bits": lambda: outputs.bfloat16().mean(),
-        }[self.of]()
-        return StepOutput(loss, outputs, batch[1], logs={"value": value})
-
-
-def zero_net() -> nn.Module:
-    """A model with the same output for all samples, as many output layers start."""
-    net = nn.Linear(3, 1)
-    nn.init.zeros_(net.weight)
-    nn.init.zeros_(net.bias)
-    return net
+        return Loss(loss * len(outputs), None, outputs, batch[1], {"twice": 2 * loss, **counted})
 
 
 class Rarely:
-    """A mean over nothing in each batch but the first."""
+    """A sum over nothing in each batch but the first, whose log is NaN there, as a mean over nothing is."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         outputs = model(batch[0])
         there = (batch[1] > 0).sum()
-        loss = (outputs.squeeze(1) * 0).sum() + (batch[1] > 0).sum() / there
-        share: Tensor = loss.detach() * 0.5
-        return StepOutput(loss, outputs, batch[1], there, {"share": share})
+        return Loss((outputs * 0).sum() + there, there, outputs, batch[1], {"share": 0.5 * there / there})
 
 
 class PerSample(nn.Module):
@@ -547,17 +509,17 @@ class PerSample(nn.Module):
 
 
 class PerSampleTask:
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         outputs = model(batch[0])
-        return StepOutput((outputs - batch[1]).pow(2), outputs, batch[1])
+        return Loss((outputs - batch[1]).pow(2), None, outputs, batch[1])
 
 
 class SquaredTask:
     """A task that calls torch's loss itself."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         outputs = model(batch[0])
-        return StepOutput(nn.functional.mse_loss(outputs, batch[1]), outputs, batch[1])
+        return Loss(nn.functional.mse_loss(outputs, batch[1], reduction="sum"), None, outputs, batch[1])
 
 
 class BrokenModel(nn.Module):
@@ -650,9 +612,9 @@ def named() -> tuple[Dataset[Any], None]:
 
 
 class NamedTask:
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         outputs = model(batch["x"])
-        return StepOutput((outputs - batch["y"]).pow(2).mean(), outputs, batch["y"])
+        return Loss((outputs - batch["y"]).pow(2).sum(), None, outputs, batch["y"])
 
 
 class ComparedNet(nn.Module):
@@ -673,19 +635,19 @@ class ComparedTask:
     def __init__(self, more: Any = None) -> None:
         self.more = more
 
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         inputs, targets = batch
         more = () if self.more is None else (self.more,)
         outputs = model(inputs, inputs.flip(1), *more)
-        return StepOutput((outputs - targets).pow(2).mean(), outputs, targets)
+        return Loss((outputs - targets).pow(2).sum(), None, outputs, targets)
 
 
 class BodyTask:
     """Calls a part of the model."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
         outputs = model.body(batch[0])
-        return StepOutput(outputs.pow(2).mean(), outputs, batch[1])
+        return Loss(outputs.pow(2).mean() * len(outputs), None, outputs, batch[1])
 
 
 class Undecided(nn.Linear):

@@ -10,12 +10,9 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial_result import Spread
-from pipeline.training.loop import train
-from pipeline.training.measuring import probe
-from pipeline.training.measuring.probe import Afterwards
-from pipeline.training.ranks import collectives
-from pipeline.training.result import reporting
+from pipeline.train import measure, ranks, report
+from pipeline.train.measure import Afterwards
+from pipeline.train.run import train
 
 
 class Unstable(nn.Linear):
@@ -44,7 +41,6 @@ def test_a_probe_that_fails_costs_its_table_and_a_line() -> None:
     assert (result.steps, len(result.losses)) == (6, 6)
     assert (result.parts.compute_ms, result.parts.rest_ms, result.parts.sum_ms) == (None, None, None)
     assert result.parts.data_wait_ms >= 0
-    assert isinstance(result.samples_per_second, Spread)
     messages = [event.message for event in outbox.events if event.kind == "warned"]
     assert messages[0] == (
         "the parts of a step could not be measured, the training is not affected: an error of torch's"
@@ -58,7 +54,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
     made = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: made)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(probe, "_AGREEMENT_S", 0.0)
+    monkeypatch.setattr(measure, "_AGREEMENT_S", 0.0)
     return made
 
 
@@ -70,9 +66,9 @@ def fail() -> None:
 def test_a_rank_that_fails_alone_ends_instead_of_leaving_the_others_in_a_kernel(
     others: int, store: dist.HashStore
 ) -> None:
-    context: Any = SimpleNamespace(rank=Rank(rank=1, world_size=2), trial=toys.trial())
     outbox = toys.Kept()
-    afterwards = Afterwards(context, toys.trained()[0], outbox=outbox)
+    s: Any = SimpleNamespace(rank=Rank(rank=1, world_size=2), trial=toys.trial(), outbox=outbox)
+    afterwards = Afterwards(s)
     if others:
         store.add("main: the trace failed", 1)
         assert afterwards.measure("the trace", fail) is None
@@ -87,16 +83,16 @@ def test_ranks_wait_for_the_transfer_of_the_weights_without_a_collective(monkeyp
     done: list[str] = []
     answers = iter([False, False, True])
     store = SimpleNamespace(
-        check=lambda _: next(answers), set=lambda key, _: done.append(key), get=lambda _: collectives._DONE.encode()
+        check=lambda _: next(answers), set=lambda key, _: done.append(key), get=lambda _: ranks._DONE.encode()
     )
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     for rank in (0, 1):
-        collectives.call_on_first(lambda: done.append("sent"), what="weights", rank=Rank(rank=rank, world_size=2))
+        ranks.call_on_first(lambda: done.append("sent"), what="weights", rank=Rank(rank=rank, world_size=2))
     assert done == ["sent", "weights (rank 0)"]
     assert next(answers, "asked until then") == "asked until then"
 
     calls: list[str] = []
-    monkeypatch.setattr(reporting, "call_on_first", lambda do, what, rank: (calls.append(what), do()))
+    monkeypatch.setattr(report, "call_on_first", lambda do, what, rank: (calls.append(what), do()))
     _, outbox = toys.trained()
     assert calls == ["main: weights sent"]
     assert "model/weights.pt" in outbox.files
@@ -105,7 +101,7 @@ def test_ranks_wait_for_the_transfer_of_the_weights_without_a_collective(monkeyp
 def test_ranks_that_wait_for_the_weights_fail_with_rank_0(store: dist.HashStore) -> None:
     """The store of an outer launcher outlives rank 0, whose error left the others waiting for ever."""
     with pytest.raises(MemoryError):
-        collectives.call_on_first(fail, what="weights", rank=Rank(world_size=2))
+        ranks.call_on_first(fail, what="weights", rank=Rank(world_size=2))
     assert store.check(["weights (rank 0)"])
     with pytest.raises(TrainingError, match="rank 0 failed: MemoryError: no room"):
-        collectives.call_on_first(fail, what="weights", rank=Rank(rank=1, world_size=2))
+        ranks.call_on_first(fail, what="weights", rank=Rank(rank=1, world_size=2))

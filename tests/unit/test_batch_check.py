@@ -19,7 +19,7 @@ from pipeline.errors import PipelineError
 from pipeline.planning import resources
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import AnyEvent, Started
-from pipeline.tasks import StepOutput
+from pipeline.tasks import Loss
 
 ALLOWED = (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in toys.KINDS), "lit", __name__)
 OWN = f"{__name__}."
@@ -44,9 +44,10 @@ class UnusedPart(nn.Linear):
 class ByName:
     """A task whose batches are mappings."""
 
-    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
         outputs = model(batch["inputs"])
-        return StepOutput(nn.functional.mse_loss(outputs, batch["targets"]), outputs, batch["targets"])
+        loss = nn.functional.mse_loss(outputs, batch["targets"], reduction="sum")
+        return Loss(loss, None, outputs, batch["targets"])
 
 
 class OfHundred(Metric):
@@ -100,7 +101,7 @@ def component(name: str, **arguments: Any) -> dict[str, Any]:
 STREAM = {"data": component("toy_streams.stream", kind="Plain", validation=True)}
 CRITICS = {
     "generator": component("torch.optim.SGD", lr=0.1, params=["generator.*"]),
-    "critic": component("torch.optim.SGD", lr=0.1, params=["critic.*", "task:scale"]),
+    "critic": component("torch.optim.SGD", lr=0.1, params=["critic.*", "task.scale"]),
 }
 WITHOUT_LOSS: dict[str, Any] = {"loss": None}
 RIGHT: dict[str, dict[str, Any]] = {
@@ -145,7 +146,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "loss: gets outputs of shape .* 2 classes are numbered 0 to 1",
     ),
     "an argument": ({"optimizer": component("torch.optim.SGD", lr="abc")}, "optimizer.lr: is 'abc'"),
-    "targets of another shape": ({"data": component("toys.triples")}, "target size"),
+    "targets of another shape": ({"data": component("toys.triples")}, "targets of shape .* give both the same shape"),
     "no targets": ({"data": component("toys.singles")}, "data"),
     "a metric": ({"metrics": {"accuracy": ACCURACY}}, "metrics.accuracy: MulticlassAccuracy raised"),
     "the test set": ({"data": component(OWN + "wrong_test_set")}, "shapes cannot be multiplied"),

@@ -16,10 +16,9 @@ from pipeline.config.consistency import contradictions
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import BATCH_TRANSFORM
-from pipeline.training.build import build
-from pipeline.training.loop import train
-from pipeline.training.step import train_step
-from pipeline.training.step.plain import seed
+from pipeline.train.build import build
+from pipeline.train.run import train
+from pipeline.train.seeds import mix, seed_all
 
 MIXUP = {"_target_": "toy_features.MixUp"}
 CLASSES: dict[str, Any] = {
@@ -31,25 +30,24 @@ CLASSES: dict[str, Any] = {
 
 
 def test_it_trains_as_a_loop_by_hand_that_mixes_each_micro_batch() -> None:
-    training = build(toys.trial(**CLASSES), rank=Rank())
-    model, mix = copy.deepcopy(training.model), MixUp(classes=3)
+    s = build(toys.trial(**CLASSES), rank=Rank())
+    model, mixup = copy.deepcopy(s.model), MixUp(classes=3)
+    weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    micro_batches = list(training.batches.training(0))
-    stream, number, parts = iter(micro_batches), 0, 0
-    for micro_batch, batch in micro_batches:
-        seed(training, step=number, number=parts)
-        inputs, targets = mix(*training.batches.placed(batch))
-        weight = training.task.loss.weight  # type: ignore[attr-defined]
-        loss = functional.cross_entropy(model(inputs), targets, weight) * micro_batch.weight
-        loss.backward()
-        parts += 1
-        if micro_batch.is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-            train_step(training, stream, step=number)
-            for name, one in training.model.named_parameters():
-                torch.testing.assert_close(one, dict(model.named_parameters())[name], rtol=1e-12, atol=1e-12)
-            number, parts = number + 1, 0
+    stream = s.batches.stream(0, last_step=s.total_steps)
+    for step in range(s.total_steps):
+        total = count = torch.zeros(())
+        for number, (_, batch) in enumerate(s.batches.load(s.batches.parts(step))):
+            seed_all(mix(s.seed, "step", step, 0, number))
+            inputs, targets = mixup(*s.batches.placed(batch))
+            total = total + functional.cross_entropy(model(inputs), targets, weight, reduction="sum")
+            count = count + len(inputs)  # torch divides by the samples, not by the weights of class probabilities
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        s.train_step(s, stream, step=step)
+        for name, one in s.model.named_parameters():
+            torch.testing.assert_close(one, dict(model.named_parameters())[name], rtol=1e-12, atol=1e-12)
 
 
 def test_it_is_resumed_to_the_bit_and_the_result_names_what_it_depends_on(tmp_path: Path) -> None:
@@ -104,12 +102,12 @@ def test_what_it_must_not_return_names_the_key(name: str, message: str) -> None:
 
 
 def test_a_batch_that_is_not_a_pair_is_refused() -> None:
-    training = build(toys.trial(train={"batch_transform": MIXUP}), rank=Rank())
-    micro_batch, (inputs, _) = next(training.batches.training(0))
+    s = build(toys.trial(train={"batch_transform": MIXUP}), rank=Rank())
+    part, (inputs, _) = next(s.batches.stream(0, last_step=1))
     with pytest.raises(
         ExperimentError, match=r"train\.batch_transform: a batch is a mapping with the keys x, .*loader"
     ):
-        train_step(training, iter([(micro_batch, {"x": inputs})]), step=0)
+        s.train_step(s, iter([(part, {"x": inputs})]), step=0)
 
 
 def test_several_optimizers_refuse_it() -> None:

@@ -26,28 +26,28 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "api": 573,
-    "cli": 1_470,
+    "cli": 1_471,
     "cluster": 1_465,
-    "commands": 6_125,
-    "config": 4_470,
-    "data": 943,
-    "driver": 1_592,
+    "commands": 6_124,
+    "config": 4_331,
+    "data": 1_031,
+    "driver": 1_617,
     "launchers": 2_536,
-    "models": 476,
-    "planning": 1_054,
-    "protocol": 2_093,
+    "models": 434,
+    "planning": 1_042,
+    "protocol": 2_095,
     "recording": 5_516,
     "report": 6_550,
-    "strategies": 741,
+    "strategies": 732,
     "system": 1_034,
-    "tasks": 897,
-    "training": 16_772,
-    "worker": 510,
+    "tasks": 1_007,
+    "train": 10_680,
+    "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 459
+FILES = 375
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 52_908
+TEST_LINES = 51_400
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

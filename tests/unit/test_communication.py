@@ -16,67 +16,47 @@ from pipeline.protocol.trial_result import Communication
 from pipeline.report.numbers.row import Row
 from pipeline.report.text.sentences import describe_communication
 from pipeline.strategies.ddp import timed_of
-from pipeline.training.build import build
-from pipeline.training.meters.clock import Lap
-from pipeline.training.meters.communication import CommunicationMeter
+from pipeline.train.build import build
+from pipeline.train.clock import Lap
+from pipeline.train.communication import CommunicationMeter
 
 STEPS = 10
+CALM = [(20.0, 22.0)] * 6
+TOOK = "gradient synchronization took {} ms per step in steps 61 to 70, {} times its median of {} ms: {}"
 
 
-def told(*intervals: Sequence[float], seconds: float = 2.0) -> tuple[CommunicationMeter, list[str]]:
-    """A meter that has recorded intervals, each with the exchange of both ranks, and its warnings."""
+def told(*intervals: Sequence[float], seconds: float = 2.0) -> tuple[Communication | None, list[str]]:
+    """The record of intervals, each with the exchange of both ranks, and its warnings."""
     outbox = toys.Kept()
-    meter = CommunicationMeter(build(toys.trial(), rank=Rank()), outbox)
-    meter.nodes = ["node-a", "node-b"]
+    meter = CommunicationMeter(build(toys.trial(), rank=Rank(), outbox=outbox))
+    meter._nodes = ["node-a", "node-b"]
     for number, ranks_ms in enumerate(intervals, start=1):
         meter.record(ranks_ms, lap=Lap(STEPS, 40, seconds), step=number * STEPS)
-    return meter, [event.message for event in outbox.events if isinstance(event, Warned)]
+    return meter.result, [event.message for event in outbox.events if isinstance(event, Warned)]
 
 
-CALM = [(20.0, 22.0)] * 6
-
-
-def test_a_slow_link_is_told_with_the_rank_that_it_holds_up_longest() -> None:
-    meter, messages = told(*CALM, (180.0, 200.0))
-    assert messages == [
-        "gradient synchronization took 180 ms per step in steps 61 to 70, 9 times its median of 20 ms: on all ranks, "
-        "longest on "
-        "rank 1 on node-b"
-    ]
-    result = meter.result
+@pytest.mark.parametrize(
+    ("intervals", "spikes", "messages"),
+    [
+        ((*CALM, (180.0, 200.0)), 1, [TOOK.format(180, 9, 20, "on all ranks, longest on rank 1 on node-b")]),
+        ((*CALM, (300.0, 21.0)), 1, [TOOK.format(300, 14, 22, "the other ranks waited for rank 1 on node-b")]),
+        ((*CALM, (55.0, 60.0)), 0, []),
+        ((*CALM, (80.0, 80.0)), 1, []),  # 0.6 s: in the report only
+        (((1.0, 1.0), (1.0, 1.0), (900.0, 900.0)), 0, []),
+    ],
+    ids=["a slow link", "a late rank", "short", "costs little", "the first intervals are not judged"],
+)
+def test_a_spike_that_costs_something_is_told(
+    intervals: Sequence[Sequence[float]], spikes: int, messages: list[str]
+) -> None:
+    result, found = told(*intervals)
     assert result is not None
-    assert (result.spikes, result.lost_s) == (1, pytest.approx(1.6))
-
-
-def test_ranks_that_wait_for_one_are_told_for_which() -> None:
-    _, messages = told(*CALM, (300.0, 21.0))
-    assert messages == [
-        "gradient synchronization took 300 ms per step in steps 61 to 70, 14 times its median of 22 ms: the other "
-        "ranks waited "
-        "for rank 1 on node-b"
-    ]
-
-
-@pytest.mark.parametrize("last", [(55.0, 60.0), (80.0, 80.0)])
-def test_what_is_short_or_costs_little_is_not_told(last: tuple[float, float]) -> None:
-    meter, messages = told(*CALM, last)
-    assert messages == []
-    assert meter.result is not None
-    assert meter.result.spikes == (last == (80.0, 80.0))  # 0.6 s: in the report only
-
-
-def test_the_first_intervals_are_not_judged() -> None:
-    assert told((1.0, 1.0), (1.0, 1.0), (900.0, 900.0))[1] == []
+    assert (result.spikes, found) == (spikes, messages)
 
 
 def test_the_share_is_that_of_the_rank_that_waits_for_no_other() -> None:
-    meter, _ = told((50.0, 150.0), seconds=2.0)
-    assert meter.result == Communication(ms=50.0, share=0.25)
-
-
-def test_an_interval_without_a_time_is_left_out() -> None:
-    meter, _ = told((math.nan, 4.0))
-    assert meter.result is None
+    assert told((50.0, 150.0))[0] == Communication(ms=50.0, share=0.25)
+    assert told((math.nan, 4.0))[0] is None  # without a time
 
 
 def test_one_process_exchanges_nothing() -> None:
@@ -94,19 +74,18 @@ def test_torch_times_the_first_steps_and_then_some(steps: int, every: int, timed
 
 
 def test_the_report_says_what_the_exchange_takes() -> None:
-    meter, _ = told(*CALM, (180.0, 200.0))
+    communication, _ = told(*CALM, (180.0, 200.0))
+    assert communication is not None
+    assert communication.lost_s == pytest.approx(1.6)
     end = samples.finished("main", spread(100.0), communication=12.0)
-    row = Row.of(
-        MAIN, [end.model_copy(update={"result": end.result.model_copy(update={"communication": meter.result})})]
-    )
+    result = end.result.model_copy(update={"communication": communication})
+    row = Row.of(MAIN, [end.model_copy(update={"result": result})])
     first, second = describe_communication(row)
     assert first == (
         "Gradient synchronization took 42.9 ms per step in total, overlapped or not: 21% of a step while it trained."
     )
-    quiet = meter.result.model_copy(update={"lost_s": 0.04})
-    assert (
-        len(list(describe_communication(row.model_copy(update={"communication": quiet})))) == 1
-    )  # not "1 spike, which cost 0.0 s"
     assert second.startswith(
         "1 spike, which cost 1.6 s: gradient synchronization took 180 ms per step in steps 61 to 70"
     )
+    quiet = row.model_copy(update={"communication": communication.model_copy(update={"lost_s": 0.04})})
+    assert len(list(describe_communication(quiet))) == 1  # not "1 spike, which cost 0.0 s"

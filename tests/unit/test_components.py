@@ -354,6 +354,16 @@ class TestCheck:
             }
         assert checked(name, scheduler={"_target_": f"{name}.nets.anything", "x": 1}) == {}
 
+    def test_the_sampler_is_given_the_training_set_the_epoch_and_a_generator(self) -> None:
+        assert checked(sampler={"_target_": "pipeline.data.by_length", "batch_size": 3}) == {}
+        assert checked(sampler={"_target_": "pipeline.data.weighted"}) == {
+            "sampler._target_": "pipeline.data.weighted cannot be called with the training set, the epoch, a "
+            "generator. Name another callable."
+        }
+        assert checked(sampler={"_target_": "pipeline.data.balanced", "samples": 3}) == {
+            "sampler.samples": "pipeline passes the training set to pipeline.data.balanced as this argument. Remove it."
+        }
+
     def test_schedulers_in_a_scheduler_are_given_it_as_well(self) -> None:
         inner = {"_target_": f"{SCHEDULERS}.LinearLR", "optimizer": 1}
         scheduler = {"_target_": f"{SCHEDULERS}.ChainedScheduler", "schedulers": [inner]}

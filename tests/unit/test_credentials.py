@@ -10,7 +10,7 @@ from sqlalchemy import make_url
 from pipeline.config.tracking_section import Tracking
 from pipeline.config.uris import has_password, without_credentials, without_credentials_in
 from pipeline.errors import ExperimentError
-from pipeline.training.checkpoints.storage import Storage
+from pipeline.train.storage import Storage
 
 WITH_CREDENTIALS = {
     "postgresql://u:p#ss@host/db": "postgresql://host/db",

@@ -1,140 +1,147 @@
 """The datasets that the package brings along."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from sklearn.datasets import load_digits
+from sklearn import datasets
+from torch import Tensor
 
-from pipeline.data import digits, handwriting
-from pipeline.data.text import VOCABULARY_SIZE, characters
+from pipeline.data import characters, digits, tabular
+from pipeline.data.text import VOCABULARY_SIZE
 from pipeline.errors import ExperimentError
 
 
-def text_of(tokens):
+def tensors(split: Any) -> tuple[Tensor, ...]:
+    return split.tensors
+
+
+# Digits and tables
+
+
+def test_digits_are_those_of_scikit_learn_in_stated_types() -> None:
+    """Which is asked where its files lie, and not imported."""
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    train, validation = digits(value_range=(0, 16))
+    images, own = (torch.cat(both) for both in zip(tensors(train), tensors(validation), strict=True))
+    assert sorted(zip(images.flatten(1).tolist(), own.tolist(), strict=True)) == sorted(
+        zip(pixels.tolist(), labels.tolist(), strict=True)
+    )
+    assert len(tensors(validation)[1]) == 359
+    image, label = train[0]
+    assert (image.shape, image.dtype, label.shape, label.dtype) == ((1, 8, 8), torch.float32, (), torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("table", "load"),
+    [("breast_cancer", "load_breast_cancer"), ("wine", "load_wine"), ("iris", "load_iris")],
+)
+def test_tables_are_those_of_scikit_learn_in_three_sets(table: str, load: str) -> None:
+    rows, classes = getattr(datasets, load)(return_X_y=True)
+    sets = tabular(table=table)
+    features, own = (torch.cat(column) for column in zip(*map(tensors, sets), strict=True))
+    assert (features.dtype, own.dtype) == (torch.float32, torch.int64)
+    assert own.bincount().tolist() == torch.from_numpy(classes).bincount().tolist()
+    assert features.shape == rows.shape
+    spread = torch.corrcoef(features.double().T), torch.corrcoef(torch.from_numpy(rows).T)
+    torch.testing.assert_close(*spread, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("make", [digits, tabular])
+def test_the_training_set_is_standardized_and_each_class_has_its_share(make: Any) -> None:
+    train, validation, *_ = make(validation_fraction=0.2)
+    inputs, labels = tensors(train)
+    assert inputs.mean().item() == pytest.approx(0, abs=1e-5)
+    assert inputs.std().item() == pytest.approx(1, abs=2e-3)
+    held_out = tensors(validation)[1].bincount()
+    share = held_out / (labels.bincount() + held_out) / (0.2 if make is digits else 0.25)
+    assert ((share - 1).abs() < 0.03).all()
+
+
+@pytest.mark.parametrize("make", [digits, tabular])
+def test_a_split_depends_on_its_seed_alone(make: Any) -> None:
+    before = torch.get_rng_state()
+    (_, first, *_), (_, second, *_), (_, other, *_) = make(seed=1), make(seed=1), make(seed=2)
+    assert all(map(torch.equal, tensors(first), tensors(second)))
+    assert not torch.equal(tensors(first)[0], tensors(other)[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_sample_is_in_two_parts() -> None:
+    for sets in (digits(), tabular()):
+        parts = [tensors(split)[0].flatten(1) for split in sets if split is not None]
+        assert all(torch.cdist(one, parts[0]).min() > 0 for one in parts[1:])
+
+
+def test_images_are_enlarged_and_channels_repeated() -> None:
+    small, large = tensors(digits().train)[0], tensors(digits(image_size=32, channels=3).train)[0]
+    assert large.shape[1:] == (3, 32, 32)
+    assert torch.equal(large[:, 0], large[:, 2])
+    torch.testing.assert_close(large[:, :1].mean((2, 3)), small.mean((2, 3)), atol=0.02, rtol=0)
+
+
+def test_without_validation() -> None:
+    train, validation = digits(validation_fraction=0)
+    assert (len(tensors(train)[0]), validation) == (1797, None)
+    train, *others = tabular(validation_fraction=0, test_fraction=0)
+    assert (len(tensors(train)[0]), others) == (569, [None, None])
+
+
+# Characters
+
+
+def text_of(tokens: Tensor) -> str:
     return "".join(map(chr, tokens.tolist()))
 
 
-class TestDigits:
-    def test_has_all_scans_in_stated_types(self):
-        train, validation = digits()
-
-        assert len(train) + len(validation) == 1797
-        assert len(validation) == 359
-        image, label = train[0]
-        assert (image.shape, image.dtype) == ((1, 8, 8), torch.float32)
-        assert (label.shape, label.dtype) == ((), torch.int64)
-
-    def test_they_are_those_of_scikit_learn(self):
-        """Which is asked where its file lies, and not imported."""
-        pixels, labels = load_digits(return_X_y=True)
-        images, own = handwriting._load()
-
-        assert torch.equal(images.flatten(1), torch.from_numpy(pixels).float() / 16)
-        assert torch.equal(own, torch.from_numpy(labels))
-
-    def test_is_standardized_over_the_training_set(self):
-        images, _ = digits().train.tensors
-
-        assert images.mean().item() == pytest.approx(0, abs=1e-5)
-        assert images.std().item() == pytest.approx(1, abs=1e-5)
-
-    def test_each_digit_has_its_share_of_both_parts(self):
-        train, validation = digits(validation_fraction=0.2)
-        trained, validated = (split.tensors[1].bincount() for split in (train, validation))
-
-        assert ((validated / (trained + validated) - 0.2).abs() < 0.005).all()
-
-    def test_same_seed_same_split(self):
-        first, second, other = digits(seed=1), digits(seed=1), digits(seed=2)
-
-        assert all(map(torch.equal, first.validation.tensors, second.validation.tensors))
-        assert not torch.equal(first.validation.tensors[0], other.validation.tensors[0])
-
-    def test_split_leaves_the_global_random_state_alone(self):
-        before = torch.get_rng_state()
-        digits()
-
-        assert torch.equal(torch.get_rng_state(), before)
-
-    def test_no_sample_is_in_both_parts(self):
-        train, validation = (split.tensors[0].flatten(1) for split in digits())
-
-        assert torch.cdist(validation, train).min() > 0
-
-    def test_enlarges_and_repeats_channels(self):
-        small, large = digits().train.tensors[0], digits(image_size=32, channels=3).train.tensors[0]
-
-        assert large.shape[1:] == (3, 32, 32)
-        assert torch.equal(large[:, 0], large[:, 2])
-        torch.testing.assert_close(large[:, :1].mean((2, 3)), small.mean((2, 3)), atol=0.02, rtol=0)
-
-    def test_without_validation(self):
-        train, validation = digits(validation_fraction=0)
-
-        assert len(train) == 1797
-        assert validation is None
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"validation_fraction": 1.0}, r"data\.validation_fraction: is 1\.0; write a number from 0"),
-            ({"validation_fraction": -0.1}, r"data\.validation_fraction: is -0\.1; write a number from 0"),
-            ({"image_size": 0}, r"data: 1 x 0 x 0 is not an image size"),
-        ],
-    )
-    def test_impossible_arguments_are_refused(self, arguments, message):
-        with pytest.raises(ExperimentError, match=message):
-            digits(**arguments)
+def of_text(folder: Path, text: str, **arguments: Any) -> Any:
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    return characters(source=str(folder / "text.txt"), **{"validation_fraction": 0, **arguments})
 
 
-class TestCharacters:
-    def test_targets_are_the_next_tokens(self, tmp_path):
-        source = tmp_path / "text.txt"
-        source.write_text("abcdefghijk", encoding="utf-8")
-        train, validation = characters(context_length=4, source=str(source), validation_fraction=0)
+def test_targets_are_the_next_tokens_and_others_become_question_marks(tmp_path: Path) -> None:
+    train, validation = of_text(tmp_path, "abcdefghijk", context_length=4)
+    assert [tuple(map(text_of, train[index])) for index in range(2)] == [("abcd", "bcde"), ("efgh", "fghi")]
+    assert (len(train), validation) == (2, None)
+    assert text_of(of_text(tmp_path, "na\u00efve \u2026", context_length=6)[0][0][1]) == "a?ve ?"
 
-        assert [(text_of(tokens), text_of(following)) for tokens, following in map(train.__getitem__, range(2))] == [
-            ("abcd", "bcde"),
-            ("efgh", "fghi"),
-        ]
-        assert len(train) == 2
-        assert validation is None
 
-    def test_validation_is_the_end_of_the_text(self, tmp_path):
-        source = tmp_path / "text.txt"
-        source.write_text("a" * 75 + "b" * 25, encoding="utf-8")
-        train, validation = characters(context_length=5, source=str(source), validation_fraction=0.25)
+def test_validation_is_the_end_of_the_text(tmp_path: Path) -> None:
+    train, validation = of_text(tmp_path, "a" * 75 + "b" * 25, context_length=5, validation_fraction=0.25)
+    assert [text_of(tensors(split)[0].unique()) for split in (train, validation)] == ["a", "b"]
 
-        assert text_of(train.tensors[0].unique()) == "a"
-        assert text_of(validation.tensors[0].unique()) == "b"
 
-    def test_other_characters_become_question_marks(self, tmp_path):
-        source = tmp_path / "text.txt"
-        source.write_text("na\u00efve \u2026", encoding="utf-8")
-        train, _ = characters(context_length=6, source=str(source), validation_fraction=0)
+def test_pythons_own_text_is_sizeable_and_fits_the_vocabulary() -> None:
+    train, validation = characters()
+    tokens, following = train[0]
+    assert tokens.shape == following.shape == (64,)
+    assert tokens.dtype == following.dtype == torch.int64
+    inputs = tensors(train)[0]
+    assert len(inputs) > 4000
+    assert len(tensors(validation)[0]) > 400
+    assert inputs.max() < VOCABULARY_SIZE
+    assert "Python" in text_of(inputs.flatten())
+    short = characters(context_length=10, max_characters=1001, validation_fraction=0.5)
+    assert [len(tensors(split)[0]) for split in short] == [50, 49]
 
-        assert text_of(train[0][0]) == "na?ve "
-        assert text_of(train[0][1]) == "a?ve ?"
 
-    def test_pythons_own_text_is_sizeable_and_fits_the_vocabulary(self):
-        train, validation = characters()
-        tokens, following = train[0]
+FRACTION = r"data\.validation_fraction: is {}; write a number from 0 \(no validation\) to less than 1"
 
-        assert tokens.shape == following.shape == (64,)
-        assert tokens.dtype == following.dtype == torch.int64
-        assert len(train) > 4000
-        assert len(validation) > 400
-        assert train.tensors[0].max() < VOCABULARY_SIZE
-        assert "Python" in text_of(train.tensors[0].flatten())
 
-    def test_max_characters_shortens_the_text(self):
-        train, validation = characters(context_length=10, max_characters=1001, validation_fraction=0.5)
-
-        assert (len(train), len(validation)) == (50, 49)
-
-    def test_windows_longer_than_the_text_are_refused(self):
-        with pytest.raises(ExperimentError, match=r"data\.context_length: is 64, but the text has 64 characters"):
-            characters(max_characters=64, validation_fraction=0)
-
-    def test_missing_source_is_named(self, tmp_path):
-        with pytest.raises(ExperimentError, match=r"data\.source: can't read .*nowhere\.txt as UTF-8"):
-            characters(source=str(tmp_path / "nowhere.txt"))
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        *((make, {"validation_fraction": 1.0}, FRACTION.format(1.0)) for make in (digits, tabular, characters)),
+        (digits, {"validation_fraction": -0.1}, FRACTION.format(-0.1)),
+        (digits, {"image_size": 0}, r"data: 1 x 0 x 0 is not an image size"),
+        (tabular, {"table": "titanic"}, r"data\.table: is 'titanic'; write one of breast_cancer, wine, iris"),
+        (tabular, {"test_fraction": 1.5}, r"data\.test_fraction: is 1\.5; write a number from 0 \(none\) to less than"),
+        (tabular, {"test_fraction": 0.5, "validation_fraction": 0.5}, r"data\.test_fraction: is 0\.5, and .* No rows"),
+        (characters, {"max_characters": 64, "validation_fraction": 0}, r"is 64, but the text has 64 characters; write"),
+        (characters, {"source": "nowhere.txt"}, r"data\.source: can't read nowhere\.txt as UTF-8"),
+    ],
+)
+def test_impossible_arguments_are_refused(make: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        make(**arguments)

@@ -13,7 +13,7 @@ from pipeline.protocol.events import Started
 from pipeline.protocol.rank import Rank
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.journal.run_summary import data_of
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 
 class Sets(tuple[Any, ...]):

@@ -24,11 +24,10 @@ from pipeline.report.numbers.records import build_cell, columns
 from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
 from pipeline.report.text import device
-from pipeline.training.build import build
-from pipeline.training.measuring.flops import count
-from pipeline.training.meters.energy import EnergyMeter
-from pipeline.training.meters.meter import GpuGauge
-from pipeline.training.step.dry_run import held_step
+from pipeline.train.build import build
+from pipeline.train.communication import EnergyMeter, GpuGauge
+from pipeline.train.flops import count
+from pipeline.train.kept import held_step
 
 A100 = "NVIDIA A100-SXM4-40GB"
 
@@ -41,8 +40,8 @@ def counted(**sections: Any) -> tuple[Flops | None, list[str]]:
     outbox = toys.Kept()
     trial = toys.trial(**sections)
     trial = trial.model_copy(update={"allowed": (*trial.allowed, "test_device")})
-    context = build(trial, rank=Rank())
-    flops = count(context, held_step(context), outbox=outbox)
+    s = build(trial, rank=Rank(), outbox=outbox)
+    flops = count(s, held_step(s))
     return flops, [event.message for event in outbox.events if isinstance(event, Warned)]
 
 
@@ -69,73 +68,52 @@ class Attending(nn.Module):
         ]
 
 
-class Hidden(nn.Module):
-    """Multiplies matrices in an operator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs) + torch.ops.test_device.hidden(inputs)
-
-
 @torch.library.custom_op("test_device::hidden", mutates_args=())
 def hidden(inputs: Tensor) -> Tensor:
+    """Multiplies matrices in an operator of its own."""
     return inputs @ inputs.new_ones(3, 1)
 
 
-class Transforming(nn.Linear):
-    """Has a Fourier transform, which torch has no formula for, and a norm, which is no product."""
+def refuses(inputs: Tensor) -> Tensor:
+    """Can't run under a dispatch mode."""
+    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+        raise RuntimeError("no mode here\nplease")
+    return inputs
 
-    def __init__(self) -> None:
+
+class Computing(nn.Linear):
+    """A linear layer, and something else."""
+
+    def __init__(self, what: str) -> None:
         super().__init__(3, 1)
+        self.what = what
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self.what == "hidden":
+            return super().forward(inputs) + torch.ops.test_device.hidden(inputs)
+        if self.what == "refuses":
+            return super().forward(refuses(inputs))
+        # A Fourier transform, which torch has no formula for, and a norm, which is no product
         return super().forward(nn.functional.normalize(torch.fft.rfft(inputs, n=4).real))
 
 
-class Refuses(nn.Linear):
-    """Can't run under a dispatch mode."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
-            raise RuntimeError("no mode here\nplease")
-        return super().forward(inputs)
-
-
 class TestCounting:
-    def test_a_linear_layer_multiplies_once_forward_and_once_for_its_weights(self) -> None:
-        flops, warnings = counted()
-        assert flops == Flops(of_sample={"fp64": 2 * 3 + 2 * 3})  # its input needs no gradient
-        assert warnings == []
-
-    def test_all_micro_batches_of_a_step_count(self) -> None:
-        assert counted(train={"gradient_accumulation": 3})[0] == counted()[0]
-
-    def test_each_operation_has_its_own_arithmetic(self) -> None:
-        precisions = {"fp32": {"fp32"}, "bf16": {"bf16"}}
-        for precision, names in precisions.items():
-            flops, _ = counted(train={"precision": precision})
-            assert flops is not None
-            assert set(flops.of_sample) == names
-
-    def test_a_convolution(self) -> None:
-        flops, _ = counted(model={"_target_": "test_device.Convolving"})
-        assert flops is not None
-        assert flops.of_sample["fp64"] == 2 * (
-            2 * 3 * 3 * 1 * 2
-        )  # forward and weights: 3 places, 3 taps, 1 to 2 channels
-
-    def test_attention_on_a_cpu(self) -> None:
-        flops, _ = counted(model={"_target_": "test_device.Attending"}, train={"precision": "fp32"})
-        assert flops is not None
-        products = 2 * 3 * 3 * 4  # of 3 queries and 3 keys of width 4
-        assert flops.of_sample == {"fp32": (2 + 5) * products}
-        assert flops.uncounted == ()
+    @pytest.mark.parametrize(
+        ("sections", "of_sample"),
+        [
+            ({}, {"fp64": 2 * 3 + 2 * 3}),  # once forward and once for the weights: the input needs no gradient
+            ({"train": {"gradient_accumulation": 3}}, {"fp64": 12}),
+            ({"train": {"precision": "fp32"}}, {"fp32": 12}),
+            ({"train": {"precision": "bf16"}}, {"bf16": 12}),
+            # forward and weights: 3 places, 3 taps, 1 to 2 channels
+            ({"model": {"_target_": "test_device.Convolving"}}, {"fp64": 2 * (2 * 3 * 3 * 1 * 2)}),
+            # 2 products forward and 5 backward, of 3 queries and 3 keys of width 4
+            ({"model": {"_target_": "test_device.Attending"}}, {"fp64": (2 + 5) * 2 * 3 * 3 * 4}),
+        ],
+        ids=["linear", "micro-batches", "fp32", "bf16", "convolution", "attention on a CPU"],
+    )
+    def test_operations_are_those_counted_by_hand(self, sections: dict[str, Any], of_sample: dict[str, float]) -> None:
+        assert counted(**sections) == (Flops(of_sample=of_sample), [])
 
     def test_what_is_recomputed_does_not_count(self) -> None:
         model = {"_target_": "toys.Branches"}
@@ -144,25 +122,14 @@ class TestCounting:
         assert plain == again
         assert plain is not None
 
-    def test_operators_without_a_formula_are_named(self) -> None:
-        flops, warnings = counted(model={"_target_": "test_device.Hidden"})
-        assert flops == Flops(of_sample={"fp64": 12.0}, uncounted=("test_device::hidden",))
-        assert warnings == []
-        flops, _ = counted(model={"_target_": "test_device.Transforming"})
-        assert flops == Flops(of_sample={"fp64": 12.0}, uncounted=("aten::_fft_r2c",))
+    @pytest.mark.parametrize(("what", "name"), [("hidden", "test_device::hidden"), ("transforms", "aten::_fft_r2c")])
+    def test_operators_without_a_formula_are_named(self, what: str, name: str) -> None:
+        found = counted(model={"_target_": "test_device.Computing", "what": what})
+        assert found == (Flops(of_sample={"fp64": 12.0}, uncounted=(name,)), [])
 
     def test_a_model_that_can_not_be_counted_is_told_once(self) -> None:
-        flops, (warning,) = counted(model={"_target_": "test_device.Refuses"})
-        assert flops is None
-        assert warning == "could not count the FLOPs of a step, so none are reported: no mode here"
-
-    def test_nothing_of_the_training_changes(self) -> None:
-        context = build(toys.trial(model={"_target_": "toys.Branches"}, train={"precision": "fp32"}), rank=Rank())
-        before = {name: value.clone() for name, value in context.model.state_dict().items()}
-        assert count(context, held_step(context), outbox=toys.Kept()) is not None
-        after = context.model.state_dict()
-        assert all(torch.equal(value, after[name]) for name, value in before.items())
-        assert all(parameter.grad is None for parameter in context.model.parameters())
+        message = "could not count the FLOPs of a step, so none are reported: no mode here"
+        assert counted(model={"_target_": "test_device.Computing", "what": "refuses"}) == (None, [message])
 
     def test_trainings_and_cells_are_counted_once_and_train_only_is_not(self) -> None:
         assert toys.trained(measures=True)[0].flops is not None
@@ -174,25 +141,13 @@ class TestCounting:
 # The peak
 
 
-@pytest.mark.parametrize(
-    ("gpu", "bf16"),
-    [
-        (A100, 312),
-        ("A100-PCIE-40GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA L4", 121),
-        ("Tesla T4", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA L40", None),
-        ("NVIDIA A10G", None),
-        ("", None),
-    ],
-)
-def test_a_gpu_is_known_by_its_whole_name(gpu: str, bf16: float | None) -> None:
-    assert peaks_of(gpu).get("bf16") == bf16
+def test_a_gpu_is_known_by_its_whole_name() -> None:
+    known = {
+        A100: 312, "A100-PCIE-40GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 989.4,
+        "NVIDIA H200": 989.4, "NVIDIA H100 PCIe": 756, "NVIDIA L4": 121,
+    }  # fmt: skip
+    others = ("Tesla T4", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA L40", "NVIDIA A10G", "")
+    assert {gpu: peaks_of(gpu).get("bf16") for gpu in (*known, *others)} == {**known, **dict.fromkeys(others)}
 
 
 def row(*, gpus: int = 2, gpu: str = A100, price: float | None = None, rate: float = 1000.0, **result: Any) -> Row:
@@ -210,27 +165,25 @@ def flops(**of_sample: float) -> Flops:
 
 
 class TestOperationsPerSecond:
-    def test_the_share_of_the_peak_of_all_devices(self) -> None:
-        one = row(flops=flops(bf16=62.4e9))
-        assert row_numbers.tflops(one) == pytest.approx(62.4)
-        assert row_numbers.mfu(one) == pytest.approx(0.1)
-        assert next(device.use(one)) == "62.4 TFLOP/s on 2 GPUs, 10% of their peak (MFU)"
-
-    def test_each_arithmetic_has_its_own_peak(self) -> None:
-        mixed = row(flops=flops(tf32=31.2e9, fp32=3.9e9))  # a tenth of the time each
-        assert row_numbers.mfu(mixed) == pytest.approx(0.2)
-
-    def test_a_share_is_a_lower_bound_if_something_was_not_counted(self) -> None:
-        one = row(flops=Flops(of_sample={"bf16": 3e9}, uncounted=("mylib::scan",)))
-        assert next(device.use(one)) == (
-            "3 TFLOP/s on 2 GPUs, at least 0.5% of their peak (MFU); not counted: mylib::scan"
-        )
-
-    @pytest.mark.parametrize(("gpu", "name"), [("NVIDIA A10G", "bf16"), (A100, "complex64"), ("Tesla T4", "bf16")])
-    def test_there_is_no_guess(self, gpu: str, name: str) -> None:
-        one = row(gpu=gpu, flops=flops(**{name: 3e9}))
-        assert row_numbers.mfu(one) is None
-        assert next(device.use(one)) == f"3 TFLOP/s on 2 GPUs, no MFU: the peak of {gpu} in {name} is not known"
+    @pytest.mark.parametrize(
+        ("gpu", "of_sample", "uncounted", "mfu", "sentence"),
+        [
+            (A100, {"bf16": 62.4e9}, (), 0.1, "62.4 TFLOP/s on 2 GPUs, 10% of their peak (MFU)"),
+            # each arithmetic has its own peak: a tenth of the time each
+            (A100, {"tf32": 31.2e9, "fp32": 3.9e9}, (), 0.2, "35.1 TFLOP/s on 2 GPUs, 20% of their peak (MFU)"),
+            (A100, {"bf16": 3e9}, ("mylib::scan",), 3 / 624,
+             "3 TFLOP/s on 2 GPUs, at least 0.5% of their peak (MFU); not counted: mylib::scan"),
+            *((gpu, {name: 3e9}, (), None, f"3 TFLOP/s on 2 GPUs, no MFU: the peak of {gpu} in {name} is not known")
+              for gpu, name in (("NVIDIA A10G", "bf16"), (A100, "complex64"), ("Tesla T4", "bf16"))),
+        ],
+    )  # fmt: skip
+    def test_the_share_of_the_peak_of_all_devices_or_none_where_it_is_not_known(
+        self, gpu: str, of_sample: dict[str, float], uncounted: tuple[str, ...], mfu: float | None, sentence: str
+    ) -> None:
+        one = row(gpu=gpu, flops=Flops(of_sample=of_sample, uncounted=uncounted))
+        assert row_numbers.tflops(one) == pytest.approx(sum(of_sample.values()) / 1e9)
+        assert row_numbers.mfu(one) == (None if mfu is None else pytest.approx(mfu))
+        assert next(device.use(one)) == sentence
 
     def test_a_cpu_has_no_peak(self) -> None:
         (sentence,) = device.use(row(gpus=0, flops=flops(fp32=14.2e6)))
@@ -267,19 +220,17 @@ class TestUtilization:
         gauge.read()
         assert gauge.means() == []
 
-    def told(self, busy: float, **result: Any) -> list[str]:
-        return list(device.use(row(gpu_utilization=(busy, busy), **result)))
-
-    def test_busy_gpus_need_no_verdict(self) -> None:
-        assert self.told(91.0) == []
-
-    def test_data_is_the_cause(self) -> None:
-        (sentence,) = self.told(71.0, data_wait=16.0)  # of a step of 64 ms
-        assert sentence == "GPUs are busy 71% of the time: data loading takes 25% of a step"
-
-    def test_forward_and_backward_are(self) -> None:
-        (sentence,) = self.told(40.0)
-        assert sentence.startswith("GPUs are busy 40% of the time: forward and backward leave them idle themselves")
+    @pytest.mark.parametrize(
+        ("busy", "data_wait", "said"),
+        [
+            (91.0, 0.25, []),
+            (71.0, 16.0, ["GPUs are busy 71% of the time: data loading takes 25% of a step"]),  # of 64 ms
+            (40.0, 0.25, ["GPUs are busy 40% of the time: forward and backward leave them idle themselves"]),
+        ],
+    )
+    def test_the_cause_is_named_unless_gpus_are_busy(self, busy: float, data_wait: float, said: list[str]) -> None:
+        found = list(device.use(row(gpu_utilization=(busy, busy), data_wait=data_wait)))
+        assert [one.startswith(text) for one, text in zip(found, said, strict=True)] == [True] * len(said)
 
     def test_nothing_is_said_to_be_the_cause_that_was_not_measured(self) -> None:
         end = finished("main", spread(1000.0), gpu_utilization=(40.0,), gpus=(A100,))
@@ -320,7 +271,7 @@ class FakeNvml:
 
 def metered(gpus: list[int], *, is_training: bool = True) -> EnergyMeter:
     trial = toys.trial() if is_training else toys.trial(max_steps=2)
-    return EnergyMeter(SimpleNamespace(trial=trial, rank=Rank(), gpus=gpus))  # type: ignore[arg-type]
+    return EnergyMeter(SimpleNamespace(trial=trial, rank=Rank(), strategy=SimpleNamespace(gpus=gpus)))  # type: ignore[arg-type]
 
 
 class TestEnergy:

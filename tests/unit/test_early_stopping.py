@@ -5,28 +5,22 @@
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import samples
 import toys
 
 from pipeline.config.train import EarlyStopping as Options
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import loop
-from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.features.early_stopping import Patience
-from pipeline.training.loop import train
+from pipeline.train.built_in_hooks import EarlyStopping
+from pipeline.train.manifest import folder_name
+from pipeline.train.run import train
 
 UNTIL_FLAT = {"epochs": 20, "early_stopping": {"patience": 2, "min_delta": 0.02}}
 SOON_FLAT = {"epochs": 20, "early_stopping": {"patience": 2, "min_delta": 0.2}}
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda setup, **_: samples.parts(step_ms=5.0))
 
 
 def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialResult, toys.Kept]:
@@ -36,26 +30,26 @@ def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialRe
                  outbox=outbox), outbox  # fmt: skip
 
 
-def judged(values: list[float], *, direction: Any = "min", **options: Any) -> list[bool]:
-    stopping, stopped = Patience(Options(**options), direction=direction), []
-    for step, value in enumerate(values, start=1):
-        stopping.judge({"validation/loss": value}, step=step)
-        stopped.append(stopping.has_stopped)
-    return stopped
-
-
-def test_patience_counts_evaluations_in_a_row() -> None:
-    assert judged([3, 2, 2, 1, 1, 2], patience=2) == [False, False, False, False, False, True]
-    assert judged([1, 2, 2, 3, 3], direction="max", patience=1) == [False, False, True, False, True]
-
-
-def test_an_improvement_of_min_delta_is_none() -> None:
-    assert judged([3, 2, 2], min_delta=1.0, patience=2) == [False, False, True]
-    assert judged([3, 1.9, 0.8], min_delta=1.0, patience=1) == [False] * 3
-
-
-def test_a_nan_is_no_improvement() -> None:
-    assert judged([math.nan, 2, math.nan, 1], patience=1) == [True, False, True, False]
+@pytest.mark.parametrize(
+    ("options", "values", "stop"),
+    [
+        ({"patience": 2}, [3, 2, 2, 1, 1, 2], "000001"),  # evaluations in a row
+        ({"patience": 1, "mode": "max"}, [1, 2, 2], "001"),
+        ({"patience": 2, "min_delta": 1.0}, [3, 2, 2], "001"),  # an improvement of min_delta is none
+        ({"patience": 1, "min_delta": 1.0}, [3, 1.9, 0.8], "000"),
+        ({"patience": 1}, [math.nan], "1"),
+        ({"patience": 2}, [math.nan, 2, math.nan, math.nan], "0001"),
+    ],
+)
+def test_it_counts_evaluations_without_an_improvement(options: dict[str, Any], values: list[float], stop: str) -> None:
+    hook = EarlyStopping(Options(**options), direction="max" if "mode" in options else "min")
+    s: Any = SimpleNamespace(stop_reason="", step=0)
+    found = ""
+    for value in values:
+        s.step += 1
+        hook.after_evaluation(s, {"validation/loss": value})
+        found += "1" if s.stop_reason else "0"
+    assert found == stop
 
 
 def test_training_ends_and_says_why(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ def test_one_number_or_two(written, tmp_path, text, least, most, parameter) -> N
     (tmp_path / "again.yaml").write_text(to_yaml(experiment))
     assert load("again.yaml").experiment == experiment
     assert type(experiment).model_validate_json(experiment.model_dump_json()) == experiment
+    parallel = {"workers": [least, most]}
+    assert (trial(least, most).is_elastic, toys.trial(max_steps=2, parallel=parallel).is_elastic) == (
+        least < most,
+        False,
+    )
 
 
 NUMBERS = "write an integer greater than 0, or [minimum, maximum]"
@@ -168,20 +173,12 @@ def test_no_room_for_the_least_is_told() -> None:
     assert launcher.requested == {2}
 
 
-def opened() -> TrialOpened:
-    return TrialOpened(time=0.0, role="main", title="", tags={}, params={})
-
-
 def started(*nodes: str) -> Started:
     devices = tuple(f"{node} cpu, 1 thread" for node in nodes)
     counts = dict.fromkeys(
         ("steps_per_epoch", "epochs", "train_samples", "epoch_samples", "validation_samples", "parameters"), 1
     )
     return Started(time=0.0, total_steps=1000, devices=devices, data_name="", data_digest="", **counts)
-
-
-def reported(step: int) -> Metrics:
-    return Metrics(time=0.0, step=step, epoch=1, points=())
 
 
 def resumed(step: int) -> Resumed:
@@ -197,8 +194,10 @@ def pace(monkeypatch) -> Paced:
 
     def known(*reports: int) -> elastic.Pace:
         pace = elastic.Pace()
+        opened = TrialOpened(time=0.0, role="main", title="", tags={}, params={})
+        reported = [Metrics(time=0.0, step=step, epoch=1, points=()) for step in reports]
         with monkeypatch.context() as patch:
-            for second, event in enumerate([opened(), *map(reported, reports)]):
+            for second, event in enumerate([opened, *reported]):
                 patch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda second=second: float(second)))
                 pace.receive(event)
                 if not second:
@@ -208,15 +207,10 @@ def pace(monkeypatch) -> Paced:
     return known
 
 
-def test_starting_anew_pays_while_much_is_left(pace: Paced) -> None:
-    assert not pace().is_worth(0.5)
-    assert not pace(10).is_worth(0.5)
-    assert pace(10, 20).is_worth(0.5)  # 98 times as much is left
-    assert not pace(10, 999).is_worth(0.5)
-
-
-def test_the_newest_checkpoint_is_known(pace: Paced) -> None:
-    known = pace()
+@pytest.mark.parametrize(("reports", "is_worth"), [((), False), ((10,), False), ((10, 20), True), ((10, 999), False)])
+def test_starting_anew_pays_while_much_is_left(pace: Paced, reports: tuple[int, ...], is_worth: bool) -> None:
+    known = pace(*reports)
+    assert known.is_worth(0.5) == is_worth
     known.receive(resumed(20))
     assert known.checkpoint == 20
     saved = {"path": "", "megabytes": 1.0, "seconds": 1.0, "blocked_seconds": 0.0}
@@ -238,12 +232,6 @@ def test_workers_are_asked_to_make_way_for_more(pace: Paced, workers, room, look
     assert launcher.resize.asked == asks
     assert launcher.requested == (set() if workers == 4 else {3})
     assert not launcher.stop.asked
-
-
-def test_a_measurement_keeps_its_size() -> None:
-    assert trial(1, 4).is_elastic
-    assert not toys.trial(max_steps=2, parallel={"workers": [1, 4]}).is_elastic
-    assert not trial(4, 4).is_elastic
 
 
 def test_the_course_of_a_training_is_told() -> None:

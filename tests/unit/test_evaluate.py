@@ -28,8 +28,8 @@ from pipeline.recording.journal.folder import read_state
 from pipeline.recording.journal.recorder import Recorder
 from pipeline.recording.journal.run_summary import summarized
 from pipeline.report.evaluated import EvaluationReport
-from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.result.restored import evaluate_checkpoint
+from pipeline.train.manifest import folder_name
+from pipeline.train.restored import evaluate_checkpoint
 
 ERROR = "metrics={error: {_target_: torchmetrics.regression.MeanAbsoluteError}}"
 HIGHEST = {"best": "validation/loss", "mode": "max", "keep": 2}
@@ -89,11 +89,7 @@ def test_the_result_is_the_default(run: Path) -> None:
         ("5", (), "--checkpoint 5: {run} has no checkpoint of step 5. Its checkpoints: 3, 6, 9."),
         ("newest", (), "--checkpoint newest: not found. Use best, last, or a step: 3, 6, 9."),
         ("best", ("checkpoint.best=null",), "without checkpoint.best. Use --checkpoint last, or a step: 3, 6, 9"),
-        (
-            "best",
-            ("checkpoint.best=validation/error", ERROR),
-            "has a value of validation/error. Use --checkpoint last",
-        ),
+        ("best", ("checkpoint.best=validation/error", ERROR), "a value of validation/error. Use --checkpoint last"),
         (None, ("checkpoint.directory=nowhere",), " has no complete checkpoint"),
         (None, ("checkpoint.directory=nowhere", "checkpoint.keep=0", "checkpoint.best=null"), "checkpoint.keep is 0"),
     ],
@@ -114,10 +110,9 @@ def test_a_checkpoint_that_there_is_not(run: Path, wanted: str | None, overrides
 def test_what_has_no_training_is_refused(run: Path, role: str, said: str) -> None:
     state = read_state(run)
     other = state.opened.model_copy(update={"tags": {"role": role}})
+    state = state.model_copy(update={"folder": Path("20260301-000000-x"), "opened": other})
     with pytest.raises(UsageError, match=said):
-        ended_training(
-            state.model_copy(update={"folder": Path("20260301-000000-x"), "opened": other}), command="evaluate"
-        )
+        ended_training(state, command="evaluate")
 
 
 def test_a_run_that_goes_on_is_refused(run: Path) -> None:
@@ -158,18 +153,28 @@ def test_all_that_a_result_consists_of_is_restored(
     assert "validation/loss" in values
 
 
-def test_data_without_that_set_is_refused(run: Path) -> None:
-    two = opened(run, "data._target_=toys.regression").experiment
-    assert evaluated(run, 9, experiment=two).split == "validation"
-    with pytest.raises(ExperimentError, match="data: there is no test set to evaluate; use --split validation"):
-        evaluated(run, 9, experiment=two, split="test")
-    with pytest.raises(ExperimentError, match="data: there is no test or validation set to evaluate"):
-        evaluated(run, 9, experiment=opened(run, "data={_target_: toys.regression, validation: 0}").experiment)
+@pytest.mark.parametrize(
+    ("overrides", "split", "said"),
+    [
+        (["data._target_=toys.regression"], "test", "data: there is no test set to evaluate; use --split validation"),
+        (["data={_target_: toys.regression, validation: 0}"], None, "data: there is no test or validation set to eval"),
+        (["model={_target_: toys.wide_net}"], None, "model: doesn't match its state in the checkpoint"),
+    ],
+)
+def test_what_does_not_fit_is_refused(run: Path, overrides: list[str], split: Any, said: str) -> None:
+    with pytest.raises(ExperimentError, match=said):
+        evaluated(run, 9, experiment=opened(run, *overrides).experiment, split=split)
 
 
-def test_a_model_that_does_not_match_is_told(run: Path) -> None:
-    with pytest.raises(ExperimentError, match="model: doesn't match its state in the checkpoint"):
-        evaluated(run, 6, experiment=opened(run, "model={_target_: toys.wide_net}").experiment)
+def test_without_a_test_set_it_is_the_validation_set(run: Path) -> None:
+    assert evaluated(run, 9, experiment=opened(run, "data._target_=toys.regression").experiment).split == "validation"
+
+
+def test_a_damaged_checkpoint_is_told(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / run.name)
+    (folder / "checkpoints" / folder_name(6) / "state.pt").write_bytes(b"")
+    with pytest.raises(TrainingError, match=r"state.pt has 0 bytes .*; set --checkpoint to another step"):
+        evaluated(folder, 6)
 
 
 # What is told
@@ -251,11 +256,3 @@ def test_an_older_checkpoint_is_not_the_last_in_silence(tmp_path: Path, monkeypa
     report = EvaluationReport.of(evaluated(folder, 3), run="r", trial=trial, has_choice=True)
     assert report.opening[1] == f"{note[0].upper()}{note[1:]}."
     assert report.verdict.endswith(note)
-
-
-def test_a_damaged_checkpoint_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path)
-    (folder / "checkpoints" / folder_name(6) / "state.safetensors").write_bytes(b"")
-    with pytest.raises(TrainingError, match=r"state.safetensors has 0 bytes .*; set --checkpoint to another step"):
-        evaluated(folder, 6)

@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import toys
 
 from pipeline.protocol.events import CheckpointSaved
 from pipeline.protocol.rank import Rank
-from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.loop import train
+from pipeline.train.manifest import folder_name
+from pipeline.train.run import train
 
 BY_STEPS = {"epochs": 3, "evaluate_every_steps": 2}
 """Three epochs of three steps."""
@@ -24,12 +25,20 @@ def run(folder: Path, *, resume: bool = False, **sections: Any) -> toys.Kept:
     return kept
 
 
-def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
-    by_epochs, kept = run(tmp_path / "epochs", train={"epochs": 3}), run(tmp_path / "steps", train=BY_STEPS)
-
-    assert [point.step for point in kept.points("validation/loss")] == [2, 4, 6, 8, 9]
-    assert kept.series("train/loss") == by_epochs.series("train/loss"), "evaluation doesn't change training"
-    assert kept.series("validation/loss")[2:5:2] == by_epochs.series("validation/loss")[1:]
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        ({"evaluate_every_epochs": 1}, [3, 6, 9]),
+        ({"evaluate_every_epochs": 2}, [6, 9]),
+        ({"evaluate_every_epochs": 9}, [9]),
+        ({"evaluate_every_steps": 2}, [2, 4, 6, 8, 9]),
+    ],
+)
+def test_evaluations_come_every_so_often_and_at_the_end(every: dict[str, int], steps: list[int]) -> None:
+    each, kept = (toys.trained(train={"epochs": 3, **often})[1] for often in ({"evaluate_every_steps": 1}, every))
+    assert [point.step for point in kept.points("validation/loss")] == steps
+    assert kept.series("train/loss") == each.series("train/loss"), "evaluation doesn't change training"
+    assert kept.series("validation/loss") == [each.series("validation/loss")[step - 1] for step in steps]
 
 
 def test_a_resumed_training_evaluates_at_the_same_steps(tmp_path: Path) -> None:
@@ -40,18 +49,16 @@ def test_a_resumed_training_evaluates_at_the_same_steps(tmp_path: Path) -> None:
     }
     whole = run(tmp_path / "whole", **sections)
     last = whole.points("train/loss")[-1].step
+    assert 2 < last < 9, "stopped early"
     for step in range(1, last):
-        for name in map(folder_name, range(1, step + 1)):
-            shutil.copytree(tmp_path / "whole" / name, tmp_path / str(step) / name)
+        shutil.copytree(tmp_path / "whole" / folder_name(step), tmp_path / str(step) / folder_name(step))
         again = run(tmp_path / str(step), resume=True, **sections)
         for name in ("train/loss", "train/learning_rate", "validation/loss"):
-            assert [point for point in again.points(name) if point.step > step] == [
-                point for point in whole.points(name) if point.step > step
-            ]
+            after = [[point for point in kept.points(name) if point.step > step] for kept in (again, whole)]
+            assert after[0] == after[1]
 
 
 def test_the_best_evaluation_has_a_checkpoint(tmp_path: Path) -> None:
     kept = run(tmp_path, train=BY_STEPS, checkpoint={"best": "validation/loss"})
-
     saved = {event.step for event in kept.events if isinstance(event, CheckpointSaved)}
     assert saved == {2, 3, 4, 6, 8, 9}, "those of evaluations, and the ends of epochs"

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 
@@ -17,11 +16,14 @@ from pipeline.data import tabular
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Training
-from pipeline.training import loop
-from pipeline.training.loop import train
+from pipeline.train import run
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ROOT / "examples" / "nanogpt" / "plain.py"
+ALONE: dict[str, Any] = {
+    "name": "main", "strategy": "single", "launcher": "inprocess", "workers": 1, "devices_per_worker": 0,
+    "device": "cpu", "cpus_per_worker": 1, "allowed": BUILT_IN,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +35,12 @@ def plain() -> Any:
 
 
 def test_nanogpt_has_the_losses_of_its_loop_in_plain_torch(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
+    monkeypatch.setattr(run, "measured", lambda _, result, **__: result)
     small = ["model.width=8", "model.depth=1", "train.precision=fp64", "train.log_every_steps=1"]
     experiment = load(ROOT / "experiments" / "nanogpt.yaml", small).experiment
-    trial = Baseline(
-        name="main", experiment=experiment, strategy="single", launcher="inprocess", workers=1, devices_per_worker=0,
-        device="cpu", cpus_per_worker=1, allowed=BUILT_IN, max_steps=4,
-    )  # fmt: skip
+    trial = Baseline(**ALONE, experiment=experiment, max_steps=4)
     kept = toys.Kept()
-    train(trial, rank=Rank(), outbox=kept)
+    run.train(trial, rank=Rank(), outbox=kept)
 
     losses = plain.train(4, width=8, depth=1, dtype=torch.float64)
     assert kept.series("train/loss") == pytest.approx(losses, rel=1e-12)
@@ -53,12 +52,9 @@ def test_nanogpt_has_the_losses_of_its_loop_in_plain_torch(plain: Any, monkeypat
 
 def test_tabular_tries_itself_with_a_test_set() -> None:
     experiment = load(ROOT / "experiments" / "tabular.yaml", ["tracking.log_model=false"]).experiment
-    trial = Training(
-        name="main", experiment=experiment, strategy="single", launcher="inprocess", workers=1, devices_per_worker=0,
-        device="cpu", cpus_per_worker=1, allowed=BUILT_IN, is_quick=True, train_only=True,
-    )  # fmt: skip
+    trial = Training(**ALONE, experiment=experiment, is_quick=True, train_only=True)
     kept = toys.Kept()
-    assert train(trial, rank=Rank(), outbox=kept).steps == 2
+    assert run.train(trial, rank=Rank(), outbox=kept).steps == 2
     names = [f"test/confusion_true_{true}_predicted_{predicted}" for true in range(2) for predicted in range(2)]
     table = [kept.series(name)[0] for name in names]
     assert (sum(table[:2]), sum(table[2:])) == (42, 71)

@@ -32,8 +32,11 @@ from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, ModelSaved
 from pipeline.recording.journal import journal
 from pipeline.recording.mlflow.model_folder import Module
-from pipeline.training.checkpoints.manifest import folder_name
+from pipeline.train.manifest import folder_name
 
+COMPARED = {"model": {"_target_": "toys.ComparedNet"}, "loss": None}
+FILES = ["README.md", "experiment.yaml", "model.json", "model.pt2", "model.safetensors"]
+SAVED = ModelSaved(trial="main", weights=WEIGHTS, example=EXAMPLE)
 BEST = {"best": "validation/loss", "mode": "max", "keep": 2}
 
 
@@ -49,6 +52,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(lab: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(lab)
     return next((lab / "runs").iterdir())
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Make a run of its own in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return partial(toy_run, tmp_path)
 
 
 def exported(run: Path, to: Path, *, checkpoint: str | None = None, overrides: Sequence[str] = ()) -> Exported:
@@ -71,11 +81,9 @@ def test_the_weights_are_those_of_the_result(run: Path, tmp_path: Path) -> None:
     assert tensors[0]["weight"].dtype == torch.float64
 
 
-def test_checkpoints_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_cannot_be_read_are_told(made: Callable[..., Path], tmp_path: Path) -> None:
     """Where they are looked for at first only to learn whether there are any."""
-    monkeypatch.chdir(tmp_path)
-    toy_run(tmp_path, checkpoint=BEST)
-    (run,) = (tmp_path / "runs").iterdir()
+    run = made(checkpoint=BEST)
     (run / EXAMPLE).unlink()
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ResourceError, match=r"the checkpoints cannot be read. NotADirectoryError"):
@@ -83,23 +91,18 @@ def test_checkpoints_that_cannot_be_read_are_told(tmp_path: Path, monkeypatch: p
 
 
 def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
-    found = exported(run, tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "README.md", "experiment.yaml", "model.json", "model.pt2", "model.safetensors"
-    ]  # fmt: skip
-    about = json.loads((tmp_path / "out" / "model.json").read_text())
+    found = exported(run, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    about = json.loads((tmp_path / "model.json").read_text())
     assert about == found.model_dump(mode="json")
     assert (about["run"], about["weights"]["step"]) == (run.name, 3)
     assert about["inputs"] == {"shape": [None, 3], "dtype": "float64"}
     assert about["model"] == {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1}
-    assert load(tmp_path / "out" / "experiment.yaml").experiment == load(run / "experiment.yaml").experiment
+    assert load(tmp_path / "experiment.yaml").experiment == load(run / "experiment.yaml").experiment
 
 
-def test_averaged_weights_and_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(
-        tmp_path, status="KILLED", train={"ema": {"decay": 0.5}}, model={"_target_": "toys.batch_norm_net"}
-    )
+def test_averaged_weights_and_an_interrupted_run(made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made(status="KILLED", train={"ema": {"decay": 0.5}}, model={"_target_": "toys.batch_norm_net"})
     found = exported(folder, tmp_path / "out")
     expected = torch.load(folder / "model" / "weights.pt")  # of the same step, the averages
     assert found.weights.step == 6
@@ -109,9 +112,8 @@ def test_averaged_weights_and_an_interrupted_run(tmp_path: Path, monkeypatch: py
         assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
 
-def test_run_time_values_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, model={"_target_": "toys.Branches", "depth": 1, "width": "${total_steps}"})
+def test_run_time_values_are_numbers(made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made(model={"_target_": "toys.Branches", "depth": 1, "width": "${total_steps}"})
     assert exported(folder, tmp_path / "one").model["width"] == 6
     assert exported(folder, tmp_path / "two", checkpoint="last").model["width"] == 6
     assert load_file(tmp_path / "one" / "model.safetensors")["first.weight"].shape == (6, 3)
@@ -127,16 +129,12 @@ def loss(model: Callable[[torch.Tensor], torch.Tensor]) -> float:
         return torch.nn.functional.mse_loss(model(inputs.to(dtype)), targets).item()
 
 
-def evaluated(folder: Path) -> float:
-    (*_, last) = (event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Finished))
-    return last.result.metrics["validation/loss"]
-
-
 @pytest.mark.parametrize("name", ["DrawnScales", "Adapted"])
-def test_what_leaves_computes_what_was_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_leaves_computes_what_was_evaluated(
+    made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Drawn again with the training's seed, in the types that the constructor chose; no generator is left changed."""
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, model={"_target_": f"toys.{name}"}, train={"precision": "fp32"}, exports=True)
+    folder = made(model={"_target_": f"toys.{name}"}, train={"precision": "fp32"}, exports=True)
     exported(folder, tmp_path / "weights")
     exported(folder, tmp_path / "checkpoint", checkpoint="last")
     monkeypatch.chdir(tmp_path / "weights")
@@ -144,15 +142,16 @@ def test_what_leaves_computes_what_was_evaluated(tmp_path: Path, monkeypatch: py
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     models = [
         Trained.load(folder).model,
-        Module.of(ModelSaved(trial="main", weights=WEIGHTS, example=EXAMPLE), folder=folder).module,
+        Module.of(SAVED, folder=folder).module,
         torch.export.load(tmp_path / "checkpoint" / "model.pt2").module(),
         torch.export.load(folder / "model" / "model.pt2").module(),
     ]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]
     exec(code(Path("README.md").read_text())[1], script)
-    models.append(script["model"])
-    assert [loss(model) for model in models] == pytest.approx([evaluated(folder)] * 5, rel=1e-6)
+    (*_, last) = (event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Finished))
+    expected = last.result.metrics["validation/loss"]
+    assert [loss(model) for model in (*models, script["model"])] == pytest.approx([expected] * 5, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -164,28 +163,18 @@ def test_what_leaves_computes_what_was_evaluated(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], message: str
+    made: Callable[..., Path], tmp_path: Path, model: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, model=model, exports=True)
+    folder = made(model=model, exports=True)
     expected = rf"model: rebuilt from its weights, the model has other outputs than the evaluated model\. {message}"
     for leave in (
-        partial(exported, folder, tmp_path / "result"),
-        partial(Trained.load, folder),
-        partial(Module.of, ModelSaved(trial="main", weights=WEIGHTS, example=EXAMPLE), folder=folder),
-    ):
+        partial(exported, folder, tmp_path / "result"), partial(Trained.load, folder),
+        partial(Module.of, SAVED, folder=folder),
+    ):  # fmt: skip
         with pytest.raises(ExperimentError, match=expected):
             leave()
     assert sorted(path.name for path in (folder / "model").iterdir()) == ["example.pt", "reference.pt", "weights.pt"]
     assert not (tmp_path / "result").exists()
-
-
-def test_a_checkpoint_that_lacks_an_attribute_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows what the model computed at that step."""
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, model={"_target_": "toys.CountedCalls", "always": False})
-    weights = exported(folder, tmp_path / "last", checkpoint="last").weights
-    assert weights.note.startswith("model.calls changed before the checkpoint, which does not contain the change.")
 
 
 # What can't work
@@ -211,28 +200,23 @@ def test_force_replaces_an_earlier_export_and_nothing_else(run: Path, tmp_path: 
     (tmp_path / "mine.txt").touch()
     (tmp_path / "model.onnx").touch()
     exported(run, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "README.md", "experiment.yaml", "mine.txt", "model.json", "model.pt2", "model.safetensors"
-    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "mine.txt"])
 
 
-def test_a_folder_that_cannot_be_written(run: Path) -> None:
+def test_what_cannot_be_written_or_loaded_is_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="--to /proc/model can't be written"):
         exported(run, Path("/proc/model"))
-
-
-def test_weights_of_other_code_are_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the weights don't match toys.wide_net: .* Use the code of the training run"):
         exported(run, tmp_path / "out", overrides=["model={_target_: toys.wide_net}"])
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.export
-def test_a_model_that_cannot_be_traced_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, model={"_target_": "toys.Undecided", "in_features": 3, "out_features": 1})
+def test_a_model_that_cannot_be_traced_is_told(made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made(model={"_target_": "toys.Undecided", "in_features": 3, "out_features": 1})
     found = exported(folder, tmp_path / "out")
     assert found.no_program.startswith("torch can't trace toys.Undecided: ")
+    assert len(found.no_program.splitlines()) == 1
     assert not (tmp_path / "out" / "model.pt2").exists()
     assert f"There is no program: {found.no_program}" in (tmp_path / "out" / "README.md").read_text()
     with pytest.raises(UsageError, match=r"--onnx: torch can't trace toys.Undecided: .* Leave out --onnx\."):
@@ -240,25 +224,21 @@ def test_a_model_that_cannot_be_traced_is_told(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "onnx").exists()
 
 
-COMPARED = {"model": {"_target_": "toys.ComparedNet"}, "loss": None}
+# Inputs
 
 
-def test_inputs_are_what_the_task_gives_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_what_the_task_gives_the_model(made: Callable[..., Path], tmp_path: Path) -> None:
     """Batches are mappings here, of which the model gets one tensor."""
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
-    found = exported(folder, tmp_path / "out").inputs
-    assert isinstance(found, Inputs)
-    assert found.shape == (None, 3)
+    folder = made(data={"_target_": "toys.named"}, task={"_target_": "toys.NamedTask"}, loss=None)
+    assert exported(folder, tmp_path / "out").inputs == Inputs(shape=(None, 3), dtype="float64")
     inputs = torch.rand(5, 3, dtype=torch.float64)
     outputs = torch.export.load(tmp_path / "out" / "model.pt2").module()(inputs)
     weights = torch.load(folder / "model" / "weights.pt")
     assert torch.equal(outputs, torch.nn.functional.linear(inputs, weights["weight"], weights["bias"]))
 
 
-def test_a_model_of_several_inputs_is_a_program_of_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, task={"_target_": "toys.ComparedTask"}, exports=True, **COMPARED)
+def test_a_model_of_several_inputs_is_a_program_of_named_ones(made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made(task={"_target_": "toys.ComparedTask"}, exports=True, **COMPARED)
     found = exported(folder, tmp_path / "out").inputs
     assert isinstance(found, dict)
     assert {name: one.shape for name, one in found.items()} == {"first": (None, 3), "second": (None, 3)}
@@ -270,26 +250,24 @@ def test_a_model_of_several_inputs_is_a_program_of_named_ones(tmp_path: Path, mo
         assert torch.equal(outputs, model(first, second))
 
 
-def test_of_a_model_whose_parts_are_called_the_inputs_are_the_first_of_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("task", "inputs", "reason"),
+    [
+        # Of a model whose parts are called, they are the first of a batch.
+        ({"_target_": "toys.BodyTask"}, Inputs(shape=(None, 3), dtype="float64"), "torch can't trace toys.ComparedNet"),
+        ({"_target_": "toys.ComparedTask", "more": 2.5}, None, "the model's inputs are not only tensors"),
+    ],
+)
+def test_inputs_that_are_no_call_of_the_model(
+    made: Callable[..., Path], tmp_path: Path, task: dict[str, Any], inputs: Inputs | None, reason: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, task={"_target_": "toys.BodyTask"}, **COMPARED)
-    assert exported(folder, tmp_path / "out").inputs == Inputs(shape=(None, 3), dtype="float64")
+    found = exported(made(task=task, **COMPARED), tmp_path / "out")
+    assert found.inputs == inputs
+    assert found.no_program.startswith(reason)
 
 
-def test_inputs_that_are_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, task={"_target_": "toys.ComparedTask", "more": 2.5}, **COMPARED)
-    found = exported(folder, tmp_path / "out")
-    assert (found.inputs, found.no_program) == (None, "the model's inputs are not only tensors")
-
-
-def test_weights_without_a_checkpoint_of_their_step_are_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = toy_run(tmp_path, tracking={"log_model": False})  # without example inputs
+def test_weights_without_a_checkpoint_of_their_step_are_the_result(made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made(tracking={"log_model": False})
     shutil.rmtree(folder / "checkpoints" / folder_name(6))
     assert exported(folder, tmp_path / "result").weights.step == 6
     older = exported(folder, tmp_path / "last", checkpoint="last").weights
@@ -311,22 +289,16 @@ def readme(model: dict[str, Any], **more: Any) -> str:
     return format_readme(model, origin="run a", **(given | more))
 
 
-def test_the_readme_has_ten_lines_of_code_at_most() -> None:
+def test_the_readme_says_how_to_call_it_in_ten_lines_of_code_at_most() -> None:
     text = readme({"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1})
     assert sum(1 for block in code(text) for line in block.splitlines() if line) <= 10
     assert "outputs = program(torch.zeros((2, 3), dtype=torch.float32))" in text
-
-
-def test_the_readme_says_why_there_is_no_program() -> None:
-    text = readme({"_target_": "torch.nn.Identity"}, no_program="it can't be traced")
-    assert "There is no program: it can't be traced." in text
-    assert "model.pt2" not in text
-
-
-def test_the_readme_calls_a_model_by_the_names_of_its_inputs() -> None:
     inputs = {"tokens": ((2, 3), "int64"), "mask": ((2, 3), "bool")}
     call = "program(tokens=torch.zeros((2, 3), dtype=torch.int64), mask=torch.zeros((2, 3), dtype=torch.bool))"
     assert call in readme({"_target_": "torch.nn.Identity"}, inputs=inputs)
+    text = readme({"_target_": "torch.nn.Identity"}, no_program="it can't be traced")
+    assert "There is no program: it can't be traced." in text
+    assert "model.pt2" not in text
 
 
 def test_the_readme_builds_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

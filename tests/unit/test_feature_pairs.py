@@ -3,57 +3,50 @@
 # promise: all pairs of features of a step train as a loop in plain torch with both
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from toy_features import PAIRS, Loop, built
+import toys
+from toy_features import PAIRS, Loop, sections_of
 
-from pipeline.training.features import FEATURES
-from pipeline.training.step import train_step
+from pipeline.protocol.rank import Rank
+from pipeline.train import State
+from pipeline.train.build import build
+from pipeline.train.built_in_hooks import Ema
+
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def built(*names: str) -> State:
+    return build(toys.trial(**sections_of(names)), rank=Rank())
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" and ".join)
 def test_they_train_as_a_loop_in_plain_torch(names: tuple[str, ...]) -> None:
-    training = built(names)
-    loop = Loop(training, names)
-    expected = list(loop.losses())
-    step = 0
-    for epoch in range(3):
-        stream = training.batches.training(epoch)
-        for _ in range(training.order.steps_per_epoch):
-            loss = train_step(training, stream, step=step).loss
-            torch.testing.assert_close(loss, expected[step], rtol=1e-12, atol=1e-12, equal_nan=True)
-            step += 1
-    for own, by_hand in ((training.model, loop.model), (training.task, loop.task)):
-        for name, value in by_hand.state_dict().items():
-            torch.testing.assert_close(own.state_dict()[name], value, rtol=1e-12, atol=1e-12, msg=name)
-    for averaging in (one for one in training.features if one.name == "averages"):
-        for name, average in loop.averages.items():
-            torch.testing.assert_close(averaging.averages.tensors[name], average, rtol=1e-12, atol=1e-12, msg=name)
+    s = built(*names)
+    loop = Loop(s, names)
+    stream = s.batches.stream(0, last_step=s.total_steps)
+    for step in range(s.total_steps):
+        stepped = s.train_step(s, stream, step=step)
+        s.step += 1
+        count = s.order.samples_in(step + 1) - s.order.samples_in(step) if stepped.count is None else stepped.count
+        close(torch.stack([*stepped.sums.values()]) / count, loop.step(step))
+        for name, value in loop.trainee.state_dict().items():
+            close(s.trainee.state_dict()[name], value, msg=name)
+    if "averages" in names:
+        assert toys.hook(s, Ema).averages.keys() == loop.averages.keys()
+        for name, average in toys.hook(s, Ema).averages.items():
+            close(average, loop.averages[name], msg=name)
 
 
-def test_a_plain_experiment_has_a_step_without_features() -> None:
-    training = built(())
-    train_step(training, training.batches.training(0), step=0)
-    train_step(training, training.batches.training(0), step=1)
-    assembled = training.assembled["update"]
-    assert assembled.func.__name__ == "plain_step"
-    assert {part.__module__ for part in assembled.args[0] if hasattr(part, "__module__")} <= {
-        "pipeline.training.step.plain", "functools", "torch._tensor",
-    }  # fmt: skip
-
-
-def test_each_feature_has_its_place_once() -> None:
-    assert len(set(FEATURES)) == len(FEATURES)
-
-
-def test_a_step_that_failed_leaves_no_weights_of_its_losses() -> None:
-    names = ("weights", "accumulation")
-    training, twin = built(names), built(names)
-    streams = [one.batches.training(0) for one in (training, twin)]
-    for one, stream in zip((training, twin), streams, strict=True):
-        train_step(one, stream, step=0)
+def test_a_step_that_failed_leaves_nothing_to_the_next_one() -> None:
+    names = ("counts", "accumulation")
+    s, twin = built(*names), built(*names)
+    streams = [one.batches.stream(0, last_step=2) for one in (s, twin)]
+    for one, stream in zip((s, twin), streams, strict=True):
+        one.train_step(one, stream, step=0)
     batches = list(streams[1])
 
     def broken() -> Iterator[Any]:
@@ -61,7 +54,7 @@ def test_a_step_that_failed_leaves_no_weights_of_its_losses() -> None:
         raise OSError("unreadable")
 
     with pytest.raises(OSError, match="unreadable"):
-        train_step(training, broken(), step=1)
-    training.optimizer.zero_grad()
-    losses = [train_step(one, iter(batches), step=1).loss for one in (training, twin)]
-    assert torch.equal(*losses)
+        s.train_step(s, broken(), step=1)
+    s.optimizers[""].zero_grad()
+    found, expected = (one.train_step(one, iter(batches), step=1).sums["loss"] for one in (s, twin))
+    assert torch.equal(found, expected)

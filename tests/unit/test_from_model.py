@@ -2,12 +2,13 @@
 
 # promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import toys
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks import FromModel
@@ -16,17 +17,12 @@ LABELS = torch.tensor([[1, 2, -100, -100], [3, 1, 2, -100]])
 BATCH = {"input_ids": torch.arange(8).reshape(2, 4), "labels": LABELS}
 
 
-class Config:
-    def __init__(self, *, is_encoder_decoder: bool = False) -> None:
-        self.is_encoder_decoder = is_encoder_decoder
-
-
 class TinyForCausalLM(toys.LossOfItsOwn):
     """Compares each output with the next label."""
 
-    config = Config()
+    config = SimpleNamespace()
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = super().forward(input_ids)["logits"]
         assert labels is not None
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -36,34 +32,45 @@ class TinyForCausalLM(toys.LossOfItsOwn):
 class TinyForConditionalGeneration(toys.LossOfItsOwn):
     """Compares each output of its decoder with the label of the same place."""
 
-    config = Config(is_encoder_decoder=True)
+    config = SimpleNamespace(is_encoder_decoder=True)
 
 
 class Sized(nn.Module):
     """Returns a loss without logits, as an object."""
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> Any:
-        self.loss = (inputs - labels).square().mean()
-        return self
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        return SimpleNamespace(loss=(inputs - labels).square().mean())
 
 
-def test_it_is_weighted_by_the_labels_that_count() -> None:
+FIRST = {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, 4, -100])}
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "batch", "count", "labels"),
+    [
+        (FromModel(), toys.LossOfItsOwn(), BATCH, 5, LABELS),
+        (FromModel(), TinyForConditionalGeneration(), BATCH, 5, LABELS),
+        (FromModel(), TinyForCausalLM(), BATCH, 3, LABELS[:, 1:]),
+        (FromModel(shifted=True), TinyForCausalLM(), BATCH, 3, LABELS[:, 1:]),
+        (FromModel(), toys.LossOfItsOwn(), FIRST, 2, FIRST["labels"]),
+    ],
+    ids=["every label", "with an encoder", "all but the first, by its name", "... as told", "one label a sample"],
+)
+def test_labels_that_count_are_counted(
+    task: FromModel, model: nn.Module, batch: dict[str, Tensor], count: int, labels: Tensor
+) -> None:
+    loss = task(model, batch)
+    assert (loss.count, loss.outputs.shape) == (count, (labels.numel(), 5))
+    assert loss.targets.tolist() == labels.flatten().tolist()
+    torch.testing.assert_close(loss.sum, model(**batch)["loss"] * count)
+
+
+def test_nothing_is_counted_where_no_label_counts() -> None:
     model = toys.LossOfItsOwn()
-    output = FromModel()(model, BATCH)
-
-    assert output.weight == 5
-    assert output.outputs.shape == (8, 5)
-    assert output.targets.tolist() == LABELS.flatten().tolist()
-    assert torch.equal(output.loss, model(**BATCH)["loss"])
-
-
-@pytest.mark.parametrize("task", [FromModel(), FromModel(shifted=True)], ids=["by its name", "as told"])
-def test_the_first_label_of_a_language_model_does_not_count(task: FromModel) -> None:
-    output = task(TinyForCausalLM(), BATCH)
-
-    assert output.weight == 3
-    assert output.outputs.shape == (6, 5)
-    assert output.targets.tolist() == LABELS[:, 1:].flatten().tolist()
+    loss = FromModel()(model, {**BATCH, "labels": torch.full((2, 4), -100)})
+    assert (loss.sum, loss.count) == (0, 0)
+    loss.sum.backward()
+    assert all(bool((one.grad == 0).all()) for one in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -73,29 +80,16 @@ def test_the_first_label_of_a_language_model_does_not_count(task: FromModel) -> 
         (FromModel(shifted=True), toys.LossOfItsOwn(), "output with the same label, .*; set shifted: false"),
     ],
 )
-def test_a_weight_that_is_not_that_of_the_loss_is_refused(task: FromModel, model: nn.Module, said: str) -> None:
+def test_a_count_that_is_not_that_of_the_loss_is_refused(task: FromModel, model: nn.Module, said: str) -> None:
     with pytest.raises(ExperimentError, match=rf"task\.shifted: the model compares each {said}"):
         task(model, BATCH)
 
 
-def test_with_an_encoder_it_does() -> None:
-    assert FromModel()(TinyForConditionalGeneration(), BATCH).weight == 5
-
-
-def test_a_label_for_each_sample_counts_each_sample() -> None:
-    labels = torch.tensor([1, 4, -100])
-    output = FromModel()(toys.LossOfItsOwn(), {"input_ids": torch.tensor([1, 2, 3]), "labels": labels})
-
-    assert output.weight == 2
-    assert output.outputs.shape == (3, 5)
-
-
 def test_labels_that_are_floats_and_losses_without_labels_are_means_over_samples() -> None:
     batch = {"inputs": torch.rand(3), "labels": torch.rand(3)}
-    output = FromModel()(Sized(), batch)
-
-    assert output.weight is None
-    assert output.targets is batch["labels"]
+    loss = FromModel()(Sized(), batch)
+    assert (loss.count, loss.targets) == (None, batch["labels"])
+    torch.testing.assert_close(loss.sum, 3 * Sized()(**batch).loss)
     assert FromModel(labels="y").inputs({"x": batch["inputs"], "y": batch["labels"], "text": ["a"]}).keys() == {"x"}
 
 
@@ -128,7 +122,6 @@ def test_metrics_see_logits_and_labels() -> None:
         optimizer={"_target_": "torch.optim.SGD", "lr": 1.0},
         train={"epochs": 8},
     )
-
     assert result.metrics["validation/accuracy"] > 0.5
-    assert outbox.files["model/example.pt"]["input_ids"].shape == (2, 6)
     assert outbox.files["model/example.pt"].keys() == {"input_ids"}
+    assert outbox.files["model/example.pt"]["input_ids"].shape == (2, 6)

@@ -9,42 +9,33 @@ from typing import Any
 import pytest
 import torch
 import toys
+from checkpointed import run
 from torch import nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Started
 from pipeline.protocol.rank import Rank
-from pipeline.training import loop
-from pipeline.training.build import build
-from pipeline.training.checks.coupling import layers
-from pipeline.training.model.frozen import freeze, hold_statistics, stays_in_evaluation
+from pipeline.train.build import build
+from pipeline.train.checks import coupled
+from pipeline.train.optim import freeze, hold_statistics, stays_in_evaluation
 
 NET = {"_target_": "toys.NormedNet"}
 BODY = {"freeze": ["body.*"]}
 
 
-def weights(outbox: toys.Kept) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = outbox.files["model/weights.pt"]
-    return found
-
-
 @pytest.mark.parametrize("train", [{}, {"ema": True}], ids=["plain", "averaged"])
 def test_frozen_ones_are_as_before_to_the_bit(train: dict[str, Any]) -> None:
-    before = {name: one.clone() for name, one in build(toys.trial(model=NET), rank=Rank()).model.state_dict().items()}
+    s = build(toys.trial(model=NET, train=BODY), rank=Rank())
+    before = {name: one.clone() for name, one in s.model.state_dict().items()}
+    assert [name for name, one in s.model.named_parameters() if one.requires_grad] == ["head.weight", "head.bias"]
+    assert s.parameters[""] == list(s.model.head.parameters())  # type: ignore[union-attr]
+
     optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5}
     _, outbox = toys.trained(model=NET, optimizer=optimizer, train={**BODY, **train})
-    after = weights(outbox)
-
+    after = outbox.files["model/weights.pt"]
     assert [name for name in after if not torch.equal(after[name], before[name])] == ["head.weight", "head.bias"]
     (started,) = (event for event in outbox.events if isinstance(event, Started))
     assert (started.parameters, started.frozen) == (5, 24)
-
-
-def test_they_have_no_gradient_and_no_place_in_the_optimizer() -> None:
-    context = build(toys.trial(model=NET, train=BODY), rank=Rank())
-
-    assert [name for name, one in context.model.named_parameters() if one.requires_grad] == ["head.weight", "head.bias"]
-    assert context.parameters == list(context.model.head.parameters())  # type: ignore[union-attr]
 
 
 def test_only_batch_norm_that_is_frozen_as_a_whole_stays_in_evaluation() -> None:
@@ -59,13 +50,23 @@ def test_only_batch_norm_that_is_frozen_as_a_whole_stays_in_evaluation() -> None
     assert not whole.body[1].training
     assert whole.body[0].training
     assert stays_in_evaluation(whole.body[1])
-    assert layers(partly) == ("BatchNorm1d",)
-    assert layers(whole) == ()
 
 
-def test_dropout_within_recurrent_layers_is_told_as_another_training() -> None:
-    assert layers(nn.LSTM(2, 2, num_layers=2, dropout=0.5)) == ("Dropout of LSTM",)
-    assert layers(nn.LSTM(2, 2)) == ()
+LSTM = {"_target_": "torch.nn.LSTM", "input_size": 3, "hidden_size": 1, "num_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": NET}, ("BatchNorm1d",)),
+        ({"model": NET, "train": {"freeze": ["body.1.weight"]}}, ("BatchNorm1d",)),
+        ({"model": NET, "train": {"freeze": ["body.1.*"]}}, ()),
+        ({"model": LSTM}, ()),
+        ({"model": {**LSTM, "dropout": 0.5}}, ("Dropout of LSTM",)),
+    ],
+)
+def test_layers_that_depend_on_the_ranks_are_named(sections: dict[str, Any], expected: tuple[str, ...]) -> None:
+    assert coupled(build(toys.trial(**sections), rank=Rank())) == expected
 
 
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
@@ -99,19 +100,16 @@ def test_a_part_that_stops_learning_in_training_is_still_frozen_after_a_resume(
 ) -> None:
     """As in a loop in plain torch, whose optimizer skips what has no gradient."""
 
-    def run(folder: Path, *, epochs: int, resume: bool = False) -> toys.Kept:
-        model = {"_target_": "toys.Switching", "learns": [True, False]}
-        optimizer = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
-        trial = toys.trial(model=model, optimizer=optimizer, train={"epochs": epochs, **train})
-        outbox = toys.Kept()
-        update = {"checkpoints": str(folder), "resume": resume}
-        loop.train(trial.model_copy(update=update), rank=Rank(), outbox=outbox)
-        return outbox
-
-    whole = run(tmp_path / "whole", epochs=4)
-    run(tmp_path / "half", epochs=2)
-    resumed = run(tmp_path / "half", epochs=4, resume=True)
-    assert all(torch.equal(one, weights(resumed)[name]) for name, one in weights(whole).items())
+    sections: dict[str, Any] = {
+        "model": {"_target_": "toys.Switching", "learns": [True, False]},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+    }
+    whole, _, resumed = (
+        run(tmp_path / folder, **sections, resume=resume, train={"epochs": epochs, **train})
+        for folder, epochs, resume in (("whole", 4, False), ("half", 2, False), ("half", 4, True))
+    )
+    assert resumed.resumed == [6]
+    assert all(torch.equal(one, resumed.weights[name]) for name, one in whole.weights.items())
 
 
 def test_a_part_that_starts_learning_in_training_is_named() -> None:

@@ -31,7 +31,7 @@ from pipeline.recording.journal.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.recording.journal.journal import FILE_NAME
 from pipeline.recording.mlflow.store import check_store, resolve_uri
 from pipeline.report.report_files import REPORT_NAME
-from pipeline.training.checkpoints.manifest import Manifest, StoredFile, parse
+from pipeline.train.manifest import Manifest, StoredFile, parse
 
 BEGAN = 1_772_366_400.0
 EVENTS = [
@@ -81,20 +81,9 @@ odd = (
     leaves | st.lists(leaves, max_size=2) | st.dictionaries(st.sampled_from(["kind", "a", "role"]), leaves, max_size=2)
 )
 SNIPPETS = [
-    b"",
-    b"\n",
-    b"\r\n",
-    b"\x00",
-    b"\xff\xfe",
-    b"{}\n",
-    b"[]\n",
-    b"null\n",
-    b"1\n",
-    b'{"kind":"run_opened"}\n',
-    b"}",
-    b'"',
-    b"[",
-]
+    b"", b"\n", b"\r\n", b"\x00", b"\xff\xfe", b"{}\n", b"[]\n", b"null\n", b"1\n", b'{"kind":"run_opened"}\n',
+    b"}", b'"', b"[",
+]  # fmt: skip
 SNIPPETS += [b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"\xef\xbb\xbf", b"\\ud800", b"\n\n\n", b" " * 3000]
 
 

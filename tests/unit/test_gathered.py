@@ -2,27 +2,23 @@
 
 # promise: losses over the whole global batch, at 1 and 2 workers and resumed; refused where there is none
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toy_contrastive
 import toys
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import CellMeasurement
 from pipeline.tasks import gathered
-from pipeline.tasks.gathering import GlobalBatch, Pass
-from pipeline.training import build, loop
-from pipeline.training.loop import train
+from pipeline.tasks.gathering import Pass, current
+from pipeline.train.build import build
+from pipeline.train.costs import costs
+from pipeline.train.order import MicroBatch
 
-
-def trained(task: str, *, measures_costs: bool = False, **sections: Any) -> None:
-    trial = toys.trial(**toy_contrastive.case(task), **sections)
-    own = {"measures_costs": True} if measures_costs else {}
-    train(trial.model_copy(update=own), rank=Rank(), outbox=toys.Kept())
+SIMILAR = toy_contrastive.case("Similar")
 
 
 def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
@@ -40,43 +36,54 @@ def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
             r"task: called pipeline\.tasks\.gathered with .* shape \(16, 4\)\. It needs 8 rows, one for each",
         ),
         ("InEvaluation", {}, r"task: calls pipeline\.tasks\.gathered in evaluation only"),
+        ("Late", {}, r"task: calls pipeline\.tasks\.gathered in a later batch, but not in the first"),
     ],
 )
 def test_what_has_no_global_batch_is_refused(task: str, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
-        trained(task, **sections)
+        toys.trained(**toy_contrastive.case(task), **sections)
 
 
-def test_what_is_not_gathered_is_told_before_the_first_step() -> None:
-    with pytest.raises(ExperimentError, match=r"task: is not the mean over the samples .* pipeline\.tasks\.gathered"):
-        trained("AgainstOwn", train={"gradient_accumulation": 2})
-    trained("AgainstOwn")
-    with pytest.raises(ExperimentError, match=r"\. Return the loss of all rows without StepOutput\.weight\."):
-        trained("WeighsAll", train={"gradient_accumulation": 2})
+class Fake(SimpleNamespace):
+    """What a pass reads of a training, which it only refers to weakly."""
 
 
-def test_a_prediction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
+def state(*, is_stream: bool = False, gpus: int = 1) -> Any:
+    return Fake(
+        accumulation=1, order=Fake(is_stream=is_stream), strategy=Fake(gpus=range(gpus)), trial=Fake(strategy="dp"),
+        trainee=Fake(training=True), facts=Fake(gathers=True), rank=Rank(rank=1, world_size=2),
+    )  # fmt: skip
+
+
+PART = MicroBatch(step=0, epoch=0, indices=[1, 3, 5], weight=1, is_last=True, global_size=6)
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (state(is_stream=True), "data: is iterable, but the task compares all samples .*; use a map-style dataset"),
+        (state(gpus=2), "parallel.strategy: is dp, which divides a batch among GPUs, but .*; use ddp"),
+    ],
+)
+def test_ranks_without_a_part_of_it_are_refused(refused: Any, message: str) -> None:
+    (one := Pass()).begin(refused, PART, exchange=True)
+    with pytest.raises(ExperimentError, match=message):
+        one.batch()
+
+
+def test_a_prediction_is_refused() -> None:
+    s = build(toys.trial(**SIMILAR), rank=Rank())
+    s.train_step(s, s.batches.stream(0, last_step=1), step=0)
     with pytest.raises(ExperimentError, match=r"task: calls pipeline\.tasks\.gathered, .* Remove --predict"):
-        trained("Similar", kind=CellMeasurement, max_steps=2, measures_costs=True)
+        costs(s)
 
 
 def test_without_communication_own_rows_stand_in_for_those_of_the_others() -> None:
-    rows = torch.rand(3, 2, requires_grad=True)
-    with Pass(lambda: GlobalBatch(1, 3, (3, 3), torch.arange(6), communicates=False)):
+    rows = torch.rand(3, 2)
+    current.begin(s := state(), PART, exchange=False)
+    try:
         found = gathered(rows)
-    found.sum().backward()
+    finally:
+        current.end()
+        del s
     assert torch.equal(found, torch.cat([rows, rows]))
-    assert torch.equal(rows.grad, torch.ones(3, 2))
-
-
-def test_a_task_that_gathers_in_later_batches_only_is_refused() -> None:
-    """Its step was put together without the rows of other ranks."""
-    with pytest.raises(ExperimentError, match=r"task: calls pipeline.tasks.gathered in a later batch, but not in the"):
-        trained("Late")
-
-
-def test_a_task_may_gather_whose_loss_was_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch before training shows if there are weights, but not if the task gathers."""
-    monkeypatch.setattr(build, "examine", lambda context: setattr(context, "gives_weight", False))
-    trained("Similar")

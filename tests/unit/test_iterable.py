@@ -12,6 +12,7 @@ import toy_streams
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loading import epoch_of
 
 from pipeline.driver import preflight
 from pipeline.errors import ExperimentError, TrainingError
@@ -20,13 +21,12 @@ from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.training import loop
-from pipeline.training.batches.iterable import IterableLoader
-from pipeline.training.batches.iterable_order import IterableOrder
-from pipeline.training.batches.order import SampleOrder, padded
-from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.loop import train
-from pipeline.training.ranks import rank_equality
+from pipeline.train import measure, same
+from pipeline.train.iterable import IterableLoader
+from pipeline.train.manifest import folder_name
+from pipeline.train.order import SampleOrder, evaluation_batches
+from pipeline.train.reader import Collation
+from pipeline.train.run import train
 
 ENDLESS = {"epochs": None, "steps": 9, "global_batch_size": 8}
 
@@ -66,6 +66,9 @@ def test_a_collate_function_makes_batches_of_a_streams_samples() -> None:
     assert losses(named[1]) == pytest.approx(losses(toys.trained(data=data("Plain"), train=ENDLESS)[1]), rel=1e-6)
 
 
+# Resumed
+
+
 def run(folder: Path, kind: str, *, resume: bool = False, steps: int = 9, measures: bool = False) -> toys.Kept:
     has_length = issubclass(getattr(toy_streams, kind), toy_streams.Sized)
     sections: dict[str, Any] = {} if has_length else {"train": {**ENDLESS, "steps": steps}}
@@ -75,19 +78,12 @@ def run(folder: Path, kind: str, *, resume: bool = False, steps: int = 9, measur
     return kept
 
 
-def resumed(root: Path, kind: str, *, stopped: int, steps: int = 9) -> tuple[list[float], list[float], list[str]]:
-    """Losses after a step of a training, of one that was resumed there, and its warnings."""
-    whole = run(root / "whole", kind)
-    return losses(whole, after=stopped), *continued(root, kind, stopped=stopped, steps=steps)
-
-
-def continued(root: Path, kind: str, *, stopped: int, steps: int = 9) -> tuple[list[float], list[str]]:
+def continued(root: Path, kind: str, *, stopped: int, **more: Any) -> tuple[list[float], list[str]]:
     """Losses of a training that was resumed from a checkpoint of the one in ``root / "whole"``, and its warnings."""
     folder = root / str(stopped)
     shutil.copytree(root / "whole" / folder_name(stopped), folder / folder_name(stopped))
-    again = run(folder, kind, resume=True, steps=steps)
-    warnings = [event.message for event in again.events if isinstance(event, Warned)]
-    return losses(again, after=stopped), warnings
+    again = run(folder, kind, resume=True, **more)
+    return losses(again, after=stopped), [event.message for event in again.events if isinstance(event, Warned)]
 
 
 @pytest.mark.parametrize("kind", ["Plain", "Stateful", "Code", "Demanding", "Shuffled"])
@@ -99,28 +95,31 @@ def test_a_training_resumed_after_any_step_is_the_same(tmp_path: Path, kind: str
 
 
 def test_a_stream_with_a_state_is_not_read_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "probe", lambda context, **_: samples.parts(step_ms=5.0))
+    monkeypatch.setattr(measure, "probe", lambda s, **_: samples.parts(step_ms=5.0))
     run(tmp_path / "whole", "Stateful")
-    shutil.copytree(tmp_path / "whole" / folder_name(7), tmp_path / "again" / folder_name(7))
     toy_streams.Stateful.read = 0
-    run(tmp_path / "again", "Stateful", resume=True, measures=True)
+    continued(tmp_path, "Stateful", stopped=7, measures=True)
     # the first sixteen to look at, eight to compare, sixteen to train on, eight to measure a step behind the last
     assert toy_streams.Stateful.read == 16 + 8 + 16 + 8
 
 
-def test_a_state_that_lacks_a_shuffle_buffer_is_told_and_not_used(tmp_path: Path) -> None:
-    whole, again, (warning,) = resumed(tmp_path, "Buffered", stopped=5)
-    assert again == whole
-    assert "does not restore its position exactly" in warning
-
-
-def test_other_samples_than_before_are_told(tmp_path: Path) -> None:
-    _, _, warnings = resumed(tmp_path, "Unseeded", stopped=2)
-    assert "returned different samples after resuming" in warnings[-1]
+@pytest.mark.parametrize(
+    ("kind", "stopped", "said"),
+    [
+        ("Buffered", 5, "does not restore its position exactly"),  # its state lacks the shuffle buffer
+        ("Unseeded", 2, "returned different samples after resuming"),
+    ],
+)
+def test_a_stream_that_can_not_continue_exactly_is_told(tmp_path: Path, kind: str, stopped: int, said: str) -> None:
+    whole = losses(run(tmp_path / "whole", kind), after=stopped)
+    again, warnings = continued(tmp_path, kind, stopped=stopped)
+    assert said in warnings[-1]
+    assert (again == whole) == (kind == "Buffered")
 
 
 def test_a_finished_training_on_a_stream_may_be_longer(tmp_path: Path) -> None:
-    whole, again, warnings = resumed(tmp_path, "Stateful", stopped=8, steps=14)
+    whole = losses(run(tmp_path / "whole", "Stateful"), after=8)
+    again, warnings = continued(tmp_path, "Stateful", stopped=8, steps=14)
     assert again[:1] == whole
     assert (len(again), warnings) == (6, [])
 
@@ -131,51 +130,43 @@ def test_a_finished_training_on_a_stream_may_be_longer(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     length=st.integers(1, 40), batch=st.integers(1, 9), world_size=st.integers(1, 5), accumulation=st.integers(1, 3),
-    sharded=st.booleans(),
+    is_equal=st.booleans(),
 )  # fmt: skip
 def test_each_rank_takes_its_share_of_the_same_batches(
-    length: int, batch: int, world_size: int, accumulation: int, sharded: bool
+    length: int, batch: int, world_size: int, accumulation: int, is_equal: bool
 ) -> None:
     world_size = min(world_size, batch)
-    plan = IterableOrder(samples=length, global_batch_size=batch, seed=0, is_endless=False)
-    plain = SampleOrder(samples=length, global_batch_size=batch, seed=0)
-    seen = list[int]()
+    order = SampleOrder(samples=length, set_size=length, global_batch_size=batch, seed=0, is_stream=True)
+    seen, held_out = list[int](), list[int]()
     for rank in range(world_size):
         loader = _loader(length, block=batch)
         loader.read([0, 3])
-        split = {"world_size": world_size, "accumulation": accumulation}
-        micro_batches = plan.micro_batches(0, rank=rank, **split)
-        if sharded:
-            micro_batches = padded(micro_batches, order=plan, first=0, **split)
-        for micro_batch, batch_of_rank in loader.batches(micro_batches):
-            if micro_batch.weight:
-                assert batch_of_rank.tolist() == micro_batch.indices
-                seen += micro_batch.indices
-    assert sorted(seen) == list(range(length))
-    held_out = list[int]()
-    block = max(1, batch // (world_size * accumulation)) * world_size
-    for rank in range(world_size):
-        loader = _loader(length, block=block)
+        how = {"world_size": world_size, "accumulation": accumulation, "is_equal": is_equal}
+        for part, taken in loader.batches(epoch_of(order, rank=rank, **how)):
+            if part.weight:
+                assert taken.tolist() == part.indices
+                seen += part.indices
+        loader = _loader(length, block=None)
         for _ in range(2):
-            micro_batches = plain.evaluation_micro_batches(
-                length, rank=rank, world_size=world_size, accumulation=accumulation
-            )
-            found = [index for _, samples in loader.batches(micro_batches) for index in samples.tolist()]
+            parts = evaluation_batches(length, accumulation, rank=rank, world_size=world_size)
+            found = [index for _, samples in loader.batches(parts) for index in samples.tolist()]
         held_out += found
-    assert sorted(held_out) == list(range(length))
+    assert sorted(seen) == sorted(held_out) == list(range(length))
 
 
-def test_samples_of_the_beginning_are_compared_between_ranks() -> None:
-    prints = rank_equality._sampled({"training": (_loader(49, block=7), 49)})
-    assert list(prints) == [f"sample {index} of the training set/" for index in (0, 5, 10, 15)]
-    assert len(set(prints.values())) == 4
+def test_samples_of_the_beginning_are_compared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(same, "gather", lambda value, **_: told.append(value) or [value, value])
+    loader = _loader(49, block=7)
+    same.check_data({"training": (loader.read, 49, loader.readable)}, rank=Rank(world_size=2))
+    assert list(told[1]) == [f"sample {index} of the training set/" for index in (0, 5, 10, 15)]
+    assert len(set(told[1].values())) == 4
 
 
-def _loader(length: int, *, block: int) -> IterableLoader:
-    dataset = _Numbers(length)
+def _loader(length: int, *, block: int | None) -> IterableLoader:
     return IterableLoader(
-        dataset, what="training", samples=length, block=block, seed=0, collate=None, pin_memory=False
-    )  # fmt: skip
+        _Numbers(length), what="training", samples=length, block=block, seed=0, collate=Collation(), pin_memory=False
+    )
 
 
 class _Numbers(toys.SizedStream):
@@ -196,7 +187,7 @@ class _Numbers(toys.SizedStream):
     ("sections", "message"),
     [
         ({"data": data("Plain")}, r"train\.epochs: is 2, but the training set is iterable and has no length"),
-        ({"data": data("Sized"), "sampler": {"weights": "balanced"}}, "sampler: does not apply to an iterable dataset"),
+        ({"data": data("Sized"), "sampler": {"_target_": "toy_streams.in_order"}}, "sampler: does not apply to an it"),
         ({"data": data("Sized"), "loader": {"num_workers": 2}}, r"loader\.num_workers: is 2, but the training set is"),
         (
             {"data": {"_target_": "toy_streams.with_sized_validation"}, "loader": {"num_workers": 2}},

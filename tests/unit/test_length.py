@@ -11,7 +11,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import CheckpointSaved
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 STEPS = {"epochs": None, "steps": 5}
 """Two steps more than the three of an epoch."""

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("lightning")
 import lit
+import torch
 import toys
 from lit import TASK, trained, trial
 
@@ -20,9 +21,7 @@ from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.tasks import Lightning
-from pipeline.training.build import build
-from pipeline.training.checks import log_means
-from pipeline.training.loop import train
+from pipeline.train.run import train
 
 
 def test_logs_are_reported_under_their_names_in_training_and_evaluation() -> None:
@@ -81,97 +80,90 @@ def test_a_step_without_loss_is_refused() -> None:
         trained("SilentLit")
 
 
-def test_a_loss_of_validation_step_that_is_not_a_mean_is_refused() -> None:
-    message = r"validation/loss is not a mean over the samples.* Return the square, .*self.log\(\.\.\., self.metric\)"
-    with pytest.raises(ExperimentError, match=message):
-        trained("RootLit")
-
-
-def test_an_evaluation_compares_samples_if_the_training_does() -> None:
-    context = build(trial("RootLit", arguments={"compares": True}), rank=Rank())
-    log_means.check(context, toys.Kept())
-    assert context.model.f1.update_count == 0
-
-
 def test_the_module_is_left_as_it_was() -> None:
     module = lit.Lit().train()
     before = set(vars(module))
-    task: Any = Lightning()
-    output = task(module, toys.classification()[0][:])
-    assert output.loss.requires_grad
+    loss = Lightning()(module, toys.classification()[0][:])
+    assert loss.sum.requires_grad
     assert set(vars(module)) == before
     assert module._trainer is None
 
 
+def test_a_mean_over_other_items_comes_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    mean = torch.tensor(0.5)
+    for count, total in ((7, 3.5), (torch.tensor(0), 0)):
+        returned = {"loss": mean if total else mean / 0, "count": count}
+        monkeypatch.setattr(lit.Lit, "training_step", lambda *_, returned=returned: returned)
+        loss = Lightning()(lit.Lit().train(), [torch.ones(2)])
+        assert (loss.sum, loss.count) == (total, count)
+
+
+Checked = Callable[..., Any]
+
+
+@pytest.fixture
+def checked(command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checked:
+    """A command about a file with a module."""
+
+    def call(verb: str, *options: str, module: str = "Lit", more: str = "") -> Any:
+        file = tmp_path / "lit.yaml"
+        file.write_text(
+            "name: lit\n"
+            "data: {_target_: toys.classification}\n"
+            f"task: {{_target_: {TASK}, module: {{_target_: lit.{module}}}}}\n"
+            "train: {epochs: 1, global_batch_size: 8}\n"
+            f"{more}\n"
+        )
+        (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["lit", "toys"]\n')
+        monkeypatch.chdir(tmp_path)
+        return command(verb, str(file), *options)
+
+    return call
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("module", "more", "message"),
     [
-        ({"module": "HookedLit"}, r"lit.yaml:3: task.module._target_: HookedLit.on_train_epoch_end isn't supported"),
-        ({"module": "HookedLit"}, r"HookedLit.train_dataloader isn't supported. Set data: to a function"),
-        ({"module": "ManualLit"}, r"ManualLit.automatic_optimization is False. Manual optimization isn't supported"),
+        ("HookedLit", "", r"lit.yaml:3: task.module._target_: HookedLit.on_train_epoch_end isn't supported"),
+        ("HookedLit", "", r"HookedLit.train_dataloader isn't supported. Set data: to a function"),
+        ("ManualLit", "", r"ManualLit.automatic_optimization is False. Manual optimization isn't supported"),
+        ("StillManualLit", "", r"StillManualLit.automatic_opt.* For several optimizers, use optimizers: and a task"),
+        ("PlainLit", "", r"optimizer: missing. Set it, or add configure_optimizers to PlainLit"),
         (
-            {"module": "StillManualLit"},
-            r"StillManualLit.automatic_opt.* For several optimizers, use optimizers: and a task",
-        ),
-        ({"module": "PlainLit"}, r"optimizer: missing. Set it, or add configure_optimizers to PlainLit"),
-        (
-            {"more": "optimizer: {_target_: torch.optim.SGD, lr: 0.1}"},
+            "Lit",
+            "optimizer: {_target_: torch.optim.SGD, lr: 0.1}",
             r"lit.yaml:5: optimizer: Lit.configure_optimizers also",
         ),
         (
-            {"more": "scheduler: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}"},
+            "Lit",
+            "scheduler: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}",
             r"lit.yaml:5: scheduler: needs",
         ),
+        ("Lit", "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 3}", r"model: model and task"),
         (
-            {"more": "model: {_target_: torch.nn.Linear, in_features: 3, out_features: 3}"},
-            r"model: model and task",
-        ),
-        (
-            {"more": "benchmark: {baseline: {strategy: dp}}"},
+            "Lit",
+            "benchmark: {baseline: {strategy: dp}}",
             r"benchmark.baseline.strategy: dp copies the module to each GPU",
         ),
         (
-            {"more": "checkpoint: {best: validation/val_f1}"},
+            "Lit",
+            "checkpoint: {best: validation/val_f1}",
             r"best: validation/val_f1 is logged by .*checkpoint.mode to max",
         ),
-        ({"arguments": ", width: 3"}, r"lit.yaml:3: task.module.width: lit.Lit has no such argument"),
+        ("Lit, width: 3", "", r"lit.yaml:3: task.module.width: lit.Lit has no such argument"),
     ],
 )
 def test_what_isnt_supported_is_refused_when_the_file_is_checked(
-    command: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, str],
-    message: str,
+    checked: Checked, module: str, more: str, message: str
 ) -> None:
-    module = f"{{_target_: lit.{change.get('module', 'Lit')}{change.get('arguments', '')}}}"
-    file = tmp_path / "lit.yaml"
-    file.write_text(
-        "name: lit\n"
-        "data: {_target_: toys.classification}\n"
-        f"task: {{_target_: {TASK}, module: {module}}}\n"
-        "train: {epochs: 1, global_batch_size: 8}\n"
-        f"{change.get('more', '')}\n"
-    )
-    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["lit", "toys"]\n')
-    monkeypatch.chdir(tmp_path)
-    ended = command("check", str(file))
+    ended = checked("check", module=module, more=more)
     assert ended.code == 2
     assert re.search(message, ended.stderr), ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_the_plan_names_the_module(
-    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "lit.yaml"
-    file.write_text(
-        f"name: lit\ndata: {{_target_: toys.classification}}\ntrain: {{epochs: 1, global_batch_size: 8}}\n"
-        f"task: {{_target_: {TASK}, module: {{_target_: lit.Lit}}}}\n"
-    )
-    (tmp_path / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["lit", "toys"]\n')
-    monkeypatch.chdir(tmp_path)
-    ended = command("run", str(file), "task.module.lr=0.2", "--dry-run")
+def test_the_plan_names_the_module(checked: Checked) -> None:
+    ended = checked("run", "task.module.lr=0.2", "--dry-run")
     assert "module       lit.Lit, with the optimizer that it defines\n" in ended.stdout, ended.output
 
 

@@ -42,7 +42,7 @@ scheduler:
 train:
   epochs: 2
   global_batch_size: 16
-features:
+hooks:
 - _target_: myproject.Feature
   size: 2
 """
@@ -71,7 +71,7 @@ class TestReading:
         assert experiment.model.target == "torch.nn.Linear"
         assert experiment.model.arguments == {"in_features": 4, "out_features": 2}
         assert experiment.optimizer.arguments == {"lr": 0.001}
-        assert experiment.features[0].arguments == {"size": 2}
+        assert experiment.hooks[0].arguments == {"size": 2}
 
     def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(self) -> None:
         assert read(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()).experiment == read(GOOD).experiment
@@ -263,7 +263,7 @@ e.yaml:16: tracking.log_model: is 'maybe' (a string); write true or false
 e.yaml:16: tracking.experiment: is '${oc.env:PIPELINE_NOT_SET}'; the environment variable PIPELINE_NOT_SET is not set. \
 Set it, or write ${oc.env:PIPELINE_NOT_SET,default}.
 e.yaml:17: zzz: unknown key; an experiment takes extends, name, seed, model, data, sampler, loader, loss, task, \
-metrics, optimizer, scheduler, optimizers, schedulers, features, train, checkpoint, parallel, benchmark, tracking, sweep
+metrics, optimizer, scheduler, optimizers, schedulers, hooks, train, checkpoint, parallel, benchmark, tracking, sweep
 e.yaml:18: metrics.accuracy: is 3 (an integer); write _target_: package.name
 e.yaml:19: checkpoint: is empty; write a mapping with keys from every_steps, every_minutes, keep, best, mode, directory
 command line: optimizer.b[6]=2: optimizer.b[6]: optimizer.b has no entry 6. It has 1 entries, counted from 0.
@@ -342,12 +342,12 @@ command line: loader.num_wokers=1: loader.num_wokers: unknown key; did you mean 
 
 class TestOverrides:
     def test_values_are_yaml_and_keys_reach_everywhere(self) -> None:
-        of_entry = ["features[0].size=4", "features.0._target_=myproject.Other"]
+        of_entry = ["hooks[0].size=4", "hooks.0._target_=myproject.Other"]
         overrides = ["train.epochs=3", *of_entry, "train.lr_scaling.rule=sqrt"]
         experiment = read(GOOD, *overrides, "tracking.uri=http://host:5000", "optimizer.nesterov=true").experiment
         assert experiment.train.epochs == 3
-        assert [entry.target for entry in experiment.features] == ["myproject.Other"]
-        assert experiment.features[0].arguments == {"size": 4}
+        assert [entry.target for entry in experiment.hooks] == ["myproject.Other"]
+        assert experiment.hooks[0].arguments == {"size": 4}
         assert experiment.train.lr_scaling.rule == "sqrt"
         assert experiment.tracking.uri == "http://host:5000"
         assert experiment.optimizer.arguments == {"lr": 0.001, "nesterov": True}
@@ -378,8 +378,8 @@ class TestOverrides:
             ("train.epochs=abc", "train.epochs: is 'abc' (a string); write an integer greater than 0 or null"),
             ("name.x=1", "name.x: name is 'good' (a string). Keys inside it cannot be set."),
             (
-                "features.x=1",
-                "features.x: features has no entry x. It has 1 entries, counted from 0.",
+                "hooks.x=1",
+                "hooks.x: hooks has no entry x. It has 1 entries, counted from 0.",
             ),
             ("model={a: 1, a: 2}", "model.a: set twice, first in line 1. Remove one of them."),
             ("name=[1", "name: a bracket is not closed, or a comma is missing"),
@@ -535,9 +535,9 @@ class TestPlaces:
             ("train.epochs", "e.yaml:13"),
             ("train.precision", "e.yaml:12"),
             ("model.in_features", "e.yaml:3"),
-            ("features[0].size", "e.yaml:17"),
-            ("features.0.size", "e.yaml:17"),
-            ("features[0].count", "e.yaml:16"),
+            ("hooks[0].size", "e.yaml:17"),
+            ("hooks.0.size", "e.yaml:17"),
+            ("hooks[0].count", "e.yaml:16"),
             ("parallel.strategy", "e.yaml"),
             ("", "e.yaml"),
             ("seed", "command line: seed=3"),
@@ -563,7 +563,7 @@ class TestSummary:
     def test_flat_parameters(self) -> None:
         flat = flatten(read(GOOD).experiment)
         assert flat["train.epochs"] == "2"
-        assert flat["features[0]._target_"] == "myproject.Feature"
+        assert flat["hooks[0]._target_"] == "myproject.Feature"
         assert flat["loader.persistent_workers"] == "true"
         assert flat["metrics"] == "{}"
         assert flat["task"] == "null"

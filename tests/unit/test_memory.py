@@ -4,7 +4,6 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,24 +12,21 @@ import toys
 from torch import nn
 
 from pipeline.protocol.rank import Rank
-from pipeline.training import build as building
-from pipeline.training.measuring.memory import check_free_memory, find_passing_bytes, free_training
+from pipeline.train import build as building
+from pipeline.train.state import State
+from pipeline.train.turns import check_free_memory, free_training
 
 GPU = torch.device("cuda", 0)
 
 
 def test_each_trial_of_a_process_counts_its_peak_memory_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-
-    def noted(text: str, function: Callable[..., Any] = lambda *_, **__: None) -> Callable[..., Any]:
-        return lambda *given, **more: (told.append(text.format(*given)), function(*given, **more))[1]
-
-    forget = building.forget_memory
+    forget, seeded = building.forget_memory, building.seeded_model
     monkeypatch.setattr(building, "forget_memory", lambda _: forget(GPU))
-    monkeypatch.setattr(building, "_build_model", noted("built", building._build_model))
+    monkeypatch.setattr(building, "seeded_model", lambda *given: (told.append("built"), seeded(*given))[1])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "empty_cache", noted("emptied"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", noted("reset {}"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda index: told.append(f"reset {index}"))
     for _ in range(2):
         building.build(toys.trial(), rank=Rank())
     assert told == ["emptied", "reset 0", "reset 1", "built"] * 2
@@ -38,46 +34,43 @@ def test_each_trial_of_a_process_counts_its_peak_memory_from_its_start(monkeypat
 
 @pytest.mark.parametrize(("free", "fraction"), [(10, 1.0), (25, 0.85)], ids=["of the GPU", "of the process's share"])
 def test_a_gpu_has_room_for_the_next_step_or_not(monkeypatch: pytest.MonkeyPatch, free: int, fraction: float) -> None:
-    """10 bytes are free, and 5 are cached; a step has taken 20 in addition to 70."""
-    sizes: dict[str, Any] = {"max_memory_allocated": 90, "memory_allocated": 70, "memory_reserved": 75}
-    sizes |= {"mem_get_info": (free, 100), "get_per_process_memory_fraction": fraction}
-    for name, value in sizes.items():
+    """10 bytes are free, and 5 are cached."""
+    sizes: dict[str, Any] = {"memory_allocated": 70, "memory_reserved": 75, "mem_get_info": (free, 100)}
+    for name, value in (sizes | {"get_per_process_memory_fraction": fraction}).items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    assert find_passing_bytes(GPU) == 20
     check_free_memory(GPU, needed=15)
     with pytest.raises(torch.OutOfMemoryError, match="the next training step needs"):
         check_free_memory(GPU, needed=16)
 
 
-def test_a_training_that_is_freed_holds_no_memory() -> None:
+def built(**train: Any) -> State:
     optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.01}
-    context = building.build(
-        toys.trial(model={"_target_": "toys.batch_norm_net"}, optimizer=optimizer, train={"ema": {"decay": 0.9}}),
-        rank=Rank(),
-    )
-    for parameter in context.model.parameters():
+    trial = toys.trial(model={"_target_": "toys.batch_norm_net"}, optimizer=optimizer, train=train)
+    return building.build(trial, rank=Rank(), outbox=toys.Kept())
+
+
+def test_a_training_that_is_freed_holds_no_memory() -> None:
+    s = built(ema={"decay": 0.9})
+    for parameter in s.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    context.optimizer.step()
-    model, context.built = context.model, context.built._replace(wrapped=nn.Sequential(context.model))
-    free_training(context)
-    assert [*model.parameters(), *model.buffers()]
-    assert not any(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not context.optimizer.state
-    assert not context.features
-    assert context.wrapped is model
+    s.optimizers[""].step()
+    s.wrapped = nn.Sequential(s.trainee)
+    free_training(s)
+    assert [*s.trainee.parameters(), *s.trainee.buffers()]
+    assert not any(tensor.numel() for tensor in (*s.trainee.parameters(), *s.trainee.buffers()))
+    assert all(parameter.grad is None for parameter in s.model.parameters())
+    assert not s.optimizers[""].state
+    assert (s.hooks, s.wrapped) == ((), s.trainee)
 
 
 def test_a_training_that_is_freed_leaves_tensors_that_user_code_may_share() -> None:
-    train = {"freeze": ["0.*"]}
-    context = building.build(toys.trial(model={"_target_": "toys.batch_norm_net"}, train=train), rank=Rank())
-    model = context.model
-    shared = [*model.buffers(), *(weights for weights in model.parameters() if not weights.requires_grad)]
+    s = built(freeze=["0.*"])
+    shared = [*s.model.buffers(), *(weights for weights in s.model.parameters() if not weights.requires_grad)]
     sizes = [tensor.numel() for tensor in shared]
     dying = weakref.ref(shared[-1])
-    free_training(context)
+    free_training(s)
     assert [tensor.numel() for tensor in shared] == sizes
-    assert not any(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    assert not any(tensor.numel() for tensor in (*s.model.parameters(), *s.model.buffers()))
     del shared
     gc.collect()
     assert dying() is None

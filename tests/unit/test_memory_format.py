@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 from pipeline.config.load import load
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
-from pipeline.training.batches.placing import to_device
-from pipeline.training.build import build
+from pipeline.train.build import build
+from pipeline.train.loader import to_device
 
 NETWORK: dict[str, Any] = {
     "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 2},
@@ -33,26 +33,23 @@ def sections(layout: str, *, precision: str = "fp64") -> dict[str, Any]:
 
 def test_both_layouts_train_the_same() -> None:
     """In fp64, where nothing but the order of sums differs; evaluation included."""
-    results = [toys.trained(**sections(layout)) for layout in ("contiguous", "channels_last")]
-    (one, plain), (other, turned) = results
-
-    losses, turned_losses = plain.series("train/loss"), turned.series("train/loss")
-    assert len(losses) == len(turned_losses) == 3
-    assert losses == pytest.approx(turned_losses, rel=1e-6)
-    assert one.metrics["validation/loss"] == pytest.approx(other.metrics["validation/loss"], rel=1e-6)
+    plain, turned = (toys.trained(**sections(layout))[1] for layout in ("contiguous", "channels_last"))
+    for name, steps in (("train/loss", 3), ("validation/loss", 1)):
+        assert plain.series(name) == pytest.approx(turned.series(name), rel=1e-6)
+        assert len(plain.series(name)) == steps
 
 
 def test_weights_and_batches_lie_as_asked() -> None:
-    context = build(toys.trial(**sections("channels_last", precision="fp32")), rank=Rank())
+    s = build(toys.trial(**sections("channels_last", precision="fp32")), rank=Rank())
     seen = []
-    context.model.conv1.register_forward_hook(lambda module, given, out: seen.append((given[0], out)))  # type: ignore[union-attr, operator]
-    batch = context.batches.placed([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
-    context.model(batch[0])
+    s.model.conv1.register_forward_hook(lambda module, given, out: seen.append((given[0], out)))  # type: ignore[union-attr, operator]
+    batch = s.batches.placed([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
+    s.model(batch[0])
 
     ((_, out),) = seen
     assert out.is_contiguous(memory_format=torch.channels_last)
     assert not out.is_contiguous()
-    weight = context.model.layer1[0].conv1.weight  # type: ignore[index, union-attr]
+    weight = s.model.layer1[0].conv1.weight  # type: ignore[index, union-attr]
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert not weight.is_contiguous()
 

@@ -25,10 +25,10 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import ArtifactSaved, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.recording.terminal.terminal import Terminal
-from pipeline.training.checkpoints.manifest import entries, step_of, verify
-from pipeline.training.checkpoints.storage import Storage
-from pipeline.training.evaluation.metric_states import SharedMetrics
-from pipeline.training.model import metrics as metrics_of
+from pipeline.train import metrics as metrics_of
+from pipeline.train.manifest import entries, step_of, verify
+from pipeline.train.metrics import SharedMetrics
+from pipeline.train.storage import Storage
 
 MSE = "mse: {_target_: torchmetrics.MeanSquaredError}"
 SPECIFICITY = "rest: {_target_: torchmetrics.classification.MulticlassSpecificity, num_classes: 3}"
@@ -109,21 +109,20 @@ class TestWhichValuesAreGood:
 
 
 class TestNames:
+    NAMES = "metrics:\n  'acc@1 (%)': {{_target_: toy_metrics.Count}}\n  '{}': {{_target_: toy_metrics.Count}}\n"
+
     def test_that_mlflow_makes_equal_are_refused(self, read: Any) -> None:
-        two = "metrics:\n  'acc@1 (%)': {_target_: toy_metrics.Count}\n  'acc_1 (%)': {_target_: toy_metrics.Count}\n"
-        assert refused(lambda: read(two)) == [
+        assert refused(lambda: read(self.NAMES.format("acc_1 (%)"))) == [
             "e.yaml:11: metrics.acc_1 (%): has the same name in MLflow as metrics.acc@1 (%): "
             "validation/acc_1 ___. Rename one of them."
         ]
+        read(self.NAMES.format("acc@5 (%)"))
 
     @pytest.mark.parametrize(
         ("name", "written"), [("top//1", "top/_/1"), ("top/", "top/_"), ("a/../b", "a/_/b"), ("f1.macro", "f1.macro")]
     )
     def test_mlflow_gets_names_of_paths(self, name: str, written: str) -> None:
         assert reported.mlflow_name(f"validation/{name}") == f"validation/{written}"
-
-    def test_of_other_signs_are_allowed(self, read: Any) -> None:
-        read("metrics:\n  'acc@1 (%)': {_target_: toy_metrics.Count}\n  'acc@5 (%)': {_target_: toy_metrics.Count}\n")
 
 
 class TestCheckedAhead:
@@ -140,16 +139,14 @@ class TestCheckedAhead:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["e.yaml", "pyproject.toml"]
 
     def test_data_that_is_no_pair(self, read: Any) -> None:
-        file = read("", "data._target_=toys.quadruple")
+        read()
+        Path("e.yaml").write_text(FILE.replace("toys.regression", "toys.quadruple"))
+        file = load("e.yaml", ())
         said = "e.yaml:3: data: toys.quadruple returned a tuple of 4. Return a tuple of a training"
         assert refused(lambda: preflight.check(file, with_data=True))[0].startswith(said)
         assert refused(lambda: runner.dry_run(file, with_baseline=False))[0].startswith(said)
-
-    def test_data_may_be_elsewhere(self, read: Any) -> None:
-        read()
-        Path("e.yaml").write_text(FILE.replace("toys.regression", "toys.quadruple"))
-        assert CliRunner().invoke(cli.app, ["check", "e.yaml"]).exit_code == 2
-        assert CliRunner().invoke(cli.app, ["check", "--no-data", "e.yaml"]).exit_code == 0
+        ended = [CliRunner().invoke(cli.app, ["check", *words, "e.yaml"]) for words in ([], ["--no-data"])]
+        assert [one.exit_code for one in ended] == [2, 0]  # data may be elsewhere
 
     def test_a_metric_that_needs_run_time_values_is_left_for_the_workers(self, read: Any) -> None:
         metric = "late: {_target_: torchmetrics.R2Score, adjusted: '${steps_per_epoch}'}"
@@ -195,6 +192,9 @@ def metric(name: str, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{OF}{name}", "num_classes": 3, **arguments}
 
 
+TEXTS, EACH = {"_target_": "toy_metrics.Texts"}, metric("MulticlassF1Score", average="none")
+
+
 class TestWhatMetricsCompute:
     def test_curves_become_a_table_and_a_picture(self) -> None:
         metrics = {
@@ -223,7 +223,7 @@ class TestWhatMetricsCompute:
         assert {row["class"] for row in mean} == {""}
 
     def test_a_large_result_becomes_a_table_and_a_picture(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pipeline.training.model.metrics._MOST_VALUES", 8)
+        monkeypatch.setattr("pipeline.train.metrics._MOST_VALUES", 8)
         confusion, recall = metric("MulticlassConfusionMatrix"), metric("MulticlassRecall", average="none")
         result, outbox = toys.trained(**CLASSES, metrics={"confusion": confusion, "recall": recall})
         assert not [name for name in result.metrics if "confusion" in name]
@@ -245,13 +245,10 @@ class TestWhatMetricsCompute:
 
     def test_an_entry_of_a_matrix_is_named_by_both_classes(self) -> None:
         metrics = {
-            name: getattr(classification, kind)(**arguments)
-            for name, kind, arguments in (
-                ("table", "MulticlassConfusionMatrix", {"num_classes": 3}),
-                ("labels", "MultilabelConfusionMatrix", {"num_labels": 2}),
-                ("scores", "MulticlassStatScores", {"num_classes": 3, "average": None}),
-                ("jaccard", "MulticlassJaccardIndex", {"num_classes": 3, "average": None}),
-            )
+            "table": classification.MulticlassConfusionMatrix(num_classes=3),
+            "labels": classification.MultilabelConfusionMatrix(num_labels=2),
+            "scores": classification.MulticlassStatScores(num_classes=3, average=None),
+            "jaccard": classification.MulticlassJaccardIndex(num_classes=3, average=None),
         }
         results = {
             "table": torch.arange(9).reshape(3, 3), "labels": torch.arange(8).reshape(2, 2, 2),
@@ -266,43 +263,28 @@ class TestWhatMetricsCompute:
         assert reported.source_of("validation/table_0x", metrics) is None
 
     @pytest.mark.parametrize(
-        ("sections", "said"),
+        ("metrics", "best", "said"),
         [
-            (
-                {
-                    "metrics": {
-                        "words": {"_target_": "toy_metrics.Texts"},
-                        "wrong": metric("MulticlassAccuracy", num_classes=2),
-                    }
-                },
-                ["metrics.wrong: MulticlassAccuracy raised "],
-            ),
-            (
-                {"metrics": {"words": {"_target_": "toy_metrics.Texts"}}},
-                ["metrics.words: Texts returned a str. Use a metric that returns a number, a number for each class,"],
-            ),
-            (
-                {"metrics": {"f": metric("MulticlassF1Score", average="none"), "f_1": metric("MulticlassF1Score")}},
-                ["metrics.f_1: reports validation/f_1, and so does metrics.f; rename one of them"],
-            ),
-            (
-                {
-                    "metrics": {"f": metric("MulticlassF1Score", average="none")},
-                    "checkpoint": {"best": "validation/f"},
-                },
-                ["checkpoint.best: validation/f is not reported; metrics.f reports validation/f_0, validation/f_1, "],
-            ),
-            (
-                {"metrics": {"roc": metric("MulticlassROC")}, "checkpoint": {"best": "validation/roc", "mode": "max"}},
-                ["checkpoint.best: validation/roc is not reported; metrics.roc reports no number"],
-            ),
+            ({"words": TEXTS, "wrong": metric("MulticlassAccuracy", num_classes=2)}, "",
+             "metrics.wrong: MulticlassAccuracy raised "),
+            ({"words": TEXTS}, "",
+             "metrics.words: Texts returned a str. Use a metric that returns a number, a number for each class,"),
+            ({"f": EACH, "f_1": metric("MulticlassF1Score")}, "",
+             "metrics.f_1: reports validation/f_1, and so does metrics.f; rename one of them"),
+            ({"f": EACH}, "validation/f",
+             "checkpoint.best: validation/f is not reported; metrics.f reports validation/f_0, validation/f_1, "),
+            ({"roc": metric("MulticlassROC")}, "validation/roc",
+             "checkpoint.best: validation/roc is not reported; metrics.roc reports no number"),
         ],
-    )
-    def test_what_is_refused_after_the_first_step(self, sections: dict[str, Any], said: list[str]) -> None:
+    )  # fmt: skip
+    def test_what_is_refused_after_the_first_step(self, metrics: dict[str, Any], best: str, said: str) -> None:
         outbox = toys.Kept()
+        checkpoint = {"best": best, "mode": "max"} if best else {}
+        trial = toys.trial(**CLASSES, metrics=metrics, checkpoint=checkpoint)
         with pytest.raises(ExperimentError) as caught:
-            toys.train(toys.trial(**CLASSES, **sections), rank=toys.Rank(), outbox=outbox)
-        assert all(str(told).startswith(text) for told, text in zip(caught.value.problems, said, strict=True))
+            toys.train(trial, rank=toys.Rank(), outbox=outbox)
+        (problem,) = caught.value.problems
+        assert str(problem).startswith(said)
         assert not outbox.points("validation/loss")
 
     def test_trying_them_changes_nothing(self) -> None:
@@ -339,11 +321,6 @@ def test_metrics_that_guess_what_outputs_are_guess_the_same_in_each_batch() -> N
 
 def test_a_guess_that_differs_between_batches_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SharedMetrics, "merge", lambda self: setattr(self, "ambiguous", ["auroc"]))
-    _, outbox = toys.trained(
-        data={"_target_": "toys.classification"},
-        model={"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
-        loss={"_target_": "torch.nn.CrossEntropyLoss"},
-        metrics={"auroc": {"_target_": "torchmetrics.classification.MulticlassAUROC", "num_classes": 3}},
-    )
+    _, outbox = toys.trained(**CLASSES, metrics={"auroc": metric("MulticlassAUROC")})
     said = [event for event in outbox.events if isinstance(event, Warned) and event.subject == "metrics"]
     assert {event.message.partition(":")[0] for event in said} == {"metrics.auroc"}

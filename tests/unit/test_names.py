@@ -22,8 +22,8 @@ DEFINITIONS = {
     "standstill", "drain", "go_on", "consensus", "remember", "look", "room",
 }  # fmt: skip
 """Classes and functions alike."""
-PARALLEL = {"__init__", "base"}
-"""Files that play the same role in folders beside each other."""
+PARALLEL = {"__init__", "base", "checks", "errors", "evaluate", "measure", "report", "run", "weights"}
+"""Files that play the same role in folders beside each other, as commands.evaluate and train.evaluate do."""
 
 
 def definitions(path: Path) -> Iterator[str]:

@@ -2,149 +2,120 @@
 
 # promise: which samples form a batch depends on seed and step; each validation sample counts once
 
+from itertools import groupby
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.training.batches.order import MicroBatch, SampleOrder
-from pipeline.training.ranks.randomness import mix
+from pipeline.train.order import MicroBatch, SampleOrder, evaluation_batches, evaluation_of_whole_batches
+from pipeline.train.seeds import mix
 
-orders = st.builds(
-    SampleOrder, samples=st.integers(1, 70), global_batch_size=st.integers(1, 20), seed=st.integers(0, 2**40)
-)
+
+def shuffle(samples: int, batch: int, seed: int = 0) -> SampleOrder:
+    return SampleOrder(samples=samples, set_size=samples, global_batch_size=batch, seed=seed)
+
+
+orders = st.builds(shuffle, st.integers(1, 70), st.integers(1, 20), st.integers(0, 2**40))
 epochs = st.integers(0, 5)
-world_sizes = st.integers(1, 7)
-micro = st.integers(1, 5)
+worlds = st.integers(1, 7)
+shares = st.integers(1, 5)
 
 
-def steps_of(micro_batches: list[MicroBatch]) -> list[list[MicroBatch]]:
-    """One rank's draws, cut after each optimizer step."""
-    steps: list[list[MicroBatch]] = [[]]
-    for micro_batch in micro_batches:
-        steps[-1].append(micro_batch)
-        if micro_batch.is_last:
-            steps.append([])
-    assert steps.pop() == []
-    return steps
+def dealt(
+    order: SampleOrder, step: int, world_size: int, accumulation: int = 1, *, is_equal: bool
+) -> list[list[MicroBatch]]:
+    """The micro-batches of a step by rank."""
+    how = {"world_size": world_size, "accumulation": accumulation, "is_equal": is_equal}
+    return [order.micro_batches(step, rank=rank, **how) for rank in range(world_size)]  # type: ignore[arg-type]
 
 
-def dealt(order: SampleOrder, epoch: int, world_size: int, accumulation: int) -> list[list[MicroBatch]]:
-    """The draws of each step, over all ranks."""
-    ranks = [
-        steps_of(list(order.micro_batches(epoch, rank=rank, world_size=world_size, accumulation=accumulation)))
-        for rank in range(world_size)
-    ]
-    return [[micro_batch for rank in ranks for micro_batch in rank[step]] for step in range(order.steps_per_epoch)]
+def counted(parts: list[MicroBatch]) -> list[int]:
+    return [index for part in parts if part.weight for index in part.indices]
 
 
-@given(orders, epochs, world_sizes, micro)
-def test_each_global_batch_is_dealt_exactly_once(
-    order: SampleOrder, epoch: int, world_size: int, accumulation: int
+@given(orders, epochs, worlds, shares, st.booleans())
+def test_each_rank_takes_its_share_of_the_same_batches(
+    order: SampleOrder, epoch: int, world_size: int, accumulation: int, is_equal: bool
 ) -> None:
-    for step, micro_batches in enumerate(dealt(order, epoch, world_size, accumulation)):
-        drawn = [index for micro_batch in micro_batches if micro_batch.weight for index in micro_batch.indices]
-        assert sorted(drawn) == sorted(order.global_batch(epoch, step))
-        assert len(drawn) == order.batch_size(step)
-
-
-@given(orders, epochs, world_sizes, micro)
-def test_an_epoch_is_every_sample_once(order: SampleOrder, epoch: int, world_size: int, accumulation: int) -> None:
-    steps = dealt(order, epoch, world_size, accumulation)
-    drawn = [
-        index
-        for micro_batches in steps
-        for micro_batch in micro_batches
-        if micro_batch.weight
-        for index in micro_batch.indices
-    ]
-    assert sorted(drawn) == list(range(order.samples))
-    assert sum(order.batch_size(step) for step in range(order.steps_per_epoch)) == order.samples
-
-
-@given(orders, epochs, world_sizes, micro)
-def test_every_rank_steps_in_every_step(order: SampleOrder, epoch: int, world_size: int, accumulation: int) -> None:
-    for rank in range(world_size):
-        micro_batches = list(order.micro_batches(epoch, rank=rank, world_size=world_size, accumulation=accumulation))
-        steps = steps_of(micro_batches)
-        assert len(steps) == order.steps_per_epoch
-        assert all(len(step) <= accumulation for step in steps)
-        assert {micro_batch.epoch for micro_batch in micro_batches} == {epoch}
-
-
-@given(orders, epochs, world_sizes, micro)
-def test_weighted_means_of_shares_are_the_mean_of_the_batch(
-    order: SampleOrder, epoch: int, world_size: int, accumulation: int
-) -> None:
-    values = torch.rand(order.samples, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for step, micro_batches in enumerate(dealt(order, epoch, world_size, accumulation)):
-        mean = sum(micro_batch.weight * values[micro_batch.indices].mean().item() for micro_batch in micro_batches)
-        assert abs(mean - values[order.global_batch(epoch, step)].mean().item()) < 1e-12
-        assert abs(sum(micro_batch.weight for micro_batch in micro_batches) - 1) < 1e-12
+    seen = list[int]()
+    for number in range(order.steps_per_epoch):
+        step = epoch * order.steps_per_epoch + number
+        ranks = dealt(order, step, world_size, accumulation, is_equal=is_equal)
+        parts = [part for rank in ranks for part in rank]
+        batch = order.global_batch(step).tolist()
+        seen += batch
+        assert sorted(counted(parts)) == sorted(batch)
+        assert len(batch) == order.batch_size(step)
+        assert {(part.step, part.epoch, part.global_size) for part in parts} == {(step, epoch, len(batch))}
+        assert all([part.is_last for part in rank] == [False] * (len(rank) - 1) + [True] for rank in ranks)
+        assert all(len(rank) <= accumulation for rank in ranks)
+        assert all(part.indices == batch[:1] for part in parts if not part.weight)
+        sizes = [len(counted(rank)) for rank in ranks]
+        assert max(sizes) - min(sizes) <= 1
+        plain = dealt(order, step, world_size, accumulation, is_equal=False)
+        if is_equal:
+            assert {len(rank) for rank in ranks} == {len(plain[0])}  # rank 0 has the most
+            assert [counted(rank) for rank in ranks] == [counted(rank) for rank in plain]
+        else:  # a rank without samples computes one for nothing
+            assert sum(not part.weight for part in parts) == max(0, world_size - len(batch))
+    assert sorted(seen) == list(range(order.samples))
 
 
 def test_shares_differ_by_one_sample_at_most() -> None:
-    order = SampleOrder(samples=23, global_batch_size=10, seed=0)
-    (first, *_, last) = dealt(order, 0, 4, 1)
-    assert [len(micro_batch.indices) for micro_batch in first] == [3, 3, 2, 2]
-    assert [(len(micro_batch.indices), micro_batch.weight) for micro_batch in last] == [
-        (1, 1 / 3),
-        (1, 1 / 3),
-        (1, 1 / 3),
-        (1, 0.0),
-    ]
-
-
-@given(orders, epochs, world_sizes)
-def test_a_rank_without_samples_computes_one_for_nothing(order: SampleOrder, epoch: int, world_size: int) -> None:
-    for step, micro_batches in enumerate(dealt(order, epoch, world_size, 3)):
-        idle = [micro_batch for micro_batch in micro_batches if not micro_batch.weight]
-        assert len(idle) == max(0, world_size - order.batch_size(step))
-        assert all(
-            micro_batch.is_last and micro_batch.indices == order.global_batch(epoch, step)[:1] for micro_batch in idle
-        )
+    order = shuffle(23, 10)
+    assert [[len(part.indices) for part in rank] for rank in dealt(order, 0, 4, is_equal=False)] == [[3], [3], [2], [2]]
+    last = [part for (part,) in dealt(order, 2, 4, is_equal=False)]
+    assert [(len(part.indices), part.weight, part.global_size) for part in last] == [(1, 1, 3)] * 3 + [(1, 0, 3)]
 
 
 @given(orders, epochs)
 def test_the_permutation_depends_on_seed_and_epoch_alone(order: SampleOrder, epoch: int) -> None:
-    before = order.permutation(epoch)
+    before, state = order.permutation(epoch), torch.get_rng_state()
     torch.manual_seed(epoch)
     torch.rand(3)
-    smaller = SampleOrder(samples=order.samples, global_batch_size=1 + order.global_batch_size // 2, seed=order.seed)
-    assert torch.equal(before, smaller.permutation(epoch))
+    drawn = torch.get_rng_state()
+    smaller = shuffle(order.samples, 1 + order.global_batch_size // 2, order.seed)
+    assert before.tolist() == smaller.permutation(epoch).tolist()
+    assert torch.equal(drawn, torch.get_rng_state())
+    torch.set_rng_state(state)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    orders_seen = {
-        tuple(SampleOrder(samples=30, global_batch_size=4, seed=seed).permutation(epoch).tolist())
-        for seed in range(10)
-        for epoch in range(10)
-    }
-    assert len(orders_seen) == 100
+    seen = {tuple(shuffle(30, 4, seed).permutation(epoch)) for seed in range(10) for epoch in range(10)}
+    assert len(seen) == 100
 
 
 def test_the_order_of_a_seed_stays_as_it_is() -> None:
     """A change would make runs of different versions incomparable without anyone noticing."""
-    assert SampleOrder(samples=8, global_batch_size=4, seed=17).permutation(2).tolist() == [7, 6, 2, 0, 1, 5, 4, 3]
+    assert shuffle(8, 4, 17).permutation(2).tolist() == [7, 6, 2, 0, 1, 5, 4, 3]
 
 
-def test_drawing_leaves_the_global_generator_alone() -> None:
-    before = torch.get_rng_state()
-    list(SampleOrder(samples=9, global_batch_size=4, seed=0).micro_batches(0, rank=0, world_size=2))
-    assert torch.equal(before, torch.get_rng_state())
+@given(orders, st.integers(0, 300))
+def test_samples_of_steps_are_those_of_their_batches(order: SampleOrder, steps: int) -> None:
+    assert order.samples_in(steps) == sum(map(order.batch_size, range(steps)))
 
 
-@given(st.integers(1, 60), world_sizes, st.integers(1, 9))
-def test_evaluation_counts_each_sample_once(samples: int, world_size: int, batch_size: int) -> None:
-    order = SampleOrder(samples=1, global_batch_size=world_size * batch_size, seed=0)
-    micro_batches = [
-        micro_batch
-        for rank in range(world_size)
-        for micro_batch in order.evaluation_micro_batches(samples, rank=rank, world_size=world_size)
-    ]
-    assert sorted(index for micro_batch in micro_batches for index in micro_batch.indices) == list(range(samples))
-    assert all(0 < len(micro_batch.indices) <= batch_size for micro_batch in micro_batches)
-    assert abs(sum(micro_batch.weight for micro_batch in micro_batches) - 1) < 1e-12
-    assert all(abs(micro_batch.weight * samples - len(micro_batch.indices)) < 1e-9 for micro_batch in micro_batches)
+@given(st.integers(1, 60), worlds, st.integers(1, 9), st.booleans())
+def test_evaluation_counts_each_sample_once(samples: int, world_size: int, share: int, is_equal: bool) -> None:
+    how = {"world_size": world_size, "is_equal": is_equal}
+    ranks = [list(evaluation_batches(samples, share, rank=rank, **how)) for rank in range(world_size)]  # type: ignore[arg-type]
+    assert sorted(index for rank in ranks for index in counted(rank)) == list(range(samples))
+    assert all(0 < len(part.indices) <= share for rank in ranks for part in rank)
+    assert all(part.weight for rank in ranks for part in rank) or is_equal
+    if is_equal:
+        assert len({len(rank) for rank in ranks}) == 1
+    in_order = [index for batch in range(len(ranks[0])) for rank in ranks for index in counted(rank[batch : batch + 1])]
+    assert in_order == list(range(samples))
+
+
+@pytest.mark.parametrize(("samples", "batch", "world_size"), [(10, 4, 2), (9, 4, 3), (1, 3, 3)])
+def test_an_evaluation_of_whole_batches_keeps_them_together(samples: int, batch: int, world_size: int) -> None:
+    ranks = (evaluation_of_whole_batches(samples, batch, rank=one, world_size=world_size) for one in range(world_size))
+    together = [sorted(counted(list(parts))) for parts in zip(*ranks, strict=True)]
+    expected = [[*group] for _, group in groupby(range(samples), key=lambda index: index // batch)]
+    assert together == expected
 
 
 @given(st.lists(st.integers(0, 2**63), min_size=1, max_size=4), st.lists(st.integers(0, 2**63), min_size=1, max_size=4))

@@ -21,7 +21,7 @@ from pipeline.planning.plan import make_plan
 from pipeline.planning.resources import Resources
 from pipeline.protocol.trial import Reference, Training
 from pipeline.system.process import environment
-from pipeline.training.ranks.rank_gpus import device_of
+from pipeline.train.ranks import device_of
 from pipeline.worker.main import rank_from_environment
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}

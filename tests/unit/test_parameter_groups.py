@@ -3,7 +3,6 @@
 # promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +12,15 @@ from torch import nn
 
 from pipeline.config import components
 from pipeline.config.consistency import contradictions
-from pipeline.config.finetuning import ParameterGroup
 from pipeline.config.load import from_mapping
 from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.rank import Rank
-from pipeline.training.build import build
-from pipeline.training.checkpoints import state
-from pipeline.training.features.rates import Rates
-from pipeline.training.model import parts
-from pipeline.training.model.parameter_groups import divide
+from pipeline.train.build import build
+from pipeline.train.optim import check_division, freeze, load_named_state, named_state
+from pipeline.train.parts import outline
+from pipeline.train.state import State
 
 NET = {"_target_": "toys.NormedNet"}
 GROUPS = [{"match": ["*.bias", "body.1.*"], "weight_decay": 0.0}, {"match": "head.*", "lr": 0.01}]
@@ -33,8 +30,12 @@ def optimizer(*groups: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     return {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.1, **arguments, "groups": list(groups)}
 
 
+def state(**sections: Any) -> State:
+    return build(toys.trial(model=NET, **sections), rank=Rank())
+
+
 def built(**sections: Any) -> torch.optim.Optimizer:
-    return build(toys.trial(model=NET, **sections), rank=Rank()).optimizer
+    return state(**sections).optimizers[""]
 
 
 def test_each_parameter_is_in_the_first_group_that_matches() -> None:
@@ -50,8 +51,8 @@ def test_each_parameter_is_in_the_first_group_that_matches() -> None:
 
 
 def test_it_trains_as_torch_with_these_groups() -> None:
-    context = build(toys.trial(model=NET), rank=Rank())
-    model, train = context.model, context.batches
+    s = state()
+    model: Any = s.model
     groups = [
         {"params": [model.body[0].weight]},
         {"params": [model.body[0].bias, *model.body[1].parameters(), model.head.bias], "weight_decay": 0.0},
@@ -59,31 +60,27 @@ def test_it_trains_as_torch_with_these_groups() -> None:
     ]
     plain = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.1, fused=True)
     losses = []
-    for epoch in range(2):
-        for _, (inputs, targets) in train.training(epoch):
-            loss = nn.functional.mse_loss(model(inputs.double()), targets.double())
-            losses.append(float(loss.detach()))
-            loss.backward()
-            plain.step()
-            plain.zero_grad()
+    for _, (inputs, targets) in s.batches.stream(0, last_step=6):
+        loss = nn.functional.mse_loss(model(inputs.double()), targets.double())
+        losses.append(float(loss.detach()))
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
     _, outbox = toys.trained(model=NET, optimizer=optimizer(*GROUPS))
 
-    assert outbox.series("train/loss") == losses
+    assert outbox.series("train/loss") == pytest.approx(losses, rel=1e-12)
 
 
 def test_scaling_warmup_and_schedulers_apply_to_all_groups() -> None:
     scaling = {"rule": "linear", "base_batch_size": 4, "warmup_steps": 2}
     schedule = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5}
-    context = build(
-        toys.trial(model=NET, optimizer=optimizer(*GROUPS), scheduler=schedule, train={"lr_scaling": scaling}),
-        rank=Rank(),
-    )
-    context.optimizer.step()
-    scheduler = toys.feature(context, Rates).scheduler
-    assert scheduler is not None
-    scheduler.step()
-
-    assert [group["lr"] for group in context.optimizer.param_groups] == pytest.approx([0.1, 0.1, 0.01])
+    s = state(optimizer=optimizer(*GROUPS), scheduler=schedule, train={"lr_scaling": scaling})
+    groups = s.optimizers[""].param_groups
+    with s.schedules.warm_up(0):  # the first of three steps from the unscaled rates to twice as much
+        assert [group["lr"] for group in groups] == pytest.approx([0.4 / 3, 0.4 / 3, 0.04 / 3])
+        s.optimizers[""].step()
+    s.schedules.step(may_skip=False)
+    assert [group["lr"] for group in groups] == pytest.approx([0.1, 0.1, 0.01])
 
 
 def test_each_group_with_another_rate_has_its_curve() -> None:
@@ -101,7 +98,7 @@ def test_each_group_with_another_rate_has_its_curve() -> None:
 
 
 def test_frozen_parameters_and_those_of_a_loss_have_their_place() -> None:
-    groups = [{"match": "*.bias", "weight_decay": 0.0}, {"match": "task:scale", "lr": 0.5}]
+    groups = [{"match": "*.bias", "weight_decay": 0.0}, {"match": "task.loss.scale", "lr": 0.5}]
     sections: dict[str, Any] = {"loss": {"_target_": "toys.Uncertain"}, "train": {"freeze": ["body.*"]}}
     own, biases, scale = built(optimizer=optimizer(*groups), **sections).param_groups
     *_, task = built(optimizer=optimizer(groups[0]), **sections).param_groups
@@ -125,10 +122,11 @@ def test_frozen_parameters_and_those_of_a_loss_have_their_place() -> None:
     ],
 )
 def test_a_pattern_without_a_parameter_is_refused(groups: list[dict[str, Any]], said: str) -> None:
-    net = toys.NormedNet()
-    net.body.requires_grad_(requires_grad=False)
+    experiment = toys.experiment(model=NET, optimizer=optimizer(*groups), train={"freeze": ["body.*"]})
+    trainee = outline(partial(components.build, allowed=("toys",)), experiment, with_task=False)
+    freeze(trainee, ["body.*"])
     with pytest.raises(ExperimentError, match=said):
-        divide(net, [ParameterGroup.model_validate(group) for group in groups])
+        check_division(experiment, trainee)
 
 
 def test_a_setting_that_the_optimizer_lacks_is_found_before_anything_starts() -> None:
@@ -141,9 +139,9 @@ def test_a_setting_that_the_optimizer_lacks_is_found_before_anything_starts() ->
 
 def test_names_are_read_from_a_model_whose_normal_weights_nobody_draws() -> None:
     experiment = toys.experiment(model={"_target_": "toys.Drawn"})
-    model, _ = parts.outline(partial(components.build, allowed=("toys",)), experiment, with_task=False)
+    outlined = outline(partial(components.build, allowed=("toys",)), experiment, with_task=False)
 
-    assert {name: value._version for name, value in model.named_parameters()} == {"weight": 0}  # no change in place
+    assert {name: value._version for name, value in outlined.named_parameters()} == {"model.weight": 0}
     assert toys.Drawn().weight._version == 5
 
 
@@ -178,25 +176,25 @@ def test_a_scheduler_of_ones_own_that_replaces_their_rates_is_refused() -> None:
         built(optimizer=optimizer(*GROUPS), scheduler={"_target_": "toys.one_cycle"})
 
 
-@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:1]], ids=["the same", "others"])
-def test_it_resumes_by_name(tmp_path: Path, groups: list[dict[str, Any]]) -> None:
-    """With other groups, too: moments stay with their parameters, settings are those of the file."""
+def names(s: State) -> dict[int, str]:
+    return {id(one): name for name, one in s.trainee.named_parameters()}
 
-    def context(*groups: dict[str, Any]) -> Any:
-        return build(toys.trial(model=NET, optimizer=optimizer(*groups)), rank=Rank())
 
-    before, after = context(*GROUPS), context(*groups)
-    for parameter in before.parameters:
+def test_it_resumes_by_name_with_the_same_groups_only() -> None:
+    before, after, other = (state(optimizer=optimizer(*groups)) for groups in (GROUPS, GROUPS, GROUPS[::-1]))
+    for parameter in before.parameters[""]:
         parameter.grad = torch.full_like(parameter, float(parameter.numel()))
-    before.optimizer.step()
-    state.restore(after, state.snapshot(before))
-    old, new = ({id(one): name for name, one in each.model.named_parameters()} for each in (before, after))
-    moments = {old[id(one)]: before.optimizer.state[one]["exp_avg"] for one in before.parameters}
+    before.optimizers[""].step()
+    saved = named_state(before.optimizers[""], names(before))
+    load_named_state(after.optimizers[""], names(after), saved)
+    own = dict(after.model.named_parameters())
 
-    assert {new[id(one)] for one in after.parameters} == moments.keys()
-    for one in after.parameters:
-        assert torch.equal(after.optimizer.state[one]["exp_avg"], moments[new[id(one)]])
-    assert [group["lr"] for group in after.optimizer.param_groups] == [0.1, 0.1, 0.01][: len(groups) + 1]
+    for name, parameter in before.model.named_parameters():
+        moments = [s.optimizers[""].state[one]["exp_avg"] for s, one in ((before, parameter), (after, own[name]))]
+        assert torch.equal(*moments), name
+    assert [group["lr"] for group in after.optimizers[""].param_groups] == [0.1, 0.1, 0.01]
+    with pytest.raises(ExperimentError, match="optimizer: has other parameter groups than in the checkpoint"):
+        load_named_state(other.optimizers[""], names(other), saved)
 
 
 def test_a_sweep_varies_a_setting_of_a_group() -> None:

@@ -30,7 +30,7 @@ def test_they_are_what_a_worker_trains_with() -> None:
 
     assert (parts.train_samples, parts.validation_samples) == (toys.SAMPLES, 10)
     assert (inputs.shape, inputs.dtype) == ((4, 3), torch.float64)  # train.precision
-    assert torch.equal(step.loss, torch.nn.functional.mse_loss(parts.model(inputs), targets))
+    assert torch.equal(step.sum / 4, torch.nn.functional.mse_loss(parts.model(inputs), targets))
     assert float(parts.metrics.compute()["mae"]) == pytest.approx(float((step.outputs - targets).abs().mean().detach()))
     assert torch.equal(torch.get_rng_state(), state)
 

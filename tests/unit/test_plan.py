@@ -23,9 +23,6 @@ LAPTOP = Resources(cpus=8, memory_mb=16384, node="laptop")
 SERVER = Resources(cpus=32, memory_mb=262144, gpus=("H200",) * 4, node="server")
 
 
-LOSS_OF_THE_MODEL: dict[str, Any] = {"loss": None, "task": {"_target_": "pipeline.tasks.FromModel"}}
-
-
 def offloaded(workers: Any) -> dict[str, Any]:
     how = {"strategy": "fsdp", "launcher": "torchrun", "workers": workers, "options": {"cpu_offload": True}}
     return {"parallel": how, "train": {"precision": "fp16"}}
@@ -357,11 +354,6 @@ def test_what_does_not_fit_is_refused(resources: Resources, parallel: dict[str, 
             "sync_batch_norm needs GPUs, since torch's SyncBatchNorm does not support the CPU; remove it",
         ),
         (
-            {"resources": SERVER, "parallel": {"strategy": "dp"}, **LOSS_OF_THE_MODEL}, "parallel.strategy",
-            "dp runs the model on 4 GPUs, and with pipeline.tasks.FromModel each returns a separate loss. These cannot "
-            "be combined exactly. Use ddp.",
-        ),
-        (
             {"resources": SERVER, **offloaded([1, 4])}, "parallel.options.cpu_offload",
             "cpu_offload cannot be combined with train.precision: fp16 and 4 workers. NCCL would have to compare "
             "overflows of gradients in host memory. Use precision: bf16, or remove cpu_offload.",
@@ -376,7 +368,8 @@ def test_what_does_not_go_together_is_refused(sections: dict[str, Any], key: str
 
 
 def test_what_goes_together_on_one_device_is_planned() -> None:
-    plan(parallel={"strategy": "dp"}, **LOSS_OF_THE_MODEL)
+    of_the_model = {"loss": None, "task": {"_target_": "pipeline.tasks.FromModel"}}
+    plan(SERVER, parallel={"strategy": "dp"}, **of_the_model)
     plan(SERVER, **offloaded(1))
 
 

@@ -15,7 +15,6 @@ from pipeline.config import components, extras
 from pipeline.config.targets import BUILT_IN
 from pipeline.data import texts
 from pipeline.data.csv_rows import read_csv
-from pipeline.data.labelled_texts import _in_order
 from pipeline.data.padding import padded
 from pipeline.driver.parameters import problems
 from pipeline.errors import ExperimentError
@@ -63,9 +62,9 @@ def test_weights_and_a_new_head(folder: Path) -> None:
 def test_the_task_of_the_model_weighs_by_its_labels(folder: Path) -> None:
     tokens = {"input_ids": torch.tensor([[4, 5, 0], [7, 8, 4]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
     model = pretrained(str(folder), task="sequence-classification")
-    assert FromModel()(model, {**tokens, "labels": torch.tensor([0, 1])}).weight == 2
+    assert FromModel()(model, {**tokens, "labels": torch.tensor([0, 1])}).count == 2
     model = pretrained(str(folder), task="causal-lm")
-    assert FromModel()(model, {**tokens, "labels": torch.tensor([[4, 5, -100], [7, 8, 4]])}).weight == 3
+    assert FromModel()(model, {**tokens, "labels": torch.tensor([[4, 5, -100], [7, 8, 4]])}).count == 3
 
 
 @pytest.mark.parametrize(
@@ -169,15 +168,22 @@ def test_a_csv_in_another_encoding_is_named(tmp_path: Path) -> None:
         texts(str(source), tokenizer="none")
 
 
-def test_labels_that_are_numbers_are_numbered_by_value(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ordered", [["0", "1", "1.5", *map(str, range(2, 12))], ["10", "9", "nine"]], ids=["numbers", "texts"]
+)
+def test_classes_that_are_numbers_are_numbered_by_value(ordered: list[str], folder: Path, tmp_path: Path) -> None:
+    """White space around them makes no other class."""
     source = tmp_path / "texts.csv"
-    source.write_text("\ufefftext,label\n" + "".join(f"good,{number}\nbad, {number}\n" for number in range(12)))
-    train, _ = texts(str(source), tokenizer=str(folder), validation_fraction=0)
-    labels = [train[index]["labels"] for index in range(24)]
-    assert sorted(labels) == sorted([*range(12)] * 2)
-    in_order = _in_order({str(number) for number in range(12)} | {"1.5"})
-    assert in_order == ["0", "1", "1.5", *map(str, range(2, 12))]
-    assert _in_order({"10", "9", "nine"}) == ["10", "9", "nine"]
+    rows = [f"{'good ' * length},{name}\nbad, {name}\n" for length, name in enumerate(ordered, start=2)]
+    source.write_text("\ufefftext,label\n" + "".join(reversed(rows)))
+    train: Any = texts(str(source), tokenizer=str(folder), validation_fraction=0)[0]
+    samples = [train[index] for index in range(2 * len(ordered))]
+    numbers = {len(one["input_ids"]): one["labels"] for one in samples}
+    assert [numbers[length] for length in range(2, len(ordered) + 2)] == list(range(len(ordered)))
+
+
+def test_a_row_without_a_label_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "texts.csv"
     source.write_text("text,label\na,no\nb, \n")
     with pytest.raises(ExperimentError, match=r"data\.source: .*texts\.csv:3: label is empty\. Fill it in, or"):
-        texts(str(source), tokenizer=str(folder))
+        texts(str(source), tokenizer="none")

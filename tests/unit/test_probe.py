@@ -1,8 +1,12 @@
-"""The parts of a step by a clock that only model and optimizer move; the probe leaves the training as it was."""
+"""The parts of a step by a clock that only model and optimizer move, a trace; both leave the training as it was."""
 
 # promise: where a step's time goes
 
-from collections.abc import Iterator, Sequence
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,14 +16,19 @@ import toys
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.protocol.events import AnyEvent, ArtifactSaved
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import StepParts
-from pipeline.training.build import build
-from pipeline.training.context import TrainContext
-from pipeline.training.features.rates import Rates
-from pipeline.training.measuring.probe import probe, unused_parameters, waits
-from pipeline.training.meters.clock import Lap
-from pipeline.training.step.dry_run import held_step
+from pipeline.train.build import build
+from pipeline.train.clock import Lap
+from pipeline.train.costs import costs
+from pipeline.train.flops import count
+from pipeline.train.kept import held_step
+from pipeline.train.measure import TRACED_STEPS, probe, record_trace, unused_parameters
+from pipeline.train.meter import Meter
+from pipeline.train.run import train
+from pipeline.train.state import State
 
 FORWARD_MS, OPTIMIZER_MS = 20.0, 12.0
 BATCH = 8
@@ -38,11 +47,14 @@ class Watch:
         cls.now += ms / 1000
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.training.measuring.probe.time.perf_counter", Watch())
+        patch.setattr("pipeline.train.measure.time.perf_counter", Watch())
         yield
+
+
+watched = pytest.mark.usefixtures("watch")
 
 
 class SlowModel(nn.Module):
@@ -62,84 +74,71 @@ class SlowSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def context(*, parts: int = 1, **sections: Any) -> TrainContext:
+def built(*, parts: int = 1, outbox: Any = None, **sections: Any) -> State:
     trial = toys.trial(**sections, train={"gradient_accumulation": parts, "precision": "fp32"})
-    return build(trial.model_copy(update={"allowed": (*trial.allowed, "test_probe")}), rank=Rank())
+    allowed = (*trial.allowed, "test_probe")
+    return build(trial.model_copy(update={"allowed": allowed}), rank=Rank(), outbox=outbox or toys.Kept())
 
 
-def laps(*, step_ms: float = 200.0, waits_ms: Sequence[float] = (0.0,)) -> list[Lap]:
-    """Laps of a training on several ranks, of which this one waited half as long as the slowest."""
-    return [Lap(1, BATCH, step_ms / 1000, data_wait_ms=ms, own_wait_ms=ms / 2) for ms in waits_ms]
+def measured(s: State, *, step_ms: float = 200.0, waits_ms: Sequence[float] = (0.0,)) -> StepParts:
+    """The parts after a training on several ranks, of which this one waited half as long as the slowest."""
+    s.meter = Meter(s)
+    s.meter.clock.laps = [Lap(1, BATCH, step_ms / 1000, data_wait_ms=ms, own_wait_ms=ms / 2) for ms in waits_ms]
+    return probe(s, known=StepParts(data_wait_ms=7.0, nodes=("node",)))
 
 
-def measured(ready: TrainContext, timed: Sequence[Lap]) -> StepParts:
-    return probe(ready, laps=timed, known=waits(ready, laps=timed))
-
-
+@watched
 @pytest.mark.parametrize("parts", [1, 2])
 def test_each_part_is_found_and_they_add_up(parts: int) -> None:
-    ready = context(
+    s = built(
         parts=parts,
         model={"_target_": "test_probe.SlowModel"},
         optimizer={"_target_": "test_probe.SlowSGD", "lr": 0.1},
     )
-    step = measured(ready, laps(waits_ms=(10.0, 30.0, 14.0)))
+    step = measured(s, waits_ms=(10.0, 30.0, 14.0))
     assert step.compute_ms == pytest.approx(parts * FORWARD_MS)
     assert step.rest_ms == pytest.approx(OPTIMIZER_MS)
-    assert step.data_wait_ms == 14.0  # the slowest rank's, in the median of the training's windows
-    assert step.exposed_communication_ms is None
+    assert (step.data_wait_ms, step.exposed_communication_ms) == (7.0, None)
     assert step.held_ms is not None
-    assert step.sum_ms == pytest.approx(step.held_ms.median + 14.0)
-    assert step.ranks_ms == pytest.approx((parts * FORWARD_MS + 7.0,))  # this rank's own wait
+    assert step.sum_ms == pytest.approx(step.held_ms.median + 7.0)
+    assert step.ranks_ms == pytest.approx((parts * FORWARD_MS + 7.0,))  # this rank's own wait, in the median
 
 
+def test_the_wait_is_that_of_the_slowest_rank_in_the_median_of_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    laps = [Lap(1, BATCH, 0.2, data_wait_ms=ms, own_wait_ms=1.0) for ms in (10.0, 30.0, 14.0)]
+    monkeypatch.setattr("pipeline.train.clock.Clock.steady", laps)
+    assert toys.trained()[0].parts.data_wait_ms == 14.0
+
+
+@watched
 def test_communication_of_synced_statistics_is_left_out_of_computing() -> None:
-    how: dict[str, Any] = {
-        "model": {"_target_": "toys.Normed", "num_features": 3},
-        "data": {"_target_": "toys.triples"},
-    }
-    trial = toys.trial(**how, train={"precision": "fp32"})
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        ready = build(trial, rank=Rank())
-        ready.model.groups = []  # type: ignore[assignment]
-        measured(ready, laps())
+        s = built(model={"_target_": "toys.Normed", "num_features": 3}, data={"_target_": "toys.triples"})
+        s.model.groups = []  # type: ignore[assignment]
+        measured(s)
     finally:
         dist.destroy_process_group()
-    alone, *_, last = groups = ready.model.groups  # type: ignore[misc]
+    alone, *_, last = groups = s.model.groups  # type: ignore[misc]
     assert alone is not None
     assert (last, groups.count(None)) == (None, groups.count(alone))  # of computing and of whole steps
 
 
-def test_what_is_quick_is_no_part() -> None:
-    step = measured(context(model={"_target_": "test_probe.SlowModel"}), laps())
-    assert (step.data_wait_ms, step.rest_ms) == (0.0, pytest.approx(0.0, abs=1e-6))
-
-
-def test_long_steps_are_measured_in_fewer_rounds() -> None:
-    def rounds(step_ms: float) -> int:
-        held = measured(context(), laps(step_ms=step_ms)).held_ms
-        return held.windows if held is not None else 0
-
-    assert rounds(1.0) == 7
-    assert rounds(1e6) == 3
-    assert rounds(100.0) == 3  # 0.6 s each, after a training of less than a second
-
-
-def test_it_leaves_scheduler_and_learning_rate_alone() -> None:
-    ready = context(scheduler={"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 6})
-    before = ready.optimizer.param_groups[0]["lr"]
-    scheduler = toys.feature(ready, Rates).scheduler
-    assert scheduler is not None
-    measured(ready, laps(step_ms=1.0))  # many more than 6 steps
-    assert scheduler.last_epoch == 0
-    assert ready.optimizer.param_groups[0]["lr"] == before > 0
+@watched
+@pytest.mark.parametrize(
+    ("step_ms", "rounds"),
+    [(1.0, 7), (1e6, 3), (100.0, 3)],  # 0.6 s each, after a training of less than a second
+)
+def test_long_steps_are_measured_in_fewer_rounds(step_ms: float, rounds: int) -> None:
+    step = measured(built(model={"_target_": "test_probe.SlowModel"}), step_ms=step_ms)
+    assert step.held_ms is not None
+    assert step.held_ms.windows == rounds
+    assert step.rest_ms == pytest.approx(0.0, abs=1e-6)  # what is quick is no part
 
 
 def test_parameters_without_a_gradient_are_counted() -> None:
-    ready = context(model={"_target_": "toys.Spare"})
-    assert unused_parameters(ready, held_step(ready)) == 2
-    assert all(parameter.grad is None for parameter in ready.model.parameters())
+    s = built(model={"_target_": "toys.Spare"})
+    assert unused_parameters(s, held_step(s)) == 2
 
 
 class Reads(toys.Plain):
@@ -156,10 +155,55 @@ def reads() -> tuple[Reads, None]:
     return Reads([(torch.ones(3), torch.ones(1))] * 4 * BATCH), None
 
 
+@watched
 def test_no_more_is_read_than_one_step() -> None:
     """Loader processes that fetch ahead would take cores from what is measured."""
-    ready = context(data={"_target_": "test_probe.reads"})
+    s = built(data={"_target_": "test_probe.reads"})
     Reads.read.clear()
-    measured(ready, laps())
-    assert len(set(Reads.read)) == BATCH
-    assert len(Reads.read) == BATCH + 1  # the last one twice, to see if it depends on the seed
+    measured(s)
+    assert len(set(Reads.read)) == len(Reads.read) == BATCH
+
+
+# A trace
+
+NAME = "traces/main.json.gz"
+
+
+def test_a_trace_shows_forward_backward_and_optimizer_of_each_step(tmp_path: Path) -> None:
+    received: list[AnyEvent] = []
+    trial = toys.trial(max_steps=4)
+    session = Session(folder=tmp_path, receive=received.append, parallel=trial.experiment.parallel)
+    train(trial, rank=Rank(), outbox=DirectOutbox(session))
+    assert list(tmp_path.iterdir()) == []  # unless it is asked for
+    train(trial.model_copy(update={"profile": True}), rank=Rank(), outbox=DirectOutbox(session))
+    with gzip.open(tmp_path / NAME) as file:
+        names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
+    assert names["aten::linear"] == TRACED_STEPS
+    assert names["autograd::engine::evaluate_function: AddmmBackward0"] == TRACED_STEPS
+    assert names["Optimizer.step#SGD.step"] == TRACED_STEPS
+    (saved,) = [event for event in received if isinstance(event, ArtifactSaved)]
+    assert (saved.trial, saved.path) == ("main", NAME)
+    assert received[-1] == saved  # after all that is measured
+
+
+@pytest.mark.parametrize(
+    "measurement",
+    [measured, record_trace, costs, lambda s: count(s, held_step(s)), lambda s: unused_parameters(s, held_step(s))],
+    ids=["parts", "trace", "costs", "operations", "unused parameters"],
+)
+def test_what_is_measured_leaves_the_training_as_it_is(
+    measurement: Callable[[State], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.train.costs.BUDGET_SECONDS", 0.2)
+    s = built(
+        model={"_target_": "toys.Branches"},
+        scheduler={"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 6},
+    )
+    (group,), (scheduler,) = s.optimizers[""].param_groups, s.schedules._schedulers.values()
+    before = {name: value.clone() for name, value in s.trainee.state_dict().items()}
+    rate, hooks = group["lr"], s.hooks
+    measurement(s)
+    assert all(torch.equal(value, before[name]) for name, value in s.trainee.state_dict().items())
+    assert all(parameter.grad is None for parameter in s.trainee.parameters())
+    assert (scheduler.last_epoch, s.hooks) == (0, hooks)
+    assert group["lr"] == rate > 0

@@ -16,7 +16,7 @@ from pipeline.protocol.events import Advanced, Warned
 from pipeline.protocol.progress import ProgressReporter, report_progress_to
 from pipeline.recording.journal.journal import FILE_NAME, read
 from pipeline.recording.journal.recorder import Recorder
-from pipeline.training.checkpoints.storage import Storage
+from pipeline.train.storage import Storage
 
 
 @pytest.fixture

@@ -11,25 +11,23 @@ import numpy as np
 import pytest
 import torch
 import toys
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeline.errors import UsageError
+from pipeline.errors import ExperimentError, UsageError
 from pipeline.protocol.rank import Rank
-from pipeline.tasks import StepOutput
-from pipeline.training.checkpoints.manifest import FILE_NAME, folder_name, parse
-from pipeline.training.loop import train
+from pipeline.train.manifest import FILE_NAME, folder_name, parse
+from pipeline.train.run import train
 
 HERE = "test_random_numbers"
 STEPS = 6
 """Two epochs of three steps."""
 
 
-class Late(toys.Plain):
-    """Regression samples, of which the last ones have noise: reading first draws in the middle of an epoch."""
+class Noisy(toys.Plain):
+    """Regression samples, the last ones with noise."""
 
     def __init__(self, *, by: float, first: int) -> None:
-        super().__init__(toys.regression()[0])  # type: ignore[arg-type]
+        super().__init__(toys.regression()[0])
         self.by, self.first = by, first
 
     def __getitem__(self, index: int) -> Any:
@@ -37,12 +35,23 @@ class Late(toys.Plain):
         return inputs + (self.by * torch.randn(3) if index >= self.first else 0.0), targets
 
 
-def late(by: float = 1.0, first: int = 21) -> tuple[Any, Any]:
-    return Late(by=by, first=first), toys.regression()[1]
+def noisy(by: float = 1.0, first: int = 0) -> tuple[Any, Any]:
+    return Noisy(by=by, first=first), toys.regression()[1]
+
+
+class Late(Noisy):
+    """Only the samples before the last one have noise."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index != 21 else self.samples[index]
+
+
+def late() -> tuple[Any, Any]:
+    return Late(by=1.0, first=16), toys.regression()[1]
 
 
 DROPOUT: dict[str, Any] = {
-    "model": {"_target_": "toys.dropout_net"}, "data": {"_target_": f"{HERE}.late"},
+    "model": {"_target_": "toys.dropout_net"}, "data": {"_target_": f"{HERE}.noisy"},
     "train": {"gradient_accumulation": 2},
 }  # fmt: skip
 
@@ -70,11 +79,11 @@ class Drifting(nn.Module):
 class MixUp:
     """Mixes samples by NumPy's generator."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         share = float(np.random.beta(0.5, 0.5)) if model.training else 1.0
         inputs, targets = (share * part + (1 - share) * part.flip(0) for part in batch)
-        outputs = model(inputs)
-        return StepOutput((outputs - targets).pow(2).mean(), outputs, targets)
+        error: Tensor = (model(inputs) - targets).pow(2).mean()
+        return error
 
 
 DRIFTING: dict[str, Any] = {
@@ -103,7 +112,7 @@ def _until(step: int, folder: Path) -> Path:
     return left
 
 
-@pytest.mark.parametrize("sections", [DRIFTING, DROPOUT], ids=["steps draw", "reading draws, late"])
+@pytest.mark.parametrize("sections", [DRIFTING, DROPOUT], ids=["steps draw", "reading draws"])
 def test_a_step_that_draws_is_resumed_exactly(tmp_path: Path, sections: dict[str, Any]) -> None:
     whole = _run(tmp_path / "whole", sections=sections)
     for step in (1, 3, 4):
@@ -117,11 +126,19 @@ def test_a_step_that_draws_is_resumed_exactly(tmp_path: Path, sections: dict[str
 
 
 def test_dropout_draws_the_same_whether_or_not_reading_does(tmp_path: Path) -> None:
-    series = [
-        _run(tmp_path / name, sections={**DROPOUT, "data": {"_target_": f"{HERE}.late", "by": 0.0, "first": first}})
-        for name, first in (("never", 22), ("late", 21), ("always", 0))
-    ]
-    assert series[0].series("train/loss") == series[1].series("train/loss") == series[2].series("train/loss")
+    def losses(name: str, **more: Any) -> list[float]:
+        data = {"_target_": f"{HERE}.noisy", "by": 0.0, "first": {"never": 22, "always": 0}.get(name, 20)}
+        return _run(tmp_path / name, sections={**DROPOUT, "data": data, **more}).series("train/loss")
+
+    assert losses("never") == losses("always") == losses("late", loader={"random": True})
+    assert len(set(losses("never again"))) == STEPS
+
+
+def test_a_training_whose_samples_draw_late_is_refused(tmp_path: Path) -> None:
+    late = {"_target_": f"{HERE}.late"}
+    with pytest.raises(ExperimentError, match=r"draw random numbers, but .* did not\. Set loader\.random: true"):
+        _run(tmp_path / "a", sections={**DROPOUT, "data": late})
+    assert _run(tmp_path / "b", sections={**DROPOUT, "data": late, "loader": {"random": True}}).series("train/loss")
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -132,11 +149,3 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     file.write_text(manifest.model_copy(update={"format": 1}).sealed().model_dump_json())
     with pytest.raises(UsageError, match="step 1: this checkpoint has format 1, and this version of pipeline reads"):
         _run(tmp_path / "until 1", resume=True, sections=DROPOUT)
-
-
-def test_a_checkpoint_holds_buffers_that_a_state_dict_leaves_out(tmp_path: Path) -> None:
-    _run(tmp_path)
-
-    saved = load_file(tmp_path / folder_name(STEPS) / "state.safetensors")
-    assert {"buffers/average", "buffers/largest", "model/layer.weight"} <= saved.keys()
-    assert "model/average" not in saved

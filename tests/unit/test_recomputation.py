@@ -13,8 +13,8 @@ from pipeline.models import GPT, resnet18
 from pipeline.protocol.events import Resumed
 from pipeline.protocol.rank import Rank
 from pipeline.strategies._blocks import repeated
-from pipeline.training.loop import train
-from pipeline.training.model.recomputation import apply, choose
+from pipeline.train.recomputation import apply, choose
+from pipeline.train.run import train
 
 MODEL = {"_target_": "toys.Branches"}
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.005}
@@ -33,7 +33,6 @@ def plain() -> toys.Kept:
 @pytest.mark.parametrize("wanted", [True, "blocks.*", ["first", "blocks.1"], ["blocks.0", "blocks.*.up"]])
 def test_losses_weights_and_statistics_are_the_same_to_the_bit(plain: toys.Kept, wanted: Any) -> None:
     outbox = trained(wanted)
-
     assert outbox.series("train/loss") == plain.series("train/loss")
     assert outbox.series("validation/loss") == plain.series("validation/loss")  # which uses the running statistics
     for name, weights in plain.files["model/weights.pt"].items():
@@ -65,7 +64,6 @@ def test_less_waits_for_the_backward_pass() -> None:
     """Of each block its input, 64 numbers a sample, instead of four times 256 and more."""
     model, recomputed = (toys.Branches(depth=8, width=64) for _ in range(2))
     apply(recomputed, True, is_compiled=False)
-
     assert saved(recomputed) < 0.2 * saved(model)
 
 
@@ -81,57 +79,58 @@ def test_evaluation_computes_once() -> None:
 
 
 def test_the_model_keeps_its_names_and_classes() -> None:
+    def seen(model: nn.Module) -> Any:
+        kinds = [type(module).__name__ for module in model.modules()]
+        return list(model.state_dict()), [name for name, _ in model.named_parameters()], kinds, repeated(model)
+
     model = toys.Branches()
-    names, kinds = list(model.state_dict()), [type(module).__name__ for module in model.modules()]
-    parameters, blocks = [name for name, _ in model.named_parameters()], repeated(model)
+    before = seen(model)
     apply(model, ["blocks.1"], is_compiled=False)
-
-    assert list(model.state_dict()) == names
-    assert [name for name, _ in model.named_parameters()] == parameters
-    assert [type(module).__name__ for module in model.modules()] == kinds
+    assert seen(model) == before  # `repeated`: what fsdp shards together
     assert isinstance(model.blocks[1], toys._Branch)
-    assert repeated(model) == blocks  # what fsdp shards together
 
 
-class TestChoice:
-    @pytest.mark.parametrize(
-        ("wanted", "names"),
-        [
-            (False, ()),
-            (True, ("blocks.0", "blocks.1", "blocks.2")),
-            ("first", ("first",)),
-            ("blocks.*", ("blocks.0", "blocks.1", "blocks.2")),
-            ("blocks.[02]", ("blocks.0", "blocks.2")),
-            ("*.*.up", ("blocks.0.up", "blocks.1.up", "blocks.2.up")),
-            (("blocks.1", "blocks.*.up"), ("blocks.0.up", "blocks.1", "blocks.2.up")),
-        ],
-    )
-    def test_is_of_the_outermost_modules(self, wanted: Any, names: tuple[str, ...]) -> None:
-        assert choose(toys.Branches(), wanted) == names
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (False, ()),
+        (True, ("blocks.0", "blocks.1", "blocks.2")),
+        ("first", ("first",)),
+        ("blocks.*", ("blocks.0", "blocks.1", "blocks.2")),
+        ("blocks.[02]", ("blocks.0", "blocks.2")),
+        ("*.*.up", ("blocks.0.up", "blocks.1.up", "blocks.2.up")),
+        (("blocks.1", "blocks.*.up"), ("blocks.0.up", "blocks.1", "blocks.2.up")),
+    ],
+)
+def test_the_outermost_modules_are_chosen(wanted: Any, names: tuple[str, ...]) -> None:
+    assert choose(toys.Branches(), wanted) == names
 
-    def test_finds_the_blocks_of_our_models(self) -> None:
-        gpt = GPT(9, context_length=4, width=8, depth=2, heads=2)
-        assert choose(gpt, True) == ("blocks.0", "blocks.1")
-        assert choose(resnet18(num_classes=2), True)[0].startswith("layer")
 
-    @pytest.mark.parametrize(
-        ("wanted", "message"),
-        [
-            ("block.*", r"the model has no module block\.\*; did you mean blocks\.\d\?"),
-            (("first", "encoder"), "the model has no module encoder; it has first, blocks, blocks.0"),
-            ("blocks", r"blocks is a container without a forward; set blocks\.\*"),
-        ],
-    )
-    def test_of_what_is_not_there_is_refused(self, wanted: Any, message: str) -> None:
-        with pytest.raises(ExperimentError, match=message) as error:
-            choose(toys.Branches(), wanted)
-        assert [problem.key for problem in error.value.problems] == ["train.activation_checkpointing"]
+def test_the_blocks_of_our_models_are_found() -> None:
+    assert choose(GPT(9, context_length=4, width=8, depth=2, heads=2), True) == ("blocks.0", "blocks.1")
+    assert choose(resnet18(num_classes=2), True)[0].startswith("layer")
 
-    def test_of_repeated_blocks_where_nothing_repeats_is_refused(self) -> None:
-        with pytest.raises(
-            ExperimentError, match="the model has no repeated blocks; name modules instead of true: 0, 1"
-        ):
-            choose(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), True)
+
+@pytest.mark.parametrize(
+    ("model", "wanted", "message"),
+    [
+        (toys.Branches(), "block.*", r"the model has no module block\.\*; did you mean blocks\.\d\?"),
+        (
+            toys.Branches(),
+            ("first", "encoder"),
+            "the model has no module encoder; it has first, blocks, blocks.0",
+        ),
+        (toys.Branches(), "blocks", r"blocks is a container without a forward; set blocks\.\*"),
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.ReLU()),
+            True,
+            "the model has no repeated blocks; name modules instead of true: 0, 1",
+        ),
+    ],
+)
+def test_what_is_not_there_is_refused(model: nn.Module, wanted: Any, message: str) -> None:
+    with pytest.raises(ExperimentError, match=f"train.activation_checkpointing: {message}"):
+        choose(model, wanted)
 
 
 def test_a_module_whose_buffer_would_be_changed_twice_is_refused() -> None:
@@ -155,6 +154,5 @@ def test_a_checkpoint_loads_with_and_without(plain: toys.Kept, tmp_path: Path, f
 
     run(wanted=first, epochs=1, resume=False)
     outbox = run(wanted=not first, epochs=2, resume=True)
-
     assert [event.step for event in outbox.events if isinstance(event, Resumed)] == [3]
     assert outbox.series("train/loss") == plain.series("train/loss")  # the first steps are told again

@@ -7,15 +7,8 @@ import pytest
 from pipeline import registry
 
 
-@pytest.fixture
-def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another distribution with a strategy of its own."""
-    install(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
 def install(folder: Path) -> None:
-    """As pip does."""
+    """Install another distribution with a strategy of its own, as pip does."""
     (folder / "their_strategy.py").write_text("class Strategy: ...")
     info = folder / "theirs-1.0.dist-info"
     info.mkdir()
@@ -26,28 +19,18 @@ def install(folder: Path) -> None:
 def test_each_file_is_a_name() -> None:
     assert registry.names("strategies") == ("ddp", "dp", "fsdp", "single")
     assert registry.names("launchers") == ("inprocess", "ray", "torchrun")
-
-
-def test_built_in_modules() -> None:
     assert registry.load("strategies", "dp").Strategy.devices == "all"
     assert registry.load("launchers", "inprocess").Launcher.many_processes is False
 
 
-@pytest.mark.usefixtures("third_party")
-def test_other_distributions_add_theirs() -> None:
-    assert registry.names("strategies") == ("ddp", "dp", "fsdp", "sharded", "single")
-    assert registry.load("strategies", "sharded").__name__ == "their_strategy"
-
-
-def test_a_notebook_may_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_distributions_add_theirs_but_take_no_built_in_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     assert "sharded" not in registry.names("strategies")
-    install(tmp_path)
-    assert "sharded" in registry.names("strategies")
-
-
-@pytest.mark.usefixtures("third_party")
-def test_built_in_names_cannot_be_taken() -> None:
+    install(tmp_path)  # as a notebook may
+    assert registry.names("strategies") == ("ddp", "dp", "fsdp", "sharded", "single")
+    assert registry.load("strategies", "sharded").__name__ == "their_strategy"
     assert registry.load("strategies", "ddp").__name__ == "pipeline.strategies.ddp"
 
 

@@ -150,10 +150,15 @@ def test_a_finished_run_that_was_killed_before_its_delivery_names_the_command_th
             longer.refuse_finished(now(epochs=4), state)
 
 
-def test_kernels_may_be_chosen_otherwise_in_a_resumed_run() -> None:
-    text = FILE.replace("epochs: 4,", "epochs: 4, cudnn_benchmark: true,")
-    changed = resume.changes(now(text, epochs=4), finished(status="KILLED"), allowed=False)
-    assert changed == ["train.cudnn_benchmark was false, is now true"]
+@pytest.mark.parametrize(
+    ("old", "new", "note"),
+    [
+        ("epochs: 4,", "epochs: 4, cudnn_benchmark: true,", "train.cudnn_benchmark was false, is now true"),
+        ("name: same", "name: same\nloader: {num_workers: 2}", "loader.num_workers was 0, is now 2"),
+    ],
+)
+def test_what_does_not_shape_the_training_may_change(old: str, new: str, note: str) -> None:
+    assert note in resume.changes(now(FILE.replace(old, new), epochs=4), finished(status="KILLED"), allowed=False)
 
 
 def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +171,45 @@ def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: p
         resume.changes(again, state, allowed=False)
 
 
-def test_fewer_epochs_need_to_be_allowed() -> None:
-    with pytest.raises(ExperimentError, match=r"train\.epochs: is 3, but was 4 in r\. Set it back, or add --allow"):
-        resume.changes(now(epochs=3), finished(status="KILLED"), allowed=False)
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("epochs: 4", "epochs: 3", "train.epochs"),
+        ("epochs: 4", "steps: 9, minutes: 2.0", "train.steps"),
+        ("lr: 0.1", "lr: 0.2", "optimizer.lr"),
+        ("digits}", "digits, root: /other}", "data.root"),
+    ],
+)
+def test_a_shorter_training_another_rate_and_other_data_need_to_be_allowed(old: str, new: str, key: str) -> None:
+    changed, state = now(FILE.replace(old, new), epochs=4), finished(status="KILLED")
+    with pytest.raises(ExperimentError) as error:
+        resume.changes(changed, state, allowed=False)
+    (problem,) = [problem for problem in error.value.problems if problem.key == key]
+    assert problem.message.endswith(" in r. Set it back, or add --allow-changed.")
+    assert any(note.startswith(f"{key} was ") for note in resume.changes(changed, state, allowed=True))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("name: same", "name: same\nseed: 7", "seed"),
+        ("lr: 0.1", "lr: 0.1, momentum: 0.9", "optimizer.momentum"),
+        ("lr: 0.1", "lr: 0.2, lr_decay: 0.1", "optimizer.lr_decay"),
+        ("out_features: 2", "out_features: 3", "model.out_features"),
+        ("epochs: 4", "epochs: 8, clip_grad_norm: 1.0", "train.clip_grad_norm"),
+    ],
+)
+def test_what_else_shapes_the_training_is_refused_though_changes_are_allowed(
+    old: str, new: str, key: str, allowed: bool
+) -> None:
+    changed = now(FILE.replace(old, new), epochs=4)
+    with pytest.raises(ExperimentError) as error:
+        resume.changes(changed, finished(status="KILLED"), allowed=allowed)
+    (problem,) = [problem for problem in error.value.problems if problem.key == key]
+    assert problem.message.endswith(" in r. Set it back, or start a new run without --resume.")
+    keys = [problem.key for problem in error.value.problems]
+    assert ("optimizer.lr" in keys) is ("lr: 0.2" in new and not allowed), "this one may change"
 
 
 def test_a_run_without_checkpoints_does_not_go_on() -> None:

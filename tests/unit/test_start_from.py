@@ -2,14 +2,17 @@
 
 # promise: fine-tuning: initial weights, frozen parameters, parameter groups, losses of the model itself
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import checkpointed
 import pytest
 import torch
 import toys
 import yaml
+from checkpointed import EVERY, Saving
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -18,11 +21,11 @@ from pipeline.config.load import load
 from pipeline.driver import initial_weights
 from pipeline.driver.parameters import problems
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.protocol.events import Loaded, Resumed, Started
-from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Weights
-from pipeline.training.loop import train
-from pipeline.training.model.start_from import fit, renamed
+from pipeline.protocol.events import Loaded, Started
+from pipeline.protocol.trial import Weights
+from pipeline.train.manifest import folder_name
+from pipeline.train.saved_state import STATE
+from pipeline.train.weights import fit, renamed
 
 NET = {"_target_": "toys.NormedNet"}
 JOURNALS = Path(__file__).parents[1] / "journals"
@@ -41,60 +44,45 @@ def wanted(path: Path, **options: Any) -> tuple[StartFrom, Weights]:
     return StartFrom(file=str(path), **options), Weights(path=str(path), source=path.name)
 
 
-def run(path: Path, *, folder: Path | None = None, resume: bool = False, **sections: Any) -> toys.Kept:
+def run(path: Path, *, folder: Path | None = None, **sections: Any) -> Saving:
     start, initial = wanted(path, **sections.pop("start_from", {}))
-    options = {"start_from": start.model_dump(), **sections.pop("train", {})}
-    trial = toys.trial(model=NET, train=options, **sections)
-    own = {"initial": initial, "checkpoints": str(folder) if folder else "", "resume": resume}
-    outbox = toys.Kept()
-    train(trial.model_copy(update=own), rank=Rank(), outbox=outbox)
-    return outbox
+    train = {"start_from": start.model_dump(), **sections.pop("train", {})}
+    return checkpointed.run(folder or "", model=NET, train=train, initial=initial, **sections)
 
 
-def loaded(outbox: toys.Kept) -> Loaded | None:
+def loaded(outbox: Saving) -> Loaded | None:
     (started,) = (event for event in outbox.events if isinstance(event, Started))
     return started.loaded
 
 
 def test_the_training_begins_with_them_and_tells(saved: Path) -> None:
     outbox = run(saved, train={"freeze": ["body.*"]})
-    before, after = load_file(saved), outbox.files["model/weights.pt"]
+    before, after = load_file(saved), outbox.weights
 
     assert str(loaded(outbox)) == "starts from net.safetensors: 9 tensors loaded"
     assert torch.equal(after["body.0.weight"], before["body.0.weight"].double())
     assert not torch.equal(after["head.weight"], before["head.weight"].double())
 
 
-def test_checkpoints_that_cannot_be_read_are_told_though_there_are_weights_to_start_from(
-    saved: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(TrainingError, match=r"the checkpoints in .* can't be read: NotADirectoryError"):
-        run(saved, folder=tmp_path / "file" / "checkpoints", resume=True)
-
-
-def test_a_resumed_training_does_not_load_them_again(saved: Path, tmp_path: Path) -> None:
+def test_a_resumed_training_loads_them_before_its_first_checkpoint_only(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    first = run(saved, folder=folder)
+    assert loaded(run(saved, folder=folder, resume=True)) is not None
     saved.unlink()
     resumed = run(saved, folder=folder, resume=True, train={"epochs": 3})
-
-    assert loaded(first) is not None
-    assert loaded(resumed) is None
-    assert [event.step for event in resumed.events if isinstance(event, Resumed)] == [6]
-
-
-def test_before_its_first_checkpoint_it_does(saved: Path, tmp_path: Path) -> None:
-    assert loaded(run(saved, folder=tmp_path / "none", resume=True)) is not None
+    assert (loaded(resumed), resumed.resumed) == (None, [6])
 
 
 def test_without_a_usable_checkpoint_it_says_so(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     run(saved, folder=folder, checkpoint={"keep": 1})
-    for file in folder.glob("*/state.safetensors"):
+    for file in folder.glob(f"*/{STATE}"):
         file.write_bytes(b"")
     with pytest.raises(ExperimentError, match=r"train\.start_from: was not loaded because .* no usable checkpoint"):
         run(saved, folder=folder, resume=True)
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+    with pytest.raises(TrainingError, match=r"the checkpoints in .* can't be read: NotADirectoryError"):
+        run(saved, folder=folder / "checkpoints", resume=True)
 
 
 def test_all_differences_are_told_at_once(tmp_path: Path) -> None:
@@ -198,30 +186,50 @@ def test_a_file_that_is_not_there(saved: Path, name: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("name", "said"),
     [
         ("nothing", r"start_from\.run: nothing: no such run in"),
-        (
-            "killed",
-            r"start_from\.run: is killed, but .* has not finished, so .* model/weights\.pt\. Continue it",
-        ),
+        ("killed", r"start_from\.run: is killed, but .*killed ended without an intact checkpoint\. Continue it with"),
         ("sweep", r"is sweep, but .*sweep is a sweep\. Name one of its trials, for example sweep/trial-001"),
+        ("single", r"is single, but .*single/model/weights\.pt does not exist\. Name a run of pipeline run"),
     ],
 )
-def test_a_run_without_weights(run: str, said: str) -> None:
-    experiment = toys.experiment(train={"start_from": {"run": run}}, tracking={"directory": str(JOURNALS)})
+def test_a_run_without_weights(name: str, said: str, tmp_path: Path) -> None:
+    shutil.copytree(JOURNALS, tmp_path / "runs")
+    shutil.rmtree(tmp_path / "runs" / "single" / "model", ignore_errors=True)
     with pytest.raises(ExperimentError, match=said):
-        initial_weights.find(experiment)
+        find(name, tmp_path / "runs")
+
+
+def find(name: str, directory: Path) -> Weights:
+    found = initial_weights.find(
+        toys.experiment(train={"start_from": {"run": name}}, tracking={"directory": str(directory)})
+    )
+    assert found is not None
+    return found
 
 
 def test_the_weights_of_a_run_are_named(tmp_path: Path) -> None:
     shutil.copytree(JOURNALS / "finished", tmp_path / "20260101-digits-1c7d")
-    experiment = toys.experiment(train={"start_from": {"run": "1c7d"}}, tracking={"directory": str(tmp_path)})
-    found = initial_weights.find(experiment)
+    found = find("1c7d", tmp_path)
 
-    assert found is not None
     assert found.path == str(tmp_path / "20260101-digits-1c7d" / "model" / "weights.pt")
     assert found.source.startswith("run 20260101-digits-1c7d, the weights of its last step, ")
+
+
+def test_a_run_that_did_not_complete_gives_its_newest_intact_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "20260101-digits-1c7d"
+    shutil.copytree(JOURNALS / "killed", folder)
+    checkpointed.run(folder / "checkpoints", model=NET, loss={"_target_": "toys.Uncertain"}, **EVERY)
+    os.truncate(folder / "checkpoints" / folder_name(6) / STATE, 100)
+    found = find("1c7d", tmp_path)
+    weights = torch.load(folder / "checkpoints" / folder_name(5) / STATE, weights_only=True)["model"]
+    start = {"start_from": {"run": "1c7d"}, "freeze": ["body.*"]}
+    outbox = checkpointed.run("", model=NET, train=start, initial=found)
+
+    assert str(loaded(outbox)) == "starts from run 20260101-digits-1c7d, the checkpoint of step 5: 9 tensors loaded"
+    assert torch.equal(outbox.weights["body.0.weight"], weights["model.body.0.weight"])
+    assert not torch.equal(outbox.weights["head.weight"], weights["model.head.weight"])
 
 
 def test_all_problems_are_found_without_memory_for_a_model(saved: Path) -> None:
@@ -242,7 +250,5 @@ def test_a_model_that_needs_the_data_is_left_to_the_workers(saved: Path) -> None
 
 
 def test_a_training_of_its_own_says_how_to_start_it() -> None:
-    trial = toys.trial(model=NET, train={"start_from": {"file": "a.safetensors"}})
-    assert isinstance(trial, Training)
     with pytest.raises(ExperimentError, match=r"train\.start_from: its weights were not loaded"):
-        train(trial, rank=Rank(), outbox=toys.Kept())
+        toys.trained(model=NET, train={"start_from": {"file": "a.safetensors"}})

@@ -15,16 +15,15 @@ from pipeline.protocol.events import FirstStep, Metrics, Started
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.recording.terminal.trial_progress import TrialProgress
-from pipeline.training.checkpoints.manifest import folder_name
-from pipeline.training.features.time_limit import TimeLimit
-from pipeline.training.loop import train
+from pipeline.train.clock import Clock, Lap
+from pipeline.train.manifest import folder_name
+from pipeline.train.run import train
 
 
 @pytest.fixture(autouse=True)
 def six_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the steps between two reports take a tenth of a minute."""
-    counted = TimeLimit.after_report
-    monkeypatch.setattr(TimeLimit, "after_report", lambda self, *, step, seconds: counted(self, step=step, seconds=6.0))
+    monkeypatch.setattr(Clock, "lap", lambda _, *, steps, samples: Lap(steps, samples, 6.0))
 
 
 def run(folder: Path, *, resume: bool = False, **settings: Any) -> tuple[TrialResult, toys.Kept]:
@@ -42,11 +41,10 @@ def test_it_ends_at_the_first_report_after_the_time(tmp_path: Path) -> None:
     assert (tmp_path / folder_name(3)).exists()
     (started,) = (event for event in outbox.events if isinstance(event, Started))
     assert (started.total_steps, started.limit_s) == (6, 15)
-
-
-def test_a_training_that_is_over_before_is_not_stopped(tmp_path: Path) -> None:
-    result, _ = run(tmp_path, minutes=5)
-    assert (result.steps, result.stopped_early) == (6, "")
+    # A training that has ended goes on with more time, and one that is over before is not stopped.
+    runs = [run(tmp_path, resume=True, minutes=minutes)[0] for minutes in (0.25, 0.45, 5)]
+    assert [result.steps for result in runs] == [3, 5, 6]
+    assert runs[-1].stopped_early == ""
 
 
 def test_a_resumed_training_counts_the_time_of_before(tmp_path: Path) -> None:
@@ -60,13 +58,6 @@ def test_a_resumed_training_counts_the_time_of_before(tmp_path: Path) -> None:
         assert kept.series("train/loss")[-1] == expected.series("train/loss")[-1]
 
 
-def test_a_training_that_has_ended_goes_on_with_more_time(tmp_path: Path) -> None:
-    run(tmp_path, minutes=0.25)
-    again, _ = run(tmp_path, resume=True, minutes=0.25)
-    longer, _ = run(tmp_path, resume=True, minutes=0.45)
-    assert (again.steps, longer.steps) == (3, 5)
-
-
 @pytest.mark.parametrize(
     ("before", "now", "expected"), [(5, 9, True), (5, None, True), (9, 5, False), (None, 5, False)]
 )
@@ -76,20 +67,14 @@ def test_more_time_continues_a_finished_run(before: float | None, now: float | N
 
 
 def test_the_time_that_is_left_is_that_of_the_limit() -> None:
-    sizes: dict[str, Any] = {
-        "train_samples": 8,
-        "epoch_samples": 8,
-        "validation_samples": 0,
-        "parameters": 1,
-        "devices": (),
-    }
-    more: dict[str, Any] = {"data_name": "d", "data_digest": "", "trial": "main"}
+    known: dict[str, Any] = {
+        "train_samples": 8, "epoch_samples": 8, "validation_samples": 0, "parameters": 1, "devices": (),
+        "data_name": "d", "data_digest": "", "trial": "main", "total_steps": 1000, "steps_per_epoch": 1000, "epochs": 1,
+    }  # fmt: skip
     left = []
     for limit_s in (None, 30.0):
         progress = TrialProgress()
-        progress.update(
-            Started(total_steps=1000, steps_per_epoch=1000, epochs=1, limit_s=limit_s, **sizes, **more, time=0.0)
-        )
+        progress.update(Started(limit_s=limit_s, **known, time=0.0))
         progress.update(FirstStep(trial="main", time=1.0))
         for step in (10, 20, 30):
             progress.update(Metrics(trial="main", step=step, epoch=1, points=(), time=float(step)))

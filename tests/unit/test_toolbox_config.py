@@ -22,7 +22,7 @@ from pipeline.protocol.trial import Trial
 from pipeline.recording.terminal.console import _format_finished
 from pipeline.recording.trackers.scalars import figures
 from pipeline.report.report import Report
-from pipeline.training.checkpoints.manifest import trained
+from pipeline.train.manifest import trained
 
 LAPTOP = Resources(cpus=4, memory_mb=16384)
 SERVER = Resources(cpus=8, memory_mb=16384, gpus=("H200",) * 2)

@@ -19,8 +19,7 @@ from pipeline.errors import ExperimentError, NoMemoryError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.training.ranks.torch_errors import is_out_of_memory, origin
-from pipeline.training.step.explained_errors import explained
+from pipeline.train.errors import explain, is_out_of_memory, origin
 from pipeline.worker import main
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"
@@ -92,57 +91,55 @@ class Picky(torch.autograd.Function):
         fail(RuntimeError(CLOSED))
 
 
-def test_an_error_of_user_code_within_a_backward_pass_is_its_own() -> None:
+def test_an_error_of_user_code_within_a_backward_pass_or_of_an_operation_is_its_own() -> None:
     inputs = torch.ones(2, requires_grad=True)
     assert origin(caught(lambda: Picky.apply(inputs).sum().backward())) == "rank"
     (inputs * 2).sum().backward()
     inputs.register_hook(lambda gradient: fail(RuntimeError(LATE)))
     assert origin(caught(lambda: (inputs * 2).sum().backward())) == "rank"
-
-
-def test_an_error_of_an_operation_is_no_lost_peer() -> None:
     assert origin(caught(lambda: torch.ones(2, 3) @ torch.ones(2, 3))) == "rank"
-
-
-def test_a_store_of_user_code_is_no_peer() -> None:
     timeout = timedelta(milliseconds=100)
     error = caught(lambda: dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timeout))
-    assert (isinstance(error, dist.DistNetworkError), origin(error)) == (True, "rank")
+    assert (isinstance(error, dist.DistNetworkError), origin(error)) == (True, "rank"), "a store of user code"
 
 
 def test_what_is_raised_from_a_lost_peer_is_one() -> None:
-    def constructor() -> None:
-        try:
-            raise by_torch(RuntimeError(CLOSED))
-        except RuntimeError as error:
-            raise LookupError("no model") from error
+    def constructor(cause: BaseException) -> None:
+        raise LookupError("no model") from cause
 
-    def again() -> None:
-        try:
-            fail(KeyError("mine"))
-        except KeyError as error:
-            raise error from error
+    error = KeyError("mine")
+    error.__cause__ = error
+    assert origin(caught(lambda: constructor(by_torch(RuntimeError(CLOSED))))) == "lost_peer"
+    assert origin(caught(lambda: fail(error))) == "rank"
 
-    assert origin(caught(constructor)) == "lost_peer"
-    assert origin(caught(again)) == "rank"
+
+def failed(**sections: Any) -> Failed:
+    """How a rank reports its failure."""
+    outbox = toys.Kept()
+    trial = toys.trial(**sections)
+    allowed = (*trial.allowed, "test_torch_errors")
+    with pytest.raises(main.WorkerFailed):
+        main.run(trial.model_copy(update={"allowed": allowed}), rank=Rank(), outbox=outbox)
+    (found,) = (event for event in outbox.events if isinstance(event, Failed))
+    return found
 
 
 def test_a_connection_that_a_dataset_loses_is_the_runs_own_error() -> None:
-    outbox = toys.Kept()
-    trial = toys.trial(data={"_target_": "toys.far_away"})
-    with pytest.raises(main.WorkerFailed):
-        main.run(trial, rank=Rank(), outbox=outbox)
-    failed = outbox.events[-1]
-    assert isinstance(failed, Failed)
-    assert failed.origin == "rank"
-    assert failed.error.endswith("ConnectionResetError: [Errno 104] Connection reset by peer")
-    assert "toys.py" in failed.traceback
+    found = failed(data={"_target_": "toys.far_away"})
+    assert found.origin == "rank"
+    assert found.error.endswith("ConnectionResetError: [Errno 104] Connection reset by peer")
+    assert "toys.py" in found.traceback
 
 
 def test_memory_that_user_code_speaks_of_is_not_ours() -> None:
     for words in ("the GPU server is out of memory", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED"):
         assert not is_out_of_memory(caught(lambda words=words: fail(RuntimeError(words))))
         assert is_out_of_memory(by_torch(RuntimeError(words)))
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")):
+        assert is_out_of_memory(error)
+    assert is_out_of_memory(caught(lambda: nn.Linear(10**7, 10**7)))
+    assert not is_out_of_memory(caught(lambda: torch.ones(2, 3) @ torch.ones(2, 3)))
+    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_a_layer_that_is_no_batch_norm_keeps_its_own_words() -> None:
@@ -150,22 +147,6 @@ def test_a_layer_that_is_no_batch_norm_keeps_its_own_words() -> None:
     model = {"_target_": "torch.nn.GroupNorm", "num_groups": 3, "num_channels": 3}
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         toys.trained(model=model, train={"global_batch_size": 1})
-
-
-def test_a_model_that_is_too_large_for_memory_says_so() -> None:
-    assert is_out_of_memory(caught(lambda: nn.Linear(10**7, 10**7)))
-
-
-@pytest.mark.parametrize(
-    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")]
-)
-def test_some_types_are_all_about_memory(error: Exception) -> None:
-    assert is_out_of_memory(error)
-
-
-def test_other_errors_are_not_about_memory() -> None:
-    assert not is_out_of_memory(caught(lambda: torch.ones(2, 3) @ torch.ones(2, 3)))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 class Greedy(nn.Linear):
@@ -177,16 +158,9 @@ class Greedy(nn.Linear):
 
 
 def test_a_rank_reports_that_it_ran_out_of_memory() -> None:
-    outbox = toys.Kept()
-    trial = toys.trial(model={"_target_": "test_torch_errors.Greedy", "in_features": 3, "out_features": 1})
-    with pytest.raises(main.WorkerFailed):
-        main.run(
-            trial.model_copy(update={"allowed": (*trial.allowed, "test_torch_errors")}), rank=Rank(), outbox=outbox
-        )
-    failed = outbox.events[-1]
-    assert isinstance(failed, Failed)
-    assert failed.is_out_of_memory
-    assert isinstance(Outcome(failures=(failed,)).error, NoMemoryError)
+    found = failed(model={"_target_": "test_torch_errors.Greedy", "in_features": 3, "out_features": 1})
+    assert found.is_out_of_memory
+    assert isinstance(Outcome(failures=(found,)).error, NoMemoryError)
 
 
 class Reentrant(nn.Module):
@@ -206,11 +180,12 @@ def test_a_layer_that_ddp_gets_two_gradients_of_is_named() -> None:
     try:
         model = DistributedDataParallel(Reentrant())
         loss = model(torch.ones(2, 3)).sum()
-        context: Any = SimpleNamespace(built=SimpleNamespace(trainable=dict(model.module.named_parameters())))
-        with pytest.raises(ExperimentError) as info, explained(context):
-            loss.backward()
+        error: Any = caught(loss.backward)
     finally:
         dist.destroy_process_group()
+    s: Any = SimpleNamespace(trainable=dict(model.module.named_parameters()))
+    with pytest.raises(ExperimentError) as info:
+        explain(error, s, None)
     assert str(info.value).startswith(
         "parallel.options.static_graph: is false, but one backward pass computes the gradients of body.0 twice"
     )

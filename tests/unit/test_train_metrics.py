@@ -11,18 +11,14 @@ import toys
 from pipeline.config.consistency import contradictions
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
-from pipeline.training.build import build
-from pipeline.training.features.train_metrics import TrainMetrics
-from pipeline.training.meters import meter
-from pipeline.training.step import compute_gradients, train_step
+from pipeline.train import meter
+from pipeline.train.build import build
+from pipeline.train.built_in_hooks import TrainedMetrics
+from pipeline.train.kept import compute_gradients
 
 BOTH = ["train", "validation"]
 COUNT = {"_target_": "toy_metrics.Count"}
 ERROR = {"_target_": "torchmetrics.MeanSquaredError"}
-
-
-def keys_of_problems(**sections: Any) -> set[str]:
-    return {problem.key for problem in contradictions(toys.experiment(**sections))}
 
 
 @pytest.mark.parametrize("train", [{}, {"gradient_accumulation": 2}, {"evaluate_every_steps": 2}])
@@ -41,12 +37,11 @@ def test_a_step_that_is_reported_alone_has_its_own_value(monkeypatch: pytest.Mon
 
 
 def test_they_hold_no_graph_and_leave_out_passes_without_update() -> None:
-    training = build(toys.trial(metrics={"parts": {"_target_": "toy_metrics.Parts", "on": BOTH}}), rank=Rank())
-    feature = toys.feature(training, TrainMetrics)
-    outputs = feature.metrics["parts"].metric_state["outputs"]
-    compute_gradients(training, training.batches.training(0))
+    s = build(toys.trial(metrics={"parts": {"_target_": "toy_metrics.Parts", "on": BOTH}}), rank=Rank())
+    outputs = toys.hook(s, TrainedMetrics)._metrics["parts"].metric_state["outputs"]
+    compute_gradients(s, s.batches.stream(0, last_step=1))
     assert outputs == []
-    train_step(training, training.batches.training(0), step=0)
+    s.train_step(s, s.batches.stream(0, last_step=1), step=0)
     assert [len(each) for each in outputs] == [8]
     assert not outputs[0].requires_grad
 
@@ -58,20 +53,27 @@ def test_an_error_of_a_metric_names_it() -> None:
     assert str(caught.value) == expected
 
 
-def test_what_cannot_be_measured_or_reported_is_refused() -> None:
-    one = {"_target_": "torch.optim.SGD", "lr": 0.1, "params": "*"}
-    assert "metrics.count.on" in keys_of_problems(metrics={"count": {**COUNT, "on": ["train"]}})
-    assert "metrics.gradient_norm.on" in keys_of_problems(metrics={"gradient_norm": {**COUNT, "on": BOTH}})
-    assert "metrics.gradient_norm.on" not in keys_of_problems(metrics={"gradient_norm": COUNT})
-    several = {"optimizer": None, "optimizers": {"all": one}}
-    assert "metrics.count.on" in keys_of_problems(metrics={"count": {**COUNT, "on": BOTH}}, **several)
+@pytest.mark.parametrize(
+    ("name", "on", "is_refused"),
+    [("count", ["train"], True), ("gradient_norm", BOTH, True), ("gradient_norm", BOTH[1:], False)],
+)
+def test_what_cannot_be_measured_or_reported_is_refused(name: str, on: list[str], is_refused: bool) -> None:
+    found = contradictions(toys.experiment(metrics={name: {**COUNT, "on": on}}))
+    assert (f"metrics.{name}.on" in {problem.key for problem in found}) is is_refused
+
+
+def test_they_are_not_measured_with_several_optimizers() -> None:
+    several = {"all": {"_target_": "torch.optim.SGD", "lr": 0.1, "params": "*"}}
+    experiment = toys.experiment(metrics={"count": {**COUNT, "on": BOTH}}, optimizer=None, optimizers=several)
+    assert "metrics.count.on" in {problem.key for problem in contradictions(experiment)}
 
 
 def test_the_default_leaves_a_plain_step_and_the_hash_as_they_were() -> None:
-    experiment = toys.experiment(metrics={"count": COUNT})
-    assert experiment.model_dump(mode="json")["metrics"] == {"count": {**COUNT, "on": ["validation"]}}
-    written = toys.experiment(metrics={"count": {**COUNT, "on": BOTH}}).model_dump(mode="json")["metrics"]
-    assert written == {"count": {**COUNT, "on": BOTH}}
-    training = build(toys.trial(metrics={"count": COUNT}), rank=Rank())
-    assert "train_metrics" not in {feature.name for feature in training.features}
-    assert torch.is_tensor(train_step(training, training.batches.training(0), step=0).loss)
+    for on in ({"on": BOTH}, {}):
+        written = toys.experiment(metrics={"count": {**COUNT, **on}}).model_dump(mode="json")["metrics"]
+        assert written == {"count": {**COUNT, "on": BOTH if on else ["validation"]}}
+    s = build(toys.trial(metrics={"count": COUNT}), rank=Rank())
+    assert not s.hooks
+    assert not s.trainee.keeps_outputs
+    assert torch.is_tensor(s.train_step(s, s.batches.stream(0, last_step=1), step=0).sums["loss"])
+    assert not s.outputs

@@ -14,7 +14,7 @@ from pipeline.config.summary import to_yaml
 from pipeline.errors import UsageError
 from pipeline.protocol.events import RunClosed, RunOpened
 from pipeline.recording.journal.recorder import Recorder
-from pipeline.training.result.reference import record
+from pipeline.train.reference import record
 
 
 @pytest.fixture
@@ -29,10 +29,8 @@ def folder(tmp_path: Path) -> Path:
         recorder.receive(RunClosed(status="FINISHED"))
     (run / "experiment.yaml").write_text(to_yaml(experiment()))
     torch.save(nn.Linear(3, 1).state_dict(), run / "model" / "weights.pt")
-    recorded = record(
-        nn.Linear(3, 1), None, placed=None, device=torch.device("cpu"), is_exact=True, runtime={}
-    )  # of no call, so nothing is compared
-    recorded.save(run / "model" / "reference.pt", has_example=False)
+    recorded = record(nn.Linear(3, 1), None, device=torch.device("cpu"), is_exact=True, runtime={})  # of no call
+    recorded.save(run / "model" / "reference.pt")
     return run
 
 

@@ -9,6 +9,7 @@ import itertools
 import re
 import time
 from collections import Counter
+from contextlib import ExitStack
 from itertools import pairwise
 from statistics import geometric_mean
 from types import SimpleNamespace
@@ -28,13 +29,11 @@ from pipeline.protocol.events import Finished, Phase, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.training import loop
-from pipeline.training.build import build
-from pipeline.training.loop import train
-from pipeline.training.measuring import compared_trials, turns
-from pipeline.training.measuring.compared_trials import LEAST_STEPS, Player
-from pipeline.training.measuring.turns import FEWEST_PAIRS, LEAST_PAIRS, PATIENCE, SLOT_S, Schedule
-from pipeline.training.ranks import watch
+from pipeline.train import measure, turns, watch
+from pipeline.train.build import build
+from pipeline.train.run import train
+from pipeline.train.state import State
+from pipeline.train.turns import FEWEST_PAIRS, LEAST_PAIRS, LEAST_STEPS, PATIENCE, SLOT_S, Player, Schedule
 
 # How many, and how long
 
@@ -59,34 +58,26 @@ def test_a_schedule_keeps_to_the_budget_with_slots_that_are_long_enough(
     assert schedule.steps.keys() == step_s.keys()
     for name, seconds in step_s.items():
         slot_s = schedule.steps[name] * seconds * (1 + 1e-9)  # rounding
-        assert slot_s >= SLOT_S
-        assert slot_s >= 2 * queue * slowest
-        assert slot_s >= LEAST_STEPS * slowest
+        assert slot_s >= max(SLOT_S, 2 * queue * slowest, LEAST_STEPS * slowest)
         assert slot_s - seconds <= max(SLOT_S, max(LEAST_STEPS, 2 * queue) * slowest) * (1 + 1e-6)
+
+
+def planned(step_s: float, *, queue: int = 0) -> Schedule:
+    """The schedule of a training and a baseline whose steps take twice as long."""
+    return Schedule.within({"main": step_s, "baseline": 2 * step_s}, budget_s=30.0, most=16, queue=queue)
 
 
 def test_a_schedule_by_hand() -> None:
     """Slots of 0.75 s and a step that isn't timed: 76 steps of 10 ms, 39 of 20 ms, 1.54 s for a round."""
-    schedule = Schedule.within({"main": 0.01, "baseline": 0.02}, budget_s=30.0, most=16, queue=0)
+    schedule = planned(0.01)
     assert schedule.steps == {"main": 75, "baseline": 38}
     assert schedule.slot_s == pytest.approx({"main": 0.75, "baseline": 0.76})
     assert schedule.rounds == 16
     assert schedule.seconds == pytest.approx(16 * (0.76 + 0.78))
-
-
-def test_longer_steps_have_fewer_rounds_but_never_too_few() -> None:
-    rounds = [
-        Schedule.within({"main": each, "baseline": 2 * each}, budget_s=30.0, most=16, queue=0).rounds
-        for each in (0.01, 0.1, 0.4, 0.8, 10.0)
-    ]
-    assert rounds == sorted(rounds, reverse=True)
-    assert rounds == [16, 15, 6, LEAST_PAIRS, FEWEST_PAIRS]
-
-
-def test_a_queue_of_batches_is_outlasted() -> None:
-    """A loader with 8 batches ready would show its pace only after 8 steps."""
-    schedule = Schedule.within({"main": 0.25, "baseline": 0.5}, budget_s=30.0, most=16, queue=8)
-    assert schedule.steps == {"main": 32, "baseline": 16}
+    # Longer steps have fewer rounds, but never too few.
+    assert [planned(each).rounds for each in (0.01, 0.1, 0.4, 0.8, 10.0)] == [16, 15, 6, LEAST_PAIRS, FEWEST_PAIRS]
+    # A loader with 8 batches ready would show its pace only after 8 steps.
+    assert planned(0.25, queue=8).steps == {"main": 32, "baseline": 16}
 
 
 # In which order
@@ -105,7 +96,6 @@ def test_each_takes_one_slot_in_each_round_and_the_next_round_is_reversed(count:
 
 def test_the_seed_decides_who_begins() -> None:
     assert turns.turns(["a", "b"], rounds=3, seed=0) == [("a", "b"), ("b", "a"), ("a", "b")]
-    assert turns.turns(["a", "b"], rounds=3, seed=1) == [("b", "a"), ("a", "b"), ("b", "a")]
     begins = Counter(turns.turns(["a", "b", "c"], rounds=1, seed=seed)[0][0] for seed in range(30))
     assert begins == {"a": 10, "b": 10, "c": 10}
 
@@ -114,9 +104,11 @@ def test_the_seed_decides_who_begins() -> None:
 
 
 @pytest.fixture
-def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "SLOT_S", 0.002)
 
+
+short_slots = pytest.mark.usefixtures("with_short_slots")
 
 MEASURE = {"rounds": 5, "time_budget_s": 600, "warmup_steps": 1, "steps": 2}
 
@@ -150,7 +142,7 @@ def ends(outbox: toys.Kept) -> dict[str, TrialResult]:
     return {event.trial: event.result for event in outbox.events if isinstance(event, Finished)}
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 def test_all_take_as_many_slots_and_report_them() -> None:
     result, outbox = measured(compared(Baseline, Reference))
     others = ends(outbox)
@@ -171,23 +163,17 @@ def test_all_take_as_many_slots_and_report_them() -> None:
         assert each.step_ms.low == pytest.approx(1000 * 8 / rate.high)
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 def test_what_is_compared_may_be_built_for_as_long_as_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog ended rank 0 where the baseline took longer: its last phase was that of a step."""
     phases = []
-
-    def noted(*given: Any, **more: Any) -> Any:
-        phases.append(watch._now.phase)
-        return build(*given, **more)
-
-    monkeypatch.setattr(compared_trials, "build", noted)
-    measured(compared(Baseline))
+    monkeypatch.setattr(
+        turns, "build", lambda *given, **more: (phases.append(watch._now.phase), build(*given, **more))[1]
+    )
+    _, outbox = measured(compared(Baseline))
     assert phases == [Phase.BUILDING]
 
-
-@pytest.mark.usefixtures("short_slots")
-def test_the_events_of_what_is_compared_come_together_once_it_is_measured() -> None:
-    _, outbox = measured(compared(Baseline))
+    # Its events come together once it is measured.
     told = [(event.kind, event.trial) for event in outbox.events if event.trial == "baseline"]
     assert told[0] == ("started", "baseline")
     assert told[-1] == ("finished", "baseline")
@@ -195,23 +181,23 @@ def test_the_events_of_what_is_compared_come_together_once_it_is_measured() -> N
     assert [event.kind for event in outbox.events][-len(told) :] == [kind for kind, _ in told]
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 def test_the_training_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its losses, its weights before and after it is measured, its buffers and its learning rate."""
     kept: list[dict[str, torch.Tensor]] = []
     rates: list[list[float]] = []
 
-    def watched(context: Any, **more: Any) -> turns.InTurn | None:
+    def watched(s: State, **more: Any) -> dict[str, Any]:
         def note() -> None:
-            kept.append({name: value.clone() for name, value in context.whole.state_dict().items()})
-            rates.append([group["lr"] for group in context.optimizer.param_groups])
+            kept.append({name: value.clone() for name, value in s.trainee.state_dict().items()})
+            rates.append([group["lr"] for group in s.optimizers[""].param_groups])
 
         note()
-        slots = turns.measure_in_turn(context, **more)
+        slots = turns.measure_in_turn(s, **more)
         note()
         return slots
 
-    monkeypatch.setattr(loop, "measure_in_turn", watched)
+    monkeypatch.setattr(measure, "measure_in_turn", watched)
     sections: dict[str, Any] = {
         "model": {"_target_": "toys.rich_net"}, "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01}
     }  # fmt: skip
@@ -229,28 +215,22 @@ def test_the_training_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) ->
     assert (len(result.slots), alone.slots) == (5, ())
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("others", "model", "said"),
     [
-        ({"model": {"_target_": "toys.BrokenModel"}}, "the user's own mistake"),
-        ({"model": {"_target_": "toys.frozen_net"}}, "parameters"),
+        ((Reference,), "BrokenModel", "the user's own mistake"),
+        ((), "BrokenModel", ""),
+        ((Reference,), "frozen_net", ""),
     ],
 )
-def test_what_can_t_be_measured_costs_itself_and_a_line(own: dict[str, Any], said: str) -> None:
-    result, outbox = measured(compared(Baseline, Reference, own=own))
+def test_what_can_t_be_measured_costs_itself_and_a_line(others: Any, model: str, said: str) -> None:
+    result, outbox = measured(compared(Baseline, *others, own={"model": {"_target_": f"toys.{model}"}}))
     (warning,) = [event.message for event in outbox.events if isinstance(event, Warned)]
     assert warning.startswith("The baseline (1 worker) could not be measured next to the training: ")
     assert said in warning
-    assert list(ends(outbox)) == ["reference"]
-    assert len(result.slots) == 5
-
-
-@pytest.mark.usefixtures("short_slots")
-def test_a_training_whose_baseline_can_t_be_measured_has_its_result() -> None:
-    result, outbox = measured(compared(Baseline, own={"model": {"_target_": "toys.BrokenModel"}}))
-    assert (result.steps, result.slots, ends(outbox)) == (6, (), {})
-    assert [event.kind for event in outbox.events].count("warned") == 1
+    assert (result.steps, list(ends(outbox))) == (6, ["reference"] * len(others))
+    assert len(result.slots) == 5 * len(others)
 
 
 def too_large(*, most: int, is_crowded: bool = False) -> Training:
@@ -261,7 +241,7 @@ def too_large(*, most: int, is_crowded: bool = False) -> Training:
     return made.model_copy(update={"workers": 2})
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 @pytest.mark.parametrize("where", ["first step", "first slot"])
 def test_a_baseline_without_memory_for_a_whole_batch_takes_micro_batches(
     where: str, monkeypatch: pytest.MonkeyPatch
@@ -270,20 +250,20 @@ def test_a_baseline_without_memory_for_a_whole_batch_takes_micro_batches(
     models: list[ref[torch.nn.Module]] = []
     alive: list[int] = []
 
-    def built(trial: Trial, **more: Any) -> Any:
+    def built(trial: Trial, **more: Any) -> State:
         gc.collect()
         alive.append(sum(model() is not None for model in models))
-        context = build(trial, **more)
-        models.append(ref(context.model))
-        return context
+        s = build(trial, **more)
+        models.append(ref(s.model))
+        return s
 
-    def settled(player: Player, step_s: float) -> float:
+    def settled(player: Player, step_s: float) -> None:
         if player.name == "baseline" and len(models) == 1:
             raise torch.OutOfMemoryError
-        return settle(player, step_s)
+        settle(player, step_s)
 
     settle = Player.settle
-    monkeypatch.setattr(compared_trials, "build", built)
+    monkeypatch.setattr(turns, "build", built)
     if where == "first slot":
         monkeypatch.setattr(Player, "settle", settled)
     result, outbox = measured(too_large(most=8 if where == "first slot" else 4))
@@ -295,7 +275,7 @@ def test_a_baseline_without_memory_for_a_whole_batch_takes_micro_batches(
     assert not any(isinstance(event, Warned) for event in outbox.events)
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 @pytest.mark.parametrize(("most", "parts"), [(8, None), (4, 2)])
 def test_a_baseline_without_memory_next_to_the_training_is_measured_after_it(most: int, parts: int | None) -> None:
     result, outbox = measured(too_large(most=most, is_crowded=True))
@@ -310,7 +290,7 @@ def test_a_baseline_without_memory_next_to_the_training_is_measured_after_it(mos
     )
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 def test_a_baseline_that_has_no_memory_at_all_costs_a_line() -> None:
     result, outbox = measured(too_large(most=0))
     *_, warning = [event.message for event in outbox.events if isinstance(event, Warned)]
@@ -320,7 +300,7 @@ def test_a_baseline_that_has_no_memory_at_all_costs_a_line() -> None:
     assert (result.steps, result.slots, ends(outbox)) == (6, (), {})
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 def test_a_budget_that_is_too_short_is_told() -> None:
     trial = compared(Baseline)
     hasty = {"time_budget_s": 0.001, "rounds": 5}
@@ -336,7 +316,7 @@ def test_a_budget_that_is_too_short_is_told() -> None:
     assert len(result.slots) == 2
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 def test_a_machine_that_slows_down_has_fewer_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round takes longer than the budget for all."""
     seconds = itertools.count(step=1000)
@@ -355,23 +335,22 @@ def test_a_machine_that_slows_down_has_fewer_pairs(monkeypatch: pytest.MonkeyPat
 def test_a_slot_of_one_process_ends_when_it_takes_far_longer_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The training's slot has all of its steps: other ranks take as many."""
     seconds, steps = itertools.count(), []
-    clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
-    monkeypatch.setattr(compared_trials, "train_step", lambda *_, **__: steps.append(1))
-    monkeypatch.setattr(compared_trials, "synchronize", lambda _: None)
-    monkeypatch.setattr(compared_trials, "time", clock)
+    monkeypatch.setattr(turns, "synchronize", lambda _: None)
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     for world_size, taken in ((1, 9), (2, 100)):  # a look at the clock takes a second, and 8 s are twice the plan
         steps.clear()
-        rank = Rank(world_size=world_size, local_world_size=world_size)
-        context = SimpleNamespace(trial=toys.trial(), rank=rank, device=torch.device("cpu"))
-        Player("main", context, stream=iter(())).take(steps=100, planned_s=4.0)  # type: ignore[arg-type]
+        s = build(toys.trial(), rank=Rank(), outbox=toys.Kept())
+        s.train_step = lambda *_, **__: steps.append(1)  # type: ignore[assignment,return-value]
+        s.rank = Rank(world_size=world_size, local_world_size=world_size)
+        with ExitStack() as kept:
+            Player("main", s, kept=kept).take(steps=100, planned_s=4.0)
         assert len(steps) == 1 + taken
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [(0.01, 3 + 5), (2.0, 5), (60.0, 3)])
 def test_a_trial_whose_steps_take_long_has_fewer_first_steps(step_s: float, steps: int) -> None:
     (trial,) = compared(Baseline).compared_with
-    trial = trial.model_copy(update={"max_steps": 8})
-    assert compared_trials.find_first_steps(trial, step_s=step_s) == steps
+    assert turns.find_first_steps(trial.model_copy(update={"max_steps": 8}), step_s=step_s) == steps
 
 
 def test_the_measurements_are_announced_with_their_length() -> None:
@@ -394,7 +373,7 @@ class Asked(toys.Kept):
         return "trained" in self.kinds()
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 def test_a_request_to_stop_ends_the_slots() -> None:
     outbox = Asked()
     with pytest.raises(Stopped):
@@ -402,7 +381,7 @@ def test_a_request_to_stop_ends_the_slots() -> None:
     assert not {"finished", "warned"} & set(outbox.kinds())
 
 
-@pytest.mark.usefixtures("short_slots")
+@short_slots
 def test_threads_are_those_of_the_training_afterwards() -> None:
     threads = torch.get_num_threads()
     trial = compared(Reference)

@@ -22,7 +22,6 @@ from pipeline.errors import Stopped
 from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
-from pipeline.training.ranks.matmul_precision import set_exact_convolutions
 from pipeline.worker import main as worker
 from pipeline.worker import process_group, system_metrics
 from pipeline.worker.system_metrics import system_sampled
@@ -97,11 +96,6 @@ def test_code_that_sets_tf32_by_the_newer_api_is_trained(sections: dict[str, Any
     (end,) = [event for event in outbox.events if isinstance(event, Finished)]
     assert end.result.matmul_precision == "high"
     assert torch.get_float32_matmul_precision() == "highest"
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # after which `torch.backends.cudnn.flags` raises
-    with set_exact_convolutions(enabled=False):
-        assert not torch.backends.cudnn.enabled
-    assert torch.backends.cudnn.enabled
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
 
 
 def test_the_traceback_starts_where_the_users_code_does() -> None:

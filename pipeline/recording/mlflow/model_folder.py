@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlflow.types import Schema
     from torch import nn
 
-    from pipeline.training.result.exported_model import Example
+    from pipeline.train.exported import Example
 
     Array = np.ndarray[Any, Any]
     Arrays = Array | Mapping[str, Array]
@@ -116,8 +116,8 @@ class Module:
 
         from pipeline.config.load import load
         from pipeline.config.targets import allowed_packages
-        from pipeline.training.result.exported_model import check_memory, trained_model
-        from pipeline.training.result.reference import Reference
+        from pipeline.train.exported import check_memory, trained_model
+        from pipeline.train.reference import Reference
 
         check_memory(folder / event.weights)
         experiment = load(folder / "experiment.yaml").experiment
@@ -129,7 +129,7 @@ class Module:
     @property
     def inputs(self) -> "Arrays":
         """A small batch of its inputs, by name if they have names."""
-        from pipeline.training.result.exported_model import as_arrays
+        from pipeline.train.exported import as_arrays
 
         arrays: Arrays = as_arrays(self.example)
         return arrays
@@ -138,7 +138,7 @@ class Module:
         """Write the folder as MLflow does."""
         import mlflow.pytorch
 
-        from pipeline.training.result.exported_model import predicted
+        from pipeline.train.exported import predicted
 
         def save(serialization_format: str) -> None:
             mlflow.pytorch.save_model(

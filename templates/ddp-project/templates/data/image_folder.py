@@ -23,7 +23,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, files: Sequence[tuple[Path, int]], *, image_size: int) -> None:
         self.files = files
-        self.targets = [label for _, label in files]  # for `sampler: {weights: balanced}`
+        self.targets = [label for _, label in files]  # for pipeline.data.balanced, a sampler
         self.image_size = image_size
 
     def __len__(self) -> int:

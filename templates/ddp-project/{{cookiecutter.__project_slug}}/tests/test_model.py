@@ -8,13 +8,13 @@ def test_loss_and_metrics_take_what_the_model_returns(built: Parts) -> None:
     step = built.step(built.batch(range(4)))
     built.metrics.update(step.outputs, step.targets)
 
-    assert torch.isfinite(step.loss)
+    assert torch.isfinite(step.sum)
     assert len(built.metrics.compute()) == len(built.metrics)
 
 
 def test_every_parameter_learns(built: Parts) -> None:
     """DDP waits for the gradient of each parameter; unused parameters need `find_unused_parameters`."""
-    loss = built.step(built.batch(range(4))).loss
+    loss = built.step(built.batch(range(4))).sum
     learning = [(name, one) for name, one in built.model.named_parameters() if one.requires_grad]
     names, parameters = zip(*learning, strict=True)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)

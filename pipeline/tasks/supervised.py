@@ -1,0 +1,173 @@
+"""The tasks of (inputs, targets): any loss of torch or of a user, and the cross entropy of a language model."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from pipeline.errors import ExperimentError
+from pipeline.tasks.trainee import AsModule, Loss, Task, count_samples, described
+
+IGNORED = -100
+"""Default ``ignore_index`` of torch's losses."""
+_HINT = "return pairs from the dataset, or set `task:` to a class that reads such batches"
+_WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss)
+_MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples
+_BROADCASTING = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss,
+    nn.HingeEmbeddingLoss,
+)  # fmt: skip
+
+
+class Supervised(nn.Module, Task):
+    """``loss(model(inputs), targets)`` for batches of (inputs, targets).
+
+    If the output has ``logits``, as outputs of transformers models do, the loss gets only the logits. torch's cross
+    entropies are divided by the number of targets that are not ignored, or by the sum of the targets' class weights.
+    Any other loss is the mean over the samples.
+
+    Raises:
+        ExperimentError: the loss isn't a mean over the batch, or a batch isn't a pair.
+    """
+
+    error_key = "loss"
+    """Key of the experiment that errors name."""
+
+    def __init__(self, loss: Callable[[Any, Any], Tensor], *, ignores: bool = False) -> None:
+        """Wrap a loss.
+
+        Args:
+            loss: function of outputs and targets that returns the mean over the batch.
+            ignores: True if targets may equal the ``ignore_index`` of the loss, even torch's default of -100.
+        """
+        super().__init__()
+        reduction = getattr(loss, "reduction", "mean")
+        if reduction not in _MEAN_REDUCTIONS:
+            message = f"reduction {reduction!r} depends on the batch size; set reduction: mean"
+            raise ExperimentError.of("loss", message)
+        self.loss = loss if isinstance(loss, nn.Module) else AsModule(loss)
+        # A subclass of torch's cross entropies may compute something else.
+        self._is_entropy = getattr(type(loss), "forward", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        self.is_known = self._is_entropy or type(loss).__module__ == "torch.nn.modules.loss"
+        """True if the loss is torch's own, which needs no check of being a mean over the samples."""
+        self._has_weights = isinstance(loss, _WEIGHTED) and any(True for _ in loss.buffers())
+        self._checked: set[bool] = set()  # modes whose first batch was checked
+        if not self._is_entropy:
+            return
+        entropy: Any = loss
+        weight = entropy.weight
+        if weight is not None and getattr(loss, "label_smoothing", 0.0) != 0.0 and bool((weight == 0).any()):
+            raise ExperimentError.of(
+                "loss",
+                "label_smoothing with a class weight of 0 divides by 0 if a batch has only that class. Set the weight "
+                "to 1e-6.",
+            )
+        self._counts_targets = ignores or weight is not None or entropy.ignore_index != IGNORED
+        entropy.reduction = "sum"
+
+    @override
+    def forward(self, model: nn.Module, batch: Any) -> Loss:
+        """Compute the loss of (inputs, targets)."""
+        inputs, targets = _pair(batch)
+        outputs = _logits(model(inputs))
+        if self._has_weights and isinstance(outputs, Tensor):  # a file or class may have integers or doubles
+            needed = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+            for name, weight in self.loss._buffers.items():
+                if weight is not None and weight.dtype != needed:
+                    self.loss._buffers[name] = weight.to(needed)
+        if self.training not in self._checked:
+            self._check(outputs, targets)
+        loss = self.loss(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise ExperimentError.of("loss", f"is {described(loss)}, not a scalar; return the mean over the batch")
+        if self._is_entropy:
+            return Loss(loss, self._count(targets), outputs, targets)
+        return Loss(loss * count_samples(batch), None, outputs, targets)
+
+    def _count(self, targets: Tensor) -> Tensor | None:
+        """Return the divisor of torch's mean; None if it is the number of samples."""
+        if targets.is_floating_point():  # class probabilities, for which torch divides by all items, even with weights
+            return targets.new_full((), targets.numel() // targets.shape[1]) if targets.ndim > 2 else None
+        if targets.ndim < 2 and not self._counts_targets:
+            return None
+        entropy: Any = self.loss
+        weight, counted = entropy.weight, targets.ne(entropy.ignore_index)
+        return counted.sum() if weight is None else (weight[torch.where(counted, targets, 0)] * counted).sum()
+
+    def _check(self, outputs: Any, targets: Any) -> None:
+        """Check the first batch for ignored targets that nobody counts, and for shapes that torch broadcasts."""
+        self._checked.add(self.training)
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            return
+        is_counted = not self._is_entropy or self._counts_targets or targets.ndim != 1 or not len(targets)
+        if not is_counted and int(targets.min()) == IGNORED:  # no other label is negative
+            raise ExperimentError.of(
+                "loss",
+                f"some targets are {IGNORED}, which the loss ignores. Set ignore_index: {IGNORED}, so that the loss is "
+                "divided by the number of the other targets.",
+            )
+        if type(self.loss) in _BROADCASTING and (message := explain_broadcast(outputs, targets)):
+            raise ExperimentError.of("loss", message)
+
+
+class LanguageModel(Task):
+    """Cross entropy of each next token, for batches of (tokens, next_tokens).
+
+    Both are int64 of shape (batch, time). Targets of -100 are padding. Metrics get logits (batch * time, vocabulary)
+    and tokens (batch * time).
+
+    Raises:
+        ExperimentError: a batch isn't a pair.
+    """
+
+    @override
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        """Compute the loss of (tokens, next_tokens)."""
+        tokens, next_tokens = _pair(batch)
+        logits = _logits(model(tokens)).flatten(0, 1)
+        targets = next_tokens.flatten()
+        loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        return Loss(loss, (targets != IGNORED).sum(), logits, targets)
+
+
+def explain_broadcast(outputs: Tensor, targets: Tensor) -> str:
+    """Explain shapes that torch broadcasts to more elements than either has, with a remedy; empty for others."""
+    try:
+        both = tuple(torch.broadcast_shapes(outputs.shape, targets.shape))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return ""
+    if math.prod(both) <= max(outputs.numel(), targets.numel()):
+        return ""
+    given = f"{shaped('outputs', outputs)} and {shaped('targets', targets)}"
+    remedy = remedy_of_shapes(tuple(outputs.shape), tuple(targets.shape))
+    return f"gets {given}, which torch broadcasts to {both}; {remedy}"
+
+
+def remedy_of_shapes(outputs: tuple[int, ...], targets: tuple[int, ...]) -> str:
+    """Return what to write where outputs and targets should have one shape."""
+    if outputs == (*targets, 1):
+        return "return targets.unsqueeze(-1) from the dataset, or outputs.squeeze(-1) from the model"
+    if targets == (*outputs, 1):
+        return "return targets.squeeze(-1) from the dataset, or outputs.unsqueeze(-1) from the model"
+    return "give both the same shape"
+
+
+def shaped(name: str, tensor: Tensor) -> str:
+    """Return name, shape and type of a tensor, for messages."""
+    return f"{name} of shape {tuple(tensor.shape)} ({str(tensor.dtype).removeprefix('torch.')})"
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list):
+        raise ExperimentError.of("data", f"a batch is {described(batch)}, not (inputs, targets); {_HINT}")
+    if len(batch) != 2:
+        raise ExperimentError.of("data", f"a batch has {len(batch)} parts, not (inputs, targets); {_HINT}")
+    return batch[0], batch[1]
+
+
+def _logits(outputs: Any) -> Any:
+    return getattr(outputs, "logits", outputs)

@@ -1,0 +1,216 @@
+"""Checks of a training by what it was built of and by its first batch and step. Most warn once; none guesses again."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from pipeline.errors import ExperimentError
+from pipeline.protocol.trial import Training
+from pipeline.protocol.trial_result import BATCH_TRANSFORM, RANDOM_NUMBERS
+from pipeline.tasks import LanguageModel, Supervised, gathering
+from pipeline.tasks.trainee import AsModule
+from pipeline.train.kept import buffers_kept
+from pipeline.train.names import find_trainable, listed, shown
+from pipeline.train.optim import stays_in_evaluation
+from pipeline.train.same import attribute_prints, differing
+from pipeline.train.seeds import generators_kept, seed_all
+from pipeline.wording import first_line
+
+if TYPE_CHECKING:
+    from pipeline.train.state import State
+
+_SAMPLES, _TOLERANCE, _TOLERANCE_16_BITS = 5, 1e-3, 5e-2
+_KEPT_ELSEWHERE = (
+    "changed in training, and checkpoints do not contain the change. A resumed run and `pipeline evaluate` start "
+    "without it. If the loss or an output depends on it, their results differ. Keep such state in a buffer "
+    "(register_buffer), or give the module get_extra_state and set_extra_state."
+)
+
+
+def check_halves(s: "State") -> None:
+    """Warn if the sums of two parts of a few samples don't add up to that of all: the loss is no mean over samples.
+
+    torch's own losses are known and not looked at. Of a loss that draws random numbers nothing is said, nor of one that
+    fails on so few samples: the first step raises what remains. Collective if sharded.
+    """
+    known = isinstance(s.task, LanguageModel) or (isinstance(s.task, Supervised) and s.task.is_known)
+    count = min(_SAMPLES, s.batches.readable)
+    if known or s.experiment.optimizers or count < 3 or not isinstance(s.trial, Training):
+        return
+    losses: list[Any] = []
+    modes = [(one, one.training) for one in s.trainee.modules()]
+    s.trainee.eval()
+    try:
+        with torch.no_grad(), buffers_kept(s.trainee), generators_kept(), s.autocast():
+            batch = s.batches.placed(s.batches.read(range(count)))
+            parts = [batch, batch, *(part_of(batch, rows, count) for rows in (slice(0, 2), slice(2, count)))]
+            gathering.current.begin(s, None, exchange=False)
+            for number, part in enumerate(parts):
+                seed_all(min(number, 1), s.device)
+                found = s.trainee(part)
+                losses.append((float(found.sum), float(found.count) if found.count is not None else None))
+    except Exception as error:  # user code may raise anything
+        if not s.is_sharded:
+            return
+        raise RuntimeError(first_line(error)) from error
+    finally:
+        for module, training in modes:
+            module.training = training
+    if gathering.current.is_used:  # computed from the global batch
+        return
+    (whole, counted), (again, _), *halves = losses
+    both, counts = sum(one for one, _ in halves), [one for _, one in halves]
+    tolerance = _TOLERANCE_16_BITS if s.experiment.train.precision in ("bf16", "fp16") else _TOLERANCE
+    scale = max(abs(whole), sum(abs(one) for one, _ in halves))
+    if abs(whole - again) > tolerance * scale or not abs(whole) < float("inf") or not abs(both) < float("inf"):
+        return
+    adds_up = abs(both - whole) <= tolerance * scale
+    if counted is not None and None not in counts:
+        adds_up &= abs(sum(filter(None, counts)) - counted) <= tolerance * abs(counted)
+    if not adds_up and (s.rank.world_size > 1 or s.accumulation > 1):
+        key = "task" if s.experiment.task else "loss"
+        s.warn(
+            f"{key}: it is no mean over the samples. The parts of {count} samples have {both:.6g} in sum, and all of "
+            f"them {whole:.6g}. So training depends on the number of workers and micro-batches. Return "
+            "Loss(sum, count), or compare the samples of a global batch with pipeline.tasks.gathered."
+        )
+
+
+def part_of(batch: Any, rows: slice, samples: int) -> Any:
+    """Return some rows of all tensors and lists of a batch that have a row for each sample."""
+    if isinstance(batch, Mapping):
+        return {name: part_of(one, rows, samples) for name, one in batch.items()}
+    if isinstance(batch, tuple) or (isinstance(batch, list) and len(batch) != samples):
+        parts = [part_of(one, rows, samples) for one in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    is_divided = isinstance(batch, list) or (isinstance(batch, Tensor) and batch.ndim and len(batch) == samples)
+    return batch[rows] if is_divided else batch
+
+
+def check_log_names(names: Sequence[tuple[str, ...]]) -> None:
+    """Refuse logs of other names on other ranks.
+
+    Raises:
+        ExperimentError: ranks have different names.
+    """
+    if len(set(names)) > 1:
+        each = ", ".join(f"{', '.join(own) or 'nothing'} on rank {number}" for number, own in enumerate(names))
+        raise ExperimentError.of("task", f"Loss.logs has {each}; return the same names for every batch")
+
+
+def check_trainable(s: "State") -> None:
+    """Check that only those parameters require a gradient that did at the start.
+
+    Raises:
+        ExperimentError: code of the experiment has unfrozen, added or replaced parameters.
+    """
+    names = [name for name, one in find_trainable(s.trainee).items() if s.trainable.get(name) is not one]
+    if names:
+        raise ExperimentError.of(
+            "model",
+            f"{listed(names)} require a gradient after step {s.step}, but did not when training started, or have been "
+            "replaced. The optimizer only trains parameters that require a gradient at the start. Train in two runs: "
+            "freeze the parameters in the first (train.freeze), and start the second from its weights "
+            "(train.start_from).",
+        )
+
+
+def check_gradient_hooks(trainee: nn.Module, *, micro_batches: int) -> str:
+    """Return a warning about hooks on gradients in a step of several micro-batches; call before a strategy wraps."""
+    kinds = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    parts = (*trainee.named_parameters(), *trainee.named_modules())
+    hooked = [name for name, one in parts if any(getattr(one, kind, None) for kind in kinds)]
+    if not hooked or micro_batches == 1:
+        return ""
+    names = list(dict.fromkeys(shown(name) if name != "model" else "the model" for name in hooked))
+    return (
+        f"model: gradients of {listed(names)} have hooks. A hook gets the gradient of one of the step's "
+        f"{micro_batches} micro-batches, not of the global batch. If it is not linear, such as clamp, training depends "
+        "on the number of workers and micro-batches. Use train.clip_grad_norm, or an optimizer that changes gradients."
+    )
+
+
+def coupled(s: "State") -> tuple[str, ...]:
+    """Return what depends on how ranks share a global batch: types of layers, random numbers, buffers that differ."""
+    layers = (
+        module
+        for module in s.model.modules()
+        if (isinstance(module, _BatchNorm) and not stays_in_evaluation(module))
+        or (isinstance(module, _DropoutNd) and module.p > 0)
+    )
+    names = [type(module).__name__.removeprefix("FSDP") for module in layers]
+    recurrent = (module for module in s.model.modules() if isinstance(module, nn.RNNBase) and module.dropout > 0)
+    names += [f"Dropout of {type(module).__name__}" for module in recurrent]
+    names += [RANDOM_NUMBERS] if s.facts is not None and s.facts.draws else []
+    names += [BATCH_TRANSFORM] if s.experiment.train.batch_transform is not None else []
+    return (*dict.fromkeys(names), *s.differing_buffers)
+
+
+class FirstStep:
+    """What the first step of this process changes: buffers, and attributes that checkpoints lack."""
+
+    def __init__(self, s: "State") -> None:
+        self._s = s
+        self._attributes = attribute_prints(s.trainee) if isinstance(s.trial, Training) else {}
+        self._buffers = {name: one.clone() for name, one in _buffers(s)} if s.accumulation > 1 else {}
+
+    def check(self) -> None:
+        """Warn of buffers that differ between ranks after the step, and of attributes that changed. Collective."""
+        s = self._s
+        buffers = dict(_buffers(s))
+        if names := differing(buffers, rank=s.rank):
+            s.differing_buffers = (_listed(names),)
+            one = len(names) == 1
+            message = (
+                f"model: {_listed(names)} {'differs' if one else 'differ'} between workers. Each worker updates "
+                f"{'it' if one else 'them'} from its part of the batch, and only rank 0's value is saved. To use the "
+                "whole batch, compute the update from pipeline.tasks.gathered(...)."
+            )
+            self._warn(message)
+        elif changed := [n for n, one in self._buffers.items() if n in buffers and not torch.equal(one, buffers[n])]:
+            self._warn(
+                f"model: {_listed(changed)} {'changes' if len(changed) == 1 else 'change'} in each forward pass. With "
+                f"train.gradient_accumulation this happens {s.accumulation} times in a step, each time for a part of "
+                "the batch. If the loss depends on it, training differs from training with the whole batch. Update "
+                "it once in a step, or remove train.gradient_accumulation."
+            )
+        now = attribute_prints(s.trainee) if self._attributes else {}
+        saved = tuple(f"{place}." for place, module in s.trainee.named_modules() if _saves_more(module))
+        before = {name: one for name, one in self._attributes.items() if not name.startswith(saved)}
+        if lost := [name for name, one in before.items() if now.get(name) != one]:
+            self._warn(f"{listed([_attribute(name) for name in lost])} {_KEPT_ELSEWHERE}")
+
+    def _warn(self, message: str) -> None:
+        if isinstance(self._s.trial, Training):
+            self._s.warn(message)
+
+
+def _saves_more(module: nn.Module) -> bool:
+    """Return True if a module, or a task that is none, puts more than parameters and buffers into checkpoints."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state or (
+        isinstance(module, AsModule) and hasattr(module.inner, "state_dict")
+    )
+
+
+def _attribute(name: str) -> str:
+    return name if name.startswith("task.") else f"model.{shown(name)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{'buffer' if len(names) == 1 else 'buffers'} {listed([shown(name) for name in names])}"
+
+
+def _buffers(s: "State") -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers but those of layers that are known by their type.
+
+    Ranks that update them from their own samples have different ones after a step: DDP copies those of rank 0 before
+    the next forward pass only.
+    """
+    for name, module in s.trainee.named_modules():
+        if not isinstance(module, _BatchNorm):
+            for own, buffer in module.named_buffers(recurse=False):
+                yield f"{name}.{own}" if name else own, buffer

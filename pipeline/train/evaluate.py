@@ -1,0 +1,378 @@
+"""Evaluation that counts each held-out sample exactly once, at any world size, and what follows its values."""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.reported import PREFIX, mlflow_name, source_of
+from pipeline.config.schema import followed
+from pipeline.errors import ExperimentError, Problem
+from pipeline.protocol.events import Phase, Point
+from pipeline.protocol.labels import Split
+from pipeline.protocol.progress import ProgressReporter
+from pipeline.protocol.trial import Measurement
+from pipeline.protocol.trial_result import Best
+from pipeline.tasks import Loss, count_samples, gathering
+from pipeline.train import errors, pictures
+from pipeline.train.hooks import Hook, name_of
+from pipeline.train.kept import buffers_kept
+from pipeline.train.metrics import (
+    Drawable,
+    ListLengths,
+    SharedMetrics,
+    attributes_outside_states,
+    compute_alone,
+    in_full_precision,
+    read,
+    unmergeable,
+)
+from pipeline.train.names import TASK, listed, shown
+from pipeline.train.optim import evaluating
+from pipeline.train.order import MicroBatch
+from pipeline.train.ranks import copy_from_first, from_first, gather
+from pipeline.train.seeds import generators_kept, mix, seed_all
+from pipeline.train.state import State
+from pipeline.train.watch import mark
+from pipeline.wording import first_line
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+    from pipeline.train.meter import Meter
+
+_log = logging.getLogger(__name__)
+Show = Callable[[str, Drawable], None]
+"""Receives the metric's name and its curve."""
+
+
+@contextmanager
+def resulting_weights(s: State) -> Iterator[None]:
+    """Give the model its resulting weights inside the block: those of hooks, and of optimizers' modes. Collective."""
+    with evaluating(s.optimizers), ExitStack() as stack:
+        for hook in s.hooks:
+            stack.enter_context(hook.evaluating(s))
+        yield
+
+
+def share_buffers(s: State) -> None:
+    """Overwrite all buffers, which each rank updates from its own samples, with those of rank 0. Collective."""
+    copy_from_first(s.trainee.buffers(), rank=s.rank, device=s.device)
+
+
+@contextmanager
+def callable_model(s: State) -> Iterator[None]:
+    """Let code call the model itself inside the block: its parameters may be shards outside of a pass. Collective."""
+    trainee: Any = s.trainee
+    if not s.is_sharded:
+        yield
+        return
+    trainee.unshard()
+    try:
+        yield
+    finally:
+        trainee.reshard()
+
+
+def full_state_dict(s: State) -> Mapping[str, Any]:
+    """Return the model's weights and buffers by its own names, on rank 0; ignored elsewhere. Collective.
+
+    If the task has trained parameters, these and its buffers are there, too, by names that begin with "task.".
+    """
+    share_buffers(s)
+    state = s.strategy.full_state_dict(s.trainee)
+    named = {name: one for name, one in s.trainee.named_parameters(remove_duplicate=False) if name.startswith(TASK)}
+    trained = {id(one) for group in s.parameters.values() for one in group}
+    has_own = any(id(one) in trained for one in named.values())
+
+    def is_result(name: str) -> bool:
+        if not name.startswith(TASK):
+            return True
+        return has_own and (name not in named or id(named[name]) in trained)
+
+    return {shown(name): value for name, value in state.items() if is_result(name)}
+
+
+# A pass over a set
+
+
+@torch.no_grad()
+def evaluate(
+    s: State, *, split: Split = "validation", show: Show | None = None, with_metrics: bool = True
+) -> dict[str, float]:
+    """Compute loss, logs and metrics over a split, by name ("validation/loss"); empty without it. Collective.
+
+    ``show`` receives curves and large results, on all ranks. Some metrics need many samples: ``with_metrics=False``
+    leaves them out.
+
+    Raises:
+        ExperimentError: the task returns what can't be evaluated.
+    """
+    if not s.batches.has(split):
+        return {}
+    mark(Phase.EVALUATING)
+    samples, metrics = s.batches.size(split), s.metrics if with_metrics else None
+    shared = SharedMetrics(metrics, rank=s.rank, copies=s.copies) if metrics is not None else None
+    sums: dict[str, Tensor] = {}
+    count: Tensor | float = 0.0
+    progress = ProgressReporter("evaluating", total=samples, unit="samples", silent=not s.rank.is_first)
+    with resulting_weights(s), _own_evaluation(s, split) as (lists, own_values), progress:
+        share_buffers(s)
+        s.trainee.eval()
+        # A wrapper such as DDP's must not be called here: it would wait for ranks that have no batch left.
+        for part, batch in s.batches.evaluation(split, by_global_batch=s.facts is not None and s.facts.gathers):
+            loss = forward(s, batch, part)
+            if loss.count is not None:
+                s.batches.skip_row_checks()
+            if part.weight:
+                items = len(part.indices) if loss.count is None else loss.count.double()
+                count = count + items
+                terms = {"loss": loss.sum.double()} | {name: log.double() * items for name, log in loss.logs.items()}
+                for name, value in terms.items():
+                    sums[name] = sums[name] + value if name in sums else value
+                if shared is not None:
+                    shared.update(loss.outputs, loss.targets)
+                if lists is not None:
+                    lists.note()
+            mark(Phase.EVALUATING)
+            progress.by(len(part.indices) * s.rank.world_size)
+    ranks = gather((float(count), {name: float(value) for name, value in sums.items()}), rank=s.rank)
+    mark(Phase.EVALUATING)
+    total, terms_of = math.fsum(items for items, _ in ranks), {rank: own for rank, (_, own) in enumerate(ranks) if own}
+    if len({frozenset(own) for own in terms_of.values()}) > 1:
+        each = ", ".join(f"{', '.join([*own][1:]) or 'nothing'} on rank {rank}" for rank, own in terms_of.items())
+        raise ExperimentError.of("task", f"Loss.logs has {each}; return the same names for every batch")
+    values = {
+        f"{split}/{name}": math.fsum(own[name] for own in terms_of.values()) / total if total else math.nan
+        for name in next(iter(terms_of.values()), {"loss": 0.0})
+    }
+    if shared is not None and metrics is not None:
+        shared.merge()
+        readings = from_first(shared.read, rank=s.rank)
+        metrics.reset()
+        values |= {f"{split}/{name}": value for name, value in readings.values.items()}
+        if show is not None:
+            for name, curve in readings.curves.items():
+                show(name, curve)
+        if shared.ambiguous:
+            s.warn(
+                f"{listed([f'metrics.{name}' for name in shared.ambiguous])}: some batches of the {split} set have "
+                "outputs between 0 and 1 only, and others do not. torchmetrics takes the former for probabilities and "
+                "the latter for logits, so the value depends on the batches. Let the model or the task return "
+                "probabilities, e.g. torch.sigmoid(logits)",
+                subject="metrics",
+            )
+    values |= {f"{split}/{name}": value for name, value in own_values.items()}
+    if hasattr(s.task, "own_evaluation") and split == "validation":  # whose logs no check could know
+        for key, metric in followed(s.experiment).items():
+            if metric not in values:
+                raise ExperimentError.of(key, f"{metric} is not reported; name one of {', '.join(values)}")
+    s.wrapped.train()
+    return values
+
+
+def forward(s: State, batch: Any, part: MicroBatch | None = None) -> Loss:
+    """Return the task's loss for a batch in evaluation, which all ranks have alike if ``part`` is None."""
+    try:
+        batch = s.batches.placed(batch)
+        gathering.current.begin(s, part, exchange=part is not None)
+        with s.autocast():
+            if not s.experiment.optimizers:
+                return cast(Loss, s.trainee(batch))
+            losses: dict[str, Tensor] = {}
+
+            def add(name: str, loss: Tensor) -> None:
+                key = f"loss_{name}"
+                losses[key] = losses[key] + loss if key in losses else loss
+
+            found = s.trainee.with_updates(batch, add)
+    except Exception as error:
+        errors.explain(error, s, batch, part)
+        raise
+    if missing := [name for name in s.experiment.optimizers if f"loss_{name}" not in losses]:
+        message = f"gave no loss for optimizers.{missing[0]}; call update for each optimizer, for every batch"
+        raise ExperimentError.of("task", message)
+    samples = len(part.indices) if part is not None else count_samples(batch)
+    total = torch.stack(list(losses.values())).sum() * samples
+    own = found if isinstance(found, Loss) else Loss(total)
+    return own._replace(sum=total, logs={**{name: loss.detach() for name, loss in losses.items()}, **own.logs})
+
+
+@contextmanager
+def _own_evaluation(s: State, split: Split) -> Iterator[tuple[ListLengths | None, dict[str, float]]]:
+    """Let a task with a method ``own_evaluation`` evaluate in its own way inside the block. Collective.
+
+    It may have other logs there than in training, and metrics of its own among the model's modules, whose paths by log
+    it has returned. Yields the lengths to note after each batch, and values by log, known once the block is over.
+    """
+    values: dict[str, float] = {}
+    if not hasattr(s.task, "own_evaluation"):
+        yield None, values
+        return
+    lists = ListLengths(s.model, rank=s.rank)
+    with s.task.own_evaluation(split) as own_paths:
+        yield lists, values
+    paths = {name: path for part in gather(dict(own_paths), rank=s.rank) for name, path in part.items()}
+    if not paths:
+        return
+    if s.is_sharded:  # whose ranks evaluate as many batches each, some of them twice
+        message = f"logs metrics ({', '.join(paths)}), which are wrong with fsdp, since it repeats batches"
+        raise ExperimentError.of("task", f"{message}. Log the values of the metrics, or use ddp.")
+    metrics = {name: cast("Metric", s.model.get_submodule(path)) for name, path in sorted(paths.items())}
+    lists.merge(nn.ModuleList(metrics.values()))
+    results = from_first(lambda: read({name: one.compute() for name, one in metrics.items()}, metrics), rank=s.rank)
+    values.update(results.values)
+    for metric in metrics.values():
+        metric.reset()
+
+
+# What a training does with it
+
+
+def prepare(s: State) -> None:
+    """Check the evaluation after the first step: try the metrics on a batch that all ranks have. Collective.
+
+    Metrics that can't be computed from one batch are left to the evaluation. Weights and buffers don't change.
+
+    Raises:
+        ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
+            name that is taken; or a key such as ``checkpoint.best`` names none of the numbers; or the task needs whole
+            global batches, and ``train.evaluation_batch_size`` is set.
+    """
+    if s.facts is not None and s.facts.gathers and s.experiment.train.evaluation_batch_size is not None:
+        message = "has no effect: the task compares all samples of a global batch (pipeline.tasks.gathered)"
+        raise ExperimentError.of("train.evaluation_batch_size", f"{message}. Remove this key.")
+    if not s.batches.has("validation") or isinstance(s.trial, Measurement) or s.metrics is None:
+        return
+    collection = s.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
+    # It warns, e.g. if the batch lacks samples of a class.
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with buffers_kept(s.trainee):
+            share_buffers(s)
+            s.trainee.eval()
+            loss = forward(s, s.batches.evaluation_sample("validation"))
+            s.wrapped.train()
+        problems = list(_refused(collection, loss, several=s.rank.world_size > 1))
+        problems = list(dict.fromkeys(one for part in gather(problems, rank=s.rank) for one in part))
+        if not problems:
+            compute_alone(collection)  # of a batch that all ranks have
+            problems = list(_misnamed(collection, logged=tuple(loss.logs), follows=followed(s.experiment)))
+    if problems:
+        raise ExperimentError(problems)
+
+
+def _refused(collection: "MetricCollection", loss: Loss, *, several: bool) -> Iterator[Problem]:
+    """Update each metric with a batch; yield the problems of those that can't be, or can't be merged over workers."""
+    given = in_full_precision((loss.outputs, loss.targets))
+    for name, metric in collection.items(copy_state=False):
+        before = attributes_outside_states(metric)
+        try:
+            metric.update(*given)
+        except Exception as error:  # noqa: BLE001 - a metric may raise anything
+            said = " ".join(str(error).split())[:300]
+            yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")
+        if several and (reason := unmergeable(metric, before=before)):
+            yield Problem(f"metrics.{name}", f"{type(metric).__name__} {reason}")
+
+
+def _misnamed(
+    collection: "MetricCollection", *, logged: Sequence[str], follows: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Compute each metric; yield the problems of what it reports."""
+    computed: dict[str, Any] = {}
+    for name, metric in collection.items(copy_state=False):
+        try:
+            computed[name] = metric.compute()
+        except Exception as error:  # noqa: BLE001 - e.g. R2Score needs two samples; the evaluation raises what remains
+            _log.warning(
+                "%s can't be computed from one batch, so it isn't checked", type(metric).__name__, exc_info=error
+            )
+    taken = {mlflow_name("loss"): "validation/loss"} | {mlflow_name(log): "Loss.logs" for log in logged}
+    for name, result in sorted(computed.items(), key=lambda one: isinstance(one[1], dict)):
+        parts = result if isinstance(result, Mapping) else {name: result}
+        try:
+            values = read(parts, {} if isinstance(result, Mapping) else dict(collection.items())).values
+        except ExperimentError as error:
+            yield from (one._replace(key=f"metrics.{name}") for one in error.problems)
+            continue
+        for value in values:
+            if (written := mlflow_name(value)) in taken:
+                message = f"reports {PREFIX}{value}, and so does {taken[written]}; rename one of them"
+                yield Problem(f"metrics.{name}", message)
+            if not isinstance(result, Mapping):  # torchmetrics renames equal keys of several mappings
+                taken[written] = f"metrics.{name}"
+        for key, metric in follows.items():
+            if source_of(metric, computed) == name and metric.removeprefix(PREFIX) not in values:
+                known = ", ".join(f"{PREFIX}{value}" for value in list(values)[:8]) or "no number"
+                yield Problem(key, f"{metric} is not reported; metrics.{name} reports {known}")
+
+
+def validate(s: State, meter: "Meter") -> dict[str, float]:
+    """Evaluate after the steps done; report the values, and pass them to the hooks. Collective.
+
+    Raises:
+        ExperimentError: a hook returned something else than numbers by name, or a name that is taken.
+        TrainingError: the validation loss is not finite, see ``train.on_nonfinite``.
+    """
+    if hasattr(s.task, "pictures"):
+        _draw(s)
+    curves: dict[str, Drawable] = {}
+    values = evaluate(s, show=curves.__setitem__)
+    if not values:
+        return values
+    meter.send([Point(name, s.step, value) for name, value in values.items()])
+    meter.finiteness.judge_validation(values["validation/loss"])
+    values = from_first(lambda: values, rank=s.rank)
+    s.schedules.after_evaluation(values)
+    meter.send([point for hook in s.hooks for point in _followed(hook, s, values)])
+    for name, curve in curves.items() if s.is_over else ():
+        pictures.curve(s, name, curve)
+    return values
+
+
+def evaluate_test(s: State, *, best: Best | None) -> None:
+    """Evaluate the test set, if there is one, with the weights of the result, and report the values. Collective."""
+    step = best.step if best else s.step
+    values = evaluate(s, split="test", show=lambda name, curve: pictures.curve(s, f"test {name}", curve))
+    s.meter.send([Point(name, step, value) for name, value in values.items()])
+
+
+def _followed(hook: Hook, s: State, values: Mapping[str, float]) -> list[Point]:
+    found = hook.after_evaluation(s, values)
+    try:
+        points = [Point(name, s.step, float(value)) for name, value in ({} if found is None else found).items()]
+    except (AttributeError, TypeError, ValueError):
+        message = f"{name_of(hook)}.after_evaluation returned {type(found).__name__}; return numbers by name, or {{}}"
+        raise ExperimentError.of("hooks", message) from None
+    if wrong := next((point.name for point in points if not isinstance(point.name, str) or point.name in values), None):
+        message = f"{name_of(hook)}.after_evaluation returned a value of {wrong}, which is taken; choose another name"
+        raise ExperimentError.of("hooks", message)
+    return points
+
+
+def _draw(s: State) -> None:
+    """Let the task draw with the resulting weights; rank 0 sends the pictures. Collective.
+
+    All ranks draw, and draw the same random numbers, at every step. No picture may cost the training.
+    """
+    with resulting_weights(s), callable_model(s), torch.no_grad(), generators_kept(), s.autocast():
+        share_buffers(s)
+        s.trainee.eval()
+        gathering.current.begin(s, None, exchange=False)
+        seed_all(mix(s.seed, "pictures"), s.device)
+        try:
+            drawn = {name: pictures.arrange(images) for name, images in s.task.pictures(s.model).items()}
+        except Exception as error:  # noqa: BLE001 - user code may raise anything
+            _log.warning("the task could not draw", exc_info=error)
+            drawn = {}
+            message = f"the task's pictures could not be drawn: {first_line(error)}. Training is not affected."
+            s.warn(message, subject="pictures")
+        finally:
+            s.wrapped.train()
+    for name, grid in drawn.items():
+        pictures.images(s, name, grid)

@@ -1,0 +1,403 @@
+"""Optimizers: their parameters by patterns of names, frozen ones left out, and their states by names.
+
+Some optimizers have ``train()`` and ``eval()`` and train other weights than those of the result. Schedule-free ones do:
+Defazio et al. 2024, "The Road Less Scheduled", arXiv 2405.15682. They take gradients at an interpolated point, while
+evaluation and export use an average. Outside of `evaluating` they are in training mode.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD, Optimizer
+
+from pipeline.config import lightning_module
+from pipeline.config.finetuning import Optimizer as Declared
+from pipeline.config.finetuning import ParameterGroup
+from pipeline.config.named_optimizers import NamedOptimizer
+from pipeline.config.schema import Experiment
+from pipeline.config.values import Create
+from pipeline.errors import ExperimentError, Problem
+from pipeline.system.imports import undisturbed
+from pipeline.tasks import Trainee
+from pipeline.train.names import Named, listed, matches, named, shown, unmatched, without_match
+from pipeline.train.ranks import local, shard_like
+from pipeline.train.schedules import keys_of, scaling_factor
+from pipeline.wording import did_you_mean
+
+_FUSED = {"torch.optim.Adam": True, "torch.optim.AdamW": True, "torch.optim.SGD": False}
+"""Optimizers that torch has fused for CPU and GPU; True if sharded parameters and scaled losses work, too. SGD's
+momentum would be uninitialized after a first step that the gradient scaler skips."""
+_CHOICES = ("fused", "foreach", "differentiable")
+"""Arguments with which a file chooses an implementation itself, or one that can't be fused."""
+_IMPLEMENTATION = ("fused", "foreach")
+"""Settings of an optimizer that select its implementation, which the strategy decides on resuming."""
+
+# Frozen parameters are neither trained nor exchanged, and bit-equal at the end of a training: without a gradient they
+# are unknown to DDP, and the optimizer, which would let them decay, isn't given them.
+
+
+def freeze(trainee: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match, before a strategy wraps them.
+
+    Raises:
+        ExperimentError: a pattern matches nothing, or nothing is left to train.
+    """
+    if not patterns:
+        return
+    parameters = named(trainee)
+    names = list(parameters)
+    if missing := without_match(patterns, names):
+        raise ExperimentError(
+            [Problem(f"train.freeze[{patterns.index(one)}]", unmatched(one, names)) for one in missing]
+        )
+    for name, parameter in parameters.items():
+        if matches(patterns, name):
+            parameter.requires_grad = False
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ExperimentError.of("train.freeze", f"{', '.join(patterns)} freezes all parameters; leave some to train")
+
+
+def hold_statistics(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Keep BatchNorm with frozen parameters only in evaluation mode, whatever ``train()`` is called around it.
+
+    Its statistics belong to the weights that it was trained with. Called once the model is wrapped: a strategy may have
+    replaced such modules, e.g. by SyncBatchNorm.
+    """
+    for inner in module.modules() if patterns else ():
+        own = list(inner.parameters(recurse=False)) if isinstance(inner, _BatchNorm) else []
+        if own and not any(parameter.requires_grad for parameter in own):
+            inner.eval()
+            inner.train = MethodType(_stay, inner)  # type: ignore[method-assign]
+
+
+def stays_in_evaluation(module: nn.Module) -> bool:
+    """Return True if `hold_statistics` keeps a module in evaluation mode."""
+    return isinstance(vars(module).get("train"), MethodType)
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Stand in for ``train`` of a module: stay in evaluation mode."""
+    del mode
+    module.training = False
+    return module
+
+
+def check_division(experiment: Experiment, trainee: nn.Module) -> None:
+    """Check the patterns of optimizers and groups on a model, which may be on the meta device.
+
+    Raises:
+        ExperimentError: a pattern matches no parameter, an optimizer or a group has none to train, or a parameter is in
+            several optimizers or in none.
+    """
+    _divide(experiment, trainee)
+
+
+def build_optimizers(
+    create: Create, experiment: Experiment, trainee: Trainee, *, is_sharded: bool
+) -> dict[str, Optimizer]:
+    """Build the optimizers, with learning rates scaled by ``train.lr_scaling``, by name; a single one has the name "".
+
+    ``is_sharded`` is True if each rank holds a shard of each parameter.
+
+    Raises:
+        ExperimentError: one can't be built or train its parameters, the parameters aren't divided among them, or the
+            task is one for another number of optimizers.
+    """
+    _check_arguments(trainee.own_task, of_several=bool(experiment.optimizers))
+    divided, built = _divide(experiment, trainee), {}
+    with undisturbed():
+        importlib.import_module("torch._dynamo")  # the first optimizer of a process does so, within a second
+    for name, own in (experiment.by_optimizer or {"": experiment}).items():
+        with keys_of(name):
+            built[name] = _build(create, own, trainee, divided[name], is_sharded=is_sharded)
+            if name and has_modes(built[name]):
+                message = f"{type(built[name]).__name__} keeps a second set of weights, so it can't be one of several"
+                raise ExperimentError.of("optimizer", f"{message} optimizers; use another, e.g. torch.optim.Adam")
+    return built
+
+
+def _check_arguments(task: Any, *, of_several: bool) -> None:
+    """Refuse a task for several optimizers where there is one, and the reverse: by the arguments that it takes."""
+    signature = inspect.signature(task.forward if isinstance(task, nn.Module) else task)
+    try:
+        signature.bind(*["model", "batch", "update"][: 3 if of_several else 2])
+    except TypeError as error:
+        called = "task(model, batch, update), with several optimizers" if of_several else "task(model, batch)"
+        remedy = "Call update(name, loss) for each loss" if of_several else "A third, update, needs several optimizers"
+        message = f"does not take the arguments of {called}: {error}. {remedy}"
+        raise ExperimentError.of("task", f"{message}.") from None
+
+
+def _build(
+    create: Create,
+    experiment: Experiment,
+    trainee: Trainee,
+    divided: Sequence[Sequence[nn.Parameter]],
+    *,
+    is_sharded: bool,
+) -> Optimizer:
+    declared, scaling = cast(Declared, experiment.optimizer), experiment.train.lr_scaling
+    *matched, rest = divided
+    settings = [group.settings for group in declared.groups]
+    groups: list[Any] = [{"params": rest}] if rest else []
+    groups += [{"params": own, **more} for own, more in zip(matched, settings, strict=True)]
+    parameters = [one for own in divided for one in own]
+    is_scaled = experiment.train.precision == "fp16"
+    if _can_fuse(declared, parameters, trainee, plainly=not (is_sharded or is_scaled)):
+        declared = declared.model_copy(update={"fused": True})
+    is_of_module = declared.target == lightning_module.OPTIMIZER
+    optimizer: Optimizer = create(
+        declared, trainee.model if is_of_module else groups if settings else rest, key="optimizer"
+    )
+    if not isinstance(optimizer, Optimizer):
+        raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    _check_settings(optimizer, declared.groups, has_rest=bool(rest))
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:  # LBFGS computes the loss several times in a step
+        raise ExperimentError.of(
+            "optimizer",
+            f"the step() of {type(optimizer).__name__} needs a closure, which is not supported. Use an optimizer that "
+            "needs one forward and backward pass, e.g. torch.optim.AdamW.",
+        )
+    if has_modes(optimizer):
+        if experiment.train.ema is not None:
+            message = f"averages the weights, but {type(optimizer).__name__} also does; remove train.ema"
+            raise ExperimentError.of("train.ema", message)
+        cast(Any, optimizer).train()
+    if isinstance(optimizer, SGD) and any(group["fused"] and group["momentum"] for group in optimizer.param_groups):
+        optimizer.register_step_pre_hook(_with_all_momenta)
+    factor = scaling_factor(scaling, global_batch_size=experiment.train.global_batch_size)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    return optimizer
+
+
+def _can_fuse(declared: Declared, parameters: Sequence[nn.Parameter], trainee: nn.Module, *, plainly: bool) -> bool:
+    """Return True if torch has the optimizer fused, and the file doesn't choose an implementation.
+
+    ``plainly`` is True if parameters are whole, and no gradient scaler skips steps.
+    """
+    settings = [declared.arguments, *(group.settings for group in declared.groups)]
+    if declared.target not in _FUSED or any(choice in each for each in settings for choice in _CHOICES):
+        return False
+    if not plainly and not _FUSED[declared.target]:
+        return False
+    if any(each.get("dampening") for each in settings):  # see `_with_all_momenta`
+        return False
+    is_sparse = any(getattr(module, "sparse", False) for module in trainee.modules())  # embeddings' gradients
+    return not is_sparse and all(parameter.is_floating_point() for parameter in parameters)
+
+
+def _with_all_momenta(optimizer: Optimizer, *_: Any) -> None:
+    """Initialize the momentum of a fused SGD to 0, which is equivalent as long as there is no dampening.
+
+    By itself it creates momentum with the first gradients, and fails on a parameter that gets one in a later step.
+    """
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def _check_settings(optimizer: Optimizer, groups: Sequence[ParameterGroup], *, has_rest: bool) -> None:
+    """Check that the groups' settings are in force: torch keeps unknown ones, and a user's function may drop them."""
+    problems = []
+    built = optimizer.param_groups[has_rest:]
+    known = [one for one in optimizer.defaults if one != "params"]
+    for index, group in enumerate(groups):
+        for name, value in group.settings.items():
+            key = f"optimizer.groups[{index}].{name}"
+            if name not in known:
+                meant = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+                problems.append(Problem(key, f"{type(optimizer).__name__} has no setting {name}{meant}"))
+            elif index >= len(built) or built[index].get(name) != value:
+                message = f"is {value}, but the {type(optimizer).__name__} ignored it; accept parameter groups"
+                problems.append(Problem(key, f"{message} in its constructor, as torch's optimizers do"))
+    if problems:
+        raise ExperimentError(problems)
+
+
+def _divide(experiment: Experiment, trainee: nn.Module) -> dict[str, list[list[nn.Parameter]]]:
+    """Return the trainable parameters of each optimizer: those of its groups, and last those that no group matches."""
+    everything = named(trainee)
+    if not experiment.optimizers:
+        return {"": _grouped(everything, experiment.optimizer.groups if experiment.optimizer is not None else ())}
+    chosen = _assigned(everything, experiment.optimizers)
+    divided = {}
+    for name, optimizer in experiment.optimizers.items():
+        with keys_of(name):
+            own = {each: one for each, one in everything.items() if id(one) in chosen[name]}
+            divided[name] = _grouped(own, optimizer.groups)
+    return divided
+
+
+def _grouped(parameters: Named, groups: Sequence[ParameterGroup]) -> list[list[nn.Parameter]]:
+    """Put each trainable parameter into the first group that matches any of its names, or else into a last one."""
+    places: dict[int, int] = {}
+    for name, parameter in parameters.items():
+        found = next((place for place, group in enumerate(groups) if matches(group.patterns, name)), len(groups))
+        places[id(parameter)] = min(found, places.get(id(parameter), found))
+    trainable = [one for one in {id(one): one for one in parameters.values()}.values() if one.requires_grad]
+    divided = [[one for one in trainable if places[id(one)] == place] for place in range(len(groups) + 1)]
+    names, problems = list(parameters), list[Problem]()
+    for index, group in enumerate(groups):
+        key = f"optimizer.groups[{index}].match"
+        if missing := without_match(group.patterns, names):
+            problems += [Problem(key, unmatched(pattern, names)) for pattern in missing]
+        elif not divided[index]:
+            is_earlier = any(one.requires_grad for name, one in parameters.items() if matches(group.patterns, name))
+            each = f"all parameters that it matches are {'in an earlier group' if is_earlier else 'frozen'}"
+            problems.append(Problem(key, f"is {', '.join(group.patterns)}, but {each}; remove the group"))
+    if problems:
+        raise ExperimentError(problems)
+    return divided
+
+
+def _assigned(parameters: Named, optimizers: Mapping[str, NamedOptimizer]) -> dict[str, set[int]]:
+    """Divide the trainable parameters among several optimizers: ids of parameters by the optimizer's name."""
+    trainable, names = {name: one for name, one in parameters.items() if one.requires_grad}, list(parameters)
+    chosen = {
+        optimizer: {id(one) for name, one in trainable.items() if matches(declared.patterns, name)}
+        for optimizer, declared in optimizers.items()
+    }
+    owners = {name: [own for own in chosen if id(one) in chosen[own]] for name, one in parameters.items()}
+    missing = {own: without_match(declared.patterns, names) for own, declared in optimizers.items()}
+    problems = [
+        Problem(f"optimizers.{own}.params", unmatched(pattern, names))
+        for own, patterns in missing.items()
+        for pattern in patterns
+    ]
+    for own, declared in optimizers.items():
+        key = f"optimizers.{own}.params"
+        if shared := [name for name, found in owners.items() if own in found[1:]]:
+            message = f"{listed(shared)} {_are(shared)} also in optimizers.{owners[shared[0]][0]}.params"
+            problems.append(Problem(key, f"{message}; use patterns that don't overlap"))
+        elif not chosen[own] and not missing[own]:
+            message = f"is {', '.join(declared.patterns)}, but all parameters that it matches are frozen"
+            problems.append(Problem(key, f"{message}; remove the optimizer"))
+    rest = [name for name in trainable if not owners[name]]
+    if rest and not any(missing.values()):
+        message = f"{listed(rest)} {_are(rest)} in none of {', '.join(optimizers)}. Add a pattern to params, or freeze"
+        problems.append(Problem("optimizers", f"{message} with train.freeze the parameters that aren't trained."))
+    if problems:
+        raise ExperimentError(problems)
+    return chosen
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer has ``train()`` and ``eval()``."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+
+
+@contextmanager
+def evaluating(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
+    """Put optimizers that have modes into evaluation mode inside the block."""
+    moded: list[Any] = [one for one in optimizers.values() if has_modes(one)]
+    with weights_kept(optimizers):
+        for one in moded:
+            one.eval()
+        try:
+            yield
+        finally:
+            for one in moded:
+                one.train()
+
+
+@contextmanager
+def weights_kept(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
+    """Restore the weights of optimizers with modes after the block, exactly: switching modes back would round.
+
+    Otherwise a training would depend on when it was evaluated.
+    """
+    groups = [group for one in optimizers.values() if has_modes(one) for group in one.param_groups]
+    weights = [one for group in groups for one in group["params"]]
+    kept = [local(one.detach()).clone() for one in weights]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for own, before in zip(weights, kept, strict=True):
+                local(own).copy_(before)
+
+
+def named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state by parameter names, so that any strategy can load it; tensors are not copied.
+
+    ``names`` has the names of parameters by id. torch's own `get_state_dict` does the same, but takes a step whenever
+    there is no state yet (plain SGD never has any), and refuses parameters without state (unused ones).
+    """
+    order = [names[id(one)] for group in optimizer.param_groups for one in group["params"]]
+    state = optimizer.state_dict()
+    return {
+        **state,
+        "state": {order[number]: own for number, own in state["state"].items()},
+        "param_groups": [{**group, "params": [order[n] for n in group["params"]]} for group in state["param_groups"]],
+    }
+
+
+def load_named_state(
+    optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any], *, keeps_settings: bool = False
+) -> None:
+    """Load what `named_state` returned: sharded like the parameters, with their memory layout. Collective if sharded.
+
+    Fused kernels pair the elements of weights and moments by their place in memory: with channels_last weights and
+    contiguous moments the one for CPUs computes wrong weights, and the one for GPUs raises.
+
+    Args:
+        optimizer: the optimizer.
+        names: names of parameters by id.
+        saved: the saved state; its tensors may be used as they are.
+        keeps_settings: True to keep settings of groups, such as lr, as they are.
+
+    Raises:
+        ExperimentError: the parameters are not those of the checkpoint.
+    """
+    owners = {names[id(one)]: (one, group) for group in optimizer.param_groups for one in group["params"]}
+    numbers = {name: number for number, name in enumerate(owners)}
+    groups = saved["param_groups"]
+    if different := sorted({name for group in groups for name in group["params"]} ^ owners.keys()):
+        message = f"has other parameters than in the checkpoint, e.g. {', '.join(map(shown, different[:3]))}"
+        raise ExperimentError.of("model", message)
+    of_file = [set(map(id, group["params"])) for group in optimizer.param_groups]
+    if [{id(owners[name][0]) for name in group["params"]} for group in groups] != of_file:
+        raise ExperimentError.of("optimizer", "has other parameter groups than in the checkpoint")
+    # What no argument sets, such as the step count of a schedule-free optimizer, is not a setting.
+    counters = optimizer.defaults.keys() - inspect.signature(type(optimizer)).parameters.keys()
+    renewed = []
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        kept = [key for key in own if key in _IMPLEMENTATION or (keeps_settings and key not in counters)]
+        order = [numbers[names[id(one)]] for one in own["params"]]
+        renewed.append({**group, **{key: own[key] for key in kept}, "params": order})
+    optimizer.load_state_dict({**saved, "state": {}, "param_groups": renewed})
+    for name, values in saved["state"].items():  # not by load_state_dict, which can't shard, and loses strides
+        parameter, group = owners[name]
+        optimizer.state[parameter] = {
+            key: _placed(value, key, parameter, group) if isinstance(value, Tensor) else value
+            for key, value in values.items()
+        }
+
+
+def _placed(value: Tensor, key: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+    """Return a tensor of a parameter's state where the optimizer expects it."""
+    if key == "step":
+        return value.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu", copy=True)
+    if value.shape != parameter.shape or value.layout is not torch.strided:
+        return value.to(parameter.device, copy=True)
+    like = parameter.detach()
+    return (
+        torch.empty_like(like, dtype=value.dtype).copy_(value)
+        if hasattr(value, "device_mesh")
+        else shard_like(value, like)
+    )

@@ -1,0 +1,137 @@
+"""A trained model on its way out of the project: weights, example inputs, and the files with the model."""
+
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from pipeline.config.schema import Experiment
+from pipeline.errors import PipelineError, TrainingError, UsageError
+from pipeline.protocol.events import EXAMPLE, WEIGHTS
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Evaluation
+from pipeline.train.evaluate import full_state_dict, resulting_weights
+from pipeline.train.exported import Example, trained_model, write_onnx, write_program
+from pipeline.train.reference import Reference
+from pipeline.train.report import example_of
+from pipeline.train.restored import epoch_of, restored
+from pipeline.wording import first_line
+
+WEIGHTS_FILE, PROGRAM, ONNX = FILES = ("model.safetensors", "model.pt2", "model.onnx")
+
+
+class PortableModel(NamedTuple):
+    """Weights of a training, and what is needed to build the model around them."""
+
+    experiment: Experiment
+    allowed: tuple[str, ...]
+    weights: Mapping[str, Tensor]
+    example: Example | None
+    """Inputs of two samples; None if they are no tensors."""
+    reference: Reference
+    """Outputs of the evaluated model."""
+    runtime: Mapping[str, int]
+    """Values of ``${total_steps}`` and the like, by name."""
+    epoch: int
+    """Epoch of the weights, counted from 1."""
+
+    def module(self) -> nn.Module:
+        """Build the model on the CPU, in evaluation mode.
+
+        Raises:
+            ExperimentError: its component can't be built, or computes something else than what was evaluated.
+            UsageError: the weights belong to another model.
+        """
+        try:
+            return trained_model(self.experiment, self.weights, allowed=self.allowed, reference=self.reference)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:300]
+            raise UsageError(
+                f"the weights don't match {self.experiment.model.target}: {said}. Use the code of the training run."
+            ) from error
+
+
+def of_checkpoint(trial: Evaluation) -> PortableModel:
+    """Read the weights of a checkpoint in this process, and example inputs from the experiment's data.
+
+    Raises:
+        ExperimentError: the experiment can't be built, or its model doesn't match the checkpoint's.
+        TrainingError: the checkpoint is damaged, or code of the experiment raised.
+    """
+    try:
+        s, manifest = restored(trial, rank=Rank(), outbox=None)
+        with resulting_weights(s):
+            weights = tree_map_only(Tensor, lambda own: own.detach().to("cpu", copy=True), dict(full_state_dict(s)))
+            example, reference = example_of(s)
+    except PipelineError:
+        raise
+    except Exception as error:  # user code may raise anything
+        raise TrainingError(f"{type(error).__name__}: {error}", traceback.format_exc()) from error
+    known = {**s.batches.runtime, "world_size": manifest.world_size}
+    reference = reference._replace(runtime=known)
+    return PortableModel(trial.experiment, trial.allowed, weights, example, reference, known, epoch_of(manifest))
+
+
+def of_result(
+    folder: Path, experiment: Experiment, *, allowed: tuple[str, ...], runtime: Mapping[str, int], epoch: int
+) -> PortableModel:
+    """Read the weights that a training left in its run's folder, and the example inputs with them, if any.
+
+    Raises:
+        UsageError: a file is damaged.
+    """
+    weights, example = folder / WEIGHTS, folder / EXAMPLE
+    try:
+        tensors: Mapping[str, Tensor] = torch.load(weights, map_location="cpu", weights_only=True)
+        inputs = torch.load(example, map_location="cpu", weights_only=True) if example.exists() else None
+        reference = Reference.load(folder)
+    except Exception as error:  # whatever torch raises for a damaged file
+        raise UsageError(f"{weights} can't be read: {first_line(error)}; use --checkpoint last") from error
+    return PortableModel(experiment, allowed, tensors, inputs, reference, runtime, epoch)
+
+
+def write_model(model: PortableModel, folder: Path, *, onnx: bool) -> str:
+    """Write the weights, the program if the model can be traced, and ONNX if it is asked for.
+
+    Returns:
+        Reason why there is no program; empty if there is one.
+
+    Raises:
+        ExperimentError: the model can't be built.
+        UsageError: the model can't be written in ONNX.
+        OSError: a file can't be written.
+    """
+    module = model.module()
+    tensors = {name: one for name, one in module.state_dict().items() if isinstance(one, Tensor)}  # not extra state
+    # Copies, since safetensors refuses tensors that share memory, such as tied weights.
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+    example = model.example
+    if example is None:
+        untraced = "the model's inputs are not only tensors"
+    else:
+        untraced = _trace(model, partial(write_program, module, example, folder / PROGRAM))
+    if onnx:
+        if isinstance(example, Tensor):
+            refused = _trace(model, partial(write_onnx, module, example, folder / ONNX))
+        else:
+            refused = "the model has named inputs" if example is not None else untraced
+        if refused:
+            raise UsageError(f"--onnx: {refused}. Leave out --onnx.")
+    return untraced
+
+
+def _trace(model: PortableModel, write: Callable[[], None]) -> str:
+    """Write a file for which torch traces the model; return the reason if torch can't trace it."""
+    try:
+        write()
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever torch can't trace in a user's model
+        return f"torch can't trace {model.experiment.model.target}: {first_line(error)}"
+    return ""

@@ -1,0 +1,122 @@
+"""Toy trainings with checkpoints: what they send, and what one of them that was stopped leaves."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Warned
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Training
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.train.manifest import folder_name, step_of
+from pipeline.train.run import train
+from pipeline.train.storage import Storage
+
+STEPS = 6
+"""Of a toy training: two epochs of three steps."""
+EVERY: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep": 100}}
+"""Sections of a training with a checkpoint of each step."""
+
+
+class Saving(toys.Kept):
+    """What a training has sent; calls a function after each report, with its step."""
+
+    result: TrialResult
+
+    def __init__(self, do: Callable[[int], object] = lambda _: None) -> None:
+        super().__init__()
+        self._do = do
+
+    def event(self, event: AnyEvent) -> None:
+        super().event(event)
+        if isinstance(event, Metrics):
+            self._do(event.step)
+
+    @property
+    def warnings(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Warned)]
+
+    @property
+    def saved(self) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, CheckpointSaved)]
+
+    @property
+    def resumed(self) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, Resumed)]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.files["model/weights.pt"]
+        return found
+
+    def after(self, step: int, *names: str) -> list[Any]:
+        """The points behind a step; a resumed training also repeats some from before it."""
+        return [point for name in names or ("train/loss",) for point in self.points(name) if point.step > step]
+
+
+def trial(address: Path | str, *, allowed: str = "", **sections: Any) -> Training:
+    """Return a training of toys with checkpoints at an address.
+
+    Args:
+        address: of the checkpoints.
+        allowed: one more module that the experiment may name.
+        sections: of the experiment, and fields of the trial: resume, allow_changed, strategy, options, initial.
+    """
+    fields = ("resume", "allow_changed", "strategy", "options", "initial")
+    own = {name: sections.pop(name) for name in fields if name in sections}
+    made = toys.trial(**sections)
+    assert isinstance(made, Training)
+    own |= {"checkpoints": str(address), "allowed": (*made.allowed, allowed) if allowed else made.allowed}
+    return made.model_copy(update=own)
+
+
+def run(address: Path | str, *, outbox: Saving | None = None, **more: Any) -> Saving:
+    """Train a `trial`."""
+    outbox = outbox or Saving()
+    outbox.result = train(trial(address, **more), rank=Rank(), outbox=outbox)
+    return outbox
+
+
+def until(step: int, *, folder: Path, to: Path) -> Path:
+    """Copy what a training with a checkpoint of each step would have left if it was killed after a step."""
+    for name in map(folder_name, range(1, step + 1)):
+        shutil.copytree(folder / name, to / name)
+    return to
+
+
+def steps(address: Path | str) -> list[int]:
+    """Steps of all checkpoints at an address, whole or not."""
+    return sorted(step for name in Storage(str(address)).folders() if (step := step_of(name)) is not None)
+
+
+def assert_same(found: Saving, expected: Saving, *, after: int, names: tuple[str, ...] = ()) -> None:
+    """Compare what a resumed training reports behind a step, and its weights, to the bit."""
+    for name in names or ("train/loss", "train/learning_rate", "train/gradient_norm", "validation/loss"):
+        assert found.after(after, name) == expected.after(after, name), name
+    assert expected.after(after), "there is nothing to compare"
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weights in expected.weights.items():
+        assert_equal(found.weights[name], weights, name)  # extra state is no tensor
+
+
+def assert_equal(found: Any, expected: Any, place: str = "") -> None:
+    """Compare two states, tensors by their elements and types."""
+    assert type(found) is type(expected), place
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys(), place
+        for name, value in found.items():
+            assert_equal(value, expected[name], f"{place}/{name}")
+    elif isinstance(found, list | tuple):
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{place}/{index}")
+    elif isinstance(found, Tensor):
+        assert found.dtype is expected.dtype, place
+        assert torch.equal(found, expected), place
+    else:
+        assert found == pytest.approx(expected, abs=0, nan_ok=True) if isinstance(found, float) else found == expected
