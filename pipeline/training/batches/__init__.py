@@ -1,1 +1,0 @@
-"""Batches of a rank: the order of samples, readers and loaders. Start at `rank_batches`."""

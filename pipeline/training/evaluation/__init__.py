@@ -1,1 +1,0 @@
-"""Evaluation that counts each held-out sample once. Start at `held_out`."""

@@ -1,1 +1,0 @@
-"""Measurements after a training: the parts of a step, the speedup, operations and costs."""

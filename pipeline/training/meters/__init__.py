@@ -1,1 +1,0 @@
-"""What is measured and reported while a training runs. Start at `meter`."""

@@ -1,1 +1,0 @@
-"""What the ranks of a training share: collectives, seeds, comparisons, and the watch over hangs."""
