@@ -88,6 +88,7 @@ def test_fp16_leaves_out_steps_until_the_scale_fits(tmp_path: Path, on_nonfinite
         assert 0 < skipped < len(losses) / 2
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_bf16_in_channels_last_trains_as_fp32(tmp_path: Path, is_compiled: bool) -> None:
     images = {"_target_": "test_gpu.images"}

@@ -20,7 +20,7 @@ from pipeline.models import resnet18
 from pipeline.planning import resources
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Warned
 from pipeline.recording.journal import journal
-from pipeline.tasks import StepOutput
+from pipeline.tasks import Loss
 
 pytestmark = NEEDS_GPU
 RESNET: dict[str, Any] = {
@@ -81,9 +81,10 @@ def graphs() -> Callable[[list[tuple[Tensor, Tensor]]], Graph]:
 class GraphTask(nn.Module):
     """The mean squared error of a `Graph`."""
 
-    def forward(self, model: nn.Module, batch: Graph) -> StepOutput:
+    def forward(self, model: nn.Module, batch: Graph) -> Loss:
         outputs = model(batch.inputs)
-        return StepOutput(nn.functional.mse_loss(outputs, batch.targets), outputs, batch.targets)
+        squares = nn.functional.mse_loss(outputs, batch.targets, reduction="sum")
+        return Loss(squares, torch.tensor(outputs.numel()), outputs, batch.targets)
 
 
 def images() -> tuple[Dataset[Any], Dataset[Any]]:

@@ -51,6 +51,7 @@ from pipeline.recording.mlflow.sync import sync
 from pipeline.recording.mlflow.ui import pages, serve
 from pipeline.recording.recorded_run import open_trial, recorded
 from pipeline.recording.terminal.terminal import Terminal
+from pipeline.train.reference import ModelCall, record
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:For backward compatibility, 'str' dtypes:DeprecationWarning",  # MLflow's log_table on pandas 3
@@ -182,8 +183,11 @@ def run_folder(tmp_path: Path, *, experiment: dict[str, object] = EXPERIMENT) ->
         (folder / part).mkdir(parents=True)
     (folder / "report" / "speedup_table.json").write_text(json.dumps(TABLE))
     (folder / "experiment.yaml").write_text(yaml.safe_dump(experiment))
-    torch.save(MLP(4, hidden=[8], num_classes=3).state_dict(), folder / "model" / "weights.pt")
-    torch.save(torch.ones(2, 4), folder / "model" / "example.pt")
+    model, inputs = MLP(4, hidden=[8], num_classes=3).eval(), torch.ones(2, 4)
+    torch.save(model.state_dict(), folder / "model" / "weights.pt")
+    torch.save(inputs, folder / "model" / "example.pt")
+    call = ModelCall.of(inputs)
+    record(model, call, device=inputs.device, is_exact=True, runtime={}).save(folder / "model" / "reference.pt")
     return folder
 
 
@@ -271,7 +275,7 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     client = client_of(store)
     run, child = client.get_run(outcome.run_id), child_of(store, outcome)
     assert (run.info.run_name, run.info.status, run.info.start_time, run.info.end_time) == (
-        "whole", "FINISHED", int(T0 * 1000), int((T0 + 60) * 1000),
+        "ddp, 2 workers", "FINISHED", int(T0 * 1000), int((T0 + 60) * 1000),
     )  # fmt: skip
     assert run.data.tags["mlflow.note.content"] == "**1.9x** on two workers"
     assert run.data.tags["mlflow.source.git.commit"] == "0123abcd"
@@ -286,7 +290,7 @@ def test_a_whole_run_is_laid_out_for_the_ui_and_a_replay_adds_nothing(
     assert run.data.metrics["time_to_first_step_s"] == 2.5
     assert "time/exposed_communication_ms" not in run.data.metrics
     assert [tag.value for given in run.inputs.dataset_inputs for tag in given.tags] == ["train", "validation"]
-    assert (child.info.run_name, child.info.status, child.data.params["a"]) == ("baseline: 1 worker", "FINISHED", "2")
+    assert (child.info.run_name, child.info.status, child.data.params["a"]) == ("baseline: single", "FINISHED", "2")
     assert len(client.get_metric_history(child.info.run_id, "train/loss_0")) == 5
     assert_is_a_table(client, outcome.run_id, tmp_path)
 
