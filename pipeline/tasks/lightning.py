@@ -87,7 +87,6 @@ class Lightning(Task):
     def __init__(self) -> None:
         self._trainer = _Trainer()
         self._split: str | None = None
-        self._calls = 0
         self._paths: dict[str, str] = {}
         self._inner: list[Any] = []
         """The module and those inside, once it was checked."""
@@ -111,7 +110,7 @@ class Lightning(Task):
 
     def begin_step(self, step: int, *, epoch: int, batch: int) -> None:
         """Set global_step, current_epoch and batch_idx of the module."""
-        self._trainer.global_step, self._trainer.current_epoch, self._calls = step, epoch, batch
+        self._trainer.global_step, self._trainer.current_epoch, self._trainer.calls = step, epoch, batch
 
     @contextmanager
     def own_evaluation(self, split: str) -> Iterator[dict[str, str]]:
@@ -119,11 +118,11 @@ class Lightning(Task):
 
         Yields a mapping from the names of logs to the paths of their metrics in the model.
         """
-        calls, self._calls, self._split, self._paths = self._calls, 0, split, {}
+        calls, self._trainer.calls, self._split, self._paths = self._trainer.calls, 0, split, {}
         try:
             yield self._paths
         finally:
-            self._calls, self._split = calls, None
+            self._trainer.calls, self._split = calls, None
 
     @override
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
@@ -135,8 +134,8 @@ class Lightning(Task):
         own = overrides(type(module), name)
         step = getattr(module, name if own else "training_step")
         code = getattr(step, "__code__", None)  # it may take the batch alone
-        arguments = (batch, self._calls)[: 2 if code is None or code.co_flags & 0x04 else code.co_argcount - 1]
-        self._calls += 1
+        arguments = (batch, self._trainer.calls)[: 2 if code is None or code.co_flags & 0x04 else code.co_argcount - 1]
+        self._trainer.calls += 1
         with _attached(self._inner, self._trainer, self._log(module, logs)):
             returned = step(*arguments)
         given = returned if isinstance(returned, Mapping) else {"loss": returned}
@@ -186,6 +185,8 @@ class _Trainer:
 
     def __init__(self, *, total_steps: int = 0) -> None:
         self.global_step = self.current_epoch = 0
+        self.calls = 0
+        """Calls of the module in this step: the index of the next batch."""
         self.estimated_stepping_batches = self.max_steps = total_steps
         has_ranks = dist.is_initialized()
         self.world_size, self.global_rank = (dist.get_world_size(), dist.get_rank()) if has_ranks else (1, 0)

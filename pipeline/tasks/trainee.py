@@ -143,6 +143,8 @@ class Trainee(nn.Module):
                 "training, and for every batch of an evaluation."
             )
         if count is not None:
+            if not isinstance(count, Tensor) or count.ndim:
+                raise self._error(f"returned {_shape(count)} as Loss.count; it must be a scalar tensor")
             count = count.detach()
             if total is not None and count.device != total.device:
                 count = count.to(total.device, non_blocking=True)
@@ -156,8 +158,6 @@ class Trainee(nn.Module):
 
     def _check(self, found: Loss) -> None:
         """Check what the first batch, and with it all others, has besides the sum."""
-        if found.count is not None and (not isinstance(found.count, Tensor) or found.count.ndim):
-            raise self._error(f"returned {_shape(found.count)} as Loss.count; it must be a scalar tensor")
         if not isinstance(found.logs, Mapping):
             raise _bad_log(f"is {described(found.logs)}, not a mapping from names to scalar tensors")
         taken = set(OF_TRAINING)

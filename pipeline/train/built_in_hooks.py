@@ -57,6 +57,9 @@ def find_hooks(s: State) -> tuple[Hook, ...]:
         if not isinstance(hook, Hook):
             message = f"is a {type(hook).__name__}, not a pipeline.train.Hook; derive it from Hook"
             raise ExperimentError.of(key, message)
+        if s.experiment.optimizers and type(hook).transform is not Hook.transform:
+            message = "transforms batches, which several optimizers don't support; do it in the task"
+            raise ExperimentError.of(key, message)
         if name_of(hook) in map(name_of, found):
             raise ExperimentError.of(key, f"is a second {name_of(hook)}; list each hook once")
         found.append(hook)

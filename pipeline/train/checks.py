@@ -12,7 +12,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import BATCH_TRANSFORM, RANDOM_NUMBERS
 from pipeline.tasks import LanguageModel, Supervised, gathering
-from pipeline.tasks.trainee import AsModule
+from pipeline.tasks.trainee import AsModule, count_samples
 from pipeline.train.kept import buffers_kept
 from pipeline.train.names import find_trainable, listed, shown
 from pipeline.train.optim import stays_in_evaluation
@@ -29,6 +29,27 @@ _KEPT_ELSEWHERE = (
     "without it. If the loss or an output depends on it, their results differ. Keep such state in a buffer "
     "(register_buffer), or give the module get_extra_state and set_extra_state."
 )
+
+
+def check_transformed(before: Any, after: Any) -> None:
+    """Refuse hooks that change the number of samples of a batch, by which its loss is weighted."""
+    try:
+        had, has = count_samples(before), count_samples(after)
+    except ExperimentError:  # a batch without rows, whose loss has a count
+        return
+    if had != has:
+        message = f"transform() returned {has} of {had} samples; return as many samples as it gets"
+        raise ExperimentError.of("hooks", message)
+
+
+def check_graph(s: "State", loss: Tensor) -> None:
+    """Refuse a loss without a graph, such as a constant for a batch that has no items."""
+    if not loss.requires_grad:
+        raise ExperimentError.of(
+            "loss" if s.experiment.task is None else "task",
+            "returned a loss that does not depend on any parameter. Remove a detach() or no_grad(); for a batch "
+            "without items, return the outputs' sum times 0",
+        )
 
 
 def check_halves(s: "State") -> None:

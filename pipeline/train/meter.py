@@ -115,6 +115,9 @@ class Meter:
         self.gauge.read()
 
         items = _numbers([one.count for one in stepped])
+        if any(own_count is not None and own_count < 0 for own_count in items):
+            key = "loss" if s.experiment.task is None else "task"
+            raise ExperimentError.of(key, "returned a negative Loss.count; it is the number of items, or their weight")
         counts = [sizes[index] if own_count is None else own_count for index, own_count in enumerate(items)]
         means = [value / divisor if divisor else 0.0 for value, divisor in zip(sums, cycle(counts), strict=False)]
         columns = {name: dict(zip(steps, means[n * count :], strict=False)) for n, name in enumerate(names)}

@@ -62,7 +62,8 @@ def train(s: State, meter: Meter, checkpoints: Checkpoints) -> None:
             with meter.stopped():
                 first_step.check()
                 prepare(s)
-        if not meter.is_due(s.step):  # about three times a second, and where an evaluation or a checkpoint is due
+        # Three times a second, where an evaluation or a checkpoint is due, and when a hook has ended the training.
+        if not (meter.is_due(s.step) or s.stop_reason):
             continue
         meter.flush()  # the one exchange: losses of all ranks, the request to stop, the clocks
         if not trains:
@@ -105,9 +106,11 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
         seed = mix(s.seed, "step", step, s.rank.rank, number)
         seed_all(seed, s.device, others=facts is None or facts.draws_others)  # after reading, which may draw
         try:
-            batch = s.batches.placed(batch)  # on a GPU already copied, one ahead
+            placed = batch = s.batches.placed(batch)  # on a GPU already copied, one ahead
             for hook in s.hooks:
                 batch = hook.transform(batch)
+            if batch is not placed and facts is None:
+                checks.check_transformed(placed, batch)
             gathering.current.begin(s, part, exchange=exchange)
             with _exchange(s, part, exchange=exchange):
                 with s.autocast(), _NOTHING if facts is not None else errors.broadcasts_refused():
@@ -115,6 +118,7 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
                 if facts is None:
                     facts = s.facts = observe(s, part, loss, seed=seed)
                 total = gathering.current.reaching_rows(loss.sum)
+                checks.check_graph(s, total)
                 # The first gradient of the backward pass, instead of a product with the loss; 0 for padding.
                 share = part.weight * strategy.gradient_scale / (part.global_size * facts.items_per_sample)
                 factor = total.new_full((), share)
@@ -160,6 +164,8 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
         s.scaler.unscale_(optimizer)
     for hook in s.hooks:
         hook.before_update(s)
+    if s.hooks:  # which may have put other tensors in their place
+        gradients = s.gradients
     if train.clip_grad_norm is not None or skips:
         norm = total_norm(gradients, device=s.device)
         if train.clip_grad_norm is not None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pipeline.tasks import Loss
 from pipeline.train import Hook, State
 
 
@@ -86,3 +87,44 @@ class Returning(Hook):
 
 def no_hook() -> int:
     return 3
+
+
+class Replacing(Hook):
+    """Gradients of another size, put in the place of torch's."""
+
+    def before_update(self, s: State) -> None:
+        for one in s.model.parameters():
+            one.grad = 1000 * cast(Tensor, one.grad)
+
+
+class Halving(Hook):
+    """Half of the samples of each batch."""
+
+    def transform(self, batch: Any) -> Any:
+        return tuple(one[: len(one) // 2] for one in batch)
+
+
+class EndingAtStep(Hook):
+    """End of the training after a step that no report follows."""
+
+    def after_step(self, s: State) -> None:
+        if s.step == 1:
+            s.stop_reason = "two steps are enough"
+
+
+class WithCount(torch.nn.Module):
+    """A squared error with a count of its own."""
+
+    def __init__(self, *, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        return Loss((model(batch[0]) - batch[1]).square().sum(), torch.tensor(self.count))
+
+
+class Constant(torch.nn.Module):
+    """A loss without a graph."""
+
+    def forward(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        return Loss(torch.zeros(()), torch.zeros(()))

@@ -40,14 +40,14 @@ LARGER_TODAY = {
     "report": 6_550,
     "strategies": 732,
     "system": 1_034,
-    "tasks": 1_007,
-    "train": 10_680,
+    "tasks": 1_008,
+    "train": 10_696,
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 375
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_400
+TEST_LINES = 51_457
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -75,6 +75,38 @@ def test_it_ends_the_training() -> None:
     assert (result.steps, result.stopped_early) == (3, "3 steps are enough")
 
 
+def test_it_ends_the_training_with_a_checkpoint_between_reports(tmp_path: Path) -> None:
+    result, kept = run(tmp_path, hooks=[{"_target_": "toy_own.EndingAtStep"}])
+    assert (result.steps, result.stopped_early) == (2, "two steps are enough")
+    assert (tmp_path / "step-00000002").is_dir()
+    assert kept.points("train/loss")[-1].step == 2
+
+
+def test_gradients_that_it_puts_in_place_are_clipped() -> None:
+    clipping = {"clip_grad_norm": 1e-3}  # less than any gradient here, so only their direction counts
+    replaced, _ = toys.trained(hooks=[{"_target_": "toy_own.Replacing"}], train=clipping)
+    plain, _ = toys.trained(train=clipping)
+    for name in ("train/loss", "validation/loss"):
+        assert replaced.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-6)
+
+
+def test_it_may_not_drop_samples() -> None:
+    with pytest.raises(ExperimentError, match=r"hooks: transform\(\) returned 4 of 8 samples"):
+        toys.trained(hooks=[{"_target_": "toy_own.Halving"}])
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"_target_": "toy_own.WithCount", "count": -3}, "task: returned a negative Loss.count"),
+        ({"_target_": "toy_own.Constant"}, "task: returned a loss that does not depend on any parameter"),
+    ],
+)
+def test_a_task_without_a_usable_loss_is_named(task: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExperimentError, match=re.escape(message)):
+        toys.trained(task=task, loss=None)
+
+
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
