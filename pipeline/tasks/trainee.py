@@ -108,14 +108,14 @@ class Trainee(nn.Module):
             raise self._error(f"returned {_shape(found.sum)} as Loss.sum; it must be a scalar tensor")
         return self._detached(found)
 
-    def with_updates(self, batch: Any, update: Callable[[str, Tensor], None]) -> Loss | None:
+    def with_updates(self, batch: Any, update: Callable[[str, Tensor], None]) -> Loss:
         """Let the task update several optimizers for a batch; return the rest of its result, without sum and count."""
         try:
             found = self.task(self.model, batch, update)
         finally:
             current.end()
         if found is None:
-            return None
+            found = Loss()
         if not isinstance(found, Loss):
             raise self._error(
                 f"returned {_shape(found)}; with optimizers, call update(name, loss) for each loss, and return nothing "

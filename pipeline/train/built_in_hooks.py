@@ -253,6 +253,8 @@ class TrainedMetrics(Hook):
     def _explained(self, call: Callable[[], T]) -> T:
         try:
             return call()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             said = " ".join(str(error).split())[:300]
             message = f"on: [train, validation] raised {type(error).__name__} for training batches: {said}"

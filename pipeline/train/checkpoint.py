@@ -54,10 +54,9 @@ def _has_checkpoint(trial: Training) -> bool:
     """Return True if a training that has initial weights resumes from a checkpoint instead; reads manifests only."""
     if trial.initial is None or not (trial.resume and trial.checkpoints):
         return False
-    try:
-        return any(entry.manifest is not None for entry in entries(Storage(trial.checkpoints)))
-    except Exception:  # noqa: BLE001 - whatever a storage raises; `_find_newest` explains it
-        return False
+    storage = Storage(trial.checkpoints)
+    with _readable(storage):
+        return any(entry.manifest is not None for entry in entries(storage))
 
 
 class Checkpoints:
@@ -139,6 +138,11 @@ class Checkpoints:
         saved_state.load_rest(s, state, reschedules=_has_other_rates(s, manifest, changed), epoch=manifest.epoch)
         s.batches.resume(state["position"], step=s.step, warn=s.warn)
         s.meter.restore(state["meter"], is_over=s.is_over)
+        if s.schedules.follows_plateau and not changed.isdisjoint(rate_keys(s.experiment)):
+            s.warn(
+                "optimizer.lr has changed, and ReduceLROnPlateau's reductions of the rate before it are not repeated. "
+                "Training continues with the rate of the file."
+            )
         if self._writer is not None:
             self._writer.complete = [one.rated_by(self._options.best) for one in (*older, manifest)]
         place = storage.place(manifest.name)

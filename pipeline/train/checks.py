@@ -1,5 +1,6 @@
 """Checks of a training by what it was built of and by its first batch and step. Most warn once; none guesses again."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,11 @@ from pipeline.train.names import find_trainable, listed, shown
 from pipeline.train.optim import stays_in_evaluation
 from pipeline.train.same import attribute_prints, differing
 from pipeline.train.seeds import generators_kept, seed_all
-from pipeline.wording import first_line
 
 if TYPE_CHECKING:
     from pipeline.train.state import State
 
+_log = logging.getLogger(__name__)
 _SAMPLES, _TOLERANCE, _TOLERANCE_16_BITS = 5, 1e-3, 5e-2
 _KEPT_ELSEWHERE = (
     "changed in training, and checkpoints do not contain the change. A resumed run and `pipeline evaluate` start "
@@ -33,6 +34,8 @@ _KEPT_ELSEWHERE = (
 
 def check_transformed(before: Any, after: Any) -> None:
     """Refuse hooks that change the number of samples of a batch, by which its loss is weighted."""
+    if after is None:
+        raise ExperimentError.of("hooks", "transform() returned nothing; return the batch")
     try:
         had, has = count_samples(before), count_samples(after)
     except ExperimentError:  # a batch without rows, whose loss has a count
@@ -74,10 +77,12 @@ def check_halves(s: "State") -> None:
                 seed_all(min(number, 1), s.device)
                 found = s.trainee(part)
                 losses.append((float(found.sum), float(found.count) if found.count is not None else None))
-    except Exception as error:  # user code may raise anything
-        if not s.is_sharded:
-            return
-        raise RuntimeError(first_line(error)) from error
+    except Exception as error:  # user code may raise anything, and so few samples may be too few for it
+        if s.is_sharded:  # whose weights are left gathered, so that no step could follow
+            error.add_note("This was a check of the loss with five samples.")
+            raise
+        _log.info("the loss was not checked, since it can't be computed from %d samples", count, exc_info=error)
+        return
     finally:
         for module, training in modes:
             module.training = training

@@ -199,8 +199,7 @@ def forward(s: State, batch: Any, part: MicroBatch | None = None) -> Loss:
         raise ExperimentError.of("task", message)
     samples = len(part.indices) if part is not None else count_samples(batch)
     total = torch.stack(list(losses.values())).sum() * samples
-    own = found if isinstance(found, Loss) else Loss(total)
-    return own._replace(sum=total, logs={**{name: loss.detach() for name, loss in losses.items()}, **own.logs})
+    return found._replace(sum=total, logs={**{name: loss.detach() for name, loss in losses.items()}, **found.logs})
 
 
 @contextmanager

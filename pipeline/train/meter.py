@@ -243,6 +243,8 @@ class Meter:
                 message = f"{name_of(hook)}.report returned {type(found).__name__}; return numbers by name, or {{}}"
                 raise ExperimentError.of("hooks", message) from None
             for name, value in values.items():
+                if not isinstance(name, str):
+                    raise ExperimentError.of("hooks", f"{name_of(hook)} reports {name!r}; a name is a text")
                 if name in columns:
                     raise ExperimentError.of("hooks", f"{name_of(hook)} reports {name}, which is taken")
                 columns[name] = {step: value}

@@ -14,7 +14,7 @@ from pipeline.train.evaluate import evaluate, prepare
 from pipeline.train.manifest import Manifest, entry_of
 from pipeline.train.ranks import from_first
 from pipeline.train.saved_state import load_weights
-from pipeline.train.state import Facts, State
+from pipeline.train.state import State
 from pipeline.train.storage import Storage
 
 
@@ -39,7 +39,6 @@ def restored(trial: Evaluation, *, rank: Rank, outbox: Outbox | None = None) -> 
         place = storage.place(manifest.name)
         raise TrainingError(f"{place} can't be used: {state}; set --checkpoint to another step")
     load_weights(s, state)
-    s.facts = Facts(*state["facts"]) if state["facts"] is not None else None
     s.begin_step(manifest.step - 1)  # as when the training evaluated this step
     return s, manifest
 

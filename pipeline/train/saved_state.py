@@ -331,6 +331,7 @@ def load_weights(s: State, state: Saved) -> None:
         own = {name.removeprefix(f"{part}."): value for name, value in state[part].items()}
         _load(key, module.load_state_dict, own)
     _load_buffers(s, state["buffers"])
+    s.facts = Facts(*state["facts"]) if state["facts"] is not None else None
     task = _own_task(s)
     if task is not None and state["task_state"] is not None:
         _load(task_key(s), task.load_state_dict, state["task_state"])
@@ -367,7 +368,6 @@ def load_rest(s: State, state: Saved, *, reschedules: bool, epoch: int) -> None:
     for name, parameter in s.trainee.named_parameters():
         if name in state["frozen"]:
             parameter.requires_grad = False
-    s.facts = Facts(*state["facts"]) if state["facts"] is not None else None
 
 
 def load_optimizer(s: State, name: str, state: Saved, *, keeps_settings: bool = False) -> None:

@@ -206,6 +206,11 @@ class Schedules:
                     raise ExperimentError.of(_METRIC, f"{metric} is not reported; name one of {', '.join(values)}")
                 scheduler.step(values[metric])
 
+    @property
+    def follows_plateau(self) -> bool:
+        """True if a scheduler is a ReduceLROnPlateau."""
+        return any(isinstance(one, ReduceLROnPlateau) for one in self._schedulers.values())
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the schedulers by the name of their optimizer."""
         return {name: one.state_dict() for name, one in self._schedulers.items()}

@@ -8,15 +8,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_WATCHED = 0x9E3779B9
-"""Seed of watched generators. User code that seeds with this number, of all numbers, is not noticed."""
-_FIRST = (
-    torch.empty(1, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(_WATCHED)).item(),
-    random.Random(_WATCHED).random(),  # noqa: S311 - for no secret
-    np.random.RandomState(_WATCHED).random_sample(),
-)
-"""First numbers after that seed."""
-
 
 def mix(*parts: int | str) -> int:
     """Hash parts, such as seed, purpose and epoch, to a seed of 63 bits; adjacent numbers give unrelated seeds."""
@@ -49,17 +40,6 @@ def seed_all(seed: int, device: torch.device | None = None, *, others: bool = Tr
     if device is not None and device.type == "cuda":
         for index, generator in enumerate(torch.cuda.default_generators):
             generator.manual_seed(seed + index - device.index)
-
-
-def watch() -> None:
-    """Put the generators into a state whose next number is known, see `has_drawn`."""
-    seed_all(_WATCHED)
-
-
-def has_drawn() -> bool:
-    """Return True if code has drawn from a generator, or seeded it, since `watch`. Takes a number from each."""
-    found = (torch.empty(1, dtype=torch.int64).random_().item(), random.random(), np.random.random_sample())  # noqa: S311
-    return found != _FIRST
 
 
 def drawn_since(seed: int) -> tuple[bool, bool]:

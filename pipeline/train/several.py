@@ -4,7 +4,7 @@ Not through DDP: a loss has gradients only for its optimizer's parameters, which
 the task sees equal updated weights on all ranks, and each update is of the whole global batch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from pipeline.train.evaluate import share_buffers
 from pipeline.train.ranks import total_norm
 from pipeline.train.seeds import mix, seed_all
 from pipeline.train.state import State, Stepped
-from pipeline.train.trainer import Stream, clip, observe
+from pipeline.train.trainer import Stream, call_before_update, clip, observe
 from pipeline.train.watch import mark
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ class _Updates:
             limit = declared.clip_grad_norm or s.experiment.train.clip_grad_norm
             if s.hooks or limit is not None:
                 s.scaler.unscale_(s.optimizers[name])
-            for hook in s.hooks:
-                hook.before_update(s)
+            call_before_update(s, self._step)
             if limit is not None:
                 self.norms[f"{GRADIENT_NORM}_{name}"] = norm = total_norm(s.gradients, device=s.device)
                 clip(own, limit, norm)
@@ -115,20 +114,19 @@ class _Updates:
         }
         mark(Phase.FORWARD)
 
-    def finish(self, found: Any) -> dict[str, Tensor]:
+    def finish(self, found: Loss) -> dict[str, Tensor]:
         """Return the sums of the loss, the optimizers' losses and the task's logs, once the task is over."""
         s = self._s
         if missing := [name for name in s.experiment.optimizers if name not in self._names]:
             raise _refused(f"gave no loss for optimizers.{missing[0]}; call update for each optimizer, for every batch")
         s.losses_of = tuple(self._names)
-        logs = found.logs if isinstance(found, Loss) else {}
         taken = {f"{metric}_{name}" for metric in (LOSS, LEARNING_RATE, GRADIENT_NORM) for name in self._names}
-        if clashing := taken.intersection(logs):
+        if clashing := taken.intersection(found.logs):
             raise _refused(f"logs {min(clashing)}, which is already reported; choose another name")
         sums = {LOSS: torch.stack(list(self._sums.values())).sum(), **self._sums}
         if self.norms and s.experiment.train.clip_grad_norm is not None:
             self.norms[GRADIENT_NORM] = torch.stack([norm.square() for norm in self.norms.values()]).sum().sqrt()
-        return sums | {name: (log.detach() * self._share).to(s.loss_dtype) for name, log in logs.items()}
+        return sums | {name: (log.detach() * self._share).to(s.loss_dtype) for name, log in found.logs.items()}
 
     def _check(self, name: str, loss: object) -> None:
         s = self._s

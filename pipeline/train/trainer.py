@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
+from torch.random import fork_rng
 
 from pipeline.config.reported import GRADIENT_NORM
 from pipeline.errors import ExperimentError, Stopped
@@ -21,6 +22,7 @@ from pipeline.tasks import Loss, gathering
 from pipeline.train import checks, errors, report
 from pipeline.train.checkpoint import Checkpoints
 from pipeline.train.evaluate import prepare, validate
+from pipeline.train.hooks import Hook
 from pipeline.train.kept import Buffers
 from pipeline.train.meter import Meter
 from pipeline.train.nonfinite import check_weights
@@ -162,10 +164,8 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
     scale = s.scaler.get_scale() if skips else 1.0
     if s.hooks or train.clip_grad_norm is not None or skips:  # hooks may read gradients
         s.scaler.unscale_(optimizer)
-    for hook in s.hooks:
-        hook.before_update(s)
-    if s.hooks:  # which may have put other tensors in their place
-        gradients = s.gradients
+    if call_before_update(s, step):
+        gradients = s.gradients  # a hook may have put other tensors in their place
     if train.clip_grad_norm is not None or skips:
         norm = total_norm(gradients, device=s.device)
         if train.clip_grad_norm is not None:
@@ -191,6 +191,22 @@ def _exchange(s: State, part: MicroBatch, *, exchange: bool) -> AbstractContextM
     if not exchange:
         return s.strategy.no_communication(s.wrapped)
     return _NOTHING if part.is_last else s.strategy.no_sync(s.wrapped)
+
+
+def call_before_update(s: State, step: int) -> bool:
+    """Let hooks read or change the gradients; return True if one may have.
+
+    torch's generators draw the same numbers there on all ranks, whose weights would else differ.
+    """
+    hooks = [hook for hook in s.hooks if type(hook).before_update is not Hook.before_update]
+    if not hooks:
+        return False
+    with fork_rng([s.device.index] if s.device.type == "cuda" else []):
+        if not s.is_sharded:  # ranks have different shards, which are to get different numbers
+            seed_all(mix(s.seed, "update", step), s.device, others=False)
+        for hook in hooks:
+            hook.before_update(s)
+    return True
 
 
 def observe(s: State, part: MicroBatch, loss: Loss, *, seed: int) -> Facts:

@@ -70,6 +70,7 @@ PARAMETERS = {
         )
         for strategy in ("ddp", "fsdp")
     },
+    "a hook that draws": Row({"hooks": [{"_target_": "toy_own.Noisy"}]}),
     "a loss of its own": Row(
         {
             "model": {"_target_": "toys.LossOfItsOwn"},

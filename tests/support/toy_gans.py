@@ -31,7 +31,7 @@ class Duel:
         self.fails = fails
         self.scale = nn.Parameter(torch.ones(()))
 
-    def __call__(self, model: Any, batch: Any, update: Update) -> Loss:
+    def __call__(self, model: Any, batch: Any, update: Update) -> Loss | None:
         noise, real = batch
         made = model.generator(noise)
         if model.training:
@@ -49,7 +49,8 @@ class Duel:
         if self.fails == "independent":
             loss = model.critic(real).mean()
         update("generator", loss[None] if self.fails == "list" else loss)
-        return found
+        self.calls = getattr(self, "calls", 0) + 1
+        return found if self.fails != "nothing later" or self.calls == 1 else None
 
     def pictures(self, model: Any) -> dict[str, Tensor]:
         if self.fails == "pictures":

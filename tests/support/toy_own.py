@@ -97,6 +97,14 @@ class Replacing(Hook):
             one.grad = 1000 * cast(Tensor, one.grad)
 
 
+class Noisy(Hook):
+    """Noise in the gradients."""
+
+    def before_update(self, s: State) -> None:
+        for gradient in s.gradients:
+            gradient += 0.1 * torch.randn_like(gradient)
+
+
 class Halving(Hook):
     """Half of the samples of each batch."""
 

@@ -41,13 +41,13 @@ LARGER_TODAY = {
     "strategies": 732,
     "system": 1_034,
     "tasks": 1_008,
-    "train": 10_696,
+    "train": 10_706,
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 375
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_457
+TEST_LINES = 51_467
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -285,6 +285,14 @@ class TestAnAllowedChange:
         assert outbox.after(4, "train/learning_rate") == expected.after(4, "train/learning_rate")
         assert outbox.warnings == []
 
+    def test_of_the_rate_says_that_a_plateau_starts_anew(self, tmp_path: Path) -> None:
+        sections = {"scheduler": {**_PLATEAU, "factor": 0.5}, "train": {"scheduler_interval": "epoch", "epochs": 3}}
+        run(tmp_path, **sections)
+        sections["train"] = {"scheduler_interval": "epoch", "epochs": 4}
+        outbox = run(tmp_path, resume=True, allow_changed=True, **sections, **FASTER)
+        assert outbox.series("train/learning_rate")[-1] == pytest.approx(0.5)
+        assert [warning for warning in outbox.warnings if "ReduceLROnPlateau's reductions" in warning]
+
     def test_of_the_learning_rate_needs_permission(self, tmp_path: Path) -> None:
         run(tmp_path)
         message = r"optimizer\.lr: is 0\.5, but was 0\.05 in step-00000006\. Set it back, or add --allow-changed\."

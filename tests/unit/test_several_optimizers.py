@@ -133,6 +133,7 @@ def test_a_training_resumed_within_an_epoch_is_the_same_to_the_bit(tmp_path: Pat
         ("detached", "task: gave a loss that does not depend on any parameter of optimizers.generator"),
         ("independent", "task: gave a loss that does not depend on any parameter of optimizers.generator"),
         ("taken", "task: logs loss_critic, which is already reported; choose another name"),
+        ("nothing later", "task: Loss.logs has nothing in one batch, but score in the first."),
         ("list", "task: called update with a loss of shape (1,); it must be a scalar, the mean over the samples"),
     ],
 )
