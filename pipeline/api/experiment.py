@@ -24,7 +24,7 @@ from pipeline.system.imports import importable
 from pipeline.tasks import Loss
 from pipeline.train.build import build
 from pipeline.train.evaluate import forward
-from pipeline.train.seeds import generators_kept
+from pipeline.train.seeds import keep_generators
 from pipeline.wording import format_parallel
 
 Source = str | PathLike[str] | Mapping[str, Any]
@@ -104,7 +104,7 @@ class Parts:
         """
         from torchmetrics import MetricCollection
 
-        with explained(file), importable(Path.cwd()), generators_kept():
+        with explained(file), importable(Path.cwd()), keep_generators():
             trial = Training(
                 name="main",
                 experiment=file.experiment,
@@ -145,7 +145,7 @@ class Parts:
             ExperimentError: the samples can't be collated, or the data has no validation set.
         """
         batches = self._state.batches
-        return batches.placed(batches.read(list(samples), "validation" if validation else None))
+        return batches.place(batches.read(list(samples), "validation" if validation else None))
 
     def step(self, batch: Any) -> Loss:
         """Compute loss, outputs and targets of the model on a batch, with the experiment's loss or task.

@@ -87,12 +87,12 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
     yield from _batch_sizes(experiment)
     yield from name_problems(experiment.metrics)
     yield from _check_trained_metrics(experiment)
-    yield from _unmeasured(experiment)
+    yield from _check_measured(experiment)
     yield from _taken_tags(experiment)
     for key, message in finetuning.misused(experiment.train.start_from, experiment.optimizer, experiment.scheduler):
         yield Problem(key, message)
-    yield from _of_several_optimizers(experiment)
-    yield from _of_a_lightning_module(experiment)
+    yield from _check_several_optimizers(experiment)
+    yield from _check_lightning_module(experiment)
     yield from _swept(experiment)
 
 
@@ -111,7 +111,7 @@ def _value(experiment: Experiment, condition: str) -> Any:
     return attrgetter(condition.partition(":")[0])(experiment)
 
 
-def _of_several_optimizers(experiment: Experiment) -> Iterator[Problem]:
+def _check_several_optimizers(experiment: Experiment) -> Iterator[Problem]:
     """Find schedulers of unknown optimizers, and settings that one of several optimizers doesn't support."""
     names = list(experiment.optimizers)
     for name in experiment.schedulers:
@@ -134,7 +134,7 @@ def _of_several_optimizers(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("optimizers", message)
 
 
-def _of_a_lightning_module(experiment: Experiment) -> Iterator[Problem]:
+def _check_lightning_module(experiment: Experiment) -> Iterator[Problem]:
     """Find a model next to a module, and a scheduler of the file for an optimizer of the module."""
     task, optimizer, scheduler = experiment.task, experiment.optimizer, experiment.scheduler
     if task is None or not lightning_module.is_named(task):
@@ -163,7 +163,7 @@ def _check_trained_metrics(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(key, f"train/{name} is already reported. Choose another name for this metric.")
 
 
-def _unmeasured(experiment: Experiment) -> Iterator[Problem]:
+def _check_measured(experiment: Experiment) -> Iterator[Problem]:
     """Find keys that follow a metric which the experiment doesn't have, or whose direction isn't known."""
     options = {
         "checkpoint.best": experiment.checkpoint,

@@ -36,18 +36,18 @@ def balanced(samples: Any, epoch: int, generator: torch.Generator) -> Indices:  
         ExperimentError: the targets are no classes.
         TrainingError: a sample can't be read.
     """
-    targets = _numbers(samples, "targets")
+    targets = _find_numbers(samples, "targets")
     if targets.ndim != 1:
-        raise _no_classes(f"a target has the shape {targets.shape[1:]}")
+        raise _make_class_error(f"a target has the shape {targets.shape[1:]}")
     if targets.dtype.kind not in "biuf":
-        raise _no_classes(f"a target is {targets[0]!r}")
+        raise _make_class_error(f"a target is {targets[0]!r}")
     if (is_wrong := ~np.isfinite(targets) | (targets % 1 != 0)).any():
-        raise _no_classes(f"a target is {targets[is_wrong][0]:g}")
+        raise _make_class_error(f"a target is {targets[is_wrong][0]:g}")
     _, groups, counts = np.unique(targets, return_inverse=True, return_counts=True)
-    return weighted((1 / counts)[groups], generator, groups=groups)
+    return draw_weighted((1 / counts)[groups], generator, groups=groups)
 
 
-def weighted(weights: Any, generator: torch.Generator, *, groups: Any = None) -> Indices:
+def draw_weighted(weights: Any, generator: torch.Generator, *, groups: Any = None) -> Indices:
     """Return as many indices as there are weights, each as often as its part of the sum, rounded up or down at random.
 
     The draws are evenly spaced over the cumulated weights (systematic sampling, Madow 1949), where the samples of a
@@ -105,7 +105,7 @@ def by_length(
         ExperimentError: a sample has no length.
         TrainingError: a sample can't be read.
     """
-    sizes = _numbers(samples, "lengths") if lengths is None else np.asarray(lengths)
+    sizes = _find_numbers(samples, "lengths") if lengths is None else np.asarray(lengths)
     if sizes.shape != (len(samples),):
         message = f"is {sizes.shape} in shape, but the training set has {len(samples):,} samples; use one for each"
         raise ExperimentError.of("sampler.lengths", message)
@@ -124,27 +124,27 @@ def by_length(
     return np.concatenate([*(batches[number] for number in order), rest])
 
 
-def _numbers(dataset: Any, field: _Field) -> Numbers:
+def _find_numbers(dataset: Any, field: _Field) -> Numbers:
     """Return a class or a length for each sample, read once for a dataset."""
     try:
         known = _READ.setdefault(dataset, {})
     except TypeError:  # unhashable, such as a list
         known = {}
     if field not in known:
-        stated = _stated(dataset, field)
+        stated = _read_attribute(dataset, field)
         known[field] = _read(dataset, field) if stated is None else stated
     return known[field]
 
 
-def _stated(dataset: Any, field: _Field) -> Numbers | None:
+def _read_attribute(dataset: Any, field: _Field) -> Numbers | None:
     """Return the numbers in an attribute of a dataset; None if its samples have to be read."""
     if type(dataset) is Subset:  # a subclass may return other targets than the dataset in it
-        found = _stated(dataset.dataset, field)
+        found = _read_attribute(dataset.dataset, field)
         return None if found is None else found[np.asarray(dataset.indices)]
     if getattr(dataset, "target_transform", None) is not None:
         return None
     try:
-        numbers = _flat(np.asarray(getattr(dataset, field, None)))
+        numbers = _flatten(np.asarray(getattr(dataset, field, None)))
     except (TypeError, ValueError, RuntimeError):
         return None
     return numbers if numbers.shape == (len(dataset),) and numbers.dtype.kind in "biuf" else None
@@ -159,40 +159,40 @@ def _read(dataset: Any, field: _Field) -> Numbers:
             except Exception as error:
                 message = f"sample {index} of the data can't be read: {type(error).__name__}: {error}"
                 raise TrainingError(message, traceback.format_exc()) from error
-            value = _field(sample, field)
+            value = _read_field(sample, field)
             if field == "lengths" and not hasattr(value, "__len__"):
-                raise _refused(f"sample {index} is a {type(value).__name__} without a length")
+                raise _make_error(f"sample {index} is a {type(value).__name__} without a length")
             values.append(np.asarray(value) if field == "targets" else len(value))
             progress.by(1)
     if len({np.shape(value) for value in values}) > 1:
-        raise _no_classes("targets have different shapes")
-    return _flat(np.stack(values))
+        raise _make_class_error("targets have different shapes")
+    return _flatten(np.stack(values))
 
 
-def _field(sample: Any, field: _Field) -> Any:
+def _read_field(sample: Any, field: _Field) -> Any:
     names, place = _NAMES[field], int(field == "targets")
     if isinstance(sample, Mapping):
         for name in names:
             if name in sample:
                 return sample[name]
-        raise _refused(f"a sample has the fields {', '.join(map(str, sample))}, but none of {', '.join(names)}")
+        raise _make_error(f"a sample has the fields {', '.join(map(str, sample))}, but none of {', '.join(names)}")
     if not isinstance(sample, tuple | list):
         if field == "lengths":
             return sample
-        raise _refused(f"a sample is a {type(sample).__name__}, not (inputs, targets)")
+        raise _make_error(f"a sample is a {type(sample).__name__}, not (inputs, targets)")
     if len(sample) <= place:
-        raise _refused(f"a sample has {len(sample)} fields, not (inputs, targets)")
+        raise _make_error(f"a sample has {len(sample)} fields, not (inputs, targets)")
     return sample[place]
 
 
-def _flat(numbers: Numbers) -> Numbers:
+def _flatten(numbers: Numbers) -> Numbers:
     return numbers[:, 0] if numbers.ndim == 2 and numbers.shape[1] == 1 else numbers
 
 
-def _no_classes(seen: str) -> ExperimentError:
-    return _refused(f"{seen}, but balanced needs a class number for each sample")
+def _make_class_error(seen: str) -> ExperimentError:
+    return _make_error(f"{seen}, but balanced needs a class number for each sample")
 
 
-def _refused(seen: str) -> ExperimentError:
+def _make_error(seen: str) -> ExperimentError:
     remedy = "Set _target_ to a function (training set, epoch, generator) that returns the indices of an epoch"
     return ExperimentError.of("sampler", f"{seen}. {remedy}.")

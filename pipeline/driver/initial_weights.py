@@ -27,11 +27,11 @@ def find(experiment: Experiment) -> Weights | None:
     if start is None:
         return None
     if start.run is not None:
-        return _of_run(start.run, Path(experiment.tracking.directory))
-    return _of_file(start)
+        return _find_run(start.run, Path(experiment.tracking.directory))
+    return _find_file(start)
 
 
-def _of_run(name: str, directory: Path) -> Weights:
+def _find_run(name: str, directory: Path) -> Weights:
     key = f"{_KEY}.run"
     try:
         folder = runs.find_trained(name, directory).folder
@@ -47,7 +47,7 @@ def _of_run(name: str, directory: Path) -> Weights:
     if state.status == "RUNNING":
         writer = journal.describe_writer(folder / journal.FILE_NAME)
         raise ExperimentError.of(key, f"is {name}, but {folder} is still training in {writer}. Wait for its end.")
-    if (found := _of_checkpoint(state)) is not None:
+    if (found := _find_checkpoint(state)) is not None:
         return found
     message = f"{folder / WEIGHTS} does not exist. Name a run of pipeline run."
     if state.status != "FINISHED":
@@ -55,7 +55,7 @@ def _of_run(name: str, directory: Path) -> Weights:
     raise ExperimentError.of(key, f"is {name}, but {message}")
 
 
-def _of_checkpoint(state: RunState) -> Weights | None:
+def _find_checkpoint(state: RunState) -> Weights | None:
     """Return the weights of a run's newest intact checkpoint; None if it has none."""
     storage = Storage(address_of(state.experiment.checkpoint.directory, run=state.folder))
     try:
@@ -80,7 +80,7 @@ def _which(folder: Path) -> str:
     return f"the {result.best}" if result.best is not None else f"the weights of its last step, {result.steps:,}"
 
 
-def _of_file(start: StartFrom) -> Weights:
+def _find_file(start: StartFrom) -> Weights:
     key, path = f"{_KEY}.file", Path(start.file or "")
     if path.is_dir():
         raise ExperimentError.of(key, f"is the folder {path}{_others(path)}")

@@ -65,7 +65,7 @@ def pretrained(path: str, *, task: str, weights: bool = True, revision: str | No
                 )
             missing = sorted(info["missing_keys"])
     except (OSError, ValueError, RuntimeError) as error:
-        raise _refused(path, error) from error
+        raise _make_error(path, error) from error
     if missing and len(missing) >= len(model.state_dict()):
         raise ExperimentError.of("model.path", f"{path} has no weights for {type(model).__name__}; name another model")
     if missing:
@@ -103,7 +103,7 @@ def _configuration(path: str, revision: str | None, config: dict[str, Any], *, d
             path, revision=revision, trust_remote_code=False, local_files_only=not downloads
         )
     except (OSError, ValueError) as error:
-        raise _refused(path, error) from error
+        raise _make_error(path, error) from error
     for name, value in config.items():
         if not hasattr(settings, name):
             meant = did_you_mean(name, [*settings.to_dict(), "num_labels"]) or "; see its config.json"
@@ -112,6 +112,6 @@ def _configuration(path: str, revision: str | None, config: dict[str, Any], *, d
     return settings
 
 
-def _refused(path: str, error: Exception) -> ExperimentError:
+def _make_error(path: str, error: Exception) -> ExperimentError:
     said = " ".join(str(error).split())[:300]
     return ExperimentError.of("model.path", f"{path} can't be loaded: {said}")

@@ -53,12 +53,12 @@ class _SummingDataParallel(nn.DataParallel[nn.Module]):
     @override
     def gather(self, outputs: Sequence[_OfReplica], output_device: Any) -> Loss:
         losses = [one.loss for one in outputs]
-        sums, counts = (_stacked([getattr(one, name) for one in losses], output_device) for name in ("sum", "count"))
+        sums, counts = (_stack([getattr(one, name) for one in losses], output_device) for name in ("sum", "count"))
         assert sums is not None
         weights = sums.new_tensor([one.samples for one in outputs]) if counts is None else counts.to(sums.dtype)
         logs = {}
         for name in losses[0].logs:
-            values = _stacked([one.logs[name] for one in losses], output_device)
+            values = _stack([one.logs[name] for one in losses], output_device)
             assert values is not None
             logs[name] = (values * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
         results, targets = (
@@ -75,6 +75,6 @@ def _compute(dtype: torch.dtype, replica: nn.Module, /, *inputs: Any, **named: A
     return _OfReplica(loss, count_samples(inputs[0]) if loss.logs and loss.count is None else 0)
 
 
-def _stacked(parts: Sequence[Tensor | None], device: Any) -> Tensor | None:
+def _stack(parts: Sequence[Tensor | None], device: Any) -> Tensor | None:
     found = [one.to(device) for one in parts if one is not None]
     return torch.stack(found) if found else None

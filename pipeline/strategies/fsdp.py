@@ -118,7 +118,7 @@ class Strategy(base.Strategy):
             shard(model, mp_policy=replace(low, output_dtype=torch.float32), reshard_after_forward=bool(reshards))
         shard(trainee, mp_policy=full)
         self._exchange = _Exchange()
-        for sharded in _sharded(trainee):
+        for sharded in _iter_sharded(trainee):
             # Sums of losses are divided by the size of the global batch, so gradients are summed, not averaged.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(enable=True)
@@ -186,7 +186,7 @@ class Strategy(base.Strategy):
         return cast(Mapping[str, Tensor], get_model_state_dict(trainee, options=options))
 
 
-def _sharded(module: nn.Module) -> Iterator[FSDPModule]:
+def _iter_sharded(module: nn.Module) -> Iterator[FSDPModule]:
     return (one for one in module.modules() if isinstance(one, FSDPModule))
 
 
@@ -196,7 +196,7 @@ def _reshard(trainee: nn.Module, *_: object) -> None:
     The next step would compute with these weights, even if an average or a checkpoint has been swapped in since.
     """
     if not torch.is_grad_enabled():
-        for one in _sharded(trainee):
+        for one in _iter_sharded(trainee):
             one.reshard()
 
 

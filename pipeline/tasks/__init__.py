@@ -7,7 +7,7 @@ from pipeline.tasks.from_model import FromModel
 from pipeline.tasks.gathering import gathered
 from pipeline.tasks.lightning import Lightning
 from pipeline.tasks.supervised import LanguageModel, Supervised
-from pipeline.tasks.trainee import Loss, Task, Trainee, count_samples, described
+from pipeline.tasks.trainee import Loss, Task, Trainee, count_samples, describe
 
 __all__ = [
     "FromModel",
@@ -18,6 +18,6 @@ __all__ = [
     "Task",
     "Trainee",
     "count_samples",
-    "described",
+    "describe",
     "gathered",
 ]

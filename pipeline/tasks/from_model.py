@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from pipeline.errors import ExperimentError
 from pipeline.tasks.supervised import IGNORED
-from pipeline.tasks.trainee import Loss, Task, count_samples, described
+from pipeline.tasks.trainee import Loss, Task, count_samples, describe
 
 _CLOSE = 1e-5
 _SHIFTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -45,12 +45,12 @@ class FromModel(Task):
             ExperimentError: the batch is not a mapping, or the model returns no loss.
         """
         if not isinstance(batch, Mapping):
-            message = f"a batch is {described(batch)}, not a mapping. Return mappings such as {{input_ids: ..., "
+            message = f"a batch is {describe(batch)}, not a mapping. Return mappings such as {{input_ids: ..., "
             raise ExperimentError.of("data", f"{message}{self.labels}: ...}} from the dataset.")
         outputs = model(**batch)
         loss = _field(outputs, "loss")
         if not isinstance(loss, Tensor):
-            returned = ", ".join(outputs) if isinstance(outputs, Mapping) else described(outputs)
+            returned = ", ".join(outputs) if isinstance(outputs, Mapping) else describe(outputs)
             lacks = "" if self.labels in batch else f", which has no {self.labels}"
             raise ExperimentError.of(
                 "task",

@@ -128,7 +128,7 @@ class Lightning(Task):
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         """Compute the loss of a batch by the module's step."""
         module: Any = model
-        self._inner = self._inner or _checked(module)
+        self._inner = self._inner or _check_module(module)
         logs: dict[str, Tensor] = {}
         name = f"{self._split or 'training'}_step"
         own = overrides(type(module), name)
@@ -136,7 +136,7 @@ class Lightning(Task):
         code = getattr(step, "__code__", None)  # it may take the batch alone
         arguments = (batch, self._trainer.calls)[: 2 if code is None or code.co_flags & 0x04 else code.co_argcount - 1]
         self._trainer.calls += 1
-        with _attached(self._inner, self._trainer, self._log(module, logs)):
+        with _attach(self._inner, self._trainer, self._log(module, logs)):
             returned = step(*arguments)
         given = returned if isinstance(returned, Mapping) else {"loss": returned}
         loss, count = given.get("loss"), given.get("count")
@@ -208,8 +208,8 @@ def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
     if not isinstance(module, nn.Module):
         message = "has sparse gradients, which task: Lightning does not support; set sparse=False"
         raise ExperimentError.of("model", message)
-    inner = _checked(module)
-    with _attached(inner, _Trainer(total_steps=total_steps), None):
+    inner = _check_module(module)
+    with _attach(inner, _Trainer(total_steps=total_steps), None):
         returned: Any = inner[0].configure_optimizers()
     schedulers: Any = []
     if isinstance(returned, Mapping):
@@ -261,7 +261,7 @@ def configured_scheduler(optimizer: Any, *, interval: str, metric: str | None = 
 
 
 @contextmanager
-def _attached(modules: Sequence[Any], trainer: _Trainer, log: Callable[..., None] | None) -> Iterator[None]:
+def _attach(modules: Sequence[Any], trainer: _Trainer, log: Callable[..., None] | None) -> Iterator[None]:
     """Give LightningModules a trainer and a ``log`` inside the block."""
     for one in modules:
         one.__dict__["_trainer"] = trainer
@@ -275,7 +275,7 @@ def _attached(modules: Sequence[Any], trainer: _Trainer, log: Callable[..., None
             one.__dict__.pop("log", None)
 
 
-def _checked(module: Any) -> list[Any]:
+def _check_module(module: Any) -> list[Any]:
     """Check a LightningModule; return it and those inside."""
     kind = type(module)
     if lightning_module(kind) is None:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from pipeline.errors import ExperimentError
-from pipeline.tasks.trainee import AsModule, Loss, Task, count_samples, described
+from pipeline.tasks.trainee import AsModule, Loss, Task, count_samples, describe
 
 IGNORED = -100
 """Default ``ignore_index`` of torch's losses."""
@@ -83,7 +83,7 @@ class Supervised(nn.Module, Task):
             self._check(outputs, targets)
         loss = self.loss(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim:
-            raise ExperimentError.of("loss", f"is {described(loss)}, not a scalar; return the mean over the batch")
+            raise ExperimentError.of("loss", f"is {describe(loss)}, not a scalar; return the mean over the batch")
         if self._is_entropy:
             return Loss(loss, self._count(targets), outputs, targets)
         return Loss(loss * count_samples(batch), None, outputs, targets)
@@ -142,7 +142,7 @@ def explain_broadcast(outputs: Tensor, targets: Tensor) -> str:
         return ""
     if math.prod(both) <= max(outputs.numel(), targets.numel()):
         return ""
-    given = f"{shaped('outputs', outputs)} and {shaped('targets', targets)}"
+    given = f"{describe_shape('outputs', outputs)} and {describe_shape('targets', targets)}"
     remedy = remedy_of_shapes(tuple(outputs.shape), tuple(targets.shape))
     return f"gets {given}, which torch broadcasts to {both}; {remedy}"
 
@@ -156,14 +156,14 @@ def remedy_of_shapes(outputs: tuple[int, ...], targets: tuple[int, ...]) -> str:
     return "give both the same shape"
 
 
-def shaped(name: str, tensor: Tensor) -> str:
+def describe_shape(name: str, tensor: Tensor) -> str:
     """Return name, shape and type of a tensor, for messages."""
     return f"{name} of shape {tuple(tensor.shape)} ({str(tensor.dtype).removeprefix('torch.')})"
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, tuple | list):
-        raise ExperimentError.of("data", f"a batch is {described(batch)}, not (inputs, targets); {_HINT}")
+        raise ExperimentError.of("data", f"a batch is {describe(batch)}, not (inputs, targets); {_HINT}")
     if len(batch) != 2:
         raise ExperimentError.of("data", f"a batch has {len(batch)} parts, not (inputs, targets); {_HINT}")
     return batch[0], batch[1]

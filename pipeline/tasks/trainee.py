@@ -98,15 +98,19 @@ class Trainee(nn.Module):
             found = self.task(self.model, batch)
             if isinstance(found, Tensor):
                 if found.ndim:
-                    raise self._error(f"returned {_shape(found)}; it must be a scalar, the mean over the samples")
+                    raise self._make_error(
+                        f"returned {_describe_shape(found)}; it must be a scalar, the mean over the samples"
+                    )
                 found = Loss(found * count_samples(batch))
         finally:  # after an error, too
             current.end()
         if not isinstance(found, Loss):
-            raise self._error(f"returned {_shape(found)}; return Loss(sum, count), or the mean over the samples")
+            raise self._make_error(
+                f"returned {_describe_shape(found)}; return Loss(sum, count), or the mean over the samples"
+            )
         if not isinstance(found.sum, Tensor) or found.sum.ndim:
-            raise self._error(f"returned {_shape(found.sum)} as Loss.sum; it must be a scalar tensor")
-        return self._detached(found)
+            raise self._make_error(f"returned {_describe_shape(found.sum)} as Loss.sum; it must be a scalar tensor")
+        return self._detach(found)
 
     def with_updates(self, batch: Any, update: Callable[[str, Tensor], None]) -> Loss:
         """Let the task update several optimizers for a batch; return the rest of its result, without sum and count."""
@@ -117,34 +121,34 @@ class Trainee(nn.Module):
         if found is None:
             found = Loss()
         if not isinstance(found, Loss):
-            raise self._error(
-                f"returned {_shape(found)}; with optimizers, call update(name, loss) for each loss, and return nothing "
-                "or Loss(outputs=..., targets=..., logs=...)"
+            raise self._make_error(
+                f"returned {_describe_shape(found)}; with optimizers, call update(name, loss) for each loss, and "
+                "return nothing or Loss(outputs=..., targets=..., logs=...)"
             )
         if found.sum is not None or found.count is not None:
             name = "sum" if found.sum is not None else "count"
-            raise self._error(
+            raise self._make_error(
                 f"returned Loss.{name}, which several optimizers don't support; give update the mean over the samples"
             )
-        return self._detached(found)
+        return self._detach(found)
 
-    def _detached(self, found: Loss) -> Loss:
+    def _detach(self, found: Loss) -> Loss:
         """Check and detach all but the sum, so that DDP doesn't search their graph, and they hold no activations."""
         total, count, outputs, targets, logs = found
         returned = self._returned.get(self.training)
         if returned is None:
             self._check(found)
         elif returned[0] is (count is None):
-            raise self._error("returns Loss.count for some batches and None for others; return it for all or none")
+            raise self._make_error("returns Loss.count for some batches and None for others; return it for all or none")
         elif logs.keys() != returned[1]:
-            raise _bad_log(
+            raise _make_log_error(
                 f"has {', '.join(sorted(map(str, logs))) or 'nothing'} in one batch, but "
                 f"{', '.join(sorted(returned[1])) or 'nothing'} in the first. Return the same names for every batch of "
                 "training, and for every batch of an evaluation."
             )
         if count is not None:
             if not isinstance(count, Tensor) or count.ndim:
-                raise self._error(f"returned {_shape(count)} as Loss.count; it must be a scalar tensor")
+                raise self._make_error(f"returned {_describe_shape(count)} as Loss.count; it must be a scalar tensor")
             count = count.detach()
             if total is not None and count.device != total.device:
                 count = count.to(total.device, non_blocking=True)
@@ -159,17 +163,19 @@ class Trainee(nn.Module):
     def _check(self, found: Loss) -> None:
         """Check what the first batch, and with it all others, has besides the sum."""
         if not isinstance(found.logs, Mapping):
-            raise _bad_log(f"is {described(found.logs)}, not a mapping from names to scalar tensors")
+            raise _make_log_error(f"is {describe(found.logs)}, not a mapping from names to scalar tensors")
         taken = set(OF_TRAINING)
         for name in found.logs:
             if not isinstance(name, str) or not name:
-                raise _bad_log(f"has the name {name!r}; use a non-empty string")
+                raise _make_log_error(f"has the name {name!r}; use a non-empty string")
             if (written := mlflow_name(name)) in taken or written.startswith(f"{LEARNING_RATE}{OF_GROUP}"):
-                raise _bad_log(f"has the name {name}, but train/{written} is already reported; choose another name")
+                raise _make_log_error(
+                    f"has the name {name}, but train/{written} is already reported; choose another name"
+                )
             taken.add(written)
         self._returned[self.training] = found.count is not None, frozenset(found.logs)
 
-    def _error(self, message: str) -> ExperimentError:
+    def _make_error(self, message: str) -> ExperimentError:
         return ExperimentError.of(getattr(self.task, "error_key", "task"), message)
 
 
@@ -203,12 +209,12 @@ def count_samples(batch: Any) -> int:
     """
     samples = current.samples if current.samples is not None else _rows(batch)
     if samples is None:
-        message = f"a batch is {described(batch)}, whose samples can't be counted; return Loss(sum, count)"
+        message = f"a batch is {describe(batch)}, whose samples can't be counted; return Loss(sum, count)"
         raise ExperimentError.of("task", message)
     return samples
 
 
-def described(value: object) -> str:
+def describe(value: object) -> str:
     """Return what a value is, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -232,14 +238,16 @@ def _rows(batch: Any) -> int | None:
 
 def _log(name: str, value: Any, total: Tensor | None, count: Tensor | None) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim:
-        raise _bad_log(f"has {_shape(value)} as {name}; it must be a scalar tensor, the mean over the batch")
+        raise _make_log_error(
+            f"has {_describe_shape(value)} as {name}; it must be a scalar tensor, the mean over the batch"
+        )
     value = value.detach() if total is None else value.detach().to(total.device, total.dtype)
     return value if count is None else torch.where(count != 0, value, 0.0)  # the mean over nothing is NaN
 
 
-def _shape(value: object) -> str:
+def _describe_shape(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _bad_log(message: str) -> ExperimentError:
+def _make_log_error(message: str) -> ExperimentError:
     return ExperimentError.of("task", f"Loss.logs {message}")

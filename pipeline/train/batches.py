@@ -26,7 +26,7 @@ from pipeline.strategies.base import Strategy
 from pipeline.train import iterable, samplers
 from pipeline.train.digest import DataDigest
 from pipeline.train.iterable import IterableLoader, is_iterable
-from pipeline.train.loader import BatchLoader, Pair, pins, prefetched, to_device
+from pipeline.train.loader import BatchLoader, Pair, pins, prefetch, to_device
 from pipeline.train.order import MicroBatch, SampleOrder, evaluation_batches, evaluation_of_whole_batches
 from pipeline.train.reader import Collation, format_indices
 from pipeline.train.same import check_data, check_order, fingerprint
@@ -230,7 +230,7 @@ class Batches:
         train = self._experiment.train
         return self._device.type != "cpu" or train.precision == "fp64" or train.memory_format != "contiguous"
 
-    def placed(self, batch: Any) -> Any:
+    def place(self, batch: Any) -> Any:
         """Return a batch as the model takes it: on the device, in the experiment's type and memory format."""
         if not self.needs_placing:
             return batch
@@ -259,7 +259,7 @@ class Batches:
             ExperimentError: samples can't be stacked into a batch, or draw random numbers only now.
             TrainingError: a sample can't be read.
         """
-        return self._placed(self._train, parts, what="training")
+        return self._place_pairs(self._train, parts, what="training")
 
     def evaluation(self, split: Split = "validation", *, by_global_batch: bool = False) -> Iterator[Pair]:
         """Yield this rank's part of a set, which there must be; ``by_global_batch``: its share of each global batch."""
@@ -269,7 +269,7 @@ class Batches:
         else:
             parts = evaluation_batches(samples, self._share, rank=rank, world_size=world_size, is_equal=self._pads)
         loader = self._held_out[split]
-        return self._placed(loader, parts, what=split)
+        return self._place_pairs(loader, parts, what=split)
 
     def evaluation_sample(self, split: Split = "validation") -> Any:
         """Return a batch as large as those of evaluation, on the CPU."""
@@ -364,15 +364,15 @@ class Batches:
             if isinstance(loader, BatchLoader):
                 loader.close()
 
-    def _placed(
+    def _place_pairs(
         self, loader: BatchLoader | IterableLoader, parts: Iterable[MicroBatch], *, what: str
     ) -> Iterator[Pair]:
         pairs = loader.batches(parts)
         if loader.collate.function is not None and self._checks_rows:
-            pairs = self._with_rows(pairs, loader, what=what)
-        return prefetched(pairs, place=self.placed, device=self._device)
+            pairs = self._check_rows(pairs, loader, what=what)
+        return prefetch(pairs, place=self.place, device=self._device)
 
-    def _with_rows(self, pairs: Iterator[Pair], loader: BatchLoader | IterableLoader, *, what: str) -> Iterator[Pair]:
+    def _check_rows(self, pairs: Iterator[Pair], loader: BatchLoader | IterableLoader, *, what: str) -> Iterator[Pair]:
         """Refuse batches without a row for each sample, once they are used: then it is known if the loss counts."""
         for part, batch in pairs:
             rows = count_rows(batch)
@@ -380,7 +380,7 @@ class Batches:
             asked = len(part.indices)
             if rows in (None, asked) or not self._checks_rows:
                 continue
-            alone = {index: _rows_of(loader, index) for index in sorted(part.indices)}
+            alone = {index: _count_rows_at(loader, index) for index in sorted(part.indices)}
             if not {*alone.values()} <= {0, 1}:  # other layouts of a batch, such as time first, or packed tokens
                 self._checks_rows = False
                 continue
@@ -395,7 +395,7 @@ class Batches:
             )
 
 
-def _rows_of(loader: BatchLoader | IterableLoader, index: int) -> int | None:
+def _count_rows_at(loader: BatchLoader | IterableLoader, index: int) -> int | None:
     try:
         return count_rows(loader.read([index]))
     except (ExperimentError, TrainingError):  # as most functions fail without a sample

@@ -18,10 +18,10 @@ from pipeline.config.train import Ema as EmaOptions
 from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError
 from pipeline.protocol.trial import Training
-from pipeline.tasks import described
+from pipeline.tasks import describe
 from pipeline.train.hooks import Hook, name_of
 from pipeline.train.metrics import SharedMetrics, build_collection
-from pipeline.train.ranks import from_first, local, shard_like
+from pipeline.train.ranks import broadcast_from_first, local, shard_like
 from pipeline.train.state import State
 from pipeline.wording import counted, figure
 
@@ -198,7 +198,7 @@ class BatchTransform(Hook):
             raise ExperimentError.of(_TRANSFORM, f"raised {type(error).__name__}: {said}") from error
         pair = _pair(found, "the returned value", remedy="return both")
         if isinstance(inputs, Tensor) and not isinstance(pair[0], Tensor):
-            raise ExperimentError.of(_TRANSFORM, f"the returned inputs are {described(pair[0])}; return a tensor")
+            raise ExperimentError.of(_TRANSFORM, f"the returned inputs are {describe(pair[0])}; return a tensor")
         if isinstance(inputs, Tensor) and len(inputs) != len(pair[0]):
             message = f"returned {len(pair[0])} of {counted(len(inputs), 'sample')}; return as many samples as it gets"
             raise ExperimentError.of(_TRANSFORM, message)
@@ -208,7 +208,7 @@ class BatchTransform(Hook):
 def _pair(value: Any, what: str, *, remedy: str) -> tuple[Any, Any]:
     if isinstance(value, tuple | list) and len(value) == 2:
         return value[0], value[1]
-    raise ExperimentError.of(_TRANSFORM, f"{what} is {described(value)}, not (inputs, targets); {remedy}")
+    raise ExperimentError.of(_TRANSFORM, f"{what} is {describe(value)}, not (inputs, targets); {remedy}")
 
 
 class TrainedMetrics(Hook):
@@ -230,13 +230,13 @@ class TrainedMetrics(Hook):
         for outputs, targets in s.outputs:
             if self._mixes and isinstance(targets, Tensor) and targets.is_floating_point() and targets.ndim == 2:
                 targets = targets.argmax(1)  # labels became class probabilities: the class with the largest part
-            self._explained(lambda given=(outputs, targets): self._shared.update(*given))  # type: ignore[misc]
+            self._call_explained(lambda given=(outputs, targets): self._shared.update(*given))  # type: ignore[misc]
 
     @override
     def report(self, s: State) -> Mapping[str, float | Tensor]:
         self._shared.merge()
         with warnings.catch_warnings(action="ignore"):  # of classes that these steps lack
-            values = from_first(lambda: self._explained(self._shared.read), rank=s.rank)
+            values = broadcast_from_first(lambda: self._call_explained(self._shared.read), rank=s.rank)
         self._metrics.reset()
         self._shared = SharedMetrics(self._metrics, rank=s.rank, copies=s.copies)
         return values.values
@@ -250,7 +250,7 @@ class TrainedMetrics(Hook):
         self._metrics.load_state_dict(dict(state), strict=False)
 
     @torch.no_grad()
-    def _explained(self, call: Callable[[], T]) -> T:
+    def _call_explained(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except torch.OutOfMemoryError:

@@ -26,7 +26,7 @@ from pipeline.train.checkpoint_writer import Job, Writer
 from pipeline.train.digest import find_change
 from pipeline.train.kept import dry_run
 from pipeline.train.manifest import LENGTHS, Entry, Manifest, changes, entries, folder_name, rate_keys, trained, verify
-from pipeline.train.ranks import call_on_ranks, device_of, from_first, from_slow_first, gather
+from pipeline.train.ranks import broadcast_from_first, broadcast_from_slow_first, call_on_ranks, device_of, gather
 from pipeline.train.same import hash_hint
 from pipeline.train.saved_state import Saved
 from pipeline.train.state import State
@@ -36,7 +36,7 @@ _PATIENCE_S = 30.0
 """Seconds that training waits for the checkpoint being written when the next one is due."""
 
 
-def placed(trial: Trial, *, rank: Rank) -> Trial:
+def share_addresses(trial: Trial, *, rank: Rank) -> Trial:
     """Give every rank what rank 0 knows: addresses, whether to resume, and then no initial weights. Collective."""
     if not isinstance(trial, Training):
         return trial
@@ -47,7 +47,7 @@ def placed(trial: Trial, *, rank: Rank) -> Trial:
         names = ("checkpoints", "resume", "allow_changed")
         return {**{name: getattr(trial, name) for name in names}, "initial": initial}
 
-    return trial.model_copy(update=from_first(known, rank=rank))
+    return trial.model_copy(update=broadcast_from_first(known, rank=rank))
 
 
 def _has_checkpoint(trial: Training) -> bool:
@@ -55,7 +55,7 @@ def _has_checkpoint(trial: Training) -> bool:
     if trial.initial is None or not (trial.resume and trial.checkpoints):
         return False
     storage = Storage(trial.checkpoints)
-    with _readable(storage):
+    with _convert_errors(storage):
         return any(entry.manifest is not None for entry in entries(storage))
 
 
@@ -125,7 +125,7 @@ class Checkpoints:
         manifest, older, on_first = found
         changed = check_changes(s, manifest)
         check_data(s, manifest)
-        state = _shared(s, storage, manifest, on_first)
+        state = _fetch_state(s, storage, manifest, on_first)
         if s.rank.world_size > 2:
             # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
             # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
@@ -159,7 +159,7 @@ class Checkpoints:
         if minutes is None:
             return False
         # Clocks differ between ranks; rank 0 decides.
-        return from_first(lambda: time.monotonic() - self._saved_at >= 60 * minutes, rank=self._s.rank)
+        return broadcast_from_first(lambda: time.monotonic() - self._saved_at >= 60 * minutes, rank=self._s.rank)
 
     def save(self, *, metric: float | None = None) -> None:
         """Copy the state and write it in the background. All steps done must be reported. Collective.
@@ -188,7 +188,7 @@ class Checkpoints:
             s.warn(warning)
         self._has_saved = True
         if self._writer is not None:
-            copy = saved_state.copied(s)
+            copy = saved_state.copy_state(s)
             blocked_s = time.perf_counter() - began
             self._writer.start(Job(copy, _describe(s, metric), began, blocked_s))
 
@@ -198,7 +198,7 @@ class Checkpoints:
         if key is None or storage is None:
             return None
         self.wait()
-        manifest = from_first(lambda: self._writer.best if self._writer else None, rank=s.rank)
+        manifest = broadcast_from_first(lambda: self._writer.best if self._writer else None, rank=s.rank)
         if manifest is None or manifest.metric is None:
             s.warn(f"no checkpoint has a value of {key}. The result has the weights of the last step.")
             return None
@@ -213,7 +213,7 @@ class Checkpoints:
         epoch = s.epoch_of(manifest.step)
         return Best(metric=key, value=manifest.metric, step=manifest.step, epoch=epoch, metrics=values)
 
-    def unsaved(self) -> Unsaved | None:
+    def find_unsaved(self) -> Unsaved | None:
         """Return the checkpoints that a finished training could not save, if its result lacks one. Collective."""
         self.wait()
 
@@ -225,7 +225,7 @@ class Checkpoints:
                 return None
             return Unsaved(newest=newest, failed=len(failed), reason=failed[max(failed)])
 
-        return from_first(found, rank=self._s.rank)
+        return broadcast_from_first(found, rank=self._s.rank)
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written. Collective."""
@@ -235,7 +235,7 @@ class Checkpoints:
     def _is_idle(self) -> bool:
         """Wait for the checkpoint being written, within the patience; return True once it is done. Collective."""
         patience_s = min(_PATIENCE_S, self._s.experiment.parallel.timeout_s / 2)
-        idle = from_first(lambda: self._writer is None or self._writer.wait(patience_s), rank=self._s.rank)
+        idle = broadcast_from_first(lambda: self._writer is None or self._writer.wait(patience_s), rank=self._s.rank)
         if idle and self._writer is not None:
             self._writer.wait()  # this rank's shard: rank 0 is done, so all shards are written
         return idle
@@ -272,11 +272,11 @@ def load_state(s: State, storage: Storage, manifest: Manifest) -> Saved | str:
     states: list[Saved] = []
 
     def check() -> str:
-        with _readable(storage):
+        with _convert_errors(storage):
             return verify(storage, Entry(manifest.name, manifest), use=_reader(s, states)) or ""
 
-    damage = from_slow_first(check, what=f"{s.trial.name}: {manifest.name} verified", rank=s.rank)
-    return damage or _shared(s, storage, manifest, states)
+    damage = broadcast_from_slow_first(check, what=f"{s.trial.name}: {manifest.name} verified", rank=s.rank)
+    return damage or _fetch_state(s, storage, manifest, states)
 
 
 def _find_newest(s: State, storage: Storage) -> tuple[Manifest, tuple[Manifest, ...], list[Saved]] | None:
@@ -284,7 +284,7 @@ def _find_newest(s: State, storage: Storage) -> tuple[Manifest, tuple[Manifest, 
     states: list[Saved] = []
 
     def choose() -> tuple[Manifest, tuple[Manifest, ...]] | None:
-        with _readable(storage):
+        with _convert_errors(storage):
             found = entries(storage)
             for number, entry in enumerate(found):
                 damage = verify(storage, entry, use=_reader(s, states))
@@ -295,7 +295,7 @@ def _find_newest(s: State, storage: Storage) -> tuple[Manifest, tuple[Manifest, 
         return None
 
     # Reads the whole checkpoint, which may be terabytes.
-    found = from_slow_first(choose, what=f"{s.trial.name}: newest checkpoint verified", rank=s.rank)
+    found = broadcast_from_slow_first(choose, what=f"{s.trial.name}: newest checkpoint verified", rank=s.rank)
     return None if found is None else (*found, states)
 
 
@@ -304,11 +304,11 @@ def _reader(s: State, states: list[Saved]) -> Callable[[Path], None]:
     return lambda folder: states.append(saved_state.read(folder, fills=not s.is_sharded))
 
 
-def _shared(s: State, storage: Storage, manifest: Manifest, states: list[Saved]) -> Saved:
+def _fetch_state(s: State, storage: Storage, manifest: Manifest, states: list[Saved]) -> Saved:
     """Return the state that rank 0 has read on all ranks, whose nodes need not reach the folder. Collective."""
     has_shards = s.is_sharded and any(file.name != saved_state.STATE for file in manifest.files)
     own = states[0] if states else None
-    state = saved_state.shared(own, rank=s.rank, device=s.device, has_shards=has_shards)
+    state = saved_state.share_state(own, rank=s.rank, device=s.device, has_shards=has_shards)
     if has_shards:
         with _fetch_once_per_node(s, storage, manifest.name) as folder:
             state = saved_state.read_shards(s, state, folder)  # ends with a collective: no rank reads a removed copy
@@ -322,7 +322,7 @@ def _fetch_once_per_node(s: State, storage: Storage, name: str) -> Iterator[Path
     with ExitStack() as stack:
 
         def fetch() -> None:
-            with _readable(storage):
+            with _convert_errors(storage):
                 fetched.append(stack.enter_context(storage.fetched(name)))
 
         callers = [number for number, index in enumerate(gather(rank.local_rank, rank=rank)) if index == 0]
@@ -335,7 +335,7 @@ def _fetch_once_per_node(s: State, storage: Storage, name: str) -> Iterator[Path
 
 
 @contextmanager
-def _readable(storage: Storage) -> Iterator[None]:
+def _convert_errors(storage: Storage) -> Iterator[None]:
     """Convert the errors of a storage, which may raise anything."""
     try:
         yield
@@ -396,7 +396,7 @@ def find_data_change(s: State, manifest: Manifest) -> str | None:
     before = manifest.data
     if before is None:
         return None
-    return from_first(lambda: find_change(before, s.batches.data, since=manifest.name), rank=s.rank)
+    return broadcast_from_first(lambda: find_change(before, s.batches.data, since=manifest.name), rank=s.rank)
 
 
 def check_data(s: State, manifest: Manifest) -> None:

@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.protocol.events import CheckpointSaved
 from pipeline.train import saved_state
 from pipeline.train.manifest import FILE_NAME, Manifest, StoredFile, best, kept, step_of
-from pipeline.train.ranks import on_all_ranks
+from pipeline.train.ranks import call_on_all_ranks
 from pipeline.train.saved_state import Copy
 from pipeline.train.state import State
 from pipeline.train.storage import Storage
@@ -117,13 +117,13 @@ class Writer:
             own = saved_state.write(job.copy.state, folder) if is_first else []
             return own if group is None else [*own, *saved_state.write_shards(job.copy.shards, folder, group=group)]
 
-        on_all_ranks(lambda: self._discard(name) if is_first else None, rank=self._rank, group=group)
+        call_on_all_ranks(lambda: self._discard(name) if is_first else None, rank=self._rank, group=group)
         with ExitStack() as stack:
             staging = self._storage.staging(name, size=job.copy.size)
-            folders = on_all_ranks(lambda: stack.enter_context(staging), rank=self._rank, group=group)
+            folders = call_on_all_ranks(lambda: stack.enter_context(staging), rank=self._rank, group=group)
             folder = folders[self._rank.rank if group is not None else 0]
-            files = on_all_ranks(write_own, rank=self._rank, group=group)
-            on_all_ranks(stack.close, rank=self._rank, group=group)
+            files = call_on_all_ranks(write_own, rank=self._rank, group=group)
+            call_on_all_ranks(stack.close, rank=self._rank, group=group)
         return tuple(file for part in files for file in part)
 
     def _note_failure(self, manifest: Manifest, error: Exception) -> None:

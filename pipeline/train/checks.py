@@ -14,11 +14,11 @@ from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import BATCH_TRANSFORM, RANDOM_NUMBERS
 from pipeline.tasks import LanguageModel, Supervised, gathering
 from pipeline.tasks.trainee import AsModule, count_samples
-from pipeline.train.kept import buffers_kept
+from pipeline.train.kept import keep_buffers
 from pipeline.train.names import find_trainable, listed, shown
 from pipeline.train.optim import stays_in_evaluation
-from pipeline.train.same import attribute_prints, differing
-from pipeline.train.seeds import generators_kept, seed_all
+from pipeline.train.same import attribute_prints, find_differing
+from pipeline.train.seeds import keep_generators, seed_all
 
 if TYPE_CHECKING:
     from pipeline.train.state import State
@@ -69,8 +69,8 @@ def check_halves(s: "State") -> None:
     modes = [(one, one.training) for one in s.trainee.modules()]
     s.trainee.eval()
     try:
-        with torch.no_grad(), buffers_kept(s.trainee), generators_kept(), s.autocast():
-            batch = s.batches.placed(s.batches.read(range(count)))
+        with torch.no_grad(), keep_buffers(s.trainee), keep_generators(), s.autocast():
+            batch = s.batches.place(s.batches.read(range(count)))
             parts = [batch, batch, *(part_of(batch, rows, count) for rows in (slice(0, 2), slice(2, count)))]
             gathering.current.begin(s, None, exchange=False)
             for number, part in enumerate(parts):
@@ -160,7 +160,7 @@ def check_gradient_hooks(trainee: nn.Module, *, micro_batches: int) -> str:
     )
 
 
-def coupled(s: "State") -> tuple[str, ...]:
+def find_coupled_buffers(s: "State") -> tuple[str, ...]:
     """Return what depends on how ranks share a global batch: types of layers, random numbers, buffers that differ."""
     layers = (
         module
@@ -188,45 +188,45 @@ class FirstStep:
         """Warn of buffers that differ between ranks after the step, and of attributes that changed. Collective."""
         s = self._s
         buffers = dict(_buffers(s))
-        if names := differing(buffers, rank=s.rank):
-            s.differing_buffers = (_listed(names),)
+        if names := find_differing(buffers, rank=s.rank):
+            s.differing_buffers = (_format_names(names),)
             one = len(names) == 1
             message = (
-                f"model: {_listed(names)} {'differs' if one else 'differ'} between workers. Each worker updates "
+                f"model: {_format_names(names)} {'differs' if one else 'differ'} between workers. Each worker updates "
                 f"{'it' if one else 'them'} from its part of the batch, and only rank 0's value is saved. To use the "
                 "whole batch, compute the update from pipeline.tasks.gathered(...)."
             )
             self._warn(message)
         elif changed := [n for n, one in self._buffers.items() if n in buffers and not torch.equal(one, buffers[n])]:
             self._warn(
-                f"model: {_listed(changed)} {'changes' if len(changed) == 1 else 'change'} in each forward pass. With "
-                f"train.gradient_accumulation this happens {s.accumulation} times in a step, each time for a part of "
-                "the batch. If the loss depends on it, training differs from training with the whole batch. Update "
+                f"model: {_format_names(changed)} {'changes' if len(changed) == 1 else 'change'} in each forward pass. "
+                f"With train.gradient_accumulation this happens {s.accumulation} times in a step, each time for a part "
+                "of the batch. If the loss depends on it, training differs from training with the whole batch. Update "
                 "it once in a step, or remove train.gradient_accumulation."
             )
         now = attribute_prints(s.trainee) if self._attributes else {}
-        saved = tuple(f"{place}." for place, module in s.trainee.named_modules() if _saves_more(module))
+        saved = tuple(f"{place}." for place, module in s.trainee.named_modules() if _has_extra_state(module))
         before = {name: one for name, one in self._attributes.items() if not name.startswith(saved)}
         if lost := [name for name, one in before.items() if now.get(name) != one]:
-            self._warn(f"{listed([_attribute(name) for name in lost])} {_KEPT_ELSEWHERE}")
+            self._warn(f"{listed([_format_attribute(name) for name in lost])} {_KEPT_ELSEWHERE}")
 
     def _warn(self, message: str) -> None:
         if isinstance(self._s.trial, Training):
             self._s.warn(message)
 
 
-def _saves_more(module: nn.Module) -> bool:
+def _has_extra_state(module: nn.Module) -> bool:
     """Return True if a module, or a task that is none, puts more than parameters and buffers into checkpoints."""
     return type(module).get_extra_state is not nn.Module.get_extra_state or (
         isinstance(module, AsModule) and hasattr(module.inner, "state_dict")
     )
 
 
-def _attribute(name: str) -> str:
+def _format_attribute(name: str) -> str:
     return name if name.startswith("task.") else f"model.{shown(name)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return f"{'buffer' if len(names) == 1 else 'buffers'} {listed([shown(name) for name in names])}"
 
 

@@ -56,7 +56,7 @@ class Clock:
         self._since = time.perf_counter()
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Exclude the block from the lap."""
         synchronize(self._device)
         start = time.perf_counter()
@@ -109,10 +109,10 @@ class DataWait:
     def timed(self, stream: Stream) -> Stream:
         """Yield the same micro-batches, and record the wait for each."""
         while True:
-            start = self._now()
+            start = self._read_clock()
             if (pair := next(stream, None)) is None:
                 return
-            self._spans.append((start, self._now()))
+            self._spans.append((start, self._read_clock()))
             yield pair
 
     def end_step(self) -> None:
@@ -127,7 +127,7 @@ class DataWait:
             return [sum(start.elapsed_time(end) for start, end in spans) for spans in steps]
         return [sum(1e3 * (end - start) for start, end in spans) for spans in steps]
 
-    def _now(self) -> Any:
+    def _read_clock(self) -> Any:
         """Return a CUDA event in the current stream, or the host's clock on CPU."""
         if self._device.type != "cuda":
             return time.perf_counter()

@@ -20,7 +20,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient
-from pipeline.train.kept import clear_gradients, forget_local_steps, held_step, without_updates
+from pipeline.train.kept import clear_gradients, forget_local_steps, held_step, suspend_updates
 from pipeline.train.ranks import barrier, gather, synchronize
 from pipeline.train.state import State
 
@@ -57,9 +57,9 @@ def costs(s: State) -> Costs:
             f"an epoch has {s.order.samples} samples, fewer than the global batch of "
             f"{s.order.global_batch_size}, so no step can be measured; lower train.global_batch_size",
         )
-    with without_updates(s):
+    with suspend_updates(s):
         measured = Costs(
-            curve=_curve(s),
+            curve=_measure_curve(s),
             gradients=gradients(s.trainee),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in s.trainee.buffers()),
             all_reduces=all_reduces(s.trainee, rank=s.rank, device=s.device) if s.rank.world_size > 1 else (),
@@ -126,7 +126,7 @@ def _alternate(variants: Mapping[Key, Callable[[], T]], *, rank: Rank, what: str
     return alternate(variants, rank=rank, rounds=rounds, what=what)
 
 
-def _curve(s: State) -> tuple[BatchCost, ...]:
+def _measure_curve(s: State) -> tuple[BatchCost, ...]:
     """Measure loading and computing of a rank's micro-batch, and without other ranks also at smaller sizes."""
     share = -(-s.order.global_batch_size // s.rank.world_size)
     largest = -(-share // min(share, s.accumulation))
@@ -134,7 +134,7 @@ def _curve(s: State) -> tuple[BatchCost, ...]:
     if s.rank.world_size == 1:
         has_norms = any(isinstance(module, _BatchNorm) for module in s.trainee.modules())  # which may need two samples
         sizes = sorted({min(largest, 2 if has_norms else 1), -(-largest // 2), largest})
-    times = _alternate({size: partial(_timed, s, size) for size in sizes}, rank=s.rank, what="batches")
+    times = _alternate({size: partial(_time_batch, s, size) for size in sizes}, rank=s.rank, what="batches")
     ranks, curve = gather(times, rank=s.rank), []
     for size in sizes:
         medians = ([median(each) for each in zip(*own[size], strict=True)] for own in ranks)
@@ -143,7 +143,7 @@ def _curve(s: State) -> tuple[BatchCost, ...]:
     return tuple(curve)
 
 
-def _timed(s: State, size: int) -> tuple[float, float, float]:
+def _time_batch(s: State, size: int) -> tuple[float, float, float]:
     """Return the milliseconds of loading a batch, and of its forward and backward pass without exchange."""
     instants = [time.perf_counter()]
 
@@ -154,7 +154,7 @@ def _timed(s: State, size: int) -> tuple[float, float, float]:
     # The first samples, again from the start if the training set has fewer than an epoch.
     batch = s.batches.read([index % s.order.set_size for index in range(size)])
     note()
-    batch = s.batches.placed(batch)  # which training does during the step before
+    batch = s.batches.place(batch)  # which training does during the step before
     note()
     with s.strategy.no_sync(s.wrapped):
         losses: list[Tensor] = []

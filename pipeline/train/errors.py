@@ -24,8 +24,8 @@ from torch.nn import functional
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Origin
 from pipeline.system.imports import PACKAGE
-from pipeline.tasks import Supervised, described
-from pipeline.tasks.supervised import remedy_of_shapes, shaped
+from pipeline.tasks import Supervised, describe
+from pipeline.tasks.supervised import describe_shape, remedy_of_shapes
 from pipeline.train.names import listed, shown
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ _ELEMENTS = {
 
 def origin(error: BaseException) -> Origin:
     """Return the origin of an exception that ended this rank, as far as this rank can know."""
-    lost = next((each for each in _causes(error) if _is_of_a_collective(each)), None)
+    lost = next((each for each in _iter_causes(error) if _is_of_a_collective(each)), None)
     if lost is None:
         return "rank"
     return "peer_timeout" if any(sign in str(lost) for sign in _TIMEOUT) else "lost_peer"
@@ -119,7 +119,7 @@ def _place(error: BaseException) -> tuple[str, bool]:
     return code.co_filename, code.co_code[entry.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _iter_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes, which may form a cycle."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
@@ -147,7 +147,7 @@ def hint(error: BaseException) -> str:
 
 
 @contextmanager
-def broadcasts_refused() -> Iterator[None]:
+def refuse_broadcasts() -> Iterator[None]:
     """Raise torch's warning about a loss that broadcasts outputs and targets of different shapes as an error."""
     with warnings.catch_warnings():
         one = r"\(torch\.Size\(\[[1, ]*\]\)\)"  # element, which gives each of the others a partner
@@ -213,7 +213,7 @@ def _explain_call(error: Exception, s: "State", batch: Any) -> ExperimentError |
     if str(error).startswith(forward) and isinstance(s.task, Supervised):
         return ExperimentError.of(
             "model",
-            f"is called with one argument, the batch's inputs ({described(batch[0])}), but {error}. Set `task:` to "
+            f"is called with one argument, the batch's inputs ({describe(batch[0])}), but {error}. Set `task:` to "
             "a class that calls the model with its arguments.",
         )
     found = _UNEXPECTED.search(str(error))
@@ -286,14 +286,14 @@ def _explain_lengths(outputs: Tensor, given: Mapping[str, object], *, has_classe
             except RuntimeError:
                 fits = False
             if not (weight.shape == (classes,) if has_classes else fits):
-                shapes = f"{shaped(name, weight)} for {shaped('outputs', outputs)}"
+                shapes = f"{describe_shape(name, weight)} for {describe_shape('outputs', outputs)}"
                 return f"gets {shapes}; set {name} to a list with one number for each class"
     return ""
 
 
 def _explain_elements(outputs: Tensor, targets: Tensor) -> str:
     """Explain shapes or types that differ, for losses that compare each output with one target."""
-    given = f"gets {shaped('outputs', outputs)} and {shaped('targets', targets)}"
+    given = f"gets {describe_shape('outputs', outputs)} and {describe_shape('targets', targets)}"
     if outputs.shape != targets.shape:
         return f"{given}; {remedy_of_shapes(tuple(outputs.shape), tuple(targets.shape))}"
     if outputs.dtype != targets.dtype:
@@ -304,7 +304,7 @@ def _explain_elements(outputs: Tensor, targets: Tensor) -> str:
 def _explain_classes(outputs: Tensor, targets: Tensor, *, ignored: int) -> str:
     """Explain what is wrong with class numbers or class probabilities."""
     count = outputs.shape[1] if outputs.ndim > 1 else outputs.shape[0]
-    given = f"gets {shaped('outputs', outputs)} and {shaped('targets', targets)}"
+    given = f"gets {describe_shape('outputs', outputs)} and {describe_shape('targets', targets)}"
     if targets.shape == outputs.shape and outputs.ndim > 1:  # probabilities of the classes
         remedy = "use class numbers, targets.argmax(1), or probabilities, targets.float()"
         return f"{given}; {remedy}" if not targets.is_floating_point() else ""
@@ -327,4 +327,4 @@ def _explain_classes(outputs: Tensor, targets: Tensor, *, ignored: int) -> str:
 
 
 def _kind(value: object) -> str:
-    return described(value) if isinstance(value, Mapping | tuple | list) else f"a {type(value).__name__}"
+    return describe(value) if isinstance(value, Mapping | tuple | list) else f"a {type(value).__name__}"

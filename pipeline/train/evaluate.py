@@ -21,22 +21,22 @@ from pipeline.protocol.trial_result import Best
 from pipeline.tasks import Loss, count_samples, gathering
 from pipeline.train import errors, pictures
 from pipeline.train.hooks import Hook, name_of
-from pipeline.train.kept import buffers_kept
+from pipeline.train.kept import keep_buffers
 from pipeline.train.metrics import (
     Drawable,
     ListLengths,
     SharedMetrics,
     attributes_outside_states,
     compute_alone,
-    in_full_precision,
+    convert_to_full_precision,
+    find_unmergeable,
     read,
-    unmergeable,
 )
 from pipeline.train.names import TASK, listed, shown
 from pipeline.train.optim import evaluating
 from pipeline.train.order import MicroBatch
-from pipeline.train.ranks import copy_from_first, from_first, gather
-from pipeline.train.seeds import generators_kept, mix, seed_all
+from pipeline.train.ranks import broadcast_from_first, copy_from_first, gather
+from pipeline.train.seeds import keep_generators, mix, seed_all
 from pipeline.train.state import State
 from pipeline.train.watch import mark
 from pipeline.wording import first_line
@@ -153,7 +153,7 @@ def evaluate(
     }
     if shared is not None and metrics is not None:
         shared.merge()
-        readings = from_first(shared.read, rank=s.rank)
+        readings = broadcast_from_first(shared.read, rank=s.rank)
         metrics.reset()
         values |= {f"{split}/{name}": value for name, value in readings.values.items()}
         if show is not None:
@@ -179,7 +179,7 @@ def evaluate(
 def forward(s: State, batch: Any, part: MicroBatch | None = None) -> Loss:
     """Return the task's loss for a batch in evaluation, which all ranks have alike if ``part`` is None."""
     try:
-        batch = s.batches.placed(batch)
+        batch = s.batches.place(batch)
         gathering.current.begin(s, part, exchange=part is not None)
         with s.autocast():
             if not s.experiment.optimizers:
@@ -224,7 +224,9 @@ def _own_evaluation(s: State, split: Split) -> Iterator[tuple[ListLengths | None
         raise ExperimentError.of("task", f"{message}. Log the values of the metrics, or use ddp.")
     metrics = {name: cast("Metric", s.model.get_submodule(path)) for name, path in sorted(paths.items())}
     lists.merge(nn.ModuleList(metrics.values()))
-    results = from_first(lambda: read({name: one.compute() for name, one in metrics.items()}, metrics), rank=s.rank)
+    results = broadcast_from_first(
+        lambda: read({name: one.compute() for name, one in metrics.items()}, metrics), rank=s.rank
+    )
     values.update(results.values)
     for metric in metrics.values():
         metric.reset()
@@ -251,23 +253,23 @@ def prepare(s: State) -> None:
     collection = s.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
     # It warns, e.g. if the batch lacks samples of a class.
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        with buffers_kept(s.trainee):
+        with keep_buffers(s.trainee):
             share_buffers(s)
             s.trainee.eval()
             loss = forward(s, s.batches.evaluation_sample("validation"))
             s.wrapped.train()
-        problems = list(_refused(collection, loss, several=s.rank.world_size > 1))
+        problems = list(_iter_refusals(collection, loss, several=s.rank.world_size > 1))
         problems = list(dict.fromkeys(one for part in gather(problems, rank=s.rank) for one in part))
         if not problems:
             compute_alone(collection)  # of a batch that all ranks have
-            problems = list(_misnamed(collection, logged=tuple(loss.logs), follows=followed(s.experiment)))
+            problems = list(_find_misnamed(collection, logged=tuple(loss.logs), follows=followed(s.experiment)))
     if problems:
         raise ExperimentError(problems)
 
 
-def _refused(collection: "MetricCollection", loss: Loss, *, several: bool) -> Iterator[Problem]:
+def _iter_refusals(collection: "MetricCollection", loss: Loss, *, several: bool) -> Iterator[Problem]:
     """Update each metric with a batch; yield the problems of those that can't be, or can't be merged over workers."""
-    given = in_full_precision((loss.outputs, loss.targets))
+    given = convert_to_full_precision((loss.outputs, loss.targets))
     for name, metric in collection.items(copy_state=False):
         before = attributes_outside_states(metric)
         try:
@@ -275,11 +277,11 @@ def _refused(collection: "MetricCollection", loss: Loss, *, several: bool) -> It
         except Exception as error:  # noqa: BLE001 - a metric may raise anything
             said = " ".join(str(error).split())[:300]
             yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")
-        if several and (reason := unmergeable(metric, before=before)):
+        if several and (reason := find_unmergeable(metric, before=before)):
             yield Problem(f"metrics.{name}", f"{type(metric).__name__} {reason}")
 
 
-def _misnamed(
+def _find_misnamed(
     collection: "MetricCollection", *, logged: Sequence[str], follows: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Compute each metric; yield the problems of what it reports."""
@@ -326,9 +328,9 @@ def validate(s: State, meter: "Meter") -> dict[str, float]:
         return values
     meter.send([Point(name, s.step, value) for name, value in values.items()])
     meter.finiteness.judge_validation(values["validation/loss"])
-    values = from_first(lambda: values, rank=s.rank)
+    values = broadcast_from_first(lambda: values, rank=s.rank)
     s.schedules.after_evaluation(values)
-    meter.send([point for hook in s.hooks for point in _followed(hook, s, values)])
+    meter.send([point for hook in s.hooks for point in _call_after_evaluation(hook, s, values)])
     for name, curve in curves.items() if s.is_over else ():
         pictures.curve(s, name, curve)
     return values
@@ -341,7 +343,7 @@ def evaluate_test(s: State, *, best: Best | None) -> None:
     s.meter.send([Point(name, step, value) for name, value in values.items()])
 
 
-def _followed(hook: Hook, s: State, values: Mapping[str, float]) -> list[Point]:
+def _call_after_evaluation(hook: Hook, s: State, values: Mapping[str, float]) -> list[Point]:
     found = hook.after_evaluation(s, values)
     try:
         points = [Point(name, s.step, float(value)) for name, value in ({} if found is None else found).items()]
@@ -359,7 +361,7 @@ def _draw(s: State) -> None:
 
     All ranks draw, and draw the same random numbers, at every step. No picture may cost the training.
     """
-    with resulting_weights(s), callable_model(s), torch.no_grad(), generators_kept(), s.autocast():
+    with resulting_weights(s), callable_model(s), torch.no_grad(), keep_generators(), s.autocast():
         share_buffers(s)
         s.trainee.eval()
         gathering.current.begin(s, None, exchange=False)

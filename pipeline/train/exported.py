@@ -24,7 +24,7 @@ from pipeline.system.memory_limits import find_memory_limits
 from pipeline.train.names import TASK
 from pipeline.train.parts import seeded_model
 from pipeline.train.reference import Reference, check
-from pipeline.train.seeds import generators_kept
+from pipeline.train.seeds import keep_generators
 
 _COPIES = 3
 """Copies of the weights in memory during an export: the model, and two that torch.export.save makes."""
@@ -41,7 +41,7 @@ def trained_model(
         ExperimentError: the model's component can't be built in this process, or computes something else now.
         RuntimeError: the weights belong to another model.
     """
-    with generators_kept():
+    with keep_generators():
         module = seeded_model(partial(components.build, allowed=allowed, runtime=reference.runtime), experiment)
     own = module.state_dict().keys()
     module.load_state_dict({name: one for name, one in weights.items() if name in own or not name.startswith(TASK)})
@@ -103,13 +103,13 @@ def export(module: nn.Module, example: Example, *, program: Path, samples: Path)
 
 def write_program(module: nn.Module, example: Example, program: Path) -> None:
     """Write the model as a program of torch.export for batches of any size; for arguments and errors see `export`."""
-    with _quiet():
+    with _silence():
         torch.export.save(_exported(module, example), program)
 
 
 def write_onnx(module: nn.Module, example: Tensor, path: Path) -> None:
     """Write the model in ONNX for batches of any size; needs the packages onnx and onnxscript. See `export`."""
-    with _quiet():
+    with _silence():
         torch.onnx.export(
             module,
             (example,),
@@ -123,7 +123,7 @@ def write_onnx(module: nn.Module, example: Tensor, path: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Keep torch from printing its graphs and warnings: nothing in them that a user can act on."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)

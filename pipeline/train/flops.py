@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch's notes on e
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeline.protocol.trial_result import Flops
-from pipeline.train.kept import HeldStep, buffers_kept, clear_gradients, compute_gradients, forget_local_steps
+from pipeline.train.kept import HeldStep, clear_gradients, compute_gradients, forget_local_steps, keep_buffers
 from pipeline.train.ranks import TF32_CAPABILITY, gather, matmul_precision
 from pipeline.train.state import State
 from pipeline.wording import first_line
@@ -36,7 +36,7 @@ _ON_CPU: dict[Any, Any] = {  # torch has formulas for attention on GPUs only
 
 def count(s: State, held: HeldStep) -> Flops | None:
     """Count the operations of one step; None, with a warning, if that fails on any rank. Collective."""
-    places, flops, operators, problems = zip(*gather((s.rank.place, *_counted(s, held)), rank=s.rank), strict=True)
+    places, flops, operators, problems = zip(*gather((s.rank.place, *_count_flops(s, held)), rank=s.rank), strict=True)
     if any(problems):
         place, problem = next(each for each in zip(places, problems, strict=True) if each[1])
         where = f" on {place}" if s.rank.world_size > 1 else ""
@@ -50,7 +50,7 @@ def count(s: State, held: HeldStep) -> Flops | None:
     return Flops(of_sample={name: each / samples for name, each in total.items()}, uncounted=uncounted)
 
 
-def _counted(s: State, held: HeldStep) -> tuple[Counter[str], set[str], str]:
+def _count_flops(s: State, held: HeldStep) -> tuple[Counter[str], set[str], str]:
     """Return this rank's operations by arithmetic, operators without a formula, and why it could not be counted."""
     counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
     tally, wrapped = _Tally(s, counter), s.wrapped
@@ -60,7 +60,7 @@ def _counted(s: State, held: HeldStep) -> tuple[Counter[str], set[str], str]:
     uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     s.wrapped.train()
     try:
-        with buffers_kept(s.trainee), uncompiled, counter, tally:
+        with keep_buffers(s.trainee), uncompiled, counter, tally:
             compute_gradients(s, iter(held), exchange=False)
     except Exception as error:  # noqa: BLE001 - code of the experiment, which runs under a dispatch mode here
         return Counter(), set(), first_line(error)

@@ -21,9 +21,9 @@ from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.train.order import MicroBatch, SampleOrder
-from pipeline.train.reader import Collation, failed
+from pipeline.train.reader import Collation, make_read_error
 from pipeline.train.same import fingerprint
-from pipeline.train.seeds import generators_kept, mix, seed_all
+from pipeline.train.seeds import keep_generators, mix, seed_all
 
 _log = logging.getLogger(__name__)
 _HEAD = 16
@@ -52,7 +52,7 @@ def count_samples(dataset: Any, *, what: str) -> int:
     if (stated := find_length(dataset)) is not None:
         return stated
     label = f"counting the {what} set (if it has no end: define __len__, or use itertools.islice)"
-    with ProgressReporter(label, unit="samples") as progress, generators_kept():
+    with ProgressReporter(label, unit="samples") as progress, keep_generators():
         reader = _SampleReader(dataset, what=what, seed=0)
         while not reader.is_over():
             reader.index += 1
@@ -101,7 +101,7 @@ def promises(dataset: Any) -> tuple[str, ...]:
     """Return what holds for an iterable training set, and on what condition; empty for other datasets."""
     if not is_iterable(dataset):
         return ()
-    how = "restores the dataset's state_dict" if _offers_state(dataset) else "reads the dataset again up to its step"
+    how = "restores the dataset's state_dict" if _has_state(dataset) else "reads the dataset again up to its step"
     return (
         "the training set is iterable. Each worker reads all samples and uses its part of every global batch. Training "
         "does not depend on the number of workers if each process reads the same samples. Four of the first 16 are "
@@ -160,7 +160,7 @@ class IterableLoader:
         """Samples that can be read by index: the first ones."""
         self._dataset, self._samples, self._block, self._seed = dataset, samples, block, seed
         self.collate, self._pin = collate, pin_memory
-        self._keeps_state = keeps_state and _offers_state(dataset)
+        self._keeps_state = keeps_state and _has_state(dataset)
         self._head: list[Any] = []
         self._marks = deque[_Mark](maxlen=_MARKS)
         self._began: tuple[int, Any] = (0, None)  # pass and state of the dataset where the step began
@@ -181,7 +181,7 @@ class IterableLoader:
             if not goes_on or reader.epoch != part.epoch:
                 self._reader = self._new_reader(epoch=part.epoch)
             self._reader.is_fresh = False
-            with generators_kept():
+            with keep_generators():
                 samples = self._take(self._reader, part)
                 batch = self._batch(part.indices[: len(samples)], samples, epoch=part.epoch)
             yield part, batch
@@ -189,7 +189,7 @@ class IterableLoader:
     def read(self, indices: list[int]) -> Any:
         """Return some of the first samples as a batch, on the CPU: those of these indices, as far as they were kept."""
         reader = self._reader
-        with generators_kept():
+        with keep_generators():
             while len(self._head) < min(max(indices) + 1, self.readable) and reader.is_fresh and not reader.index:
                 self._head.append(reader.peek())
             return self._batch(indices, [self._head[index % len(self._head)] for index in indices], epoch=0)
@@ -209,9 +209,9 @@ class IterableLoader:
         Raises:
             TrainingError: a sample can't be read.
         """
-        with generators_kept():
+        with keep_generators():
             if saved is not None and saved["state"][0] is not None:
-                if (reader := self._restored(saved, epoch=epoch, index=index)) is not None:
+                if (reader := self._restore_reader(saved, epoch=epoch, index=index)) is not None:
                     self._reader = reader
                     return
                 warn(
@@ -230,7 +230,7 @@ class IterableLoader:
                 "without the interruption. Seed the shuffle; if it depends on the epoch, implement set_epoch()."
             )
 
-    def _restored(self, saved: Mapping[str, Any], *, epoch: int, index: int) -> "_SampleReader | None":
+    def _restore_reader(self, saved: Mapping[str, Any], *, epoch: int, index: int) -> "_SampleReader | None":
         """Return a reader of a copy with the saved state; None unless it yields the samples before the checkpoint.
 
         The dataset itself has no state: some begin each pass with the one that they have loaded.
@@ -274,7 +274,7 @@ class IterableLoader:
 
     def _batch(self, indices: list[int], samples: list[Any], *, epoch: int) -> Any:
         batch = self.collate(indices, samples, seed=self._seed, epoch=epoch)
-        return tree_map(_pinned, batch) if self._pin else batch
+        return tree_map(_pin_leaf, batch) if self._pin else batch
 
 
 class _SampleReader:
@@ -353,10 +353,10 @@ class _SampleReader:
         except StopIteration:
             return None
         except Exception as error:
-            raise failed(f"sample {place} of the {self.what} set can't be read", error) from error
+            raise make_read_error(f"sample {place} of the {self.what} set can't be read", error) from error
 
 
-def _offers_state(dataset: object) -> bool:
+def _has_state(dataset: object) -> bool:
     """Return True if a dataset can tell where it is, and continue there, as Hugging Face's and torchdata's do."""
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
@@ -373,5 +373,5 @@ def _set_epoch(dataset: Any, number: int) -> None:
         method(number)
 
 
-def _pinned(leaf: Any) -> Any:
+def _pin_leaf(leaf: Any) -> Any:
     return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf

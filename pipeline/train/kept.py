@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline.train.hooks import Hook
-from pipeline.train.optim import weights_kept
+from pipeline.train.optim import keep_weights
 from pipeline.train.order import MicroBatch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Buffers:
 
 
 @contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
+def keep_buffers(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of a module after the block."""
     buffers = Buffers(module)
     try:
@@ -66,7 +66,7 @@ def dry_run(s: "State", *, with_last: bool = False) -> None:
     """Compute and discard the gradients of the first step, and of an epoch's last (``with_last``). Collective."""
     chosen = [0, s.order.steps_per_epoch - 1] if with_last and s.order.steps_per_epoch > 1 else [0]
     s.wrapped.train()
-    with buffers_kept(s.trainee):  # checkpoints lack some of them
+    with keep_buffers(s.trainee):  # checkpoints lack some of them
         stream = s.batches.load(part for step in chosen for part in s.batches.parts(step))
         for _ in chosen:
             compute_gradients(s, stream)
@@ -79,7 +79,7 @@ def compile_ahead(s: "State") -> None:
 
 
 @contextmanager
-def without_updates(s: "State") -> Iterator[None]:
+def suspend_updates(s: "State") -> Iterator[None]:
     """Restore weights, buffers and learning rate schedule after the block, in which steps take their usual time.
 
     The optimizer's state, such as moments, does change. Of the hooks those take part that change batches or gradients.
@@ -97,7 +97,7 @@ def without_updates(s: "State") -> Iterator[None]:
     s.wrapped.train()
     try:
         # Optimizers with modes change weights at a learning rate of zero, too.
-        with buffers_kept(s.trainee), weights_kept(s.optimizers):
+        with keep_buffers(s.trainee), keep_weights(s.optimizers):
             yield
     finally:
         s.schedules.is_held = False

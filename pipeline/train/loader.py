@@ -32,9 +32,9 @@ from pipeline.train.reader import (
     copy_dataset,
     is_out_of_shared_memory,
     make_shared_memory_error,
-    usable,
+    unwrap,
 )
-from pipeline.train.seeds import generators_kept
+from pipeline.train.seeds import keep_generators
 
 Pair = tuple[MicroBatch, Any]
 Copy = Callable[[Any], Callable[[], Any]]
@@ -44,7 +44,7 @@ _loaders: WeakSet["BatchLoader"] = WeakSet()
 
 
 @contextmanager
-def new_loaders_closed() -> Iterator[None]:
+def close_new_loaders() -> Iterator[None]:
     """Close at the end of the block the loaders that were created in it."""
     before = WeakSet(_loaders)
     try:
@@ -96,7 +96,7 @@ class BatchLoader:
             self._reader,
             batch_size=None,
             sampler=cast(Any, self._served),  # typed as indices, but torch passes on any object
-            collate_fn=_as_is,
+            collate_fn=_return_unchanged,
             num_workers=workers,
             pin_memory=pins(options, device),
             persistent_workers=options.persistent_workers and workers > 0,
@@ -120,7 +120,7 @@ class BatchLoader:
 
     def read(self, indices: list[int]) -> Any:
         """Read samples as one batch, on the CPU, in this process, with epoch 0's numbers; raises as `batches` does."""
-        with generators_kept():
+        with keep_generators():
             return self._own.batch(MicroBatch(0, 0, indices, 1, True, len(indices)), is_sample=True)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class BatchLoader:
     def _read(self, parts: Iterable[MicroBatch]) -> Generator[Pair]:
         reader = self._reader
         for part in parts:
-            yield part, usable(reader[part])
+            yield part, unwrap(reader[part])
 
     def _read_by(self, loader: DataLoader[Any], parts: Iterable[MicroBatch]) -> Generator[Pair]:
         queue = self._served.begin(parts)
@@ -147,7 +147,7 @@ class BatchLoader:
             for batch in batches:
                 if queue is not self._served.queue:
                     raise RuntimeError("this reading ended where another one of the same loader began")  # noqa: TRY301
-                yield queue.popleft(), usable(batch)
+                yield queue.popleft(), unwrap(batch)
         except RuntimeError as error:
             if is_out_of_shared_memory(error):
                 raise make_shared_memory_error() from error
@@ -173,7 +173,7 @@ class _Replay:
             yield part
 
 
-def _as_is(batch: Any) -> Any:
+def _return_unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -188,12 +188,12 @@ def _start_method() -> str | None:
     return "fork" if chosen is None and default == "forkserver" else None
 
 
-def prefetched(batches: Iterator[Pair], *, place: Callable[[Any], Any], device: torch.device) -> Iterator[Pair]:
+def prefetch(batches: Iterator[Pair], *, place: Callable[[Any], Any], device: torch.device) -> Iterator[Pair]:
     """Move batches to the device with ``place``, one ahead of the consumer. On CPU, return them unchanged."""
-    return batches if device.type == "cpu" else one_ahead(batches, copy=_SideStream(device, place))
+    return batches if device.type == "cpu" else copy_one_ahead(batches, copy=_SideStream(device, place))
 
 
-def one_ahead(batches: Iterator[Pair], *, copy: Copy) -> Iterator[Pair]:
+def copy_one_ahead(batches: Iterator[Pair], *, copy: Copy) -> Iterator[Pair]:
     """Yield each batch's copy once the copy of the next has started; the first batch is yielded at once.
 
     An error in reading a batch is raised in place of that batch, after those before it.

@@ -30,13 +30,13 @@ from pipeline.train import checks, flops, report
 from pipeline.train.costs import alternate, costs
 from pipeline.train.kept import (
     HeldStep,
-    buffers_kept,
     clear_gradients,
     compute_gradients,
     endless,
     forget_local_steps,
     held_step,
-    without_updates,
+    keep_buffers,
+    suspend_updates,
 )
 from pipeline.train.ranks import barrier, gather, matmul_precision, synchronize
 from pipeline.train.state import State
@@ -76,7 +76,7 @@ def result_of(s: State, *, start: int) -> TrialResult:
         ),
         communication=meter.communication.result,
         peak_memory_mb=report.peak_memory_mb(s),
-        held=report.held(s),
+        held=report.measure_held(s),
         gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=s.rank))),
         energy=meter.energy.of(s.order.samples_in(s.step) - s.order.samples_in(start)),
         gpus=report.gpus(s),
@@ -84,14 +84,14 @@ def result_of(s: State, *, start: int) -> TrialResult:
         matmul_precision=matmul_precision(),
         compile_s=report.compile_s(s),
         gradient_mb=report.gradient_mb(s),
-        coupling=checks.coupled(s),
+        coupling=checks.find_coupled_buffers(s),
         data_notes=s.batches.notes,
         losses=meter.first_losses,
         metrics=meter.reached,
     )
 
 
-def measured(s: State, result: TrialResult, *, complete: Complete) -> TrialResult:
+def add_measurements(s: State, result: TrialResult, *, complete: Complete) -> TrialResult:
     """Return the result with what is measured after the training; failures there never cost the result. Collective.
 
     ``complete`` runs the first steps of a trial that the training is compared with. Raises what `Afterwards` does.
@@ -218,7 +218,7 @@ def probe(s: State, *, known: StepParts) -> StepParts:
         forget_local_steps(s, held)
         return ms
 
-    with without_updates(s):
+    with suspend_updates(s):
         held = held_step(s)
         variants = {
             "computed": lambda: timed(compute),
@@ -250,7 +250,7 @@ def probe(s: State, *, known: StepParts) -> StepParts:
 
 def unused_parameters(s: State, held: HeldStep) -> int:
     """Count the trainable parameters that get no gradient in a step. Collective."""
-    with buffers_kept(s.trainee):
+    with keep_buffers(s.trainee):
         s.train_step(s, iter(held), step=0, update=False)
     unused = sum(1 for one in s.trainee.parameters() if one.requires_grad and one.grad is None)
     clear_gradients(s)
@@ -259,7 +259,7 @@ def unused_parameters(s: State, held: HeldStep) -> int:
 
 def record_trace(s: State) -> None:
     """Record a trace of `TRACED_STEPS` steps of rank 0 in traces/TRIAL.json.gz of the run's folder. Collective."""
-    with without_updates(s):
+    with suspend_updates(s):
         stream = endless(s)
 
         def take(steps: int) -> None:

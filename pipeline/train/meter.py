@@ -70,9 +70,9 @@ class Meter:
             self._due = self._find_next(interval=1)
         self.clock.resume()
 
-    def stopped(self) -> AbstractContextManager[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Return a context that isn't part of the time of steps."""
-        return self.clock.stopped()
+        return self.clock.pause()
 
     def add(self, stepped: "Stepped") -> None:
         """Add the result of the step that ``s.step`` has just counted."""
@@ -103,7 +103,7 @@ class Meter:
         flags = [s.outbox.stop_asked, self.clock.has_compiled, lap.step_ms, self.communication.own_ms(), *waits]
         own = torch.cat([torch.stack([one.sums[name] for one in stepped]).to(s.device) for name in names])
         # Gathered, since the rounding of an all-reduce would depend on how many steps are reported together.
-        ranks = self._of_all_ranks(torch.cat([own, own.new_tensor(flags)]))
+        ranks = self._gather_ranks(torch.cat([own, own.new_tensor(flags)]))
         stop_asked, has_compiled, step_ms = ranks[:, own.numel() : own.numel() + 3].sum(0).tolist()
         sums = ranks[:, : own.numel()].sum(0).tolist()
         lap = replace(lap, data_wait_ms=float(ranks[:, -count:].amax(0).mean()), own_wait_ms=fmean(waits))
@@ -114,7 +114,7 @@ class Meter:
         self._due = self._find_next(interval=max(1, int(REPORT_MS / step_ms)))
         self.gauge.read()
 
-        items = _numbers([one.count for one in stepped])
+        items = _read_numbers([one.count for one in stepped])
         if any(own_count is not None and own_count < 0 for own_count in items):
             key = "loss" if s.experiment.task is None else "task"
             raise ExperimentError.of(key, "returned a negative Loss.count; it is the number of items, or their weight")
@@ -125,7 +125,7 @@ class Meter:
         for name in dict.fromkeys(name for one in stepped for name in one.rates):
             columns[name] = {at: one.rates[name] for at, one in zip(steps, stepped, strict=True) if name in one.rates}
         for name in dict.fromkeys(name for one in stepped for name in one.norms):
-            norms = _numbers([one.norms.get(name) for one in stepped])
+            norms = _read_numbers([one.norms.get(name) for one in stepped])
             columns[name] = {at: norm for at, norm in zip(steps, norms, strict=True) if norm is not None}
         self._add_reports(columns, step=step)
 
@@ -220,7 +220,7 @@ class Meter:
         regular = [(s.step // every + 1) * every for every in ends if every is not None]
         return min(due, *regular, max(s.steps, s.step + 1))
 
-    def _of_all_ranks(self, own: Tensor) -> Tensor:
+    def _gather_ranks(self, own: Tensor) -> Tensor:
         """Gather each rank's values, shape (ranks, values), in double precision on the CPU."""
         if self._s.rank.world_size == 1:
             return own.double().cpu()[None]
@@ -250,7 +250,7 @@ class Meter:
                 columns[name] = {step: value}
 
 
-def _numbers(values: Sequence[Tensor | None]) -> list[float | None]:
+def _read_numbers(values: Sequence[Tensor | None]) -> list[float | None]:
     """Read scalars from their device, all at once."""
     known = [value for value in values if value is not None]
     read = iter(torch.stack(known).double().tolist() if known else ())

@@ -43,7 +43,7 @@ def build(create: Create, components: Mapping[str, Component]) -> "dict[str, Met
     problems: list[Problem] = []
     for name, component in components.items():
         try:
-            built[name] = _checked(create(component, key=f"metrics.{name}"), name=name)
+            built[name] = _check_metric(create(component, key=f"metrics.{name}"), name=name)
         except ExperimentError as error:
             problems += error.problems
     if problems:
@@ -61,7 +61,7 @@ def build_collection(
     return MetricCollection(dict(build(create, components)), compute_groups=False).to(device)
 
 
-def _checked(metric: Any, *, name: str) -> "Metric":
+def _check_metric(metric: Any, *, name: str) -> "Metric":
     from torchmetrics import Metric, MetricCollection
 
     if not isinstance(metric, Metric):
@@ -119,14 +119,14 @@ class SharedMetrics:
         self._named: dict[str, Metric] = dict(metrics.items(copy_state=False))
         self._lists = ListLengths(metrics, rank=rank)
         self._inputs: dict[str, list[Any]] = {}
-        self._guessing = [name for name, one in self._named.items() if _guesses(one)]
+        self._guessing = [name for name, one in self._named.items() if _is_guessing(one)]
         self._has = torch.zeros(2, dtype=torch.bool)  # a batch with outputs from 0 to 1 only, and another batch
         self.ambiguous: Sequence[str] = ()
         """Metrics that took some batches for probabilities and others for logits; known after `merge`."""
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Update all metrics with a batch, 16-bit floats converted to fp32."""
-        given = in_full_precision((outputs, targets), copies=self._copies)
+        given = convert_to_full_precision((outputs, targets), copies=self._copies)
         self._metrics.update(*given)
         if self._guessing and isinstance(outputs, Tensor) and outputs.is_floating_point():
             is_outside = ((outputs < 0) | (outputs > 1)).any()
@@ -145,13 +145,13 @@ class SharedMetrics:
             self.ambiguous = self._guessing if all(any(column) for column in zip(*found, strict=True)) else ()
         if self._rank.world_size == 1:
             return
-        parts = _gathered(self._inputs, rank=self._rank)
+        parts = _gather_states(self._inputs, rank=self._rank)
         with_inputs = set().union(*parts)
         self._lists.merge(nn.ModuleList(one for name, one in self._named.items() if name not in with_inputs))
         for name in sorted(with_inputs):
             metric = self._named[name]
             metric.reset()
-            for given in _in_turn(part.get(name, ()) for part in parts):
+            for given in _alternate(part.get(name, ()) for part in parts):
                 metric.update(*tree_map_only(Tensor, partial(Tensor.to, device=metric.device), given))
         compute_alone(self._metrics)
 
@@ -164,7 +164,7 @@ class SharedMetrics:
         return read(self._metrics.compute(), self._named)
 
 
-def _guesses(metric: nn.Module) -> bool:
+def _is_guessing(metric: nn.Module) -> bool:
     """Return True if torchmetrics guesses in each batch whether outputs are probabilities or logits.
 
     See its `normalize_logits_if_needed`; metrics of several classes that only compare outputs don't need to know.
@@ -173,7 +173,7 @@ def _guesses(metric: nn.Module) -> bool:
     return any(name.startswith(("Binary", "Multilabel")) or name in _OF_PROBABILITIES for name in names)
 
 
-def in_full_precision(values: tuple[Any, Any], *, copies: bool = False) -> tuple[Any, Any]:
+def convert_to_full_precision(values: tuple[Any, Any], *, copies: bool = False) -> tuple[Any, Any]:
     """Convert 16-bit floats among a batch's outputs and targets to fp32; with ``copies`` share no memory with them."""
 
     def converted(tensor: Tensor) -> Tensor:
@@ -221,18 +221,18 @@ class ListLengths:
         if self._rank.world_size == 1 or not each:
             return
         own = [(one.update_count, dict(one.metric_state), self._ends[id(one)]) for one in each]
-        for one, *ranks in zip(each, *_gathered(own, rank=self._rank), strict=True):
+        for one, *ranks in zip(each, *_gather_states(own, rank=self._rank), strict=True):
             given = [state for state in ranks if state[0]] or ranks
             for name, reduction in one._reductions.items():
                 ends = [state[2].get(name, ()) for state in given]
-                merged = _merged([state[1][name] for state in given], ends, reduction)
+                merged = _merge_states([state[1][name] for state in given], ends, reduction)
                 device = torch.device("cpu") if isinstance(merged, list) and one.compute_on_cpu else one.device
                 setattr(one, name, tree_map_only(Tensor, partial(Tensor.to, device=device), merged))
             one._update_count = sum(state[0] for state in ranks)
         compute_alone(metrics)
 
 
-def _merged(parts: list[Any], ends: list[Sequence[int]], reduction: Callable[[Any], Any] | None) -> Any:
+def _merge_states(parts: list[Any], ends: list[Sequence[int]], reduction: Callable[[Any], Any] | None) -> Any:
     """Merge a state of several ranks: lists batch by batch, tensors as torchmetrics reduces them."""
     from torchmetrics.utilities import dim_zero_cat
 
@@ -240,19 +240,19 @@ def _merged(parts: list[Any], ends: list[Sequence[int]], reduction: Callable[[An
         return parts[0]
     if isinstance(parts[0], list):
         batches = [[part[a:b] for a, b in pairwise((0, *cuts))] for part, cuts in zip(parts, ends, strict=True)]
-        return list(chain.from_iterable(_in_turn(batches)))
+        return list(chain.from_iterable(_alternate(batches)))
     if reduction is None:
         return torch.stack(parts)
     return reduction(parts if reduction is dim_zero_cat else torch.stack(parts))
 
 
-def _in_turn(parts: Iterable[Iterable[Any]]) -> list[Any]:
+def _alternate(parts: Iterable[Iterable[Any]]) -> list[Any]:
     """Return the first element of each part, then the second of each, and so on."""
     missing = object()
     return [one for row in zip_longest(*parts, fillvalue=missing) for one in row if one is not missing]
 
 
-def _gathered(own: Any, *, rank: Rank) -> list[Any]:
+def _gather_states(own: Any, *, rank: Rank) -> list[Any]:
     """Gather nested values of all ranks, with their tensors on the CPU."""
 
     def copied(tensor: Tensor) -> Tensor:  # with a view, all that it is a view of would be sent
@@ -285,7 +285,7 @@ def _is_mergeable(metric: "Metric") -> bool:
     return True
 
 
-def unmergeable(metric: "Metric", *, before: Mapping[str, str]) -> str:
+def find_unmergeable(metric: "Metric", *, before: Mapping[str, str]) -> str:
     """Return what of a user's metric workers would not merge; empty if there is nothing.
 
     ``before`` is what `attributes_outside_states` returned before the metric's first batch.
@@ -406,12 +406,12 @@ def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Reading
         if metric is not None and isinstance(result, tuple) and _is_of_curves(metric) and len(result) == 3:
             readings.curves[name] = _curve(metric, result)
         elif metric is not None and isinstance(result, tuple) and _is_of_curves(metric) and len(result) == 2:
-            readings.values.update(_numbered(name, result[0]) | _numbered(f"{name}_threshold", result[1]))
+            readings.values.update(_number_values(name, result[0]) | _number_values(f"{name}_threshold", result[1]))
         elif isinstance(result, Tensor) and result.numel() > _MOST_VALUES:
             named = [axis.strip("_") or f"index_{n}" for n, axis in enumerate(axes or ("",) * result.ndim)]
             readings.curves[name] = Array(tuple(named), result.detach().cpu())
         elif isinstance(result, Tensor | float | int):
-            readings.values.update(_numbered(name, result, axes=axes))
+            readings.values.update(_number_values(name, result, axes=axes))
         else:
             who, key = (name, "metrics") if metric is None else (type(metric).__name__, f"metrics.{name}")
             message = f"{who} returned a {type(result).__name__}. Use a metric that returns a number, a number for "
@@ -421,7 +421,7 @@ def read(results: Mapping[str, Any], metrics: "Mapping[str, Metric]") -> Reading
     return readings
 
 
-def _numbered(name: str, result: Tensor | float, *, axes: tuple[str, ...] = ()) -> dict[str, float]:
+def _number_values(name: str, result: Tensor | float, *, axes: tuple[str, ...] = ()) -> dict[str, float]:
     """Return the numbers of a result: one, or one for each class or entry, with its index in each dimension."""
     if not isinstance(result, Tensor) or result.numel() == 1:
         return {name: float(result)}

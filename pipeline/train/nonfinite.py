@@ -69,20 +69,20 @@ class Finiteness:
                 self._has_told, step = True, self.skipped[0]
                 loss = losses[step - first]
                 what = "gradients are not finite" if math.isfinite(loss) else f"the loss is {loss}"
-                where = self._where(step, own[step - first])
+                where = self._describe_place(step, own[step - first])
                 self._s.warn(f"{what} in {where}. Skipped this step. Later ones are also skipped.")
             if self.is_exhausted:
                 steps = self.skipped[-self._in_a_row :]
                 raise TrainingError(
                     f"{len(steps)} steps in a row were skipped because a loss or gradient was not finite: "
-                    f"{some(steps)}. {REMEDY}."
+                    f"{format_some(steps)}. {REMEDY}."
                 )
             return
         # fp16 gradients overflow until the scale fits.
         for index, (loss, norm) in enumerate(zip_longest(losses, () if self._is_fp16 else norms, fillvalue=0.0)):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
-                raise TrainingError(f"the {what} in {self._where(first + index, own[index])}. {REMEDY}")
+                raise TrainingError(f"the {what} in {self._describe_place(first + index, own[index])}. {REMEDY}")
 
     def judge_validation(self, loss: float) -> None:
         """Raise a TrainingError if the validation loss is not finite; with ``skip``, warn: the steps were finite."""
@@ -100,11 +100,13 @@ class Finiteness:
     def summarize(self) -> None:
         """Warn of all skipped steps and evaluations, at the end of the training."""
         if (count := len(self.unmeasured)) > 1:
-            self._s.warn(f"the validation loss was not finite after {count} epochs: {some(self.unmeasured)}")
+            self._s.warn(f"the validation loss was not finite after {count} epochs: {format_some(self.unmeasured)}")
         if (count := len(self.skipped)) > 1:
-            self._s.warn(f"{count} steps were skipped because a loss or gradient was not finite: {some(self.skipped)}")
+            self._s.warn(
+                f"{count} steps were skipped because a loss or gradient was not finite: {format_some(self.skipped)}"
+            )
 
-    def _where(self, step: int, own: Tensor) -> str:
+    def _describe_place(self, step: int, own: Tensor) -> str:
         """Return the step, counted from 1, and the samples that may be the cause, as text. Collective."""
         s, batch = self._s, self._s.order.global_batch(step - 1).tolist()
         ranks = gather((s.rank.place, bool(torch.isfinite(own))), rank=s.rank)
@@ -113,10 +115,10 @@ class Finiteness:
         looks = s.rank.rank in blamed or not blamed  # if only a gradient isn't finite, any rank may have the cause
         found = gather(self._find(batch[s.rank.rank :: s.rank.world_size]) if looks else [], rank=s.rank)
         bad = sorted({index for own_found in found for index in own_found})
-        inputs = f"; the inputs of sample{'s' * (len(bad) > 1)} {some(bad)} contain NaN or inf" if bad else ""
+        inputs = f"; the inputs of sample{'s' * (len(bad) > 1)} {format_some(bad)} contain NaN or inf" if bad else ""
         if s.rank.world_size == 1 or not blamed:
-            return f"{where}its global batch is samples {some(batch)}{inputs}"
-        shares = (f"{ranks[rank][0]}, samples {some(batch[rank :: s.rank.world_size])}" for rank in blamed)
+            return f"{where}its global batch is samples {format_some(batch)}{inputs}"
+        shares = (f"{ranks[rank][0]}, samples {format_some(batch[rank :: s.rank.world_size])}" for rank in blamed)
         return f"{where}not finite: {', '.join(shares)}{inputs}"
 
     def _find(self, indices: Sequence[int]) -> list[int]:
@@ -135,7 +137,7 @@ class Finiteness:
         return found
 
 
-def some(numbers: Sequence[int]) -> str:
+def format_some(numbers: Sequence[int]) -> str:
     """Return the first eight numbers, and their count if there are more, as text."""
     shown = ", ".join(map(str, numbers[:8]))
     return shown if len(numbers) <= 8 else f"{shown} ... ({len(numbers)} in all)"

@@ -74,7 +74,7 @@ def hold_statistics(module: nn.Module, patterns: Sequence[str]) -> None:
         own = list(inner.parameters(recurse=False)) if isinstance(inner, _BatchNorm) else []
         if own and not any(parameter.requires_grad for parameter in own):
             inner.eval()
-            inner.train = MethodType(_stay, inner)  # type: ignore[method-assign]
+            inner.train = MethodType(_keep_mode, inner)  # type: ignore[method-assign]
 
 
 def stays_in_evaluation(module: nn.Module) -> bool:
@@ -82,7 +82,7 @@ def stays_in_evaluation(module: nn.Module) -> bool:
     return isinstance(vars(module).get("train"), MethodType)
 
 
-def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+def _keep_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     """Stand in for ``train`` of a module: stay in evaluation mode."""
     del mode
     module.training = False
@@ -172,7 +172,7 @@ def _build(
             raise ExperimentError.of("train.ema", message)
         cast(Any, optimizer).train()
     if isinstance(optimizer, SGD) and any(group["fused"] and group["momentum"] for group in optimizer.param_groups):
-        optimizer.register_step_pre_hook(_with_all_momenta)
+        optimizer.register_step_pre_hook(_add_momenta)
     factor = scaling_factor(scaling, global_batch_size=experiment.train.global_batch_size)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
@@ -189,13 +189,13 @@ def _can_fuse(declared: Declared, parameters: Sequence[nn.Parameter], trainee: n
         return False
     if not plainly and not _FUSED[declared.target]:
         return False
-    if any(each.get("dampening") for each in settings):  # see `_with_all_momenta`
+    if any(each.get("dampening") for each in settings):  # see `_add_momenta`
         return False
     is_sparse = any(getattr(module, "sparse", False) for module in trainee.modules())  # embeddings' gradients
     return not is_sparse and all(parameter.is_floating_point() for parameter in parameters)
 
 
-def _with_all_momenta(optimizer: Optimizer, *_: Any) -> None:
+def _add_momenta(optimizer: Optimizer, *_: Any) -> None:
     """Initialize the momentum of a fused SGD to 0, which is equivalent as long as there is no dampening.
 
     By itself it creates momentum with the first gradients, and fails on a parameter that gets one in a later step.
@@ -229,17 +229,19 @@ def _divide(experiment: Experiment, trainee: nn.Module) -> dict[str, list[list[n
     """Return the trainable parameters of each optimizer: those of its groups, and last those that no group matches."""
     everything = named(trainee)
     if not experiment.optimizers:
-        return {"": _grouped(everything, experiment.optimizer.groups if experiment.optimizer is not None else ())}
-    chosen = _assigned(everything, experiment.optimizers)
+        return {
+            "": _group_parameters(everything, experiment.optimizer.groups if experiment.optimizer is not None else ())
+        }
+    chosen = _assign_parameters(everything, experiment.optimizers)
     divided = {}
     for name, optimizer in experiment.optimizers.items():
         with keys_of(name):
             own = {each: one for each, one in everything.items() if id(one) in chosen[name]}
-            divided[name] = _grouped(own, optimizer.groups)
+            divided[name] = _group_parameters(own, optimizer.groups)
     return divided
 
 
-def _grouped(parameters: Named, groups: Sequence[ParameterGroup]) -> list[list[nn.Parameter]]:
+def _group_parameters(parameters: Named, groups: Sequence[ParameterGroup]) -> list[list[nn.Parameter]]:
     """Put each trainable parameter into the first group that matches any of its names, or else into a last one."""
     places: dict[int, int] = {}
     for name, parameter in parameters.items():
@@ -261,7 +263,7 @@ def _grouped(parameters: Named, groups: Sequence[ParameterGroup]) -> list[list[n
     return divided
 
 
-def _assigned(parameters: Named, optimizers: Mapping[str, NamedOptimizer]) -> dict[str, set[int]]:
+def _assign_parameters(parameters: Named, optimizers: Mapping[str, NamedOptimizer]) -> dict[str, set[int]]:
     """Divide the trainable parameters among several optimizers: ids of parameters by the optimizer's name."""
     trainable, names = {name: one for name, one in parameters.items() if one.requires_grad}, list(parameters)
     chosen = {
@@ -305,7 +307,7 @@ def has_modes(optimizer: Optimizer) -> bool:
 def evaluating(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
     """Put optimizers that have modes into evaluation mode inside the block."""
     moded: list[Any] = [one for one in optimizers.values() if has_modes(one)]
-    with weights_kept(optimizers):
+    with keep_weights(optimizers):
         for one in moded:
             one.eval()
         try:
@@ -316,7 +318,7 @@ def evaluating(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
 
 
 @contextmanager
-def weights_kept(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
+def keep_weights(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
     """Restore the weights of optimizers with modes after the block, exactly: switching modes back would round.
 
     Otherwise a training would depend on when it was evaluated.
@@ -384,12 +386,12 @@ def load_named_state(
     for name, values in saved["state"].items():  # not by load_state_dict, which can't shard, and loses strides
         parameter, group = owners[name]
         optimizer.state[parameter] = {
-            key: _placed(value, key, parameter, group) if isinstance(value, Tensor) else value
+            key: _place_state(value, key, parameter, group) if isinstance(value, Tensor) else value
             for key, value in values.items()
         }
 
 
-def _placed(value: Tensor, key: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+def _place_state(value: Tensor, key: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
     """Return a tensor of a parameter's state where the optimizer expects it."""
     if key == "step":
         return value.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu", copy=True)

@@ -20,7 +20,7 @@ from pipeline.protocol.trial import Trial
 from pipeline.strategies.base import Strategy
 from pipeline.tasks import Supervised, Trainee
 from pipeline.train.names import TASK
-from pipeline.train.seeds import generators_kept, mix, seed_all
+from pipeline.train.seeds import keep_generators, mix, seed_all
 from pipeline.wording import counted
 
 
@@ -45,7 +45,7 @@ def seeded_model(create: Create, experiment: Experiment) -> nn.Module:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.layout == torch.strided and 0 in buffer.stride():
                 module._buffers[name] = buffer.contiguous()
-    return in_double(model) if experiment.train.precision == "fp64" else model
+    return convert_to_double(model) if experiment.train.precision == "fp64" else model
 
 
 def model_seed(experiment: Experiment) -> int:
@@ -57,7 +57,7 @@ def _seeded_device() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
-def in_double(module: nn.Module) -> nn.Module:
+def convert_to_double(module: nn.Module) -> nn.Module:
     """Convert a module to fp64 and complex128; ``module.to(torch.float64)`` would drop imaginary parts."""
     for own in (*module.parameters(), *module.buffers()):
         if own.is_complex():
@@ -77,7 +77,7 @@ def build_trainee(create: Create, experiment: Experiment, model: nn.Module) -> T
         raise ExperimentError.of("task", f"is a {type(task).__name__}, which can't be called with a model and a batch")
     trainee = Trainee(model, task)
     if experiment.train.precision == "fp64":
-        in_double(trainee.task)
+        convert_to_double(trainee.task)
     clashing = [name for name, _ in model.named_parameters() if name.startswith(TASK)]
     if clashing and any(True for _ in trainee.task.parameters()):
         message = f"has a part named task ({clashing[0]}), whose names are those of the task's parameters; rename it"
@@ -93,7 +93,7 @@ def outline(create: Create, experiment: Experiment, *, with_task: bool) -> nn.Mo
     Raises:
         Exception: whatever a model or task raises that can't be built so, or has no parameters.
     """
-    with generators_kept(), torch.device("meta"), _NothingDrawn():
+    with keep_generators(), torch.device("meta"), _NothingDrawn():
         model = seeded_model(create, experiment)
         if with_task:
             return build_trainee(create, experiment, model)

@@ -20,7 +20,7 @@ from pipeline.train.evaluate import full_state_dict, resulting_weights
 from pipeline.train.exported import Example, trained_model, write_onnx, write_program
 from pipeline.train.reference import Reference
 from pipeline.train.report import example_of
-from pipeline.train.restored import epoch_of, restored
+from pipeline.train.restored import epoch_of, restore
 from pipeline.wording import first_line
 
 WEIGHTS_FILE, PROGRAM, ONNX = FILES = ("model.safetensors", "model.pt2", "model.onnx")
@@ -65,7 +65,7 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
         TrainingError: the checkpoint is damaged, or code of the experiment raised.
     """
     try:
-        s, manifest = restored(trial, rank=Rank(), outbox=None)
+        s, manifest = restore(trial, rank=Rank(), outbox=None)
         with resulting_weights(s):
             weights = tree_map_only(Tensor, lambda own: own.detach().to("cpu", copy=True), dict(full_state_dict(s)))
             example, reference = example_of(s)

@@ -48,7 +48,7 @@ def barrier(rank: Rank) -> None:
             dist.barrier()
 
 
-def from_first(produce: Callable[[], T], *, rank: Rank) -> T:
+def broadcast_from_first(produce: Callable[[], T], *, rank: Rank) -> T:
     """Call ``produce`` on rank 0, and return its result or raise its error on every rank.
 
     Raises:
@@ -109,8 +109,8 @@ def call_on_ranks(do: Callable[[], None], *, callers: Iterable[int], what: str, 
             raise TrainingError(f"rank {caller} failed: {answer}")
 
 
-def from_slow_first(produce: Callable[[], T], *, what: str, rank: Rank) -> T:
-    """Return or raise the same as `from_first`, however long ``produce`` takes, see `call_on_ranks`."""
+def broadcast_from_slow_first(produce: Callable[[], T], *, what: str, rank: Rank) -> T:
+    """Return or raise the same as `broadcast_from_first`, however long ``produce`` takes, see `call_on_ranks`."""
     outcome: Future[T] = Future()
 
     def capture() -> None:
@@ -120,7 +120,7 @@ def from_slow_first(produce: Callable[[], T], *, what: str, rank: Rank) -> T:
             outcome.set_exception(error)
 
     call_on_first(capture, what=what, rank=rank)
-    return from_first(outcome.result, rank=rank)
+    return broadcast_from_first(outcome.result, rank=rank)
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def copy_from_first(tensors: Iterable[Tensor], *, rank: Rank, device: torch.devi
             tensor.copy_(content.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
 
 
-def on_all_ranks(do: Callable[[], T], *, rank: Rank, group: dist.ProcessGroup | None) -> list[T]:
+def call_on_all_ranks(do: Callable[[], T], *, rank: Rank, group: dist.ProcessGroup | None) -> list[T]:
     """Call ``do`` on each rank of the group and return the results of all ranks.
 
     Raises:

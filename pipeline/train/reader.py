@@ -27,7 +27,7 @@ from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.train.order import MicroBatch
 from pipeline.train.same import fingerprint
-from pipeline.train.seeds import drawn_since, generators_kept, mix, mixer, seed_all
+from pipeline.train.seeds import has_drawn_since, keep_generators, mix, mixer, seed_all
 
 Collate = Callable[[list[Any]], Any]
 _CHECKED, _EVERY = 16, 64
@@ -61,13 +61,13 @@ class Collation:
             TrainingError: the function raised an exception.
         """
         if self.function is None:
-            return self._made(indices, samples)
+            return self._call_function(indices, samples)
         own = mix(seed, "collate", epoch, indices[-1])
         seed_all(own)
         self._calls += 1
-        batch = self._made(indices, samples)
+        batch = self._call_function(indices, samples)
         if _is_watched(self._calls):
-            self._found = self._found + 1 if any(drawn_since(own)) else 0
+            self._found = self._found + 1 if any(has_drawn_since(own)) else 0
             self.draws |= self._found > 1
             self.check()
         return batch
@@ -83,9 +83,9 @@ class Collation:
                 "loader.collate.",
             )
 
-    def _made(self, indices: list[int], samples: Any) -> Any:
+    def _call_function(self, indices: list[int], samples: Any) -> Any:
         try:
-            return self.function(samples) if self.function is not None else _stacked(samples)
+            return self.function(samples) if self.function is not None else _stack(samples)
         except ExperimentError:
             raise
         except Exception as error:  # user code may raise anything; reported with its traceback
@@ -100,7 +100,7 @@ class Collation:
                     "torch.utils.data.Subset(dataset, readable)",
                 ) from error
             if self.function is not None:
-                raise failed(f"{self.key} failed on samples {format_indices(indices)}", error) from error
+                raise make_read_error(f"{self.key} failed on samples {format_indices(indices)}", error) from error
             shapes = sorted({_shape(sample) for sample in samples})
             ragged = isinstance(error, RuntimeError) and len(shapes) > 1  # otherwise torch's message is better
             seen = f"they are {' and '.join(shapes[:3])}" if ragged else f"{type(error).__name__}: {error}"
@@ -157,15 +157,15 @@ class Reader(Dataset[Any]):
             _refuse_graphs(self._rows(indices[:1]))
             return
         prints, batches, graphs = set[str](), set[str](), list[Any]()
-        with generators_kept():
+        with keep_generators():
             for number in range(2):
                 with suppress(ExperimentError, TrainingError):  # training reports the error if it reads the sample
                     set_epoch(self._with_epoch, 0, seed=self.seed)
                     seed_all(_WATCHED + number)
                     try:
-                        read = self._at_once(indices) if self._has_batches else self._each(indices)
+                        read = self._read_at_once(indices) if self._has_batches else self._each(indices)
                     finally:
-                        found[number] = drawn_since(_WATCHED + number)
+                        found[number] = has_drawn_since(_WATCHED + number)
                     prints.add(fingerprint(read))
                     graphs = read[:1] if isinstance(read, list) else read  # with a collate of any type
                     batches.add(fingerprint(self.collate(indices, read, seed=self.seed + number, epoch=0)))
@@ -179,11 +179,11 @@ class Reader(Dataset[Any]):
             self.draws = torchs or others or is_hidden, others or is_hidden
 
     def __getitem__(self, part: MicroBatch) -> Any:
-        """Return a batch, or an error in its place, see `usable`."""
+        """Return a batch, or an error in its place, see `unwrap`."""
         try:
             if not self._keeps:
                 return self.batch(part)
-            with generators_kept():
+            with keep_generators():
                 return self.batch(part)
         except (ExperimentError, TrainingError) as error:
             return Unusable(error)
@@ -201,14 +201,14 @@ class Reader(Dataset[Any]):
             return self._rows(part.indices)
         self._batches += not is_sample
         watches = not (is_sample or self._is_known or all(self.draws)) and _is_watched(self._batches)
-        samples = self._watched(part) if watches else self._read(part)
+        samples = self._read_watched(part) if watches else self._read(part)
         return self.collate(part.indices, samples, seed=self.seed, epoch=part.epoch)
 
-    def _watched(self, part: MicroBatch) -> Any:
+    def _read_watched(self, part: MicroBatch) -> Any:
         for _ in range(2):  # another thread may draw once, e.g. an upload that waits to try again
             seed_all(_WATCHED)
             samples = self._read(part)
-            found = drawn_since(_WATCHED)
+            found = has_drawn_since(_WATCHED)
             if found[0] <= self.draws[0] and found[1] <= self.draws[1]:
                 return samples
         raise ExperimentError.of(
@@ -220,11 +220,11 @@ class Reader(Dataset[Any]):
     def _read(self, part: MicroBatch) -> Any:
         indices = part.indices
         if not any(self.draws):
-            return self._at_once(indices) if self._has_batches else self._each(indices)
+            return self._read_at_once(indices) if self._has_batches else self._each(indices)
         seed_of, samples = mixer(self.seed, "sample", part.epoch), list[Any]()
         for index in indices:
             seed_all(seed_of(index), others=self.draws[1])
-            samples += self._at_once([index]) if self._has_batches else self._each([index])
+            samples += self._read_at_once([index]) if self._has_batches else self._each([index])
         return samples
 
     def _each(self, indices: list[int]) -> list[Any]:
@@ -233,15 +233,15 @@ class Reader(Dataset[Any]):
             for index in indices:
                 samples.append(dataset[index])
         except Exception as error:  # user code may raise anything; reported with its traceback
-            raise failed(f"sample {index} of the data can't be read", error) from error
+            raise make_read_error(f"sample {index} of the data can't be read", error) from error
         return samples
 
-    def _at_once(self, indices: list[int]) -> Any:
+    def _read_at_once(self, indices: list[int]) -> Any:
         """Read samples by the dataset's ``__getitems__``, as torch's DataLoader does."""
         try:
             samples = self.dataset.__getitems__(indices)
         except Exception as error:
-            raise failed(f"samples {format_indices(indices)} of the data can't be read", error) from error
+            raise make_read_error(f"samples {format_indices(indices)} of the data can't be read", error) from error
         is_list = isinstance(samples, list | tuple) and len(samples) == len(indices)
         if not is_list and (self.collate.function is None or any(self.draws)):  # a function may take any type
             seen = type(samples).__name__ + (f" of {len(samples)}" if hasattr(samples, "__len__") else "")
@@ -258,7 +258,7 @@ class Unusable:
         self.errors = [error]
 
 
-def usable(batch: Any) -> Any:
+def unwrap(batch: Any) -> Any:
     """Return a batch, or raise the error in its place."""
     if isinstance(batch, Unusable):
         raise batch.errors.pop()
@@ -274,24 +274,26 @@ def set_epoch(datasets: Sequence[Any], epoch: int, *, seed: int, only_new: bool 
     for dataset in datasets:
         if (known := _EPOCHS.get(dataset)) == epoch or (only_new and known is not None):
             continue
-        with generators_kept():
+        with keep_generators():
             seed_all(mix(seed, "epoch", epoch))
             try:
                 dataset.set_epoch(epoch)
             except Exception as error:
-                raise failed(f"set_epoch({epoch}) of the dataset failed", error) from error
+                raise make_read_error(f"set_epoch({epoch}) of the dataset failed", error) from error
         _EPOCHS[dataset] = epoch
 
 
 def find_datasets_with_epoch(dataset: Any, inside: tuple[int, ...] = ()) -> list[Any]:
     """Find the outermost datasets with a method ``set_epoch``: the dataset itself, or those in its attributes."""
-    if _takes_epoch(dataset):
+    if _has_set_epoch(dataset):
         return [dataset]
     found: list[Any] = []
     for value in list(getattr(dataset, "__dict__", {}).values()):
         values = list(value.values()) if isinstance(value, dict) else value
         values = values if isinstance(values, list | tuple) else [values]
-        if all(isinstance(one, Dataset) or (_takes_epoch(one) and hasattr(type(one), "__getitem__")) for one in values):
+        if all(
+            isinstance(one, Dataset) or (_has_set_epoch(one) and hasattr(type(one), "__getitem__")) for one in values
+        ):
             for one in values:
                 if id(one) not in (*inside, id(dataset)):
                     found += find_datasets_with_epoch(one, (*inside, id(dataset)))
@@ -315,7 +317,7 @@ def copy_dataset(dataset: Any) -> Any:
     return made
 
 
-def failed(what: str, error: Exception) -> TrainingError:
+def make_read_error(what: str, error: Exception) -> TrainingError:
     """Make the error for an exception of user code, with its traceback."""
     own = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, own))
@@ -356,7 +358,7 @@ def _is_watched(number: int) -> bool:
     return number <= _CHECKED or not number % _EVERY
 
 
-def _stacked(samples: list[Any]) -> Any:
+def _stack(samples: list[Any]) -> Any:
     """Return torch's default_collate; of tuples of tensors without its checks, in two thirds of the time."""
     first = samples[0]
     if type(first) is tuple and all(type(one) is Tensor for one in first) and get_worker_info() is None:
@@ -369,10 +371,10 @@ def _reader_of_rows(dataset: Any) -> Callable[[list[int]], Any] | None:
     """Return a function that reads a batch of a table at once; None for a dataset that is read by samples."""
     if isinstance(dataset, Table):
         return dataset.batch
-    return partial(_indexed, dataset.tensors) if type(dataset) is TensorDataset else None
+    return partial(_index_tensors, dataset.tensors) if type(dataset) is TensorDataset else None
 
 
-def _indexed(tensors: tuple[Tensor, ...], indices: list[int]) -> tuple[Tensor, ...]:
+def _index_tensors(tensors: tuple[Tensor, ...], indices: list[int]) -> tuple[Tensor, ...]:
     """Return rows of tensors; contiguous ones of 48 kB take a quarter of the time that indexing takes."""
     index = torch.from_numpy(np.array(indices))  # half the time of torch.tensor
     return tuple(one.index_select(0, index) if one.is_contiguous() else one[index] for one in tensors)
@@ -389,7 +391,7 @@ def _has_batches(dataset: Any) -> bool:
     return "__getitems__" in next(filter(None, methods), ())
 
 
-def _takes_epoch(value: Any) -> bool:
+def _has_set_epoch(value: Any) -> bool:
     try:
         return callable(getattr(value, "set_epoch", None))
     except Exception:  # noqa: BLE001 - of a user's __getattr__, e.g. a KeyError of a dict with attributes

@@ -17,7 +17,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import REFERENCE
 from pipeline.train.names import listed
 from pipeline.train.same import attribute_prints, prints
-from pipeline.train.seeds import generators_kept, seed_all
+from pipeline.train.seeds import keep_generators, seed_all
 from pipeline.wording import first_line
 
 _EXACT, _ROUGH = 1e-4, 5e-2
@@ -79,15 +79,15 @@ def record(
     ``is_exact`` if a CPU computes in the precision of the weights.
     """
     is_exact = is_exact and all(one.dtype.itemsize >= 4 for one in module.parameters() if one.is_floating_point())
-    before, plain, changing = _prints(module), None, list[str]()
+    before, plain, changing = _fingerprint(module), None, list[str]()
     outputs: list[Tensor] | None = None
     if call is not None:
         if all(map(_is_plain, (*call.args, *call.kwargs.values()))):
             plain = ModelCall(*tree_map_only(Tensor, Tensor.cpu, (call.args, dict(call.kwargs))))
         try:
-            first, again, other = (_outputs(module, call, device=device, seed=seed) for seed in (0, 0, 1))
+            first, again, other = (_compute_outputs(module, call, device=device, seed=seed) for seed in (0, 0, 1))
             if not _are_close(first, again, is_exact=is_exact):
-                changing = _differing(before, _prints(module))
+                changing = _find_differing(before, _fingerprint(module))
             elif is_exact or _are_close(first, other, is_exact=True):  # a GPU draws other random numbers
                 outputs = first or None
         except Exception as error:  # noqa: BLE001 - a model that its task calls in parts may not have this call at all
@@ -106,21 +106,21 @@ def check(module: nn.Module, reference: Reference) -> None:
         why = f"Each call changes {listed(reference.changing, most=4)}, and the outputs depend on it. {_REMEDY}"
     elif reference.outputs is not None and reference.call is not None:
         try:
-            outputs = _outputs(module, reference.call, device=torch.device("cpu"), seed=0)
+            outputs = _compute_outputs(module, reference.call, device=torch.device("cpu"), seed=0)
         except Exception as error:  # noqa: BLE001 - user code may raise anything
             if reference.is_exact:  # else the model may need a GPU
                 why = f"It raises {type(error).__name__}: {first_line(error)}. {_OTHER_CODE}"
         else:
             if not _are_close(outputs, reference.outputs, is_exact=reference.is_exact):
                 why = f"No attribute differs. {_OTHER_CODE}"
-                if names := _differing(reference.prints, _prints(module)):
+                if names := _find_differing(reference.prints, _fingerprint(module)):
                     why = f"The value of {listed(names, most=4)} differs, and the state_dict lacks it. {_REMEDY}"
     if why:
         message = f"rebuilt from its weights, the model has other outputs than the evaluated model. {why}"
         raise ExperimentError.of("model", message)
 
 
-def _prints(module: nn.Module) -> Mapping[str, str]:
+def _fingerprint(module: nn.Module) -> Mapping[str, str]:
     """Return fingerprints of what a state_dict lacks. They only name what differs: without them, names are missing."""
     try:
         kept = module.state_dict(keep_vars=True).keys()
@@ -131,14 +131,14 @@ def _prints(module: nn.Module) -> Mapping[str, str]:
         return {}
 
 
-def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+def _find_differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
 
 
 @torch.no_grad()
-def _outputs(module: nn.Module, call: ModelCall, *, device: torch.device, seed: int) -> list[Tensor]:
+def _compute_outputs(module: nn.Module, call: ModelCall, *, device: torch.device, seed: int) -> list[Tensor]:
     """Return the tensors among the outputs of a call, on the CPU."""
-    with generators_kept():
+    with keep_generators():
         seed_all(seed, device)
         output = module(*call.args, **call.kwargs)
         return [one.detach().to("cpu", copy=True) for one in tree_leaves(output) if isinstance(one, Tensor)]

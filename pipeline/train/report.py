@@ -19,11 +19,11 @@ from pipeline.protocol.trial_result import Best, Held
 from pipeline.tasks import FromModel
 from pipeline.train.evaluate import callable_model, forward, full_state_dict, resulting_weights, share_buffers
 from pipeline.train.exported import Example, check_memory, export, trained_model
-from pipeline.train.kept import buffers_kept
+from pipeline.train.kept import keep_buffers
 from pipeline.train.names import TASK
 from pipeline.train.ranks import TF32_CAPABILITY, call_on_first, gather, local, matmul_precision, synchronize
 from pipeline.train.reference import ModelCall, Reference, record
-from pipeline.train.seeds import generators_kept
+from pipeline.train.seeds import keep_generators
 from pipeline.train.state import DTYPES, State
 from pipeline.train.watch import waiting
 from pipeline.wording import counted
@@ -73,7 +73,7 @@ def first_step(s: State) -> None:
         s.send(FirstStep(trial=s.trial.name))
 
 
-def changed_matmul_precision(s: State) -> None:
+def report_matmul_precision(s: State) -> None:
     """Warn if code of the experiment has changed ``train.matmul_precision``."""
     declared, used = s.experiment.train.matmul_precision, matmul_precision()
     if declared not in (None, used):
@@ -98,7 +98,7 @@ def peak_memory_mb(s: State) -> tuple[float, ...]:
     return tuple(peak for peaks in gather(own, rank=s.rank) for peak in peaks)
 
 
-def held(s: State) -> Held:
+def measure_held(s: State) -> Held:
     """Gather the size of the tensors that each rank keeps between steps, in MiB. Collective."""
     parameters = list(s.trainee.parameters())
     gradients = [one for one in parameters if one.requires_grad]
@@ -199,9 +199,9 @@ def example_of(s: State) -> tuple[Example | None, Reference]:
     """
     share_buffers(s)
     s.trainee.eval()
-    with buffers_kept(s.trainee), torch.compiler.set_stance("force_eager"):  # compiling takes longer than all else
+    with keep_buffers(s.trainee), torch.compiler.set_stance("force_eager"):  # compiling takes longer than all else
         placed = _call_of(s)
-        example = _by_name(s.model, placed) if placed is not None else None
+        example = _name_arguments(s.model, placed) if placed is not None else None
         if example is not None:
             placed = ModelCall.of(example)
         is_lower = s.experiment.train.precision in DTYPES
@@ -223,7 +223,7 @@ def _call_of(s: State) -> ModelCall | None:
 
     A task that calls only parts of the model, as a GAN's, is taken to call the whole with the batch's first part.
     """
-    batch = s.batches.placed(s.batches.read(list(range(min(2, s.batches.readable)))))
+    batch = s.batches.place(s.batches.read(list(range(min(2, s.batches.readable)))))
     if isinstance(s.task, FromModel) and isinstance(batch, Mapping):
         return ModelCall((), s.task.inputs(batch))
     calls: list[ModelCall] = []
@@ -233,7 +233,7 @@ def _call_of(s: State) -> ModelCall | None:
 
     handle = s.model.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
     try:
-        with torch.no_grad(), generators_kept():
+        with torch.no_grad(), keep_generators():
             forward(s, batch)
     except Exception as error:  # noqa: BLE001 - user code may raise anything, after its call, too
         _log.warning("the task can't be called for two samples", exc_info=error)
@@ -244,7 +244,7 @@ def _call_of(s: State) -> ModelCall | None:
     return ModelCall.of(batch[0]) if isinstance(batch, tuple | list) and batch else None
 
 
-def _by_name(model: torch.nn.Module, call: ModelCall) -> Example | None:
+def _name_arguments(model: torch.nn.Module, call: ModelCall) -> Example | None:
     """Return a single positional tensor as it is, and several by name; those that are None are left out."""
     args, kwargs = call.args, {name: one for name, one in call.kwargs.items() if one is not None}
     while args and args[-1] is None:

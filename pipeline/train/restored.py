@@ -12,13 +12,13 @@ from pipeline.train.build import NOBODY, build
 from pipeline.train.checkpoint import find_data_change, load_state
 from pipeline.train.evaluate import evaluate, prepare
 from pipeline.train.manifest import Manifest, entry_of
-from pipeline.train.ranks import from_first
+from pipeline.train.ranks import broadcast_from_first
 from pipeline.train.saved_state import load_weights
 from pipeline.train.state import State
 from pipeline.train.storage import Storage
 
 
-def restored(trial: Evaluation, *, rank: Rank, outbox: Outbox | None = None) -> tuple[State, Manifest]:
+def restore(trial: Evaluation, *, rank: Rank, outbox: Outbox | None = None) -> tuple[State, Manifest]:
     """Build a rank's part of a trial with the weights of its checkpoint. Collective.
 
     Raises:
@@ -33,7 +33,7 @@ def restored(trial: Evaluation, *, rank: Rank, outbox: Outbox | None = None) -> 
             raise TrainingError(f"{storage.address} no longer has a complete checkpoint of step {trial.step}")
         return manifest
 
-    manifest = from_first(find, rank=rank)
+    manifest = broadcast_from_first(find, rank=rank)
     state = load_state(s, storage, manifest)
     if isinstance(state, str):
         place = storage.place(manifest.name)
@@ -50,7 +50,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
         ExperimentError: there is no such set, or the experiment can't be built or evaluated.
         TrainingError: the checkpoint can't be used.
     """
-    s, manifest = restored(trial, rank=rank, outbox=outbox)
+    s, manifest = restore(trial, rank=rank, outbox=outbox)
     split = _split(s, trial.split)
     prepare(s)
     changed = find_data_change(s, manifest)

@@ -10,10 +10,10 @@ from pipeline.protocol.trial import BatchCheck, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.train import report, trainer
 from pipeline.train.build import build
-from pipeline.train.checkpoint import Checkpoints, placed
+from pipeline.train.checkpoint import Checkpoints, share_addresses
 from pipeline.train.evaluate import evaluate, evaluate_test, prepare
 from pipeline.train.kept import compile_ahead
-from pipeline.train.measure import measured, result_of
+from pipeline.train.measure import add_measurements, result_of
 from pipeline.train.meter import Meter
 from pipeline.train.state import State
 
@@ -31,7 +31,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
         TrainingError: training failed, e.g. the loss is not finite.
         Stopped: the driver asked for it; the newest checkpoint is that of the last step.
     """
-    return complete(build(placed(trial, rank=rank), rank=rank, outbox=outbox))
+    return complete(build(share_addresses(trial, rank=rank), rank=rank, outbox=outbox))
 
 
 def complete(s: State) -> TrialResult:
@@ -45,7 +45,7 @@ def complete(s: State) -> TrialResult:
         start = checkpoints.resume()
         trainer.train(s, meter, checkpoints)
         if isinstance(trial, Training):
-            best, unsaved = checkpoints.load_best(), checkpoints.unsaved()
+            best, unsaved = checkpoints.load_best(), checkpoints.find_unsaved()
     with TemporaryDirectory() as folder:
         if isinstance(trial, Training):
             meter.finiteness.summarize()
@@ -54,7 +54,7 @@ def complete(s: State) -> TrialResult:
         result = result_of(s, start=start).model_copy(update={"unsaved": unsaved})
         if best is not None:
             result = result.model_copy(update={"best": best, "metrics": {**result.metrics, **best.metrics}})
-        result = measured(s, result, complete=complete)
+        result = add_measurements(s, result, complete=complete)
         if isinstance(trial, Training):  # last, as it takes memory, which the result tells, and may fail
             report.exported_model(trial, s.outbox, folder=Path(folder))
     return result
@@ -71,7 +71,7 @@ def begin(s: State) -> None:
         judges = dict(s.metrics.items()) if s.metrics is not None else {}
         s.schedules.check_start(judges)
     report.start(s)
-    report.changed_matmul_precision(s)
+    report.report_matmul_precision(s)
 
 
 def check_batch(trial: BatchCheck, *, rank: Rank, outbox: Outbox) -> None:

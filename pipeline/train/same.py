@@ -31,13 +31,13 @@ Prints = dict[str, str]
 
 def fingerprint(value: Any) -> str:
     """Return a short hash of all tensors, arrays, numbers and texts in a value."""
-    leaves = repr(sorted(_prints(value, "", with_text=True)))
+    leaves = repr(sorted(_iter_prints(value, "", with_text=True)))
     return hashlib.blake2b(leaves.encode(), digest_size=8).hexdigest()
 
 
 def prints(values: Mapping[str, Tensor]) -> Prints:
     """Return fingerprints of tensors by their names."""
-    return {path: one for name, value in values.items() for path, one in _prints(value, name, with_text=False)}
+    return {path: one for name, value in values.items() for path, one in _iter_prints(value, name, with_text=False)}
 
 
 def attribute_prints(module: nn.Module) -> Prints:
@@ -50,7 +50,7 @@ def attribute_prints(module: nn.Module) -> Prints:
         for attribute, value in own.items():
             # A plain task has parameters as attributes, and an LSTM a list of them.
             if attribute not in _OF_MODULES and not isinstance(value, nn.Parameter):
-                found |= _prints(value, f"{prefix}{attribute}", with_text=False, but=state)
+                found |= _iter_prints(value, f"{prefix}{attribute}", with_text=False, but=state)
     return found
 
 
@@ -74,7 +74,7 @@ def iter_leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[st
             yield place, array
 
 
-def _prints(value: Any, place: str, *, with_text: bool, but: Collection[int] = ()) -> Iterator[tuple[str, str]]:
+def _iter_prints(value: Any, place: str, *, with_text: bool, but: Collection[int] = ()) -> Iterator[tuple[str, str]]:
     for where, leaf in iter_leaves(value, place, with_text=with_text):
         if id(leaf) in but:
             continue
@@ -109,22 +109,22 @@ def check_data(sets: Mapping[str, tuple[Callable[[list[int]], Any], int, int]], 
     sizes = gather((rank.place, {name: samples for name, (_, samples, _) in sets.items()}), rank=rank)
     if len({tuple(own.items()) for _, own in sizes}) > 1:
         each = (f"{place} has {', '.join(f'{n} {name} samples' for name, n in own.items())}" for place, own in sizes)
-        raise _different_data(f"the datasets differ in size between ranks ({'; '.join(each)})")
+        raise _make_data_error(f"the datasets differ in size between ranks ({'; '.join(each)})")
 
     def read() -> Prints:
         found: Prints = {}
         for name, (read, _, readable) in sets.items():
             for index in sorted({number * (readable - 1) // (_FEW - 1) for number in range(_FEW)}):
-                found |= _prints(read([index]), f"sample {index} of the {name} set/", with_text=True)
+                found |= _iter_prints(read([index]), f"sample {index} of the {name} set/", with_text=True)
         return found
 
     first = gather(read(), rank=rank)
-    if not (places := _differing(first)):
+    if not (places := _find_differing(first)):
         return
     second = gather(read(), rank=rank)
     for place in places:
         if all(once.get(place) == again.get(place) for once, again in zip(first, second, strict=True)):
-            raise _different_data(f"{place.partition('/')[0]} differs {_between(first, place, rank=rank)}")
+            raise _make_data_error(f"{place.partition('/')[0]} differs {_describe_ranks(first, place, rank=rank)}")
 
 
 def check_order(indices: npt.NDArray[np.int64], *, rank: Rank) -> None:
@@ -134,11 +134,11 @@ def check_order(indices: npt.NDArray[np.int64], *, rank: Rank) -> None:
         ExperimentError: it differs.
     """
     ranks = [{"": one} for one in gather(_digest("order", indices.shape, indices.tobytes()), rank=rank)]
-    if _differing(ranks):
+    if _find_differing(ranks):
         raise ExperimentError.of(
             "sampler",
-            f"differs {_between(ranks, '', rank=rank)}. Draw from a seeded generator, and do not use the rank in it. "
-            f"{_GENERATORS}{hash_hint()}.",
+            f"differs {_describe_ranks(ranks, '', rank=rank)}. Draw from a seeded generator, and do not use the rank "
+            f"in it. {_GENERATORS}{hash_hint()}.",
         )
 
 
@@ -155,23 +155,23 @@ def check_module(module: nn.Module, *, key: str, rank: Rank, is_sharded: bool) -
         return
     own = attribute_prints(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_sharded else ():
-        own |= _prints(tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)], name, with_text=False)
+        own |= _iter_prints(tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)], name, with_text=False)
     told = gather((rank.local_rank, own), rank=rank)
     ranks = [mine for _, mine in told]
     of_rank = [list(map(str, range(len(told)))), [str(local_rank) for local_rank, _ in told]]
     of_rank += [[str((number == 0) is first) for number in range(len(told))] for first in (True, False)]
-    for place in _differing(ranks):
+    for place in _find_differing(ranks):
         if [mine.get(place) for mine in ranks] not in of_rank:
             raise ExperimentError.of(
                 key,
-                f"{shown(place)} differs {_between(ranks, place, rank=rank)}. Draw it from a seeded generator, or keep "
-                f"it in a buffer, which is broadcast from rank 0. {_GENERATORS}{hash_hint()}.",
+                f"{shown(place)} differs {_describe_ranks(ranks, place, rank=rank)}. Draw it from a seeded generator, "
+                f"or keep it in a buffer, which is broadcast from rank 0. {_GENERATORS}{hash_hint()}.",
             )
 
 
-def differing(values: Mapping[str, Tensor], *, rank: Rank) -> list[str]:
+def find_differing(values: Mapping[str, Tensor], *, rank: Rank) -> list[str]:
     """List the names of the tensors that differ between ranks. Collective."""
-    return [] if rank.world_size == 1 or not values else _differing(gather(prints(values), rank=rank))
+    return [] if rank.world_size == 1 or not values else _find_differing(gather(prints(values), rank=rank))
 
 
 def hash_hint() -> str:
@@ -181,19 +181,19 @@ def hash_hint() -> str:
     return ". If the code iterates over a set of strings, sort them, or set PYTHONHASHSEED to a number in all processes"
 
 
-def _differing(ranks: Sequence[Prints]) -> list[str]:
+def _find_differing(ranks: Sequence[Prints]) -> list[str]:
     places: Iterable[str] = dict.fromkeys(place for own in ranks for place in own)
     return [place for place in places if len({own.get(place) for own in ranks}) > 1]
 
 
-def _between(ranks: Sequence[Prints], place: str, *, rank: Rank) -> str:
+def _describe_ranks(ranks: Sequence[Prints], place: str, *, rank: Rank) -> str:
     """Name the first rank that differs from rank 0. Collective."""
     other = next(number for number, own in enumerate(ranks) if own.get(place) != ranks[0].get(place))
     places = gather(rank.place, rank=rank)
     return f"between {places[0]} and {places[other]}"
 
 
-def _different_data(how: str) -> ExperimentError:
+def _make_data_error(how: str) -> ExperimentError:
     return ExperimentError.of(
         "data",
         f"{how}. Some samples would be trained on twice, and others would leak into validation. Seed the generator "

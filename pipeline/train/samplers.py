@@ -17,7 +17,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.progress import report_progress_to
 from pipeline.train.order import Indices, SampleOrder
 from pipeline.train.reader import copy_dataset, find_datasets_with_epoch, set_epoch
-from pipeline.train.seeds import generators_kept, mix, seed_all
+from pipeline.train.seeds import keep_generators, mix, seed_all
 
 
 def order_of(
@@ -43,7 +43,7 @@ def order_of(
 
     def called(epoch: int) -> Indices:
         set_epoch(datasets, epoch, seed=seed)
-        with generators_kept(), report_progress_to(lambda _: None) if silent else nullcontext():
+        with keep_generators(), report_progress_to(lambda _: None) if silent else nullcontext():
             seed_all(own := mix(seed, "order", epoch))
             drawn = call(dataset, epoch, torch.Generator().manual_seed(own))
         return _indices(drawn, epoch=epoch, samples=samples, target=target)

@@ -27,7 +27,7 @@ from pipeline.train.hooks import Hook, name_of
 from pipeline.train.manifest import StoredFile
 from pipeline.train.names import TASK, listed, shown
 from pipeline.train.optim import has_modes, load_named_state, named_state
-from pipeline.train.ranks import copy_from_first, from_first, local, shard_like
+from pipeline.train.ranks import broadcast_from_first, copy_from_first, local, shard_like
 from pipeline.train.schedules import key_of
 from pipeline.train.state import Facts, State
 
@@ -39,7 +39,7 @@ Place = tuple[Any, ...]
 """Keys and indices that lead to a tensor in a state."""
 
 
-def mapped(value: Any, do: Callable[[Tensor, Place], Any], *, place: Place, key: str = "") -> Any:
+def map_state(value: Any, do: Callable[[Tensor, Place], Any], *, place: Place, key: str = "") -> Any:
     """Return a state with what ``do`` returns for each tensor and its place, and else of plain values.
 
     Raises:
@@ -57,12 +57,12 @@ def mapped(value: Any, do: Callable[[Tensor, Place], Any], *, place: Place, key:
         return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, Mapping):
         pairs = {
-            mapped(name, do, place=(*place, "key"), key=key): mapped(item, do, place=(*place, name), key=key)
+            map_state(name, do, place=(*place, "key"), key=key): map_state(item, do, place=(*place, name), key=key)
             for name, item in value.items()
         }
         return Counter(pairs) if isinstance(value, Counter) else pairs  # MultiStepLR has one
     if isinstance(value, list | tuple):
-        items = [mapped(item, do, place=(*place, index), key=key) for index, item in enumerate(value)]
+        items = [map_state(item, do, place=(*place, index), key=key) for index, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     raise ExperimentError.of(
         key,
@@ -97,11 +97,11 @@ def check(s: State) -> int:
         ExperimentError: a part has state that can't be saved.
     """
     sizes: list[int] = []
-    _taken(s, lambda one, _: sizes.append(_count_bytes(one)))
+    _take_state(s, lambda one, _: sizes.append(_count_bytes(one)))
     return sum(sizes)
 
 
-def copied(s: State) -> Copy:
+def copy_state(s: State) -> Copy:
     """Copy the state to the CPU, where training can't change it. Waits for the device.
 
     Raises:
@@ -121,10 +121,10 @@ def copied(s: State) -> Copy:
         shards[_path(place)] = own
         return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
-    state = {**_taken(s, copy), "meter": s.meter.state(), "position": None}
+    state = {**_take_state(s, copy), "meter": s.meter.state(), "position": None}
     if (position := s.batches.position(s.step) if s.rank.is_first else None) is not None:
         try:
-            state["position"] = mapped(position, copy, place=("position",), key="data")
+            state["position"] = map_state(position, copy, place=("position",), key="data")
         except ExperimentError:  # a dataset's own state, which isn't plain: the samples are read again
             state["position"] = {**position, "state": [None]}
     return Copy(state, shards, sum(sizes))
@@ -135,9 +135,9 @@ def _count_bytes(one: Tensor) -> int:
     return own.nbytes if own.layout is torch.strided else own._indices().nbytes + own._values().nbytes
 
 
-def _taken(s: State, do: Callable[[Tensor, Place], Any]) -> Saved:
+def _take_state(s: State, do: Callable[[Tensor, Place], Any]) -> Saved:
     weights, names = s.trainee.state_dict(), _names(s)
-    task, metrics = _own_task(s), vars(s).get("metrics")  # without building them, which takes seconds
+    task, metrics = _find_task(s), vars(s).get("metrics")  # without building them, which takes seconds
     parts = {
         "model": {name: one for name, one in weights.items() if not name.startswith(TASK)},
         "task": {name: one for name, one in weights.items() if name.startswith(TASK)},
@@ -154,7 +154,7 @@ def _taken(s: State, do: Callable[[Tensor, Place], Any]) -> Saved:
         "stop_reason": s.stop_reason,
     }
     keys = {"buffers": "model", "task": task_key(s), "task_state": task_key(s)}
-    return {name: mapped(part, do, place=(name,), key=keys.get(name, name)) for name, part in parts.items()}
+    return {name: map_state(part, do, place=(name,), key=keys.get(name, name)) for name, part in parts.items()}
 
 
 def task_key(s: State) -> str:
@@ -170,7 +170,7 @@ def _buffers(s: State) -> dict[str, Tensor]:
     return dict(s.trainee.named_buffers(remove_duplicate=False))
 
 
-def _own_task(s: State) -> Any:
+def _find_task(s: State) -> Any:
     """Return the task, or the loss without one, if it has a state but is no module, whose state is the trainee's."""
     part = s.task.loss if isinstance(s.task, Supervised) else s.task
     part = part.inner if isinstance(part, AsModule) else part
@@ -239,15 +239,15 @@ def write_shards(shards: Mapping[str, Tensor], folder: Path, *, group: dist.Proc
 def read(folder: Path, *, fills: bool) -> Saved:
     """Read the state in a folder; with ``fills``, also what was sharded, as whole tensors."""
     state: Saved = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-    return _filled(state, folder, owners={}) if fills else state
+    return _fill_state(state, folder, owners={}) if fills else state
 
 
 def read_shards(s: State, state: Saved, folder: Path) -> Saved:
     """Return a state of `read` with this rank's shards of what was sharded. Collective."""
-    return _filled(state, folder, owners=_owners(s))
+    return _fill_state(state, folder, owners=_owners(s))
 
 
-def _filled(state: Saved, folder: Path, *, owners: Mapping[str, Tensor]) -> Saved:
+def _fill_state(state: Saved, folder: Path, *, owners: Mapping[str, Tensor]) -> Saved:
     """Read what was sharded: sharded like the parameter that it belongs to, if there are ``owners``, else whole."""
     found: dict[str, Tensor] = {}
 
@@ -259,7 +259,7 @@ def _filled(state: Saved, folder: Path, *, owners: Mapping[str, Tensor]) -> Save
         found[_path(place)] = empty
         return empty
 
-    state = mapped(state, allocate, place=())
+    state = map_state(state, allocate, place=())
     if found:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -270,13 +270,13 @@ def _filled(state: Saved, folder: Path, *, owners: Mapping[str, Tensor]) -> Save
     return state
 
 
-def shared(state: Saved | None, *, rank: Rank, device: torch.device, has_shards: bool) -> Saved:
+def share_state(state: Saved | None, *, rank: Rank, device: torch.device, has_shards: bool) -> Saved:
     """Return rank 0's state on all ranks. Collective.
 
     Large tensors go through the device. What is not sharded of a state that ``has_shards`` is small.
     """
     if rank.world_size == 1 or has_shards:
-        return from_first(lambda: state or {}, rank=rank)
+        return broadcast_from_first(lambda: state or {}, rank=rank)
 
     def is_sent(one: Tensor) -> bool:
         return one.layout is torch.strided
@@ -284,12 +284,12 @@ def shared(state: Saved | None, *, rank: Rank, device: torch.device, has_shards:
     def stand_in(one: Tensor, _: Place) -> Tensor:
         return torch.empty_like(one, device="meta") if is_sent(one) else one
 
-    described = from_first(lambda: mapped(state, stand_in, place=()), rank=rank)
-    own: Saved = state or mapped(
+    described = broadcast_from_first(lambda: map_state(state, stand_in, place=()), rank=rank)
+    own: Saved = state or map_state(
         described, lambda one, _: torch.empty_like(one, device="cpu") if one.is_meta else one, place=()
     )
     sent: list[Tensor] = []
-    mapped(own, lambda one, _: sent.append(one) if is_sent(one) else None, place=())
+    map_state(own, lambda one, _: sent.append(one) if is_sent(one) else None, place=())
     copy_from_first(sent, rank=rank, device=device)
     return own
 
@@ -303,7 +303,7 @@ def sharded(s: State, state: Saved) -> Saved:
         return one if owner is None else shard_like(one, owner)
 
     if owners:
-        state = mapped(state, shard, place=())
+        state = map_state(state, shard, place=())
     return state
 
 
@@ -332,7 +332,7 @@ def load_weights(s: State, state: Saved) -> None:
         _load(key, module.load_state_dict, own)
     _load_buffers(s, state["buffers"])
     s.facts = Facts(*state["facts"]) if state["facts"] is not None else None
-    task = _own_task(s)
+    task = _find_task(s)
     if task is not None and state["task_state"] is not None:
         _load(task_key(s), task.load_state_dict, state["task_state"])
     for name, optimizer in s.optimizers.items():

@@ -271,14 +271,14 @@ def _build(
         return None
     factor = scaling_factor(train.lr_scaling, global_batch_size=train.global_batch_size)
     own = {name: value for name in OWN_RATES.get(declared.target, ()) if (value := declared.arguments.get(name))}
-    scaled = {name: _scaled(value, factor, name=name) for name, value in own.items()}
+    scaled = {name: _scale_value(value, factor, name=name) for name, value in own.items()}
     scheduler = create(declared.model_copy(update=scaled), optimizer, key="scheduler")
     if scheduler is None and declared.target == lightning_module.SCHEDULER:
         return None
     if not isinstance(scheduler, LRScheduler):
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}, not a torch LRScheduler")
     _refuse_hidden_rates(scheduler, declared, experiment, factor=factor)
-    for part, most in _with_nested(scheduler, advances):
+    for part, most in _iter_nested(scheduler, advances):
         if isinstance(part, OneCycleLR) and part.total_steps < most:  # torch raises an error after its last step
             raise ExperimentError.of(
                 "scheduler",
@@ -297,9 +297,9 @@ def _build(
     return scheduler
 
 
-def _scaled(value: Any, factor: float, *, name: str) -> Any:
+def _scale_value(value: Any, factor: float, *, name: str) -> Any:
     if isinstance(value, list | tuple):
-        return [_scaled(each, factor, name=name) for each in value]
+        return [_scale_value(each, factor, name=name) for each in value]
     if not isinstance(value, int | float):
         raise ExperimentError.of(f"scheduler.{name}", f"is {value!r}, but train.lr_scaling can only scale numbers")
     return value * factor
@@ -307,7 +307,7 @@ def _scaled(value: Any, factor: float, *, name: str) -> Any:
 
 def _refuse_hidden_rates(scheduler: LRScheduler, declared: Component, experiment: Experiment, *, factor: float) -> None:
     """Refuse a user's function that builds a scheduler whose rates can't be scaled, or replace those of groups."""
-    hidden = [part for part, _ in _with_nested(scheduler, 0) if isinstance(part, OneCycleLR | CyclicLR)]
+    hidden = [part for part, _ in _iter_nested(scheduler, 0) if isinstance(part, OneCycleLR | CyclicLR)]
     if not hidden or declared.target in OWN_RATES:
         return
     name = "OneCycleLR" if isinstance(hidden[0], OneCycleLR) else "CyclicLR"
@@ -326,14 +326,14 @@ def _refuse_hidden_rates(scheduler: LRScheduler, declared: Component, experiment
         )
 
 
-def _with_nested(scheduler: LRScheduler, advances: int) -> Iterator[tuple[LRScheduler, int]]:
+def _iter_nested(scheduler: LRScheduler, advances: int) -> Iterator[tuple[LRScheduler, int]]:
     """Yield a scheduler and those in it, with the number of times that each is advanced."""
     yield scheduler, advances
     inner: Sequence[LRScheduler] = getattr(scheduler, "_schedulers", ())
     if isinstance(scheduler, SequentialLR):
         bounds = [0, *(min(milestone, advances + 1) for milestone in scheduler._milestones), advances + 1]
         for part, start, end in zip(inner, bounds[:-1], bounds[1:], strict=True):
-            yield from _with_nested(part, max(0, end - start - 1))
+            yield from _iter_nested(part, max(0, end - start - 1))
     elif isinstance(scheduler, ChainedScheduler):
         for part in inner:
-            yield from _with_nested(part, advances)
+            yield from _iter_nested(part, advances)

@@ -42,7 +42,7 @@ def seed_all(seed: int, device: torch.device | None = None, *, others: bool = Tr
             generator.manual_seed(seed + index - device.index)
 
 
-def drawn_since(seed: int) -> tuple[bool, bool]:
+def has_drawn_since(seed: int) -> tuple[bool, bool]:
     """Return whether code has drawn from torch's CPU generator, and from Python's or NumPy's, since `seed_all`.
 
     Takes a number from the latter two.
@@ -53,7 +53,7 @@ def drawn_since(seed: int) -> tuple[bool, bool]:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def keep_generators() -> Iterator[None]:
     """Restore the CPU generators after the block. Takes 90 us."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:

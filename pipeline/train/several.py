@@ -46,7 +46,7 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
             mark(Phase.FORWARD)
             gathering.current.begin(s, part, exchange=exchange)
             with s.autocast():
-                found = s.trainee.with_updates(s.batches.placed(batch), updates)
+                found = s.trainee.with_updates(s.batches.place(batch), updates)
         except Exception as error:
             errors.explain(error, s, batch, part)
             raise
@@ -87,14 +87,14 @@ class _Updates:
             return
         mark(Phase.BACKWARD)
         if not loss.requires_grad:
-            raise _independent(name)
+            raise _make_independence_error(name)
         loss = gathering.current.reaching_rows(loss)
         factor = loss.new_full((), self._share / part.global_size)
         with torch.autocast(s.device.type, enabled=False):
             s.scaler.scale(loss).backward(factor, inputs=own)  # type: ignore[no-untyped-call]
             s.gradients_of = name
             if not s.gradients:
-                raise _independent(name)
+                raise _make_independence_error(name)
             if self._exchanges:
                 _sum_gradients(own, device=s.device)
             if not self._updates:
@@ -118,11 +118,13 @@ class _Updates:
         """Return the sums of the loss, the optimizers' losses and the task's logs, once the task is over."""
         s = self._s
         if missing := [name for name in s.experiment.optimizers if name not in self._names]:
-            raise _refused(f"gave no loss for optimizers.{missing[0]}; call update for each optimizer, for every batch")
+            raise _make_error(
+                f"gave no loss for optimizers.{missing[0]}; call update for each optimizer, for every batch"
+            )
         s.losses_of = tuple(self._names)
         taken = {f"{metric}_{name}" for metric in (LOSS, LEARNING_RATE, GRADIENT_NORM) for name in self._names}
         if clashing := taken.intersection(found.logs):
-            raise _refused(f"logs {min(clashing)}, which is already reported; choose another name")
+            raise _make_error(f"logs {min(clashing)}, which is already reported; choose another name")
         sums = {LOSS: torch.stack(list(self._sums.values())).sum(), **self._sums}
         if self.norms and s.experiment.train.clip_grad_norm is not None:
             self.norms[GRADIENT_NORM] = torch.stack([norm.square() for norm in self.norms.values()]).sum().sqrt()
@@ -131,13 +133,13 @@ class _Updates:
     def _check(self, name: str, loss: object) -> None:
         s = self._s
         if name not in s.experiment.optimizers:
-            raise _refused(f"called update for optimizer {name!r}; use one of {', '.join(s.experiment.optimizers)}")
+            raise _make_error(f"called update for optimizer {name!r}; use one of {', '.join(s.experiment.optimizers)}")
         if not isinstance(loss, Tensor) or loss.ndim:
             what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"that is a {type(loss).__name__}"
-            raise _refused(f"called update with a loss {what}; it must be a scalar, the mean over the samples")
+            raise _make_error(f"called update with a loss {what}; it must be a scalar, the mean over the samples")
         self._names.append(name)
         if s.losses_of and tuple(self._names) != s.losses_of[: len(self._names)]:
-            raise _refused(
+            raise _make_error(
                 f"called update for {', '.join(self._names)}, but for {', '.join(s.losses_of)} in the first batch; "
                 "give the same losses for every batch"
             )
@@ -158,10 +160,10 @@ def _sum_gradients(parameters: list[nn.Parameter], *, device: torch.device) -> N
                 parameter.grad = total.view_as(parameter).clone()
 
 
-def _independent(name: str) -> ExperimentError:
+def _make_independence_error(name: str) -> ExperimentError:
     message = f"gave a loss that does not depend on any parameter of optimizers.{name}"
-    return _refused(f"{message}; remove a detach() or no_grad(), or correct optimizers.{name}.params")
+    return _make_error(f"{message}; remove a detach() or no_grad(), or correct optimizers.{name}.params")
 
 
-def _refused(message: str) -> ExperimentError:
+def _make_error(message: str) -> ExperimentError:
     return ExperimentError.of("task", message)

@@ -28,7 +28,7 @@ from pipeline.train.meter import Meter
 from pipeline.train.nonfinite import check_weights
 from pipeline.train.order import MicroBatch
 from pipeline.train.ranks import gather, local, total_norm
-from pipeline.train.seeds import drawn_since, mix, seed_all
+from pipeline.train.seeds import has_drawn_since, mix, seed_all
 from pipeline.train.state import Facts, State, Stepped
 from pipeline.train.watch import mark, mark_step
 
@@ -61,7 +61,7 @@ def train(s: State, meter: Meter, checkpoints: Checkpoints) -> None:
             s.schedules.end_epoch()
         if s.step == first + 1:
             report.first_step(s)
-            with meter.stopped():
+            with meter.pause():
                 first_step.check()
                 prepare(s)
         # Three times a second, where an evaluation or a checkpoint is due, and when a hook has ended the training.
@@ -108,14 +108,14 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
         seed = mix(s.seed, "step", step, s.rank.rank, number)
         seed_all(seed, s.device, others=facts is None or facts.draws_others)  # after reading, which may draw
         try:
-            placed = batch = s.batches.placed(batch)  # on a GPU already copied, one ahead
+            placed = batch = s.batches.place(batch)  # on a GPU already copied, one ahead
             for hook in s.hooks:
                 batch = hook.transform(batch)
             if batch is not placed and facts is None:
                 checks.check_transformed(placed, batch)
             gathering.current.begin(s, part, exchange=exchange)
             with _exchange(s, part, exchange=exchange):
-                with s.autocast(), _NOTHING if facts is not None else errors.broadcasts_refused():
+                with s.autocast(), _NOTHING if facts is not None else errors.refuse_broadcasts():
                     loss: Loss = s.wrapped(batch)  # task(model, batch)
                 if facts is None:
                     facts = s.facts = observe(s, part, loss, seed=seed)
@@ -212,7 +212,7 @@ def call_before_update(s: State, step: int) -> bool:
 def observe(s: State, part: MicroBatch, loss: Loss, *, seed: int) -> Facts:
     """Return what the first forward pass of all ranks shows, see `Facts`. Collective."""
     items = float(loss.count) * part.weight if loss.count is not None else 0.0
-    own = (items, len(part.indices) * part.weight, *drawn_since(seed), gathering.current.is_used, tuple(loss.logs))
+    own = (items, len(part.indices) * part.weight, *has_drawn_since(seed), gathering.current.is_used, tuple(loss.logs))
     counted, found = zip(*gather((loss.count is not None, own), rank=s.rank), strict=True)
     if len(set(counted)) > 1:
         message = "returns Loss.count on some ranks and None on others; return it always, or never"

@@ -35,7 +35,7 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.system.other_load import OtherLoad
 from pipeline.train.build import build
 from pipeline.train.errors import is_out_of_memory
-from pipeline.train.kept import clear_gradients, endless, without_updates
+from pipeline.train.kept import clear_gradients, endless, suspend_updates
 from pipeline.train.ranks import forget_memory, gather, synchronize
 from pipeline.train.state import State
 from pipeline.train.watch import mark, waiting
@@ -152,13 +152,13 @@ def measure_in_turn(s: State, *, step_ms: float, since: float, complete: Complet
     Raises:
         Stopped: the driver asked for it.
     """
-    wait = _queue(s.rank, timeout_s=s.experiment.parallel.timeout_s)
+    wait = _make_queue(s.rank, timeout_s=s.experiment.parallel.timeout_s)
     forget_memory(s.device)
     with ExitStack() as kept:
         main = Player(s.trial.name, s, kept=kept)
         main.settle(max(gather(step_ms / 1000, rank=s.rank)))  # all ranks need the same number of steps
         others = ComparedTrials(s, step_s=main.expected_s, complete=complete, kept=kept)
-        found = _in_turn(s, main, others, wait=wait, since=since)
+        found = _measure_in_turn(s, main, others, wait=wait, since=since)
     del main  # its stream holds batches
     others.players.clear()
     torch.set_num_threads(s.trial.cpus_per_worker)
@@ -171,7 +171,7 @@ def measure_in_turn(s: State, *, step_ms: float, since: float, complete: Complet
     return found
 
 
-def _in_turn(
+def _measure_in_turn(
     s: State, main: "Player", others: "ComparedTrials", *, wait: Callable[[], None], since: float
 ) -> dict[str, Any]:
     """Build the other trials, let all take their slots, and send the results of the others. Collective."""
@@ -225,7 +225,7 @@ def _stop_if_asked(s: State) -> None:
         raise Stopped
 
 
-def _queue(rank: Rank, *, timeout_s: float) -> Callable[[], None]:
+def _make_queue(rank: Rank, *, timeout_s: float) -> Callable[[], None]:
     """Return a function that waits for all ranks, blocked in the operating system: NCCL's waiting would take a core."""
     needs_group = rank.world_size > 1 and dist.get_backend() != "gloo"
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if needs_group else None
@@ -249,7 +249,7 @@ class Player:
         self.expected_s = 0.0
         """Seconds of a step, as `settle` found it."""
         if s is not None and kept is not None:
-            kept.enter_context(without_updates(s))
+            kept.enter_context(suspend_updates(s))
             self._stream: Iterator[Any] = endless(s)
 
     def take(self, *, steps: int, planned_s: float = math.inf) -> None:
@@ -346,7 +346,7 @@ class ComparedTrials:
                 "its memory. The speedup then has the range of its windows instead of an interval"
             )
             # It has its usual windows, as far as the other ranks may wait for it.
-            fitting = int(training.experiment.parallel.timeout_s / 2 / self._expected_s(trial))
+            fitting = int(training.experiment.parallel.timeout_s / 2 / self._estimate_seconds(trial))
             most = max(trial.max_steps, min(trial.experiment.benchmark.total_steps, fitting))
             failure, _ = self._try(trial.model_copy(update={"max_steps": most}), measure)
             if failure:
@@ -358,7 +358,7 @@ class ComparedTrials:
         Return why its whole batch failed, if all do, and whether for lack of memory.
         """
         failures: list[tuple[str, bool]] = []
-        for attempt in (trial, *_in_micro_batches(trial, training=self._training.trial)):
+        for attempt in (trial, *_split_micro_batches(trial, training=self._training.trial)):
             torch.set_num_threads(trial.cpus_per_worker)
             try:
                 measure(attempt)
@@ -377,7 +377,7 @@ class ComparedTrials:
     def _start(self, trial: Compared) -> None:
         """Build a trial, and take its first steps and its first slot."""
         with ExitStack() as kept:
-            steps = find_first_steps(trial, step_s=self._expected_s(trial))
+            steps = find_first_steps(trial, step_s=self._estimate_seconds(trial))
             s, later, step_s = self._first_steps(trial.model_copy(update={"max_steps": steps}))
             player = Player(trial.name, s, kept=kept)
             player.settle(step_s)
@@ -396,11 +396,11 @@ class ComparedTrials:
         later.result = result
         return s, later, result.step_ms.median / 1000
 
-    def _expected_s(self, trial: Trial) -> float:
+    def _estimate_seconds(self, trial: Trial) -> float:
         return expect_step_s(trial, training=self._training.trial, step_s=self._step_s)
 
 
-def _in_micro_batches(trial: Compared, *, training: Trial) -> tuple[Compared, ...]:
+def _split_micro_batches(trial: Compared, *, training: Trial) -> tuple[Compared, ...]:
     """Return the trial with micro-batches of the size that each worker of a training has; none where it can't be."""
     experiment, train = trial.experiment, trial.experiment.train
     parts = train.gradient_accumulation * training.replicas // trial.replicas

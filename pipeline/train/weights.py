@@ -17,7 +17,7 @@ from pipeline.protocol.events import Loaded
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation, Training, Trial, Weights
 from pipeline.train.names import TASK, listed, shown
-from pipeline.train.ranks import copy_from_first, from_first
+from pipeline.train.ranks import broadcast_from_first, copy_from_first
 from pipeline.train.storage import Storage
 from pipeline.wording import did_you_mean
 
@@ -50,12 +50,12 @@ def load(model: nn.Module, trial: Trial, *, rank: Rank, device: torch.device) ->
     start = trial.experiment.train.start_from
     if start is None or isinstance(trial, Evaluation):
         return None
-    initial = from_first(lambda: trial.initial, rank=rank)
+    initial = broadcast_from_first(lambda: trial.initial, rank=rank)
     if initial is None:
         if isinstance(trial, Training) and trial.resume:
             return None
         raise ExperimentError.of(_KEY, "its weights were not loaded by the driver; start training with pipeline run")
-    found = from_first(lambda: fit(model, start, initial), rank=rank)
+    found = broadcast_from_first(lambda: fit(model, start, initial), rank=rank)
     own = model.state_dict()
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ def load(model: nn.Module, trial: Trial, *, rank: Rank, device: torch.device) ->
         for name, source in found.taken.items():
             own[name].copy_(saved[source])
 
-    from_first(copy, rank=rank)
+    broadcast_from_first(copy, rank=rank)
     copy_from_first([own[name] for name in found.taken], rank=rank, device=device)
     left = *found.missing, *found.misshapen
     return Loaded(source=initial.source, tensors=len(found.taken), left=left, unused=found.unused)

@@ -42,7 +42,7 @@ from pipeline.system.leftovers import Leftovers, exit_despite_threads
 from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.train import compilation, errors
-from pipeline.train.loader import new_loaders_closed
+from pipeline.train.loader import close_new_loaders
 from pipeline.train.ranks import set_cudnn_benchmark, set_matmul_precision
 from pipeline.train.restored import evaluate_checkpoint
 from pipeline.train.run import check_batch, train
@@ -86,7 +86,7 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
             report_progress_to(outbox.event, trial=trial.name),
             Watchdog(trial.name, rank=rank, outbox=outbox, timeout_s=trial.experiment.parallel.timeout_s, end=end),
             process_group(trial, rank=rank, end=end),
-            new_loaders_closed(),
+            close_new_loaders(),
             report(),  # before the end of what is above, which may hang or fail in turn
             system_sampled(trial, rank, outbox) if samples else nullcontext(),
         ):

@@ -88,7 +88,7 @@ class Kept(NamedTuple):
 
 def _after_waits(patch: pytest.MonkeyPatch, note: Callable[[float, float], None]) -> None:
     """Let the turns tell each wait between slots: seconds by the clock, and of processor time."""
-    queue = turns._queue
+    queue = turns._make_queue
 
     def watched(rank: Rank, *, timeout_s: float) -> Callable[[], None]:
         wait = queue(rank, timeout_s=timeout_s)
@@ -100,7 +100,7 @@ def _after_waits(patch: pytest.MonkeyPatch, note: Callable[[float, float], None]
 
         return timed
 
-    patch.setattr(turns, "_queue", watched)
+    patch.setattr(turns, "_make_queue", watched)
 
 
 def _train(rank: Rank, case: str) -> Kept:

@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pipeline.data import arrays
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.train.loader import new_loaders_closed
+from pipeline.train.loader import close_new_loaders
 from pipeline.train.order import MicroBatch
 
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
@@ -112,7 +112,7 @@ def test_loader_processes_end_with_the_trial_though_a_cycle_holds_their_loader(p
     gc.disable()
     try:
         before = set(active_children())
-        with new_loaders_closed():
+        with close_new_loaders():
             held: list[Any] = [loader(TABLE, workers=1, persistent_workers=persistent)]
             held += [held, held[0].batches([part(index) for index in range(8)])]
             next(held[2])
@@ -127,7 +127,7 @@ def test_the_end_of_a_trial_leaves_loaders_alone_that_were_there_before() -> Non
     reader = loader(TABLE, workers=1)
     batches = reader.batches([part(0), part(1)])
     next(batches)
-    with new_loaders_closed():
+    with close_new_loaders():
         loader(TABLE, workers=1)
     assert next(batches)[1][1].tolist() == [1]
 

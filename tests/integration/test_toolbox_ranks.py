@@ -16,7 +16,7 @@ from ranks import on_ranks
 
 from pipeline.protocol.events import Finished, Metrics, Resumed
 from pipeline.protocol.rank import Rank
-from pipeline.train.ranks import from_first
+from pipeline.train.ranks import broadcast_from_first
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -61,7 +61,7 @@ def _in_two_processes(where: Rank, folder: Path) -> None:
         options = {"strategy": "ddp", **how}
         overrides, stopped = [*shared, *options.pop("overrides")], options.pop("stopped", "")
         trial = lab_trial(overrides, name=name, **options).model_copy(update={"workers": 2})
-        placed = from_first(lambda: saved_in(folder, trial, stopped=stopped, steps=STOPPED), rank=where)  # noqa: B023
+        placed = broadcast_from_first(lambda: saved_in(folder, trial, stopped=stopped, steps=STOPPED), rank=where)  # noqa: B023
         train_rank(placed, where)
 
 

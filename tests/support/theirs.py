@@ -24,7 +24,7 @@ from pipeline.config.targets import allowed_packages
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline
 from pipeline.train.build import build
-from pipeline.train.seeds import generators_kept, mix, seed_all
+from pipeline.train.seeds import keep_generators, mix, seed_all
 
 Epochs = list[list[int]]
 
@@ -63,7 +63,7 @@ class Recorder:
             return iter(self.epochs[self.epoch])
 
         def read(fetcher: Any, indices: Any) -> Any:
-            with generators_kept():
+            with keep_generators():
                 return fetch(_Seeded(fetcher, self), indices)
 
         def updated(*_: Any) -> None:

@@ -114,7 +114,7 @@ class Loop:
     def step(self, step: int) -> Tensor:
         """Take a step; return the loss and, if there are logs, the error."""
         s, parameters = self._s, list(self._parameters.values())
-        inputs, targets = s.batches.placed(s.batches.read(s.order.global_batch(step).tolist()))
+        inputs, targets = s.batches.place(s.batches.read(s.order.global_batch(step).tolist()))
         loss, count, _, _, logs = self.trainee.task(
             self.trainee.model, (inputs.flip(1) if "transform" in self._names else inputs, targets)
         )

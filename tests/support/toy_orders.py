@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from toys import Plain, regression
 
-from pipeline.data import weighted
+from pipeline.data import draw_weighted
 
 CLASSES = (37, 5, 1)
 """Samples of each class of `imbalanced`."""
@@ -113,7 +113,7 @@ def fails(samples: Any, epoch: int, generator: torch.Generator) -> Any:
 
 def by_weights(samples: Any, epoch: int, generator: torch.Generator, weights: Any = None) -> Any:
     """Draws by a weight for each sample: its index, or those given."""
-    return weighted(torch.arange(float(len(samples))) if weights is None else weights, generator)
+    return draw_weighted(torch.arange(float(len(samples))) if weights is None else weights, generator)
 
 
 def of_the_process(samples: Any, epoch: int, generator: torch.Generator) -> Any:

@@ -102,7 +102,7 @@ def test_a_decay_that_is_too_slow_for_the_training_is_warned_of(decay: float, sh
 def test_they_are_counted_among_what_is_held() -> None:
     """Weights and gradients of SGD without momentum; the averages are half as much again."""
     plain, averaged = (build(toys.trial(train=one), rank=Rank()) for one in ({}, settings()))
-    assert report.held(averaged).mb[0] == pytest.approx(1.5 * report.held(plain).mb[0])
+    assert report.measure_held(averaged).mb[0] == pytest.approx(1.5 * report.measure_held(plain).mb[0])
 
 
 def test_a_model_of_several_types_is_averaged() -> None:

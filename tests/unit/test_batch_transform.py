@@ -39,7 +39,7 @@ def test_it_trains_as_a_loop_by_hand_that_mixes_each_micro_batch() -> None:
         total = count = torch.zeros(())
         for number, (_, batch) in enumerate(s.batches.load(s.batches.parts(step))):
             seed_all(mix(s.seed, "step", step, 0, number))
-            inputs, targets = mixup(*s.batches.placed(batch))
+            inputs, targets = mixup(*s.batches.place(batch))
             total = total + functional.cross_entropy(model(inputs), targets, weight, reduction="sum")
             count = count + len(inputs)  # torch divides by the samples, not by the weights of class probabilities
         (total / count).backward()

@@ -40,8 +40,8 @@ LARGER_TODAY = {
     "report": 6_550,
     "strategies": 732,
     "system": 1_034,
-    "tasks": 1_008,
-    "train": 10_706,
+    "tasks": 1_016,
+    "train": 10_716,
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""

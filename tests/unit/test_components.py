@@ -356,8 +356,8 @@ class TestCheck:
 
     def test_the_sampler_is_given_the_training_set_the_epoch_and_a_generator(self) -> None:
         assert checked(sampler={"_target_": "pipeline.data.by_length", "batch_size": 3}) == {}
-        assert checked(sampler={"_target_": "pipeline.data.weighted"}) == {
-            "sampler._target_": "pipeline.data.weighted cannot be called with the training set, the epoch, a "
+        assert checked(sampler={"_target_": "pipeline.data.draw_weighted"}) == {
+            "sampler._target_": "pipeline.data.draw_weighted cannot be called with the training set, the epoch, a "
             "generator. Name another callable."
         }
         assert checked(sampler={"_target_": "pipeline.data.balanced", "samples": 3}) == {

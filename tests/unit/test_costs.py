@@ -79,9 +79,9 @@ def test_batches_are_copied_before_the_clock_starts(monkeypatch: pytest.MonkeyPa
     """As in training, where a GPU copies a batch during the step before."""
     s = built(train={"precision": "fp32"})
     told: list[str] = []
-    read, placed = s.batches.read, s.batches.placed
+    read, place = s.batches.read, s.batches.place
     monkeypatch.setattr(s.batches, "read", lambda indices: told.append("read") or read(indices))
-    monkeypatch.setattr(s.batches, "placed", lambda batch: told.append("placed") or placed(batch))
+    monkeypatch.setattr(s.batches, "place", lambda batch: told.append("placed") or place(batch))
     monkeypatch.setattr("pipeline.train.costs.synchronize", lambda _: told.append("clock"))
     costs(s)
     assert told[:6] == ["read", "clock", "placed", "clock", "clock", "clock"]

@@ -115,7 +115,7 @@ def test_suggested_components_exist(section: str) -> None:
 
 def test_suggestions_hold_all_that_is_built_in() -> None:
     assert set(SUGGESTED["model"]) == {f"pipeline.models.{name}" for name in models.__all__}
-    helpers = {"Splits", "example_sentences", "make_once", "read_csv", "weighted"}
+    helpers = {"Splits", "example_sentences", "make_once", "read_csv", "draw_weighted"}
     offered = {*SUGGESTED["data"], *SUGGESTED["sampler"]}
     assert offered == {f"pipeline.data.{name}" for name in {*data.__all__} - helpers}
     built_in = {name for name, found in vars(tasks).items() if isinstance(found, type) and Task in found.__mro__[1:]}

@@ -35,7 +35,7 @@ def plain() -> Any:
 
 
 def test_nanogpt_has_the_losses_of_its_loop_in_plain_torch(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "measured", lambda _, result, **__: result)
+    monkeypatch.setattr(run, "add_measurements", lambda _, result, **__: result)
     small = ["model.width=8", "model.depth=1", "train.precision=fp64", "train.log_every_steps=1"]
     experiment = load(ROOT / "experiments" / "nanogpt.yaml", small).experiment
     trial = Baseline(**ALONE, experiment=experiment, max_steps=4)

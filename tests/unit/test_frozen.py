@@ -16,7 +16,7 @@ from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Started
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
-from pipeline.train.checks import coupled
+from pipeline.train.checks import find_coupled_buffers
 from pipeline.train.optim import freeze, hold_statistics, stays_in_evaluation
 
 NET = {"_target_": "toys.NormedNet"}
@@ -66,7 +66,7 @@ LSTM = {"_target_": "torch.nn.LSTM", "input_size": 3, "hidden_size": 1, "num_lay
     ],
 )
 def test_layers_that_depend_on_the_ranks_are_named(sections: dict[str, Any], expected: tuple[str, ...]) -> None:
-    assert coupled(build(toys.trial(**sections), rank=Rank())) == expected
+    assert find_coupled_buffers(build(toys.trial(**sections), rank=Rank())) == expected
 
 
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:

@@ -35,7 +35,7 @@ def test_it_changes_the_step_as_a_loop_by_hand_does() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     stream = s.batches.stream(0, last_step=s.total_steps)
     for step in range(s.total_steps):
-        inputs, targets = s.batches.placed(s.batches.read(s.order.global_batch(step).tolist()))
+        inputs, targets = s.batches.place(s.batches.read(s.order.global_batch(step).tolist()))
         optimizer.zero_grad()
         nn.functional.mse_loss(model(2 * inputs), targets).backward()
         for parameter in model.parameters():

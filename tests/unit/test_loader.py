@@ -18,7 +18,7 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.train.batches import held_out_size
 from pipeline.train.loader import to_device
 from pipeline.train.order import MicroBatch
-from pipeline.train.reader import find_datasets_with_epoch, usable
+from pipeline.train.reader import find_datasets_with_epoch, unwrap
 from pipeline.train.seeds import mix, seed_all
 
 TABLE = TensorDataset(torch.arange(22.0).reshape(11, 2), torch.arange(11))
@@ -185,7 +185,7 @@ def test_a_sample_draws_the_same_wherever_and_whenever_it_is_read(
     for start in range(len(batches)):
         sent = pickle.loads(pickle.dumps(reader))  # a loader process that is spawned gets it so
         for one, batch in zip(batches[start:], expected[start:], strict=True):
-            assert repr(usable(sent[one])) == repr(batch)
+            assert repr(unwrap(sent[one])) == repr(batch)
 
 
 def test_a_late_draw_is_refused_unless_the_file_says_whether_samples_draw() -> None:

@@ -43,7 +43,7 @@ def test_weights_and_batches_lie_as_asked() -> None:
     s = build(toys.trial(**sections("channels_last", precision="fp32")), rank=Rank())
     seen = []
     s.model.conv1.register_forward_hook(lambda module, given, out: seen.append((given[0], out)))  # type: ignore[union-attr, operator]
-    batch = s.batches.placed([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
+    batch = s.batches.place([torch.zeros(2, 3, 5, 5)[:, :1].expand(2, 1, 5, 5).contiguous(), torch.zeros(2)])
     s.model(batch[0])
 
     ((_, out),) = seen

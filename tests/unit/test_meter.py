@@ -72,7 +72,7 @@ def test_neither_warmup_nor_pauses_count(watch: Watch) -> None:
     steady = [watch.lap(clock, steps=2)]
     watch.now += 50.0  # evaluation
     clock.resume()
-    with clock.stopped():
+    with clock.pause():
         watch.now += 50.0  # checks
     assert clock.laps == [*steady, watch.lap(clock, steps=2)]
     assert clock.laps[1].seconds == pytest.approx(1.0)

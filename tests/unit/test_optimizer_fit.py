@@ -150,7 +150,7 @@ class TestComplexParameters:
         state = s.model.state_dict()
         assert {name: own.dtype for name, own in state.items()} == dict.fromkeys(state, torch.complex128)
         assert all(own.imag.abs().max() > 0 for own in state.values())
-        assert s.batches.placed(torch.ones(1, dtype=torch.complex64)).dtype == torch.complex128
+        assert s.batches.place(torch.ones(1, dtype=torch.complex64)).dtype == torch.complex128
 
     def test_train_in_fp64_what_they_do_in_fp32(self) -> None:
         exact, usual = (run(model=ROTATING, train={"precision": name}) for name in ("fp64", "fp32"))
@@ -181,12 +181,12 @@ class TestOptimizersWithModes:
         for epoch in range(2):
             optimizer.train()
             for _, batch in s.batches.stream(3 * epoch, last_step=3 * epoch + 3):
-                inputs, targets = s.batches.placed(batch)
+                inputs, targets = s.batches.place(batch)
                 nn.functional.mse_loss(s.model(inputs), targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             optimizer.eval()
-            inputs, targets = s.batches.placed(toys.regression()[1][:])  # type: ignore[index]
+            inputs, targets = s.batches.place(toys.regression()[1][:])  # type: ignore[index]
             validation.append(nn.functional.mse_loss(s.model(inputs), targets).item())
         assert outbox.series("validation/loss") == pytest.approx(validation, rel=1e-12)
         for name, own in s.model.state_dict().items():

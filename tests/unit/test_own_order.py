@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from toys import Plain
 
 from pipeline.config.load import from_mapping
-from pipeline.data import weighted
+from pipeline.data import draw_weighted
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.protocol.events import Started
@@ -73,7 +73,7 @@ def test_every_sample_of_a_large_class_is_drawn_in_some_epoch() -> None:
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=40).filter(any), st.integers(0, 99))
 def test_a_sample_is_drawn_as_often_as_its_weight_says(weights: list[float], seed: int) -> None:
-    found = np.bincount(weighted(weights, torch.Generator().manual_seed(seed)), minlength=len(weights))
+    found = np.bincount(draw_weighted(weights, torch.Generator().manual_seed(seed)), minlength=len(weights))
     assert abs(found - len(weights) * np.array(weights) / sum(weights)).max() < 1 + 1e-6
     assert not found[np.array(weights) == 0].any()
 

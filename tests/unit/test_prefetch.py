@@ -13,7 +13,7 @@ from loading import part
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from pipeline.train import batches, loader
-from pipeline.train.loader import Pair, _stream_for_copies, one_ahead, prefetched
+from pipeline.train.loader import Pair, _stream_for_copies, copy_one_ahead, prefetch
 
 GPU = torch.device("cuda", 0)
 
@@ -38,7 +38,7 @@ def copying(seen: list[str]) -> Callable[[Any], Callable[[], Any]]:
 def test_the_next_batch_is_on_its_way_while_one_is_computed() -> None:
     seen: list[str] = []
     begun = []
-    for taken, batch in one_ahead(pairs(4, seen=seen), copy=copying(seen)):
+    for taken, batch in copy_one_ahead(pairs(4, seen=seen), copy=copying(seen)):
         assert taken.indices == [batch]
         begun.append([line for line in seen if line.startswith("copy")][-1])
     # The first step of a training doesn't wait for a second batch.
@@ -50,7 +50,7 @@ def test_the_next_batch_is_on_its_way_while_one_is_computed() -> None:
 def test_what_comes_before_an_unreadable_batch_is_trained(broken: int | None) -> None:
     """And a batch that isn't needed is no error."""
     seen: list[str] = []
-    ahead = one_ahead(pairs(4, seen=seen, broken=broken), copy=copying(seen))
+    ahead = copy_one_ahead(pairs(4, seen=seen, broken=broken), copy=copying(seen))
     whole = 4 if broken is None else broken
     assert [next(ahead)[1] for _ in range(whole)] == list(range(whole))
     with pytest.raises(StopIteration if broken is None else LookupError):
@@ -59,7 +59,7 @@ def test_what_comes_before_an_unreadable_batch_is_trained(broken: int | None) ->
 
 def test_on_cpu_a_batch_is_read_when_it_is_asked_for() -> None:
     seen: list[str] = []
-    read = prefetched(pairs(3, seen=seen), place=lambda batch: batch, device=torch.device("cpu"))
+    read = prefetch(pairs(3, seen=seen), place=lambda batch: batch, device=torch.device("cpu"))
     next(read)
     next(read)
     assert seen == ["read 0", "read 1"]
@@ -71,7 +71,7 @@ def test_all_epochs_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or device)
     _stream_for_copies.cache_clear()
     for _ in range(3):
-        prefetched(iter(()), place=lambda batch: batch, device=GPU)
+        prefetch(iter(()), place=lambda batch: batch, device=GPU)
     _stream_for_copies.cache_clear()
     assert streams == [GPU]
 
@@ -109,7 +109,7 @@ def test_memory_of_a_copy_is_kept_while_it_is_used(without_record: Any, monkeypa
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     whole = Contained(torch.ones(1), pack_sequence([torch.zeros(1), torch.ones(2)], enforce_sorted=False))
     held = [(part(0), [one]) for one in (whole, without_record, whole, whole)]
-    copies = prefetched(iter(held), place=lambda batch: batch, device=GPU)
+    copies = prefetch(iter(held), place=lambda batch: batch, device=GPU)
 
     assert [batch for _, (batch,) in copies] == [batch for _, (batch,) in held]
     recorded = [[1.0], [1.0, 0.0, 1.0], [1, 0], [1, 0]]  # a packed sequence is sorted on the device
@@ -122,7 +122,7 @@ def test_a_gpu_gets_the_same_batches() -> None:
     held = ((part(number), torch.full((1 << 20,), float(number)).pin_memory()) for number in range(50))
     busy = torch.ones(2048, 2048, device=GPU)
     sums = []
-    for _, batch in prefetched(held, place=lambda batch: batch.to(GPU, non_blocking=True), device=GPU):
+    for _, batch in prefetch(held, place=lambda batch: batch.to(GPU, non_blocking=True), device=GPU):
         busy = busy @ busy / 2048
         sums.append(batch.double().mean())
     assert torch.stack(sums).tolist() == list(range(50))
@@ -133,5 +133,5 @@ def test_training_is_the_same_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None
         return toys.trained(train={"gradient_accumulation": 3})[1].series("train/loss")
 
     expected = losses()
-    monkeypatch.setattr(batches, "prefetched", lambda pairs, **_: one_ahead(pairs, copy=lambda batch: lambda: batch))
+    monkeypatch.setattr(batches, "prefetch", lambda pairs, **_: copy_one_ahead(pairs, copy=lambda batch: lambda: batch))
     assert losses() == expected

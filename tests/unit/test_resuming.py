@@ -21,7 +21,7 @@ from pipeline import registry
 from pipeline.errors import ExperimentError
 from pipeline.train.manifest import folder_name
 from pipeline.train.order import SampleOrder
-from pipeline.train.saved_state import STATE, mapped
+from pipeline.train.saved_state import STATE, map_state
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -332,7 +332,7 @@ def test_a_state_is_plain_and_exact(tmp_path: Path) -> None:
         "numbered": {1: "a", (2, 3): b"b"}, "counter": Counter({30: 2}), "dtype": torch.float16, "complex": 1j,
         "tensors": [torch.ones(2), {"deep": torch.tensor(3)}],
     }  # fmt: skip
-    torch.save(mapped(value, lambda one, _: one, place=()), tmp_path / "state.pt")
+    torch.save(map_state(value, lambda one, _: one, place=()), tmp_path / "state.pt")
     assert_equal(torch.load(tmp_path / "state.pt", weights_only=True), value)
 
 

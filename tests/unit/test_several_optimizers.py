@@ -50,7 +50,7 @@ def test_each_loss_trains_its_own_parameters_in_the_order_of_a_loop_in_plain_tor
     scheduler = torch.optim.lr_scheduler.StepLR(second, step_size=2, gamma=0.5)
     stream = s.batches.stream(0, last_step=3)
     for step in range(3):
-        noise, real = s.batches.placed(s.batches.read(s.order.global_batch(step).tolist()))
+        noise, real = s.batches.place(s.batches.read(s.order.global_batch(step).tolist()))
         made = model.generator(noise)
         one = (softplus(model.critic(made.detach())).mean() + softplus(-model.critic(real)).mean()) * scale
         one.backward()

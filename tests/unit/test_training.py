@@ -343,7 +343,7 @@ def test_the_trained_model_is_exported_last_for_batches_of_any_size() -> None:
 def test_the_example_of_a_gpu_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for a GPU."""
     s = build(toys.trial(), rank=Rank())
-    monkeypatch.setattr(s.batches, "placed", partial(to_device, device=torch.device("meta"), dtype=None))
+    monkeypatch.setattr(s.batches, "place", partial(to_device, device=torch.device("meta"), dtype=None))
     monkeypatch.setattr(torch.Tensor, "cpu", partial(torch.zeros_like, device="cpu"))
     monkeypatch.setattr(report, "record", lambda *_, **__: None)  # which computes with it
     example, _ = report.example_of(s)
