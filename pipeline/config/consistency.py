@@ -72,7 +72,7 @@ _TABLE = (
     ("parallel.strategy: dp", _LIGHTNING, _COPIED),
     ("benchmark.baseline.strategy: dp", _LIGHTNING, _COPIED),
 )  # fmt: skip
-"""What doesn't go together: two keys, of which the first is named, and the message. A key alone is one that is not at
+"""Contradictions: two keys, of which the first is named, and the message. A key alone is one that is not at
 its default; "KEY: VALUE" is a key with that value. What only torch can know stays torch's error. The step refuses
 accumulation with losses over the global batch, as only the task knows that it gathers."""
 

@@ -36,7 +36,7 @@ def read_csv(path: str | Path, columns: Iterable[str] = ()) -> list[CsvRow]:
         reader = csv.reader(file, strict=True)  # otherwise an open quote takes in all rows after it
         try:
             for fields in reader:
-                if fields:  # blank lines are no rows
+                if fields:  # skips blank lines
                     found.append((line, fields))
                 line = reader.line_num + 1
         except UnicodeDecodeError as error:

@@ -33,7 +33,7 @@ def balanced(samples: Any, epoch: int, generator: torch.Generator) -> Indices:  
     ``label`` of a mapping. The part of each class is right within one sample.
 
     Raises:
-        ExperimentError: the targets are no classes.
+        ExperimentError: the targets are not classes.
         TrainingError: a sample can't be read.
     """
     targets = _find_numbers(samples, "targets")
@@ -56,11 +56,11 @@ def draw_weighted(weights: Any, generator: torch.Generator, *, groups: Any = Non
 
     Args:
         weights: a number of at least 0 for each sample, shape (samples,).
-        generator: that of the sampler.
+        generator: the third argument of the sampler.
         groups: a number for each sample, equal in a group; None: samples of the same weight.
 
     Raises:
-        ExperimentError: a weight is no finite number of at least 0, or all are 0.
+        ExperimentError: a weight is negative or not finite, or all are 0.
     """
     weights = np.asarray(weights, dtype=np.float64)
     if (is_wrong := ~(np.isfinite(weights) & (weights >= 0))).any():
@@ -91,8 +91,8 @@ def by_length(
 ) -> Indices:
     """Return each index once, so that batches have samples of similar length and little padding, in random order.
 
-    The length is the attribute ``lengths`` of the dataset, or else that of the first field of each sample, or of
-    ``input_ids`` of a mapping. The smaller batch at the end of the epoch is a random one, not that of the longest.
+    The lengths are the attribute ``lengths`` of the dataset. Without it, each sample is read, and the length of its
+    first field counts, or of ``input_ids`` in a mapping. An epoch's smaller batch is a random one, not the longest.
 
     Args:
         samples: the training set.

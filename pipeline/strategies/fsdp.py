@@ -22,7 +22,7 @@ from typing_extensions import override
 from pipeline.config.values import Section
 from pipeline.errors import ExperimentError
 from pipeline.strategies import base
-from pipeline.strategies._fsdp_groups import check, choose, describe
+from pipeline.strategies._blocks import check, choose, describe
 from pipeline.tasks import Trainee
 
 # Before torch 2.13: other names, no gradients of zero, no public reset.

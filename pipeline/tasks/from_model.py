@@ -79,7 +79,7 @@ class FromModel(Task):
         return {name: one for name, one in batch.items() if name != self.labels and isinstance(one, Tensor)}
 
     def _check(self, loss: Tensor, logits: Tensor, labels: Tensor, *, shifted: bool) -> None:
-        """Refuse a mean over other labels than those that are counted; losses that are neither can't be checked."""
+        """Refuse a mean over other labels than the counted ones; a loss that is neither mean can't be checked."""
         loss = loss.detach().float()
         own, other = (_cross_entropy(logits, labels, shifted=each) for each in (shifted, not shifted))
         self._is_checked = bool(own.isfinite() and other.isfinite())

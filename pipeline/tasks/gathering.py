@@ -99,7 +99,7 @@ class Pass:
         """Return the global batch, None if the task's batch is it, and note that the task gathers.
 
         Raises:
-            ExperimentError: a rank's batch is no part of a global batch that all ranks step on.
+            ExperimentError: a rank's batch is not a part of a global batch that all ranks step on.
         """
         self.is_used = True
         if self._part is None:

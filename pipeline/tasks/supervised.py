@@ -99,7 +99,7 @@ class Supervised(nn.Module, Task):
         return counted.sum() if weight is None else (weight[torch.where(counted, targets, 0)] * counted).sum()
 
     def _check(self, outputs: Any, targets: Any) -> None:
-        """Check the first batch for ignored targets that nobody counts, and for shapes that torch broadcasts."""
+        """Check the first batch for ignored targets that are not left out of the count, and for broadcast shapes."""
         self._checked.add(self.training)
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             return

@@ -1,4 +1,4 @@
-"""What a task is and returns, and `Trainee`: model and task as one module, which a strategy wraps."""
+"""Tasks and their `Loss`, and `Trainee`: model and task as one module, which a strategy wraps."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -74,7 +74,7 @@ class Trainee(nn.Module):
     def __init__(self, model: nn.Module, task: Callable[..., Any]) -> None:
         super().__init__()
         self.keeps_outputs = False
-        """True to return outputs and targets in training, too; logits of a large vocabulary are freed without."""
+        """True to also return outputs and targets in training; else logits of a large vocabulary are freed."""
         self.model = model
         self.task = task if isinstance(task, nn.Module) else AsModule(task)
         # By mode: whether batches have a count, and names of logs. A dict, which the replicas of dp share.
@@ -161,7 +161,7 @@ class Trainee(nn.Module):
         return Loss(total, count, outputs, targets, logs)
 
     def _check(self, found: Loss) -> None:
-        """Check what the first batch, and with it all others, has besides the sum."""
+        """Check the count, logs and names in the first batch, which hold for all others."""
         if not isinstance(found.logs, Mapping):
             raise _make_log_error(f"is {describe(found.logs)}, not a mapping from names to scalar tensors")
         taken = set(OF_TRAINING)

@@ -306,7 +306,7 @@ class Batches:
             self._train.resume(position, epoch=epoch, index=index, warn=warn, silent=not self.rank.is_first)
 
     def _place(self, step: int) -> tuple[int, int]:
-        """Return the epoch that goes on after ``step`` steps, and its samples so far."""
+        """Return the epoch that continues after ``step`` steps, and its samples so far."""
         epoch, done = (0, step) if self.order.is_endless else divmod(step, self.order.steps_per_epoch)
         return epoch, done * self.order.global_batch_size
 

@@ -400,7 +400,7 @@ def find_data_change(s: State, manifest: Manifest) -> str | None:
 
 
 def check_data(s: State, manifest: Manifest) -> None:
-    """Check that the data is that of a checkpoint. A change of an iterable dataset is only warned of. Collective.
+    """Check that the data equals the data of a checkpoint. A changed iterable dataset is only warned of. Collective.
 
     Raises:
         ExperimentError: it has changed, and the trial doesn't allow that.

@@ -56,7 +56,7 @@ def check_graph(s: "State", loss: Tensor) -> None:
 
 
 def check_halves(s: "State") -> None:
-    """Warn if the sums of two parts of a few samples don't add up to that of all: the loss is no mean over samples.
+    """Warn if the sums of two parts of a few samples don't add up to that of all: the loss is not a mean over samples.
 
     torch's own losses are known and not looked at. Of a loss that draws random numbers nothing is said, nor of one that
     fails on so few samples: the first step raises what remains. Collective if sharded.
@@ -100,8 +100,8 @@ def check_halves(s: "State") -> None:
     if not adds_up and (s.rank.world_size > 1 or s.accumulation > 1):
         key = "task" if s.experiment.task else "loss"
         s.warn(
-            f"{key}: it is no mean over the samples. The parts of {count} samples have {both:.6g} in sum, and all of "
-            f"them {whole:.6g}. So training depends on the number of workers and micro-batches. Return "
+            f"{key}: it is not a mean over the samples. The parts of {count} samples have {both:.6g} in sum, and all "
+            f"of them {whole:.6g}. So training depends on the number of workers and micro-batches. Return "
             "Loss(sum, count), or compare the samples of a global batch with pipeline.tasks.gathered."
         )
 
@@ -177,7 +177,7 @@ def find_coupled_buffers(s: "State") -> tuple[str, ...]:
 
 
 class FirstStep:
-    """What the first step of this process changes: buffers, and attributes that checkpoints lack."""
+    """Check of the first step: buffers that it changes, and attributes that checkpoints lack."""
 
     def __init__(self, s: "State") -> None:
         self._s = s
@@ -208,7 +208,8 @@ class FirstStep:
         saved = tuple(f"{place}." for place, module in s.trainee.named_modules() if _has_extra_state(module))
         before = {name: one for name, one in self._attributes.items() if not name.startswith(saved)}
         if lost := [name for name, one in before.items() if now.get(name) != one]:
-            self._warn(f"{listed([_format_attribute(name) for name in lost])} {_KEPT_ELSEWHERE}")
+            names = [name if name.startswith("task.") else f"model.{shown(name)}" for name in lost]
+            self._warn(f"{listed(names)} {_KEPT_ELSEWHERE}")
 
     def _warn(self, message: str) -> None:
         if isinstance(self._s.trial, Training):
@@ -220,10 +221,6 @@ def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state or (
         isinstance(module, AsModule) and hasattr(module.inner, "state_dict")
     )
-
-
-def _format_attribute(name: str) -> str:
-    return name if name.startswith("task.") else f"model.{shown(name)}"
 
 
 def _format_names(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What is metered of the hardware while training runs: time of gradient synchronization, utilization, and energy.
+"""Meters of the hardware while training runs: time of gradient synchronization, utilization, and energy.
 
 Ranks begin an exchange when their first gradients are ready and end it together. So the rank whose exchange is
 shortest came last and waited for no other: its time is that of the link. Where the link takes as long as ever, a longer

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipeline.train.state import State
 
 # gloo's errors begin with a location in gloo's sources, as good as a frame; an enforced condition, such as equal sizes
-# on both sides, has a different form, and is no lost peer.
+# on both sides, has a different form, and does not mean a lost peer.
 _GLOO = re.compile(r"\[\S*gloo/transport/\S+:\d+\] |^Application timeout caused pair closure")
 _TIMEOUT = ("Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout")
 """Timeouts of gloo, of gloo's next operation, and of NCCL, which raise the same type for a lost peer and a late one."""

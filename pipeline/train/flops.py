@@ -93,7 +93,7 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         namespace, _, name = func.name().partition("::")
         if not flops and (namespace not in _TORCHS_OWN or _PRODUCTS.search(name.partition(".")[0])):
             self.uncounted.add(func.name().partition(".")[0])
-        # A forward pass that activation checkpointing repeats is no work of the model itself.
+        # A forward pass that activation checkpointing repeats is not counted as work of the model.
         is_repeated = self._recomputes and self._counter.mod_tracker.is_bw and torch.is_grad_enabled()
         if flops and not is_repeated:
             dtype = next(value.dtype for value in args if isinstance(value, Tensor))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset
 
 from pipeline.config.schema import Experiment
@@ -274,7 +274,7 @@ class IterableLoader:
 
     def _batch(self, indices: list[int], samples: list[Any], *, epoch: int) -> Any:
         batch = self.collate(indices, samples, seed=self._seed, epoch=epoch)
-        return tree_map(_pin_leaf, batch) if self._pin else batch
+        return tree_map_only(torch.Tensor, torch.Tensor.pin_memory, batch) if self._pin else batch
 
 
 class _SampleReader:
@@ -333,7 +333,7 @@ class _SampleReader:
         return found[0]
 
     def is_over(self) -> bool:
-        """Return True if there is no further sample, which is lost."""
+        """Return True at the end of the stream. A sample that is read for that is lost."""
         return not self.ahead and self._next() is None
 
     def skip_to(self, index: int) -> None:
@@ -368,10 +368,6 @@ def _has_state(dataset: object) -> bool:
 
 
 def _set_epoch(dataset: Any, number: int) -> None:
-    """Tell a dataset the number of its next pass, counted from 0, if it asks for it."""
+    """Pass the number of the next pass, counted from 0, to a dataset with ``set_epoch``."""
     if (method := getattr(dataset, "set_epoch", None)) is not None:
         method(number)
-
-
-def _pin_leaf(leaf: Any) -> Any:
-    return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf

@@ -96,7 +96,7 @@ def suspend_updates(s: "State") -> Iterator[None]:
     s.schedules.is_held = True
     s.wrapped.train()
     try:
-        # Optimizers with modes change weights at a learning rate of zero, too.
+        # Optimizers with modes also change weights at a learning rate of zero.
         with keep_buffers(s.trainee), keep_weights(s.optimizers):
             yield
     finally:

@@ -233,7 +233,7 @@ class Meter:
         """Add what the hooks report of the steps until ``step``. Collective.
 
         Raises:
-            ExperimentError: it is no table of numbers, or has a name that is taken.
+            ExperimentError: it does not map names to numbers, or a name is taken.
         """
         for hook in self._s.hooks:
             found = hook.report(self._s)

@@ -196,7 +196,7 @@ def _can_fuse(declared: Declared, parameters: Sequence[nn.Parameter], trainee: n
 
 
 def _add_momenta(optimizer: Optimizer, *_: Any) -> None:
-    """Initialize the momentum of a fused SGD to 0, which is equivalent as long as there is no dampening.
+    """Initialize the momentum of a fused SGD to 0, which is equivalent without dampening.
 
     By itself it creates momentum with the first gradients, and fails on a parameter that gets one in a later step.
     """
@@ -226,7 +226,7 @@ def _check_settings(optimizer: Optimizer, groups: Sequence[ParameterGroup], *, h
 
 
 def _divide(experiment: Experiment, trainee: nn.Module) -> dict[str, list[list[nn.Parameter]]]:
-    """Return the trainable parameters of each optimizer: those of its groups, and last those that no group matches."""
+    """Return the trainable parameters of each optimizer by group; the last group has the rest."""
     everything = named(trainee)
     if not experiment.optimizers:
         return {

@@ -1,4 +1,4 @@
-"""What ranks exchange besides gradients and losses, their devices, and their shards of tensors.
+"""Communication between ranks besides gradients and losses, their devices, and their shards of tensors.
 
 Every rank must call a collective. A rank that fails tells the other ranks, which would wait for it otherwise.
 """

@@ -179,7 +179,7 @@ class Reader(Dataset[Any]):
             self.draws = torchs or others or is_hidden, others or is_hidden
 
     def __getitem__(self, part: MicroBatch) -> Any:
-        """Return a batch, or an error in its place, see `unwrap`."""
+        """Return a batch, or the error instead, see `unwrap`."""
         try:
             if not self._keeps:
                 return self.batch(part)
@@ -259,7 +259,7 @@ class Unusable:
 
 
 def unwrap(batch: Any) -> Any:
-    """Return a batch, or raise the error in its place."""
+    """Return a batch, or raise the error that is there instead."""
     if isinstance(batch, Unusable):
         raise batch.errors.pop()
     return batch

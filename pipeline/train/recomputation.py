@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.config.train import Patterns
 from pipeline.errors import ExperimentError
-from pipeline.strategies._blocks import repeated
+from pipeline.strategies._blocks import find_repeated_blocks
 from pipeline.train.names import listed
 from pipeline.wording import did_you_mean
 
@@ -53,7 +53,7 @@ def choose(model: nn.Module, wanted: Patterns) -> tuple[str, ...]:
         ExperimentError: a pattern matches nothing, or a container that is never called itself.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    found = repeated(model) if wanted is True else set()
+    found = find_repeated_blocks(model) if wanted is True else set()
     for pattern in (wanted,) if isinstance(wanted, str) else () if isinstance(wanted, bool) else wanted:
         parts = [(name, name.split("."), pattern.split(".")) for name in modules]
         own = {name for name, have, want in parts if len(have) == len(want) and all(map(fnmatchcase, have, want))}

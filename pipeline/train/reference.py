@@ -62,7 +62,7 @@ class Reference(NamedTuple):
 
     @classmethod
     def load(cls, folder: Path) -> "Reference":
-        """Load that of a run's folder.
+        """Load the reference of a run's folder.
 
         Raises:
             Exception: whatever torch raises for a damaged file.

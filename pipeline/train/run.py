@@ -1,4 +1,4 @@
-"""What a worker runs on its rank: a training or a measurement, from start to result, or a check on a few samples."""
+"""Entry points of a worker: a training or measurement from start to result, and a check on a few samples."""
 
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ def train(trial: Trial, *, rank: Rank, outbox: Outbox) -> TrialResult:
     Raises:
         ExperimentError: the experiment can't be trained as it is written.
         TrainingError: training failed, e.g. the loss is not finite.
-        Stopped: the driver asked for it; the newest checkpoint is that of the last step.
+        Stopped: the driver asked for it; the newest checkpoint is of the last step.
     """
     return complete(build(share_addresses(trial, rank=rank), rank=rank, outbox=outbox))
 

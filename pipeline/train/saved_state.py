@@ -1,7 +1,7 @@
 """The state of a training as a checkpoint has it: taken from a `State`, written, read, and loaded into one.
 
 It is a plain structure of dicts, lists, tuples, numbers, texts and tensors in one file, which torch reads without
-executing code. Tensors that ranks hold in shards are in files beside it, one for each rank: in the structure, a tensor
+executing code. Tensors that ranks hold in shards are in further files, one for each rank: in the structure, a tensor
 without memory (on the meta device) stands for each. Whatever was saved by some strategy and number of ranks, any other
 can load.
 """
@@ -83,7 +83,7 @@ class Copy(NamedTuple):
     """The state of a training at a step, on the CPU."""
 
     state: Saved
-    """Of what isn't sharded, only rank 0 has copies."""
+    """Whole tensors are copied by rank 0 only."""
     shards: Mapping[str, Tensor]
     """This rank's shards by the place of the whole."""
     size: int
@@ -171,7 +171,7 @@ def _buffers(s: State) -> dict[str, Tensor]:
 
 
 def _find_task(s: State) -> Any:
-    """Return the task, or the loss without one, if it has a state but is no module, whose state is the trainee's."""
+    """Return the task or loss if it has a state but is not a module, whose state would be part of the trainee's."""
     part = s.task.loss if isinstance(s.task, Supervised) else s.task
     part = part.inner if isinstance(part, AsModule) else part
     has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
@@ -179,8 +179,8 @@ def _find_task(s: State) -> Any:
 
 
 def describe_other_names(s: State) -> str:
-    """Return a warning if ``state_dict()`` names other tensors than those that there are; empty if it doesn't."""
-    # The model's by itself, too: as a part of the trainee, its own state_dict() is called, but its result isn't used.
+    """Return a warning if the names of ``state_dict()`` differ from the parameters and buffers; else empty."""
+    # state_dict() of the model itself: the trainee's calls it for the model, but ignores the result.
     names = {f"model.{name}" for name in s.model.state_dict()}
     names |= {name for name in s.trainee.state_dict() if not name.startswith("model.")}
     saved = {name for name in names if not name.endswith("_extra_state")}
@@ -222,7 +222,7 @@ def write_shards(shards: Mapping[str, Tensor], folder: Path, *, group: dist.Proc
     """
     # These imports take more than a second, and only sharded strategies need them.
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # its files are no pickles
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # its files are not pickles
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:

@@ -33,7 +33,7 @@ _NOTHING = nullcontext()
 
 
 class Facts(NamedTuple):
-    """What the first forward pass of a training showed, equal on all ranks and in resumed runs."""
+    """Properties of a training that its first forward pass shows, equal on all ranks and in resumed runs."""
 
     draws: bool
     """True if the pass drew random numbers."""
@@ -214,7 +214,7 @@ class State:
         return self.ends_epoch and self.epoch % train.evaluate_every_epochs == 0
 
     def begin_step(self, step: int) -> None:
-        """Tell a task that depends on its place in the training the number of a step, counted from 0."""
+        """Pass the number of a step, counted from 0, to a task with ``begin_step``."""
         if self._begin_step is not None:
             epoch, since = divmod(step, self.order.steps_per_epoch)
             self._begin_step(step, epoch=epoch, batch=since * self.accumulation)

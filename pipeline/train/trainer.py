@@ -43,7 +43,7 @@ def train(s: State, meter: Meter, checkpoints: Checkpoints) -> None:
     Raises:
         ExperimentError: the experiment can't be trained as it is written.
         TrainingError: training failed, e.g. the loss is not finite.
-        Stopped: the driver asked for it; the newest checkpoint is that of the last step.
+        Stopped: the driver asked for it; the newest checkpoint is of the last step.
     """
     s.wrapped.train()
     minutes = s.experiment.train.minutes
@@ -144,7 +144,7 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
             own = loss.count * part.weight
             count = own if count is None else count + own
         if part.is_last:
-            break  # the stream goes on with the next step
+            break  # the stream continues with the next step
         mark(Phase.READING)
     assert facts is not None  # each step has a micro-batch
     if not sums:  # this rank had padding only

@@ -108,7 +108,7 @@ def turns(names: Sequence[str], *, rounds: int, seed: int) -> list[tuple[str, ..
 
 
 def expect_step_s(trial: Trial, *, training: Trial, step_s: float) -> float:
-    """Return the seconds of a trial's step, if devices share the work evenly; ``step_s`` is that of a training."""
+    """Return the seconds of a trial's step from a training step's, if devices share the work evenly."""
     units = [one.replicas * (one.cpus_per_worker if one.device == "cpu" else 1) for one in (training, trial)]
     return step_s * units[0] / units[1]
 

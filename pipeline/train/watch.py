@@ -142,7 +142,9 @@ class Watchdog:
     def _judge(self) -> None:
         if self._end is None:
             if self._idle_s >= self._timeout_s and _now.phase in _WARNED_OF and not self._warned:
-                self._warn()
+                self._warned = True
+                message = self._heartbeat().format_wait(self._stack())
+                self._outbox.event(Warned(trial=self._trial, message=message))
         elif self._is_stuck() and not _now.is_waiting and self._idle_s >= self._timeout_s + GRACE_S:
             sys.stderr.write(f"{self._heartbeat().stall}\n{self._stack()}")
             self._end()
@@ -150,11 +152,6 @@ class Watchdog:
     def _is_stuck(self) -> bool:
         must_go_on = _now.is_waiting or (_now.phase in _MUST_GO_ON and _now.steps > 1)
         return must_go_on and self._idle_s >= self._timeout_s
-
-    def _warn(self) -> None:
-        self._warned = True
-        message = self._heartbeat().format_wait(self._stack())
-        self._outbox.event(Warned(trial=self._trial, message=message))
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(

@@ -95,7 +95,7 @@ def task(target: str, sections: dict[str, Any]) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_loss_that_is_no_mean_over_the_samples_is_named(key: str, sections: dict[str, Any]) -> None:
     _, (said,) = built(**sections)
-    assert said.startswith(f"{key}: it is no mean over the samples. The parts of 5 samples have ")
+    assert said.startswith(f"{key}: it is not a mean over the samples. The parts of 5 samples have ")
     assert said.endswith(
         "Return Loss(sum, count), or compare the samples of a global batch with pipeline.tasks.gathered."
     )

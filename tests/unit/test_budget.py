@@ -38,16 +38,16 @@ LARGER_TODAY = {
     "protocol": 2_095,
     "recording": 5_516,
     "report": 6_550,
-    "strategies": 732,
+    "strategies": 725,
     "system": 1_034,
     "tasks": 1_016,
-    "train": 10_716,
+    "train": 10_706,
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 375
+FILES = 374
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_467
+TEST_LINES = 51_472
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

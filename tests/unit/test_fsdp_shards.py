@@ -10,7 +10,7 @@ from torch import nn
 from pipeline.errors import ExperimentError
 from pipeline.models import GPT, MLP
 from pipeline.strategies import fsdp
-from pipeline.strategies._fsdp_groups import choose, describe
+from pipeline.strategies._blocks import choose, describe
 
 
 class Tied(nn.Module):

@@ -12,7 +12,7 @@ from pipeline.errors import ExperimentError
 from pipeline.models import GPT, resnet18
 from pipeline.protocol.events import Resumed
 from pipeline.protocol.rank import Rank
-from pipeline.strategies._blocks import repeated
+from pipeline.strategies._blocks import find_repeated_blocks
 from pipeline.train.recomputation import apply, choose
 from pipeline.train.run import train
 
@@ -81,7 +81,12 @@ def test_evaluation_computes_once() -> None:
 def test_the_model_keeps_its_names_and_classes() -> None:
     def seen(model: nn.Module) -> Any:
         kinds = [type(module).__name__ for module in model.modules()]
-        return list(model.state_dict()), [name for name, _ in model.named_parameters()], kinds, repeated(model)
+        return (
+            list(model.state_dict()),
+            [name for name, _ in model.named_parameters()],
+            kinds,
+            find_repeated_blocks(model),
+        )
 
     model = toys.Branches()
     before = seen(model)
