@@ -1,5 +1,6 @@
 """A user adds a hook to a training in one file, and names it in the experiment."""
 
+# promise: the loop and the step do not know the built-in hooks
 # promise: a hook in a user's file changes steps, follows evaluations, and is saved and resumed
 
 import re
@@ -11,6 +12,7 @@ import torch
 import toys
 from torch import nn
 
+import pipeline
 from pipeline.config import components
 from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
@@ -25,6 +27,11 @@ def run(folder: Path, *, resume: bool = False, **sections: Any) -> tuple[TrialRe
     outbox = toys.Kept()
     trial = toys.trial(**sections).model_copy(update={"checkpoints": str(folder), "resume": resume})
     return train(trial, rank=Rank(), outbox=outbox), outbox
+
+
+def test_only_the_build_knows_the_built_in_hooks() -> None:
+    files = Path(pipeline.__file__).parent.rglob("*.py")
+    assert [file.name for file in files if "built_in_hooks" in file.read_text(encoding="utf-8")] == ["build.py"]
 
 
 def test_it_changes_the_step_as_a_loop_by_hand_does() -> None:
