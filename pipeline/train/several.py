@@ -44,9 +44,11 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
         updates = _Updates(s, part, step=step, exchanges=exchanges, updates=update)
         try:
             mark(Phase.FORWARD)
+            if s.device.type == "cpu":  # a GPU's batches were copied to it in advance
+                batch = s.batches.place(batch)
             gathering.current.begin(s, part, exchange=exchange)
             with s.autocast():
-                found = s.trainee.with_updates(s.batches.place(batch), updates)
+                found = s.trainee.with_updates(batch, updates)
         except Exception as error:
             errors.explain(error, s, batch, part)
             raise

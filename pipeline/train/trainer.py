@@ -108,7 +108,9 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
         seed = mix(s.seed, "step", step, s.rank.rank, number)
         seed_all(seed, s.device, others=facts is None or facts.draws_others)  # after reading, which may draw
         try:
-            placed = batch = s.batches.place(batch)  # on a GPU already copied, one ahead
+            if s.device.type == "cpu":  # a GPU's batches were copied to it in advance
+                batch = s.batches.place(batch)
+            placed = batch
             for hook in s.hooks:
                 batch = hook.transform(batch)
             if batch is not placed and facts is None:
