@@ -179,7 +179,8 @@ def evaluate(
 def forward(s: State, batch: Any, part: MicroBatch | None = None) -> Loss:
     """Return the task's loss for a batch in evaluation, which all ranks have alike if ``part`` is None."""
     try:
-        batch = s.batches.place(batch)
+        if part is None or s.device.type == "cpu":  # others were copied to the GPU in advance
+            batch = s.batches.place(batch)
         gathering.current.begin(s, part, exchange=part is not None)
         with s.autocast():
             if not s.experiment.optimizers:
