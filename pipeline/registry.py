@@ -1,12 +1,10 @@
-"""Registry of strategies and launchers by name: the file name is the name in the YAML.
+"""Strategies and launchers by the name in the YAML, which is the name of their file.
 
-To add a strategy or launcher, add one file to ``pipeline/strategies`` or ``pipeline/launchers``. Other distributions
-add theirs through entry points of the groups ``pipeline.strategies`` and ``pipeline.launchers``, which name a module.
-Names are found without importing anything; a module is imported when its name is chosen.
+To add one, add its file and its name here. Other distributions add theirs through entry points of the groups
+``pipeline.strategies`` and ``pipeline.launchers``, which name a module. A module is imported when its name is chosen.
 """
 
 import importlib
-import pkgutil
 import sys
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -18,12 +16,16 @@ from pipeline.system.imports import undisturbed
 
 Kind = Literal["strategies", "launchers"]
 
-_INTERFACE = "base"  # beside its implementations, like their helper modules, whose names begin with an underscore
+_BUILT_IN: dict[Kind, tuple[str, frozenset[str]]] = {
+    "strategies": ("pipeline.strategies", frozenset({"ddp", "dp", "fsdp", "single"})),
+    "launchers": ("pipeline.launchers", frozenset({"inprocess", "ray", "torchrun"})),
+}
+"""Package and names of each kind."""
 
 
 def names(kind: Kind) -> tuple[str, ...]:
     """Return all strategy or launcher names, sorted, without importing their modules."""
-    return tuple(sorted(_built_in(kind) | set(_third_party(kind))))
+    return tuple(sorted(_BUILT_IN[kind][1] | set(_third_party(kind))))
 
 
 def load(kind: Kind, name: str) -> ModuleType:
@@ -32,15 +34,10 @@ def load(kind: Kind, name: str) -> ModuleType:
     Raises:
         KeyError: unknown name; callers validate names against `names` first.
     """
-    module = f"pipeline.{kind}.{name}" if name in _built_in(kind) else _third_party(kind)[name].module
+    package, built_in = _BUILT_IN[kind]
+    module = f"{package}.{name}" if name in built_in else _third_party(kind)[name].module
     with undisturbed():
         return importlib.import_module(module)
-
-
-def _built_in(kind: Kind) -> set[str]:
-    folder = Path(__file__).parent / kind
-    found = {module.name for module in pkgutil.iter_modules([str(folder)])}
-    return {name for name in found if name != _INTERFACE and not name.startswith("_")}
 
 
 def _third_party(kind: Kind) -> dict[str, EntryPoint]:

@@ -53,9 +53,9 @@ class Parallel(Section):
     """Parallel strategy, launcher, workers and their resources."""
 
     strategy: StrategyName = "single"
-    """Parallel strategy: single, dp, ddp, fsdp or another file in pipeline/strategies."""
+    """Parallel strategy: single, dp, ddp, fsdp, or the name of another package's strategy."""
     launcher: LauncherName = "inprocess"
-    """Program that starts the workers: inprocess, torchrun, ray or another file in pipeline/launchers."""
+    """Program that starts the workers: inprocess, torchrun, ray, or the name of another package's launcher."""
     worker_counts: Annotated[WorkerCounts, Field(alias="workers", json_schema_extra={"default": 1})] = (1, 1)
     """Worker processes, one device each. [1, 4] is elastic: 1 to 4 workers, depending on the free resources. Training
     continues with fewer workers if a node is lost, and with more workers once resources are free again."""
