@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))  # of the loader processes, too
 
-from pipeline.config.schema import Experiment
-from pipeline.config.targets import BUILT_IN
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import StepParts

@@ -25,11 +25,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pipeline.data import digits
-from pipeline.launchers._ray import interface
+from pipeline.launch._ray import interface
 from pipeline.models import MLP
-from pipeline.planning.resources import detect
+from pipeline.plan.resources import detect
 from pipeline.protocol.events import FirstStep, RunOpened, Started, TrialOpened
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 HERE = Path(__file__).parent
 _STAMPS = "FIRST_STEP_STAMPS"

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.config.loader_section import Loader
 from pipeline.data import Splits, arrays, tokens
+from pipeline.experiment.loader_section import Loader
 from pipeline.train.loader import BatchLoader
 from pipeline.train.order import SampleOrder
 from pipeline.train.reader import Collation

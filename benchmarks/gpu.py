@@ -38,14 +38,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config.schema import Experiment
-from pipeline.config.targets import BUILT_IN
-from pipeline.config.train import Train
-from pipeline.launchers.base import Session
-from pipeline.launchers.inprocess import Launcher
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.targets import BUILT_IN
+from pipeline.experiment.train import Train
+from pipeline.launch.base import Session
+from pipeline.launch.inprocess import Launcher
 from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record.recorder import Recorder
 from pipeline.tasks import Loss
 from pipeline.train.ranks import synchronize
 from pipeline.train.seeds import mix

@@ -27,13 +27,13 @@ import published
 from pydantic import BaseModel
 
 from pipeline.commands.benchmark.predicted_rows import workload_of
-from pipeline.config.benchmark_section import Configuration
-from pipeline.config.load import load
-from pipeline.config.schema import Experiment
-from pipeline.config.targets import allowed_packages
 from pipeline.errors import PipelineError, TrainingError, UsageError
-from pipeline.planning import resources
-from pipeline.planning.layout import Planner
+from pipeline.experiment.benchmark_section import Configuration
+from pipeline.experiment.load import load
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.targets import allowed_packages
+from pipeline.plan import resources
+from pipeline.plan.layout import Planner
 from pipeline.protocol.events import Failed, Finished, event_from_json
 from pipeline.protocol.trial import CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link, TrialResult

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from data_wait import Silent
 
-from pipeline.config.load import load
-from pipeline.config.targets import BUILT_IN
-from pipeline.config.values import Direction
-from pipeline.planning.resources import detect
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import BUILT_IN
+from pipeline.experiment.values import Direction
+from pipeline.plan.resources import detect
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
 from pipeline.report.numbers.paired import Answer, answer, is_rate

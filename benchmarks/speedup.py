@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from pipeline.planning.resources import detect
+from pipeline.plan.resources import detect
 from pipeline.protocol.estimates import ratio
 
 HERE = Path(__file__).parent

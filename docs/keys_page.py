@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import registry
-from pipeline.config.jsonschema import SUGGESTED, Shape, describes_component
-from pipeline.config.schema import Experiment
+from pipeline.experiment.jsonschema import SUGGESTED, Shape, describes_component
+from pipeline.experiment.schema import Experiment
 
 BEGIN = """# Experiment file reference (YAML)
 

@@ -18,7 +18,7 @@ Kind = Literal["strategies", "launchers"]
 
 _BUILT_IN: dict[Kind, tuple[str, frozenset[str]]] = {
     "strategies": ("pipeline.strategies", frozenset({"ddp", "dp", "fsdp", "single"})),
-    "launchers": ("pipeline.launchers", frozenset({"inprocess", "ray", "torchrun"})),
+    "launchers": ("pipeline.launch", frozenset({"inprocess", "ray", "torchrun"})),
 }
 """Package and names of each kind."""
 

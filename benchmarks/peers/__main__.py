@@ -29,7 +29,7 @@ from page import Results, different, page
 from race import ONE_THREAD, Run, race
 from workloads import WORKLOADS
 
-from pipeline.planning.resources import detect
+from pipeline.plan.resources import detect
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIBRARIES = ("torch", "ray", "mlflow", "lightning", "accelerate", "transformers")

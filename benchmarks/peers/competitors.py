@@ -10,7 +10,7 @@ import yaml
 from workloads import SEED, WORKLOADS, Workload
 
 from pipeline.protocol.events import Finished, FirstStep, Metrics
-from pipeline.recording.journal import journal, loss_file
+from pipeline.record import journal, loss_file
 
 HERE = Path(__file__).parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline import cli
 from pipeline.commands import invocation
-from pipeline.recording.mlflow import mlflow_subscriber
+from pipeline.tracking.mlflow import mlflow_subscriber
 
 _recorded = invocation.recorded
 

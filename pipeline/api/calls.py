@@ -17,19 +17,19 @@ from pipeline.commands import run as runner
 from pipeline.commands.benchmark import measure
 from pipeline.commands.benchmark.matrix import MatrixRequest
 from pipeline.commands.benchmark.predicted_rows import parse_request
-from pipeline.config.load import ExperimentFile
-from pipeline.config.user_modules import check_not_importing
 from pipeline.errors import Terminated, UsageError, terminate
-from pipeline.launchers import _head_start
-from pipeline.planning.outer_launcher import outer_launcher
-from pipeline.recording.mlflow import mlflow_subscriber
-from pipeline.recording.terminal import waiting
-from pipeline.recording.terminal.terminal import Terminal
+from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.user_modules import check_not_importing
+from pipeline.launch import _head_start
+from pipeline.plan.outer_launcher import outer_launcher
+from pipeline.record.terminal import waiting
+from pipeline.record.terminal.terminal import Terminal
 from pipeline.report.report import Report
 from pipeline.system.closed_terminal import hang_up, is_ended_by_hang_up
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
 from pipeline.system.signals import handled
+from pipeline.tracking.mlflow import mlflow_subscriber
 from pipeline.wording import did_you_mean
 
 

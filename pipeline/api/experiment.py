@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config.environment import fill_in_all
-from pipeline.config.load import ExperimentFile, from_mapping, load
-from pipeline.config.summary import to_yaml
-from pipeline.config.targets import allowed_packages
-from pipeline.config.values import Component
-from pipeline.driver import initial_weights
-from pipeline.driver.execute import explained
+from pipeline.drive import initial_weights
+from pipeline.drive.execute import explained
 from pipeline.errors import UsageError
+from pipeline.experiment.environment import fill_in_all
+from pipeline.experiment.load import ExperimentFile, from_mapping, load
+from pipeline.experiment.summary import to_yaml
+from pipeline.experiment.targets import allowed_packages
+from pipeline.experiment.values import Component
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
 from pipeline.system.imports import importable

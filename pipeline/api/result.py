@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Self
 
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.numbers import is_of_whole_run
-from pipeline.recording.journal import journal, loss_file
-from pipeline.recording.mlflow.outcome import TrackingOutcome, places_of
+from pipeline.record import journal, loss_file
 from pipeline.report.numbers.row import Row
 from pipeline.report.page.html import fragment
 from pipeline.report.report import Report
 from pipeline.report.report_files import CHART_NAME
+from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
 
 if TYPE_CHECKING:
     import pandas as pd

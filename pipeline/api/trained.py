@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from pipeline.api.experiment import Experiment
-from pipeline.config.targets import allowed_packages
-from pipeline.driver.execute import explained
+from pipeline.drive.execute import explained
 from pipeline.errors import UsageError
+from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.events import WEIGHTS
-from pipeline.recording.journal import runs
-from pipeline.recording.journal.folder import EXPERIMENT_NAME
+from pipeline.record import runs
+from pipeline.record.folder import EXPERIMENT_NAME
 from pipeline.system.imports import importable
 from pipeline.train.exported import trained_model
 from pipeline.train.loader import to_device

@@ -61,7 +61,7 @@ def _checkout() -> str:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
         return ""
-    from pipeline.recording.journal.provenance import git
+    from pipeline.record.provenance import git
 
     commit = git("rev-parse", "--short=12", "HEAD", folder=root)
     changed = git("status", "--porcelain", "--untracked-files=no", folder=root)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, TrainingError, UsageError
-from pipeline.planning.outer_launcher import is_follower
+from pipeline.plan.outer_launcher import is_follower
 from pipeline.system import allocator, stages
 from pipeline.system.closed_terminal import redirect_to_null
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.config.load import ExperimentFile
-    from pipeline.recording.terminal.terminal import Terminal
+    from pipeline.experiment.load import ExperimentFile
+    from pipeline.record.terminal.terminal import Terminal
 
 FileArgument = Annotated[
     str,
@@ -110,7 +110,7 @@ def opened(
     """
     with consoles(as_json=as_json, quiet=quiet, prints=prints) as terminal:
         stages.begin("reading the experiment")
-        from pipeline.config.load import load
+        from pipeline.experiment.load import load
 
         yield load(path, list(overrides)), terminal
 
@@ -124,8 +124,8 @@ def consoles(*, as_json: bool, quiet: bool, prints: bool = False) -> "Iterator[T
         quiet: no progress.
         prints: standard output is for the plan alone.
     """
-    from pipeline.recording.terminal import waiting
-    from pipeline.recording.terminal.terminal import Terminal
+    from pipeline.record.terminal import waiting
+    from pipeline.record.terminal.terminal import Terminal
     from pipeline.system.leftovers import Leftovers
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
@@ -154,8 +154,8 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     """
     stages.begin("importing torch")
     with interruptible(), undisturbed():
-        from pipeline.launchers import _head_start
-        from pipeline.recording.mlflow import mlflow_subscriber
+        from pipeline.launch import _head_start
+        from pipeline.tracking.mlflow import mlflow_subscriber
 
     with interruptible(), ExitStack() as begun:
         begun.enter_context(allocator.huge_pages())
@@ -181,7 +181,7 @@ def print_json(text: str) -> None:
 
 def show(error: PipelineError) -> None:
     """Print an error for the user; an error in training comes with the traceback of the failed rank."""
-    from pipeline.recording.terminal.terminal import OptionalConsole, write
+    from pipeline.record.terminal.terminal import OptionalConsole, write
 
     stages.end()
     write(OptionalConsole(stderr=True, highlight=False), error.told)
@@ -193,7 +193,7 @@ def report_failure(error: PipelineError) -> None:
     """Send rank 0 of an outer launcher the error of this rank, for which it would wait."""
     with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
         if is_follower():
-            from pipeline.driver import outer_run
+            from pipeline.drive import outer_run
 
             outer_run.report_failure(error)
 

@@ -27,7 +27,7 @@ from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.recording.journal.run_summary import RunSummary
+    from pipeline.record.run_summary import RunSummary
 
 _LEAST, _PAIRS, _AT_MOST = 2, 5, 20
 _RUNS = Path("runs")
@@ -136,7 +136,7 @@ def compare(
         raise UsageError("--directory is for recorded runs. For files, set tracking.directory=FOLDER.")
     with consoles(as_json=as_json, quiet=quiet, prints=dry_run) as terminal:
         stages.begin("reading the experiments")
-        from pipeline.config.variant_files import read_variants
+        from pipeline.experiment.variant_files import read_variants
 
         variants = read_variants(files, with_address(overrides, address), vary=vary)
         stages.begin("importing torch")
@@ -220,8 +220,8 @@ def _compare_runs(words: Sequence[str], asked: Mapping[str, object], *, director
 def _trials(run: "RunSummary") -> "list[RunSummary]":
     """Return the trials of a sweep or a study that have started; of another run, itself."""
     from pipeline.protocol.labels import PARENTS
-    from pipeline.recording.journal.folder import trials_of
-    from pipeline.recording.journal.run_summary import summarized
+    from pipeline.record.folder import trials_of
+    from pipeline.record.run_summary import summarized
 
     if run.command not in PARENTS:
         return [run]

@@ -28,7 +28,7 @@ from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.config.load import ExperimentFile
+    from pipeline.experiment.load import ExperimentFile
 
 
 def run(
@@ -74,8 +74,8 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     """Print the plan of a run; a download of its data shows its progress."""
     import rich.console
 
-    from pipeline.recording.terminal.console import progress_on
-    from pipeline.recording.terminal.terminal import OptionalConsole, write
+    from pipeline.record.terminal.console import progress_on
+    from pipeline.record.terminal.terminal import OptionalConsole, write
 
     stages.begin("importing torch")
     with undisturbed():

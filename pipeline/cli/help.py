@@ -125,7 +125,7 @@ def _key(option: str, *, file: Path | None) -> str:
     key = option.lstrip("-").replace("-", "_")
     if "." in key:  # if it is also unknown without dashes, the next message says so
         return key
-    from pipeline.config import vocabulary
+    from pipeline.experiment import vocabulary
 
     known = [each for each in vocabulary.all_keys(file) if "[" not in each]
     if any(each == key or each.startswith(f"{key}.") for each in known):

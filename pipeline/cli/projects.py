@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.arguments import Json, interruptible, problems_of, show
-from pipeline.config.extras import lacking
 from pipeline.errors import PipelineError, UsageError
+from pipeline.experiment.extras import lacking
 from pipeline.system import stages
 
 
@@ -29,8 +29,8 @@ def check(
     import rich.console
 
     from pipeline.commands.check import iter_checks
-    from pipeline.recording.terminal import waiting
-    from pipeline.recording.terminal.console import progress_on
+    from pipeline.record.terminal import waiting
+    from pipeline.record.terminal.console import progress_on
 
     errors: dict[str, PipelineError] = {}
     for word in files:
@@ -59,7 +59,7 @@ def check(
 
 def schema() -> None:
     """Print the JSON Schema of experiment files, for editors."""
-    from pipeline.config.jsonschema import experiment_json_schema
+    from pipeline.experiment.jsonschema import experiment_json_schema
 
     typer.echo(json.dumps(experiment_json_schema(), indent=2))
 
@@ -113,8 +113,8 @@ def doctor(
     import rich.console
 
     from pipeline.commands.doctor.examination import examine, show
-    from pipeline.config.load import load
-    from pipeline.config.parallel import Parallel
+    from pipeline.experiment.load import load
+    from pipeline.experiment.parallel import Parallel
 
     experiment = load(file).experiment if file is not None else None
     parallel = experiment.parallel if experiment else Parallel(launcher="ray")

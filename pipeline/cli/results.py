@@ -10,7 +10,7 @@ from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from pipeline.recording.journal.run_summary import RunSummary
+    from pipeline.record.run_summary import RunSummary
 
 RunArgument = Annotated[
     str,
@@ -41,8 +41,8 @@ def list_(
     from pydantic import TypeAdapter
 
     from pipeline.commands.history.run_list import show_runs
-    from pipeline.recording.journal import runs
-    from pipeline.recording.journal.run_summary import RunSummary
+    from pipeline.record import runs
+    from pipeline.record.run_summary import RunSummary
 
     found = list(runs.summaries(directory, with_unstarted=every))
     if as_json:
@@ -70,10 +70,10 @@ def show(
     from pipeline.commands.ending import print_result
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import format_progress, result_of
-    from pipeline.recording.journal.run_summary import data_of
-    from pipeline.recording.mlflow.outcome import places_of
-    from pipeline.recording.terminal.console import print_report
-    from pipeline.recording.terminal.terminal import headed, linked, write
+    from pipeline.record.run_summary import data_of
+    from pipeline.record.terminal.console import print_report
+    from pipeline.record.terminal.terminal import headed, linked, write
+    from pipeline.tracking.mlflow.outcome import places_of
 
     console = rich.console.Console(highlight=False)
     summary = summary_of(run, directory)
@@ -109,8 +109,8 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="PORT", help="Port on localhost.")] = 5000,
 ) -> None:
     """Serve the MLflow UI with the results on localhost."""
-    from pipeline.recording.mlflow.store import resolve_uri
-    from pipeline.recording.mlflow.ui import serve
+    from pipeline.tracking.mlflow.store import resolve_uri
+    from pipeline.tracking.mlflow.ui import serve
 
     serve(resolve_uri(store, base=Path.cwd()), port=port, ready=_open)
 
@@ -131,9 +131,9 @@ def sync(
     """Send a run, or a sweep and its trials, to the tracking server, without duplicates."""
     import rich.console
 
-    from pipeline.recording.journal import runs
-    from pipeline.recording.mlflow.sync import sync_with_trials
-    from pipeline.recording.terminal.console import progress_on
+    from pipeline.record import runs
+    from pipeline.record.terminal.console import progress_on
+    from pipeline.tracking.mlflow.sync import sync_with_trials
 
     folder, store = runs.find(run, directory), _store(to) if to is not None else ""
     with progress_on(rich.console.Console(highlight=False, stderr=True)):
@@ -183,8 +183,8 @@ def remove(
 
 
 def _store(to: str) -> str:
-    from pipeline.config.uris import problem_of, without_credentials
-    from pipeline.recording.mlflow.store import resolve_uri
+    from pipeline.experiment.uris import problem_of, without_credentials
+    from pipeline.tracking.mlflow.store import resolve_uri
 
     if problem := problem_of(to):
         raise UsageError(f"--to {without_credentials(to)}: {problem}")
@@ -193,7 +193,7 @@ def _store(to: str) -> str:
 
 def _open(address: str) -> None:
     """Print a link to the runs of each experiment, since MLflow opens with its pages for GenAI."""
-    from pipeline.recording.mlflow.ui import pages
+    from pipeline.tracking.mlflow.ui import pages
 
     try:
         links = [f"{experiment}: {link}" for experiment, link in pages(address)]
@@ -203,8 +203,8 @@ def _open(address: str) -> None:
 
 
 def find_trained(run: str, directory: Path) -> Path:
-    """Find a run whose model is used, see `pipeline.recording.journal.runs.find_trained`; print its note."""
-    from pipeline.recording.journal import runs
+    """Find a run whose model is used, see `pipeline.record.runs.find_trained`; print its note."""
+    from pipeline.record import runs
 
     folder, note = runs.find_trained(run, directory)
     if note:
@@ -218,8 +218,8 @@ def summary_of(run: str, directory: Path) -> "RunSummary":
     Raises:
         UsageError: there is no such run, or it ended before its training started.
     """
-    from pipeline.recording.journal import runs
-    from pipeline.recording.journal.run_summary import summarized
+    from pipeline.record import runs
+    from pipeline.record.run_summary import summarized
 
     folder = runs.find(run, directory)
     if (summary := summarized(folder)) is None:

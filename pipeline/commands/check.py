@@ -7,10 +7,10 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from pipeline.config.load import ExperimentFile, load
-from pipeline.driver.execute import explained
+from pipeline.drive.execute import explained
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
-from pipeline.launchers._head_start import find_libraries
+from pipeline.experiment.load import ExperimentFile, load
+from pipeline.launch._head_start import find_libraries
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced, AnyEvent
 from pipeline.system import stages
@@ -105,7 +105,7 @@ def _check(file: ExperimentFile, with_data: bool, report: Report) -> CheckResult
 
 
 def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent], None]) -> CheckResult:
-    from pipeline.driver import preflight, try_batch
+    from pipeline.drive import preflight, try_batch
 
     try:
         allowed = preflight.check(file, with_weights=with_data)

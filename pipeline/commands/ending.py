@@ -6,15 +6,15 @@ from pathlib import Path
 import rich.console
 
 from pipeline.errors import UsageError
-from pipeline.recording.journal import journal, runs
-from pipeline.recording.journal.folder import id_of, is_kept
-from pipeline.recording.mlflow.outcome import TrackingOutcome, places_of
-from pipeline.recording.mlflow.store import is_server, resolve_uri, ui_address
-from pipeline.recording.terminal.console import Printable, print_report, print_screen, print_verdict
-from pipeline.recording.terminal.terminal import Terminal, linked
-from pipeline.recording.trackers import named_trackers
+from pipeline.record import journal, runs
+from pipeline.record.folder import id_of, is_kept
+from pipeline.record.terminal.console import Printable, print_report, print_screen, print_verdict
+from pipeline.record.terminal.terminal import Terminal, linked
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
+from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
+from pipeline.tracking.mlflow.store import is_server, resolve_uri, ui_address
+from pipeline.tracking.trackers import named_trackers
 
 _RUNS = Path("runs")
 """Folder in which commands look for runs by their name."""

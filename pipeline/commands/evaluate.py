@@ -5,16 +5,16 @@ from pathlib import Path
 
 from pipeline.commands.invocation import invoked
 from pipeline.commands.preparation import planning, refuse_outer_launcher
-from pipeline.config.benchmark_section import Configuration
-from pipeline.config.load import ExperimentFile
-from pipeline.driver import resume
-from pipeline.driver.checkpoint_choice import choose, ended_training
-from pipeline.planning.layout import Planner
-from pipeline.planning.plan import Plan
+from pipeline.drive import resume
+from pipeline.drive.checkpoint_choice import choose, ended_training
+from pipeline.experiment.benchmark_section import Configuration
+from pipeline.experiment.load import ExperimentFile
+from pipeline.plan.layout import Planner
+from pipeline.plan.plan import Plan
 from pipeline.protocol.labels import Split
 from pipeline.protocol.trial import Evaluation
-from pipeline.recording.journal.folder import RunState, id_of, read_state
-from pipeline.recording.terminal.terminal import Terminal
+from pipeline.record.folder import RunState, id_of, read_state
+from pipeline.record.terminal.terminal import Terminal
 from pipeline.report.evaluated import EvaluationReport
 
 

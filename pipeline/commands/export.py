@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.commands.exported_files import Exported, Weights, write_files
-from pipeline.config.extras import install_command
-from pipeline.config.load import ExperimentFile
-from pipeline.config.schema import Experiment
-from pipeline.driver import preflight
-from pipeline.driver.checkpoint_choice import choose, ended_training
-from pipeline.driver.execute import explained
+from pipeline.drive import preflight
+from pipeline.drive.checkpoint_choice import choose, ended_training
+from pipeline.drive.execute import explained
 from pipeline.errors import UsageError
+from pipeline.experiment.extras import install_command
+from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.schema import Experiment
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, Started
 from pipeline.protocol.trial import Evaluation
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.folder import RunState, id_of, read_state
+from pipeline.record import journal
+from pipeline.record.folder import RunState, id_of, read_state
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 from pipeline.train.manifest import entry_of

@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pipeline.commands.export_readme import format_readme
-from pipeline.config import deferred
-from pipeline.config.schema import Experiment
-from pipeline.config.summary import to_yaml
-from pipeline.config.values import Frozen
 from pipeline.errors import ResourceError
+from pipeline.experiment import deferred
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.summary import to_yaml
+from pipeline.experiment.values import Frozen
 from pipeline.system import stages
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pipeline.config.load import ExperimentFile
-from pipeline.config.uris import without_credentials_in
-from pipeline.planning.outer_launcher import outer_launcher
+from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.uris import without_credentials_in
+from pipeline.plan.outer_launcher import outer_launcher
 
 
 @contextmanager

@@ -11,23 +11,23 @@ from pipeline import registry
 from pipeline.commands import page
 from pipeline.commands.ending import print_end
 from pipeline.commands.interruption import continuable
-from pipeline.config.load import ExperimentFile
-from pipeline.driver import initial_weights, preflight
-from pipeline.driver.execute import execute
+from pipeline.drive import initial_weights, preflight
+from pipeline.drive.execute import execute
+from pipeline.drive.recorded_run import Membership, artifact, recorded
 from pipeline.errors import ExperimentError, PipelineError
-from pipeline.launchers.base import Launcher, Session
-from pipeline.planning.plan import Plan
+from pipeline.experiment.load import ExperimentFile
+from pipeline.launch.base import Launcher, Session
+from pipeline.plan.plan import Plan
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
 from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording.journal import provenance
-from pipeline.recording.journal.folder import id_of
-from pipeline.recording.journal.journal import FILE_NAME, read
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.recorded_run import Membership, artifact, recorded
-from pipeline.recording.terminal.console import Printable
-from pipeline.recording.terminal.terminal import Terminal
+from pipeline.record import provenance
+from pipeline.record.folder import id_of
+from pipeline.record.journal import FILE_NAME, read
+from pipeline.record.recorder import Recorder
+from pipeline.record.terminal.console import Printable
+from pipeline.record.terminal.terminal import Terminal
 from pipeline.report.advice import advise
 from pipeline.report.numbers.goodput import Goodput, WallClock
 from pipeline.report.numbers.row import Row

@@ -8,10 +8,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
-from pipeline.recording.mlflow.outcome import TrackingOutcome
-from pipeline.recording.mlflow.store import is_server, run_page, ui_address
+from pipeline.record import journal
+from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.report.compared import Compared
 from pipeline.report.numbers.courses import Course, courses
 from pipeline.report.page import publish
@@ -19,6 +17,8 @@ from pipeline.report.page.about import About
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.swept import SweptReport
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.mlflow.store import is_server, run_page, ui_address
 
 _PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline import registry
-from pipeline.config.load import ExperimentFile
-from pipeline.driver import preflight
-from pipeline.driver.execute import explained
+from pipeline.drive import preflight
+from pipeline.drive.execute import explained
 from pipeline.errors import ResourceError, UsageError
-from pipeline.planning.outer_launcher import outer_launcher
-from pipeline.planning.resources import Resources, format_unfit
+from pipeline.experiment.load import ExperimentFile
+from pipeline.plan.outer_launcher import outer_launcher
+from pipeline.plan.resources import Resources, format_unfit
 from pipeline.system import stages
 
 

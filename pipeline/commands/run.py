@@ -6,21 +6,21 @@ from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked
 from pipeline.commands.preparation import planning
-from pipeline.config.load import ExperimentFile
-from pipeline.driver import initial_weights, preflight
-from pipeline.driver import resume as recovery
-from pipeline.driver.elastic import as_ended, course, remark
-from pipeline.driver.execute import explained
-from pipeline.driver.outer_run import check_workers, follow, leading
+from pipeline.drive import initial_weights, preflight
+from pipeline.drive import resume as recovery
+from pipeline.drive.elastic import as_ended, course, remark
+from pipeline.drive.execute import explained
+from pipeline.drive.outer_run import check_workers, follow, leading
+from pipeline.drive.recorded_run import Membership
 from pipeline.errors import ResourceError, UsageError
-from pipeline.planning.describe import describe, record
-from pipeline.planning.outer_launcher import is_follower
-from pipeline.planning.plan import Plan, make_plan
+from pipeline.experiment.load import ExperimentFile
+from pipeline.plan.describe import describe, record
+from pipeline.plan.outer_launcher import is_follower
+from pipeline.plan.plan import Plan, make_plan
 from pipeline.protocol.events import WEIGHTS
 from pipeline.protocol.trial import Training, Trial
-from pipeline.recording.journal.journal import FILE_NAME, read
-from pipeline.recording.recorded_run import Membership
-from pipeline.recording.terminal.terminal import Terminal
+from pipeline.record.journal import FILE_NAME, read
+from pipeline.record.terminal.terminal import Terminal
 from pipeline.report.numbers.row_numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
 from pipeline.train.storage import Storage, address_of
@@ -49,7 +49,7 @@ def run(
         train_only: True to measure nothing: no baseline, no step-time breakdown.
         quick: True to train two steps only, and to measure nothing.
         show: gets the report and the folder of the run, e.g. to print it as JSON.
-        resume: the run to resume, see `pipeline.driver.resume.earlier`; None starts a new one.
+        resume: the run to resume, see `pipeline.drive.resume.earlier`; None starts a new one.
         allow_changed: True if learning rates, the length and the data of the resumed training may differ.
         member: given for a run that is a trial of a sweep.
 

@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from pipeline.config.extras import needs
 from pipeline.data.csv_rows import read_csv
 from pipeline.data.splits import check_fraction
 from pipeline.errors import ExperimentError
+from pipeline.experiment.extras import needs
 from pipeline.wording import did_you_mean
 
 IGNORED = -100

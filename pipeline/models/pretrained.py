@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config.extras import needs
 from pipeline.errors import ExperimentError
+from pipeline.experiment.extras import needs
 from pipeline.protocol.progress import note
 from pipeline.system.imports import quiet_transformers
 from pipeline.wording import did_you_mean

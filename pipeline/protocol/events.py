@@ -11,8 +11,8 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from pipeline.config.values import Direction, Recorded
 from pipeline.errors import Problem
+from pipeline.experiment.values import Direction, Recorded
 from pipeline.protocol.labels import PARENTS, Role, Split, Status
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
@@ -161,7 +161,7 @@ class Metrics(Event):
     steps: int = 0
     """Training steps since the last report; 0 if the event has no training metrics."""
     losses: tuple[float, ...] = ()
-    """Loss of each of these steps of a training, for `pipeline.recording.journal.loss_file`, not for the journal."""
+    """Loss of each of these steps of a training, for `pipeline.record.loss_file`, not for the journal."""
 
 
 class SystemMetrics(Event):

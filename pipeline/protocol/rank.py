@@ -1,6 +1,6 @@
 """Rank: the place of a process among the workers of a trial."""
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 
 GPU_VARIABLE = "PIPELINE_GPU"
 """Variable with the `Rank.gpu` of a worker, where the driver has chosen it."""

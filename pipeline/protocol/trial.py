@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from pipeline.config.schema import Experiment
-from pipeline.config.values import Frozen
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Frozen
 from pipeline.protocol.labels import Role, Split
 from pipeline.wording import counted, format_parallel
 

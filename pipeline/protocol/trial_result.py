@@ -5,7 +5,7 @@ Every class is frozen, typed and survives a round trip through JSON, since it cr
 
 from collections.abc import Mapping
 
-from pipeline.config.values import Recorded
+from pipeline.experiment.values import Recorded
 from pipeline.wording import figure
 
 RANDOM_NUMBERS = "random numbers"

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 from pipeline.report.numbers.paired import Answer
 from pipeline.report.numbers.time_to_target import CLAIM as TIME_CLAIM
 from pipeline.report.numbers.time_to_target import TimeToTarget
@@ -111,7 +111,7 @@ class Compared(Frozen):
         """Sentences on what the answer does not cover."""
         return (CLAIM, TIME_CLAIM) if self.times else (CLAIM,)
 
-    # What follows makes it a report, see `pipeline.recording.terminal.console.Printable`.
+    # What follows makes it a report, see `pipeline.record.terminal.console.Printable`.
 
     @property
     def name(self) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from pydantic import ConfigDict
 
-from pipeline.config.reported import named
-from pipeline.config.values import Frozen
+from pipeline.experiment.reported import named
+from pipeline.experiment.values import Frozen
 from pipeline.protocol.events import Evaluated
 from pipeline.protocol.labels import Split
 from pipeline.protocol.trial import Evaluation, Trial
@@ -14,7 +14,7 @@ from pipeline.wording import figure
 
 
 class EvaluationReport(Frozen):
-    """Values of a checkpoint on a held-out set; `pipeline.recording.terminal.console` prints it."""
+    """Values of a checkpoint on a held-out set; `pipeline.record.terminal.console` prints it."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 

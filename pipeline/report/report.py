@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.values import Recorded
-from pipeline.planning.plan import restriction
-from pipeline.planning.scheduler_units import scheduler_units
+from pipeline.experiment.values import Recorded
+from pipeline.plan.plan import restriction
+from pipeline.plan.scheduler_units import scheduler_units
 from pipeline.protocol.events import LOSSES, Evaluated, Finished
 from pipeline.protocol.labels import Role
 from pipeline.protocol.trial import Training, Trial

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 from pipeline.protocol.links import link
 from pipeline.report.text.tables import ReportTable
 from pipeline.wording import figure as rounded

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.values import Section
+from pipeline.experiment.values import Section
 from pipeline.tasks import Trainee
 
 

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from pipeline.config.values import Section
 from pipeline.errors import ExperimentError
+from pipeline.experiment.values import Section
 from pipeline.strategies import base
 from pipeline.tasks import Trainee
 

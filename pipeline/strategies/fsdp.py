@@ -19,8 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from pipeline.config.values import Section
 from pipeline.errors import ExperimentError
+from pipeline.experiment.values import Section
 from pipeline.strategies import base
 from pipeline.strategies._blocks import check, choose, describe
 from pipeline.tasks import Trainee

@@ -3,7 +3,7 @@
 from torch import nn
 from typing_extensions import override
 
-from pipeline.config.values import Section
+from pipeline.experiment.values import Section
 from pipeline.strategies import base
 from pipeline.tasks import Trainee
 

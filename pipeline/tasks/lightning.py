@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from pipeline.config.lightning_module import OPTIMIZER
 from pipeline.errors import ExperimentError, Problem
+from pipeline.experiment.lightning_module import OPTIMIZER
 from pipeline.tasks.trainee import Loss, Task, count_samples
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import Experiment
+    from pipeline.experiment.schema import Experiment
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 _LOSS = re.compile(r"((val|valid|validation|test)[/_-])?loss")

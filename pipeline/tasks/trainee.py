@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from pipeline.config.reported import LEARNING_RATE, OF_GROUP, OF_TRAINING, mlflow_name
 from pipeline.errors import ExperimentError
+from pipeline.experiment.reported import LEARNING_RATE, OF_GROUP, OF_TRAINING, mlflow_name
 from pipeline.tasks.gathering import current
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import components
-from pipeline.config.loader_section import DEFAULT_COLLATE
-from pipeline.config.schema import Experiment
-from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.experiment import components
+from pipeline.experiment.loader_section import DEFAULT_COLLATE
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Component
 from pipeline.protocol import progress
 from pipeline.protocol.labels import Split
 from pipeline.protocol.rank import Rank

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline.config import components
 from pipeline.errors import ExperimentError
+from pipeline.experiment import components
 from pipeline.protocol.events import AnyEvent, Outbox
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial

@@ -12,11 +12,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
-from pipeline.config import keys
-from pipeline.config.train import EarlyStopping as StoppingOptions
-from pipeline.config.train import Ema as EmaOptions
-from pipeline.config.values import Direction
 from pipeline.errors import ExperimentError
+from pipeline.experiment import keys
+from pipeline.experiment.train import EarlyStopping as StoppingOptions
+from pipeline.experiment.train import Ema as EmaOptions
+from pipeline.experiment.values import Direction
 from pipeline.protocol.trial import Training
 from pipeline.tasks import describe
 from pipeline.train.hooks import Hook, name_of

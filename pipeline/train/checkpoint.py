@@ -15,8 +15,8 @@ from typing import Self
 
 import torch.distributed as dist
 
-from pipeline.config.reported import PREFIX
 from pipeline.errors import ExperimentError, PipelineError, Problem, Stopped, TrainingError
+from pipeline.experiment.reported import PREFIX
 from pipeline.protocol.events import Resumed
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial

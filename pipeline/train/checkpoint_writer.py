@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from pipeline.config.values import Direction
 from pipeline.errors import PipelineError
+from pipeline.experiment.values import Direction
 from pipeline.protocol.events import CheckpointSaved
 from pipeline.train import saved_state
 from pipeline.train.manifest import FILE_NAME, Manifest, StoredFile, best, kept, step_of

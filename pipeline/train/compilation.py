@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pipeline.config.train import Compile
 from pipeline.errors import ExperimentError
+from pipeline.experiment.train import Compile
 from pipeline.protocol.events import Phase
 from pipeline.train.watch import mark
 

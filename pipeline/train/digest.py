@@ -6,7 +6,7 @@ Commands read it from manifests of checkpoints: this module doesn't import torch
 from collections.abc import Mapping
 from hashlib import sha256
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 
 
 class DataDigest(Frozen):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.reported import PREFIX, mlflow_name, source_of
-from pipeline.config.schema import followed
 from pipeline.errors import ExperimentError, Problem
+from pipeline.experiment.reported import PREFIX, mlflow_name, source_of
+from pipeline.experiment.schema import followed
 from pipeline.protocol.events import Phase, Point
 from pipeline.protocol.labels import Split
 from pipeline.protocol.progress import ProgressReporter

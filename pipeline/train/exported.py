@@ -17,9 +17,9 @@ from rich.filesize import decimal
 from torch import Tensor, nn
 from torch.export import Dim
 
-from pipeline.config import components
-from pipeline.config.schema import Experiment
 from pipeline.errors import ResourceError
+from pipeline.experiment import components
+from pipeline.experiment.schema import Experiment
 from pipeline.system.memory_limits import find_memory_limits
 from pipeline.train.names import TASK
 from pipeline.train.parts import seeded_model

@@ -17,8 +17,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset
 
-from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.experiment.schema import Experiment
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.train.order import MicroBatch, SampleOrder
 from pipeline.train.reader import Collation, make_read_error

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError, field_serializer
 
-from pipeline.config import keys
-from pipeline.config.schema import Experiment
-from pipeline.config.values import Direction, Frozen
 from pipeline.errors import UsageError
+from pipeline.experiment import keys
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Direction, Frozen
 from pipeline.train.digest import DataDigest
 from pipeline.train.storage import Storage
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config.reported import GRADIENT_NORM, LEARNING_RATE, LOSS, TRAIN
 from pipeline.errors import ExperimentError
+from pipeline.experiment.reported import GRADIENT_NORM, LEARNING_RATE, LOSS, TRAIN
 from pipeline.protocol.events import Metrics, Point
 from pipeline.protocol.trial import Measurement, Training
 from pipeline.train.clock import Clock, DataWait, Lap, Stream

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config.reported import source_of
-from pipeline.config.values import Component, Create, Direction, Mode
 from pipeline.errors import ExperimentError, Problem
+from pipeline.experiment.reported import source_of
+from pipeline.experiment.values import Component, Create, Direction, Mode
 from pipeline.protocol.rank import Rank
 from pipeline.train.ranks import gather
 from pipeline.train.same import fingerprint

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
-from pipeline.config import lightning_module
-from pipeline.config.finetuning import Optimizer as Declared
-from pipeline.config.finetuning import ParameterGroup
-from pipeline.config.named_optimizers import NamedOptimizer
-from pipeline.config.schema import Experiment
-from pipeline.config.values import Create
 from pipeline.errors import ExperimentError, Problem
+from pipeline.experiment import lightning_module
+from pipeline.experiment.finetuning import Optimizer as Declared
+from pipeline.experiment.finetuning import ParameterGroup
+from pipeline.experiment.named_optimizers import NamedOptimizer
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Create
 from pipeline.system.imports import undisturbed
 from pipeline.tasks import Trainee
 from pipeline.train.names import Named, listed, matches, named, shown, unmatched, without_match

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from pipeline import registry
-from pipeline.config.schema import Experiment
-from pipeline.config.values import Component, Create
 from pipeline.errors import ExperimentError
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Component, Create
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.strategies.base import Strategy

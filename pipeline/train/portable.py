@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pipeline.config.schema import Experiment
 from pipeline.errors import PipelineError, TrainingError, UsageError
+from pipeline.experiment.schema import Experiment
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation

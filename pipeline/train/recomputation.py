@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.config.train import Patterns
 from pipeline.errors import ExperimentError
+from pipeline.experiment.train import Patterns
 from pipeline.strategies._blocks import find_repeated_blocks
 from pipeline.train.names import listed
 from pipeline.wording import did_you_mean
@@ -30,7 +30,7 @@ def apply(model: nn.Module, wanted: Patterns, *, is_compiled: bool) -> tuple[str
 
     Args:
         model: the model, changed in place.
-        wanted: see `pipeline.config.train.Train.activation_checkpointing`.
+        wanted: see `pipeline.experiment.train.Train.activation_checkpointing`.
         is_compiled: True if the model will be compiled; the compiler then prevents a second update of buffers.
 
     Raises:

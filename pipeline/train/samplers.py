@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.config import components
-from pipeline.config.component_arguments import parameters_of
-from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError
+from pipeline.experiment import components
+from pipeline.experiment.component_arguments import parameters_of
+from pipeline.experiment.schema import Experiment
 from pipeline.protocol.progress import report_progress_to
 from pipeline.train.order import Indices, SampleOrder
 from pipeline.train.reader import copy_dataset, find_datasets_with_epoch, set_epoch

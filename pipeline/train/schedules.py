@@ -18,15 +18,15 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from pipeline.config import lightning_module
-from pipeline.config.consistency import NO_PLATEAU
-from pipeline.config.finetuning import OWN_RATES
-from pipeline.config.named_optimizers import own_key, own_problems
-from pipeline.config.reported import LEARNING_RATE, OF_GROUP, PREFIX
-from pipeline.config.schema import Experiment
-from pipeline.config.train import LearningRateScaling, Train
-from pipeline.config.values import Component, Create
 from pipeline.errors import ExperimentError
+from pipeline.experiment import lightning_module
+from pipeline.experiment.consistency import NO_PLATEAU
+from pipeline.experiment.finetuning import OWN_RATES
+from pipeline.experiment.named_optimizers import own_key, own_problems
+from pipeline.experiment.reported import LEARNING_RATE, OF_GROUP, PREFIX
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.train import LearningRateScaling, Train
+from pipeline.experiment.values import Component, Create
 from pipeline.train.errors import is_from_torch
 from pipeline.train.metrics import known_direction
 

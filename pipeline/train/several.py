@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config.reported import GRADIENT_NORM, LEARNING_RATE, LOSS
 from pipeline.errors import ExperimentError
+from pipeline.experiment.reported import GRADIENT_NORM, LEARNING_RATE, LOSS
 from pipeline.protocol.events import Phase
 from pipeline.tasks import Loss, gathering
 from pipeline.train import errors

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.config.reported import source_of
-from pipeline.config.schema import Experiment
-from pipeline.config.values import Create, Direction, Mode
+from pipeline.experiment.reported import source_of
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Create, Direction, Mode
 from pipeline.protocol.events import AnyEvent, Loaded, Outbox, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial

@@ -12,8 +12,8 @@ import fsspec
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.config.uris import has_password, without_credentials
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.experiment.uris import has_password, without_credentials
 from pipeline.protocol.progress import ProgressReporter
 
 _KEY = "checkpoint.directory"

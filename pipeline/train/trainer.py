@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.random import fork_rng
 
-from pipeline.config.reported import GRADIENT_NORM
 from pipeline.errors import ExperimentError, Stopped
+from pipeline.experiment.reported import GRADIENT_NORM
 from pipeline.protocol.events import Phase
 from pipeline.protocol.trial import Training
 from pipeline.tasks import Loss, gathering

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from pipeline.config import environment
 from pipeline.errors import ExperimentError, PipelineError, Stopped
+from pipeline.experiment import environment
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import (

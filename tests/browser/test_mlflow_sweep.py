@@ -13,9 +13,9 @@ from playwright.sync_api import expect, sync_playwright
 from recordings import recording
 from test_mlflow_ui import ui
 
-from pipeline.recording.mlflow.outcome import TrackingOutcome, places_of
-from pipeline.recording.mlflow.sync import sync_with_trials
 from pipeline.report.swept import FILE_NAME, SweptReport
+from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
+from pipeline.tracking.mlflow.sync import sync_with_trials
 
 pytestmark = [
     pytest.mark.timeout(1800),

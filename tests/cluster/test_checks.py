@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.checks import find_other_versions
-from pipeline.cluster.code import Code
-from pipeline.cluster.node_check import Answer, Question, check_node
-from pipeline.cluster.node_facts import NodeFacts, Torch, facts_here
+from pipeline.launch.cluster.checks import find_other_versions
+from pipeline.launch.cluster.code import Code
+from pipeline.launch.cluster.node_check import Answer, Question, check_node
+from pipeline.launch.cluster.node_facts import NodeFacts, Torch, facts_here
 
 HERE = facts_here()
 TORCH = Torch(version="2.13.0+cpu", cuda=None, nccl=None, cuda_available=None, cuda_error=None)

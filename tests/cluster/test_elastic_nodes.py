@@ -14,7 +14,7 @@ from nodes import Nodes
 from projects import PATIENCE_S, Ran, line, project
 
 from pipeline.protocol.events import AnyEvent, Metrics, Resumed, Started, Warned
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 pytestmark = pytest.mark.timeout(900)
 

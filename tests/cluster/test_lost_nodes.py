@@ -15,7 +15,7 @@ from nodes import Nodes
 from projects import PATIENCE_S, Ran, line, project
 
 from pipeline.protocol.events import CheckpointSaved, Metrics, Resumed, Started, TrialOpened, Warned
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 from pipeline.report.numbers.goodput import WallClock
 
 pytestmark = pytest.mark.timeout(900)

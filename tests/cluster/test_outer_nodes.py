@@ -20,7 +20,7 @@ from outer import PATIENCE_S, Ranks, losses, run_line, srun
 from projects import project
 
 from pipeline.protocol.events import CheckpointSaved, Resumed, RunClosed, Started, SystemMetrics
-from pipeline.recording.journal import journal, loss_file
+from pipeline.record import journal, loss_file
 
 pytestmark = pytest.mark.timeout(600)
 

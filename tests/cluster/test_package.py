@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from projects import project
 
-from pipeline.cluster import code as shipping
-from pipeline.cluster.code import Code, sent, to_send, tracked
 from pipeline.errors import ExperimentError, ResourceError
+from pipeline.launch.cluster import code as shipping
+from pipeline.launch.cluster.code import Code, sent, to_send, tracked
 
 
 @pytest.fixture
@@ -137,14 +137,14 @@ def test_a_worker_finds_a_source_folder_and_the_working_directory(
 
 _ENTER = """
 import importlib.util, pathlib, sys
-from pipeline.cluster.code import Code
+from pipeline.launch.cluster.code import Code
 Code.model_validate_json(sys.argv[1]).enter()
 print(pathlib.Path.cwd().name, pathlib.Path(importlib.util.find_spec("lab_src").origin).parent.name)
 """
 
 
 def test_a_placement_is_refused_elsewhere() -> None:
-    from pipeline.config.load import load
+    from pipeline.experiment.load import load
 
     overrides = ["parallel.placement=spread", "parallel.launcher=torchrun"]
     with pytest.raises(ExperimentError, match=r"has no effect with launcher: torchrun\. Set launcher: ray"):

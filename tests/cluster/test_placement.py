@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.arguments import with_address
-from pipeline.config.load import load
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.planning.plan import Plan, make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import load
+from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.resources import Resources
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 TWO_NODES = Resources(cpus=8, memory_mb=4096, gpus=("GPU",) * 8, node="Ray cluster at head:6379", nodes=2)

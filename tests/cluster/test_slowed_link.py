@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from nodes import Nodes
 
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
-from pipeline.planning import resources
-from pipeline.planning.plan import make_plan
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import allowed_packages
+from pipeline.plan import resources
+from pipeline.plan.plan import make_plan
 from pipeline.protocol.events import Finished, Metrics, Warned, event_from_json
 
 pytestmark = pytest.mark.timeout(600)

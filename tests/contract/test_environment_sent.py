@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 
-from pipeline.config.values import WithEnvironment
+from pipeline.experiment.values import WithEnvironment
 
 ENTERED = """
 import json, os, sys
-from pipeline.config.values import WithEnvironment
+from pipeline.experiment.values import WithEnvironment
 WithEnvironment.model_validate_json(sys.stdin.read()).enter()
 print(json.dumps([os.environ["NAME"], "GONE" in os.environ, os.getenv("NAME") == os.fsdecode(os.environb[b"NAME"])]))
 """

@@ -15,14 +15,14 @@ import pytest
 import toys
 from outer import outer_torchrun
 
-from pipeline.config.load import load
-from pipeline.config.parallel import Parallel
-from pipeline.config.targets import BUILT_IN
-from pipeline.launchers import _head_start, torchrun
-from pipeline.launchers._forks import Forks, Process
-from pipeline.launchers.base import Session
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import load
+from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.targets import BUILT_IN
+from pipeline.launch import _head_start, torchrun
+from pipeline.launch._forks import Forks, Process
+from pipeline.launch.base import Session
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Warned
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"

@@ -15,13 +15,13 @@ import pytest
 import rich.console
 import toys
 
-from pipeline.driver.execute import execute
-from pipeline.launchers import inprocess
-from pipeline.launchers.base import Session
+from pipeline.drive.execute import execute
+from pipeline.drive.recorded_run import Log
+from pipeline.launch import inprocess
+from pipeline.launch.base import Session
 from pipeline.protocol.events import AnyEvent, Metrics, Point, Resumed, RunClosed, Warned
-from pipeline.recording.journal.journal import FILE_NAME, Journal, is_open, read
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.recorded_run import Log
+from pipeline.record.journal import FILE_NAME, Journal, is_open, read
+from pipeline.record.recorder import Recorder
 
 EVENTS: list[AnyEvent] = [
     Metrics(time=1.5, step=1, epoch=1, points=(Point("train/loss", 1, 0.5), Point("train/loss", 2, float("inf")))),
@@ -33,7 +33,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from pipeline.protocol.events import Warned
-from pipeline.recording.journal.journal import Journal
+from pipeline.record.journal import Journal
 
 journal = Journal(Path(sys.argv[1]))
 for number in range(100):

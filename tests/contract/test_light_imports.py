@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "mlflow", "torchmetrics")
 ASKED = {
-    "an experiment file": "from pipeline.config import load, components; load.load('experiments/mlp.yaml')",
+    "an experiment file": "from pipeline.experiment import load, components; load.load('experiments/mlp.yaml')",
     "strategies and launchers": "from pipeline import registry as r; r.names('strategies'); r.names('launchers')",
-    "keys": "from pipeline.config import vocabulary as v; v.all_keys()",
-    "the machine": "from pipeline.planning.resources import detect; detect()",
+    "keys": "from pipeline.experiment import vocabulary as v; v.all_keys()",
+    "the machine": "from pipeline.plan.resources import detect; detect()",
     "new projects": "from pipeline.commands.new import create",
 }
 

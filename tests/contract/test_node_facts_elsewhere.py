@@ -10,7 +10,7 @@ import ray
 import torch
 from ray import cloudpickle
 
-from pipeline.cluster.node_facts import NodeFacts, collect, facts_here
+from pipeline.launch.cluster.node_facts import NodeFacts, collect, facts_here
 
 
 def test_the_questions_can_be_asked_where_the_package_is_missing() -> None:

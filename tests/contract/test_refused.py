@@ -13,11 +13,11 @@ import pytest
 from recordings import copied, written_here
 from toys import Kept
 
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
 from pipeline.errors import PipelineError
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import allowed_packages
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.rank import Rank
 from pipeline.train.run import train
 

@@ -16,7 +16,7 @@ import toys
 from ranks import Ranks
 from torch import Tensor, nn
 
-from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.launch.base import DirectOutbox, Session
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial

@@ -12,7 +12,7 @@ def test_only_cores_that_the_process_may_use_count() -> None:
     one = min(os.sched_getaffinity(0))
     code = (
         f"import os; os.sched_setaffinity(0, {{{one}}}); "
-        "from pipeline.planning.resources import detect; print(detect().cpus)"
+        "from pipeline.plan.resources import detect; print(detect().cpus)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import toys
 
-from pipeline.launchers import inprocess
-from pipeline.launchers._hang_detector import HangDetector
-from pipeline.launchers.base import Session
+from pipeline.launch import inprocess
+from pipeline.launch._hang_detector import HangDetector
+from pipeline.launch.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase, Warned, event_from_json, event_to_json
 from pipeline.protocol.rank import Rank
 from pipeline.system.process_start import seconds_after_boot

@@ -18,9 +18,9 @@ import weighed
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from pipeline.config import components
-from pipeline.config.schema import Experiment
-from pipeline.config.targets import BUILT_IN
+from pipeline.experiment import components
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
 from pipeline.tasks import LanguageModel

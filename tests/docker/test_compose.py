@@ -24,7 +24,7 @@ from containers import (
 )
 from waiting import eventually
 
-from pipeline.recording.journal.journal import FILE_NAME
+from pipeline.record.journal import FILE_NAME
 
 pytestmark = pytest.mark.timeout(2400)
 

@@ -13,15 +13,15 @@ from attempts import ranks_of
 from census import compared, injected
 
 from pipeline import registry
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
-from pipeline.driver.execute import execute
-from pipeline.launchers.base import Session
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.drive.execute import execute
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import allowed_packages
+from pipeline.launch.base import Session
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Metrics, Resumed
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record import journal
+from pipeline.record.recorder import Recorder
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,11 +15,11 @@ import torch
 from census import injected
 from recordings import Recording, Store, copied, recording
 
-from pipeline.config.load import load
+from pipeline.experiment.load import load
 from pipeline.protocol.events import ModelExported, ModelSaved
-from pipeline.recording.journal import journal as journals
-from pipeline.recording.mlflow.sender import Sender
-from pipeline.recording.mlflow.sync import sync
+from pipeline.record import journal as journals
+from pipeline.tracking.mlflow.sender import Sender
+from pipeline.tracking.mlflow.sync import sync
 from pipeline.train.exported import export, trained_model
 from pipeline.train.reference import Reference
 

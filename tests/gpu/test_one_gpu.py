@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from pipeline.models import resnet18
-from pipeline.planning import resources
+from pipeline.plan import resources
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Warned
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 from pipeline.tasks import Loss
 
 pytestmark = NEEDS_GPU

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipeline import registry
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
-from pipeline.launchers.base import Session
-from pipeline.planning import resources
-from pipeline.planning.plan import make_plan
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import allowed_packages
+from pipeline.launch.base import Session
+from pipeline.plan import resources
+from pipeline.plan.plan import make_plan
 from pipeline.protocol.events import AnyEvent, Failed, Finished, event_from_json
 from pipeline.protocol.trial import Trial
 from pipeline.report.advice import advise

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.protocol.events import Metrics
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 Command = Callable[..., Any]
 
@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine importing MLflow alone takes longer than a user would wait."""
-    monkeypatch.setattr("pipeline.recording.mlflow.mlflow_subscriber._DRAIN_SECONDS", 200.0)
+    monkeypatch.setattr("pipeline.tracking.mlflow.mlflow_subscriber._DRAIN_SECONDS", 200.0)
 
 
 def run(command: Command, folder: Path, also: str, *more: str) -> tuple[Path, Any]:

@@ -15,7 +15,7 @@ from command import EXPERIMENT
 from pipeline import BenchmarkResult, Experiment, RunResult, benchmark, run
 from pipeline.errors import Terminated, TrainingError
 from pipeline.protocol.events import RunClosed
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 KEPT_HERE = ("tracking.uri=sqlite:///mlflow.db", "train.epochs=1")
 

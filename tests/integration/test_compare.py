@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from pipeline.protocol import estimates
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 REPEATS = 2

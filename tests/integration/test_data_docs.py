@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipeline.protocol.events import Finished, Started
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 BLOCKS = {

@@ -3,10 +3,10 @@
 import psutil
 import ray
 
-from pipeline.cluster.node_facts import facts_here
-from pipeline.cluster.nodes import ask_facts, read_facts
-from pipeline.cluster.placement import usable_nodes
-from pipeline.launchers._ray.local import LocalRayRequest, started
+from pipeline.launch._ray.local import LocalRayRequest, started
+from pipeline.launch.cluster.node_facts import facts_here
+from pipeline.launch.cluster.nodes import ask_facts, read_facts
+from pipeline.launch.cluster.placement import usable_nodes
 
 
 def _own_processes() -> list[psutil.Process]:

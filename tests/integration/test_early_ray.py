@@ -14,10 +14,10 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pipeline.config.load import load
 from pipeline.errors import ResourceError
-from pipeline.launchers import _head_start
-from pipeline.launchers._ray import early
+from pipeline.experiment.load import load
+from pipeline.launch import _head_start
+from pipeline.launch._ray import early
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 DDP = ("parallel.launcher=ray", "parallel.strategy=ddp", "parallel.workers=2")

@@ -18,7 +18,7 @@ from stores import free_port
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 from pipeline.report.report import Report
 
 pytestmark = pytest.mark.timeout(1200)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data import example_sentences
-from pipeline.recording.journal import loss_file
+from pipeline.record import loss_file
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {

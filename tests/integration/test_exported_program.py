@@ -9,7 +9,7 @@ import torch
 from toy_runs import toy_run
 
 from pipeline.commands.export import export
-from pipeline.config.load import load
+from pipeline.experiment.load import load
 
 IMAGES = {
     "model": {"_target_": "pipeline.models.resnet18", "num_classes": 10, "in_channels": 1, "width": 4},

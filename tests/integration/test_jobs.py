@@ -22,7 +22,7 @@ from slurm import SCRIPT, Slurm
 from stores import free_port
 
 from pipeline.protocol.events import CheckpointSaved, Event, Metrics, Resumed, RunClosed
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -16,8 +16,8 @@ from outside import code
 from ranks import on_ranks
 
 from pipeline import Trained
-from pipeline.config import components
 from pipeline.data import example_sentences
+from pipeline.experiment import components
 from pipeline.models import pretrained
 from pipeline.protocol.rank import Rank
 from pipeline.train.run import train

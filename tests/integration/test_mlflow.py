@@ -22,11 +22,12 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from stores import Server
 
-from pipeline.config.load import load
+from pipeline.drive.recorded_run import open_trial, recorded
 from pipeline.errors import ResourceError, UsageError
+from pipeline.experiment.load import load
 from pipeline.models.mlp import MLP
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
@@ -40,17 +41,16 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
-from pipeline.recording.journal.journal import FILE_NAME, Journal
-from pipeline.recording.mlflow import mlflow_entities
-from pipeline.recording.mlflow.delivery import quiet
-from pipeline.recording.mlflow.mlflow_run import MlflowRun
-from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber, head_start
-from pipeline.recording.mlflow.outcome import TrackingOutcome, places_of
-from pipeline.recording.mlflow.store import check_store, resolve_uri, run_link, runs_link
-from pipeline.recording.mlflow.sync import sync
-from pipeline.recording.mlflow.ui import pages, serve
-from pipeline.recording.recorded_run import open_trial, recorded
-from pipeline.recording.terminal.terminal import Terminal
+from pipeline.record.journal import FILE_NAME, Journal
+from pipeline.record.terminal.terminal import Terminal
+from pipeline.tracking.mlflow import mlflow_entities
+from pipeline.tracking.mlflow.delivery import quiet
+from pipeline.tracking.mlflow.mlflow_run import MlflowRun
+from pipeline.tracking.mlflow.mlflow_subscriber import MlflowSubscriber, head_start
+from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
+from pipeline.tracking.mlflow.store import check_store, resolve_uri, run_link, runs_link
+from pipeline.tracking.mlflow.sync import sync
+from pipeline.tracking.mlflow.ui import pages, serve
 from pipeline.train.reference import ModelCall, record
 
 pytestmark = pytest.mark.filterwarnings(
@@ -378,7 +378,7 @@ def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path
     """Killed, it can't tell anyone; nobody may be left who writes to a run that is resumed."""
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber\n"
+        "from pipeline.tracking.mlflow.mlflow_subscriber import MlflowSubscriber\n"
         "MlflowSubscriber(folder=Path(sys.argv[1]), log=Path(sys.argv[1]) / 'log.txt', warn=print)\n"
         "print('ready', flush=True); time.sleep(600)"
     )
@@ -415,7 +415,7 @@ def test_what_the_process_says_before_its_order_is_in_the_log(
 ) -> None:
     journaled(tmp_path, [opened(database, "broken"), metrics(0)])
     monkeypatch.setattr(
-        "pipeline.recording.mlflow.mlflow_subscriber._START", "import sys; sys.exit('a broken installation')"
+        "pipeline.tracking.mlflow.mlflow_subscriber._START", "import sys; sys.exit('a broken installation')"
     )
     with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=warnings_told.append)) as subscriber:
         subscriber.finish(timeout_s=60)
@@ -431,7 +431,7 @@ def test_a_head_start_for_nothing_is_ended(database: str) -> None:
 
 def test_a_head_start_ends_with_a_driver_that_is_killed() -> None:
     program = (
-        "import time; from pipeline.recording.mlflow.mlflow_subscriber import head_start\n"
+        "import time; from pipeline.tracking.mlflow.mlflow_subscriber import head_start\n"
         "with head_start('sqlite:///mlflow.db'): print('ready', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
@@ -464,7 +464,7 @@ def checked_by_nobody(uri: str) -> str:
     program = """
 import os, sys
 from pipeline.errors import ResourceError
-from pipeline.recording.mlflow.store import check_store
+from pipeline.tracking.mlflow.store import check_store
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
@@ -501,7 +501,7 @@ def test_the_ui_answers_on_its_port_and_goes_without_a_trace(database: str, tmp_
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    program = f"""from pipeline.recording.mlflow.ui import serve
+    program = f"""from pipeline.tracking.mlflow.ui import serve
 serve({database!r}, port={port}, ready=lambda address: print(address, flush=True))"""
     outcome = deliver(tmp_path, [opened(database, "ui"), RunClosed(time=T0, status="FINISHED")], warn=print)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:

@@ -16,7 +16,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
 from waiting import eventually
 
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 ROOT = Path(__file__).parents[2]
 

@@ -29,7 +29,7 @@ from pipeline.protocol.events import (
     SystemMetrics,
     Warned,
 )
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 

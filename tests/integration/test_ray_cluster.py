@@ -20,7 +20,7 @@ import pytest
 from swept import Folder, section
 
 from pipeline.protocol.events import Finished, RunClosed, Started
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 RAY = Path(sys.executable).with_name("ray")
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"

@@ -19,9 +19,9 @@ import psutil
 import pytest
 from stores import Proxy, Server
 
-from pipeline.config.load import load
-from pipeline.config.summary import config_hash, flatten, to_yaml
 from pipeline.errors import ExperimentError
+from pipeline.experiment.load import load
+from pipeline.experiment.summary import config_hash, flatten, to_yaml
 
 Start = Callable[..., "subprocess.Popen[str]"]
 pytestmark = pytest.mark.timeout(600)
@@ -93,7 +93,7 @@ def test_a_run_uses_secrets_and_leaves_them_nowhere(
     overrides = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "tracking.log_model=true"]
     run = ran(*overrides, planted=planted, start=start, project=project, folder=tmp_path)
 
-    assert any("pipeline.launchers._forkserver" in line for line in run.lines)  # they were seen while they ran
+    assert any("pipeline.launch._forkserver" in line for line in run.lines)  # they were seen while they ran
     assert run.listening == {"127.0.0.1"}
     assert_nowhere(planted, tmp_path, run)
     (written,) = tmp_path.glob("runs/*/experiment.yaml")

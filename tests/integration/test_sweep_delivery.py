@@ -16,9 +16,9 @@ from pipeline.commands.sweep.assignment import Record
 from pipeline.commands.sweep.journals import find_trial, state_of
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, Point, RunClosed, RunOpened, Tagged
-from pipeline.recording.journal.folder import trials_of
-from pipeline.recording.journal.journal import FILE_NAME, Journal
-from pipeline.recording.mlflow.sync import sync, sync_with_trials
+from pipeline.record.folder import trials_of
+from pipeline.record.journal import FILE_NAME, Journal
+from pipeline.tracking.mlflow.sync import sync, sync_with_trials
 
 METRIC = "validation/loss"
 EXPERIMENT = {

@@ -16,7 +16,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pipeline.protocol.events import RunOpened
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 PATIENCE_S = 240.0
 TEXT = """

@@ -15,7 +15,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pipeline.protocol.events import AnyEvent, RunClosed
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 TRACEBACK = "Traceback (most recent call last)"
 

@@ -12,7 +12,7 @@ from recordings import copied
 from stopped import Start, check_that_a_stopped_rank_is_named, endless, wait_for
 
 from pipeline.protocol.events import RunClosed
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 PATIENCE_S = 120.0
 

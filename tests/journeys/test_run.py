@@ -19,10 +19,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from stores import free_port
 
-from pipeline.config.load import load
-from pipeline.config.summary import config_hash, flatten
+from pipeline.experiment.load import load
+from pipeline.experiment.summary import config_hash, flatten
 from pipeline.protocol.events import Finished, RunClosed, RunOpened, TrialOpened
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 from pipeline.report.report import Report
 
 pytestmark = [

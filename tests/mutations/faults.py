@@ -210,7 +210,7 @@ FAULTS = (
     Fault(
         "an event is delivered twice",
         "no point is there twice",
-        "pipeline/recording/journal/recorder.py",
+        "pipeline/record/recorder.py",
         "                subscriber.receive(new)",
         "                subscriber.receive(new)\n                subscriber.receive(new)",
         ("tests/unit/test_recorder.py",),
@@ -218,7 +218,7 @@ FAULTS = (
     Fault(
         "steps that are done again are recorded again",
         "no point of a resumed run is there twice",
-        "pipeline/recording/journal/recorder.py",
+        "pipeline/record/recorder.py",
         "point.step > known[series]:",
         "point.step >= known[series]:",
         ("tests/unit/test_recorder.py",),
@@ -226,7 +226,7 @@ FAULTS = (
     Fault(
         "the MLflow writer blocks the step",
         "tracking can't hurt training",
-        "pipeline/recording/mlflow/mlflow_subscriber.py",
+        "pipeline/tracking/mlflow/mlflow_subscriber.py",
         "        if isinstance(event, RunClosed):",
         "        self._done.wait(0.2)\n        if isinstance(event, RunClosed):",
         ("tests/replay/test_writer.py",),
@@ -234,7 +234,7 @@ FAULTS = (
     Fault(
         "a point has the time at which it is sent",
         "pipeline sync adds nothing twice",
-        "pipeline/recording/mlflow/mlflow_entities.py",
+        "pipeline/tracking/mlflow/mlflow_entities.py",
         "    return round(event.time * 1000)",
         "    import time\n\n    return round(time.time() * 1000)",
         ("tests/replay/test_sent.py",),
@@ -242,7 +242,7 @@ FAULTS = (
     Fault(
         "a killed run is FINISHED in MLflow",
         "a killed driver's run ends as KILLED",
-        "pipeline/recording/journal/folder.py",
+        "pipeline/record/folder.py",
         '    return RunClosed(time=at, status="KILLED",',
         '    return RunClosed(time=at, status="FINISHED",',
         ("tests/replay/test_sent.py::test_a_killed_run_ends_with_its_last_event_and_goes_on_when_it_is_resumed",),
@@ -250,7 +250,7 @@ FAULTS = (
     Fault(
         "a torn line stays in the journal",
         "a killed driver loses at most its last event",
-        "pipeline/recording/journal/journal.py",
+        "pipeline/record/journal.py",
         "        os.truncate(path, start)",
         "        os.truncate(path, path.stat().st_size)",
         ("tests/unit/test_journal.py",),
@@ -306,7 +306,7 @@ FAULTS = (
     Fault(
         "a failed run is FINISHED",
         "a run's status is what became of it",
-        "pipeline/recording/recorded_run.py",
+        "pipeline/drive/recorded_run.py",
         '    return "FAILED", str(error) if',
         '    return "FINISHED", str(error) if',
         ("tests/replay/test_played.py::test_a_failed_rank_is_named_with_its_own_traceback",),
@@ -314,7 +314,7 @@ FAULTS = (
     Fault(
         "progress stands in the JSON document",
         "--json prints one document and nothing else",
-        "pipeline/recording/terminal/terminal.py",
+        "pipeline/record/terminal/terminal.py",
         "        stdout = stderr if as_json else",
         "        stdout = stderr if as_json and quiet else",
         ("tests/replay/test_played.py::test_scripts_get_one_document_and_nothing_else",),
@@ -322,7 +322,7 @@ FAULTS = (
     Fault(
         "a YAML problem is swallowed",
         "all problems of a file at once",
-        "pipeline/config/load.py",
+        "pipeline/experiment/load.py",
         "        raise _explain([*problems, *rejected], places)",
         "        raise _explain([*problems, *rejected][:1], places)",
         ("tests/unit/test_load.py",),
@@ -330,7 +330,7 @@ FAULTS = (
     Fault(
         "a target's home is not looked at",
         "a file runs code of allowed packages only",
-        "pipeline/config/targets.py",
+        "pipeline/experiment/targets.py",
         "            self._refuse_module(found)\n",
         "",
         ("tests/unit/test_components.py",),
@@ -338,7 +338,7 @@ FAULTS = (
     Fault(
         "a password is written down",
         "credentials are in no file of a run",
-        "pipeline/config/uris.py",
+        "pipeline/experiment/uris.py",
         'address, mark, query = _CREDENTIALS.sub(r"\\1", uri).partition("?")',
         'address, mark, query = uri.partition("?")',
         ("tests/unit/test_checkpoint.py::TestStorage::test_with_a_password_is_refused_and_not_repeated",),

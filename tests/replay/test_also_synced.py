@@ -12,7 +12,7 @@ import pytest
 from recordings import Recording, Store
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.recording.journal import journal as journals
+from pipeline.record import journal as journals
 
 Journal = Callable[[str], Recording]
 

@@ -12,11 +12,11 @@ import pytest
 from recordings import Recording, Store, written_here
 from toy_runs import toy_run
 
+from pipeline.drive import recorded_run
 from pipeline.protocol.events import Evaluated
-from pipeline.recording import recorded_run
-from pipeline.recording.journal import journal as journals
-from pipeline.recording.journal.folder import read_state
-from pipeline.recording.mlflow.sync import sync
+from pipeline.record import journal as journals
+from pipeline.record.folder import read_state
+from pipeline.tracking.mlflow.sync import sync
 from pipeline.train import restored
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 1}

@@ -14,9 +14,9 @@ import pytest
 from recordings import Recording
 
 from pipeline.protocol.events import Evaluated, Metrics, ModelSaved, RunOpened, TrialOpened
-from pipeline.recording.journal.journal import FILE_NAME, Journal
-from pipeline.recording.mlflow.outcome import TrackingOutcome
-from pipeline.recording.mlflow.sync import sync
+from pipeline.record.journal import FILE_NAME, Journal
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.mlflow.sync import sync
 
 Recorded = Callable[[str], Recording]
 ENDS = {

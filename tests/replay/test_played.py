@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from recordings import JOURNALS, Store
 
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import interrupt
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
-from pipeline.recording.journal.journal import FILE_NAME, is_open, read
+from pipeline.record.journal import FILE_NAME, is_open, read
 from pipeline.report.report import Report
 from pipeline.report.text.row_names import label_row
 from pipeline.report.text.tables import speedup

@@ -13,9 +13,9 @@ from recordings import Store
 from toy_runs import toy_run
 
 from pipeline.protocol.events import ModelSaved, RunClosed
-from pipeline.recording.journal import journal as journals
-from pipeline.recording.mlflow import delivery
-from pipeline.recording.mlflow.sync import sync
+from pipeline.record import journal as journals
+from pipeline.tracking.mlflow import delivery
+from pipeline.tracking.mlflow.sync import sync
 
 CHAMPION = {"register_model": {"name": "toys", "alias": "champion"}}
 

@@ -10,11 +10,11 @@ from recordings import Recording
 
 from pipeline.commands import page
 from pipeline.protocol.events import RunOpened
-from pipeline.recording.mlflow.outcome import TrackingOutcome
 from pipeline.report.report import Report
 from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, REPORT_NAME
 from pipeline.report.swept import FILE_NAME as SWEEP_FILE
 from pipeline.report.swept import SweptReport
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
 
 CURVES = {
     "finished": ["Loss", "validation/accuracy", "Throughput, samples/s"],

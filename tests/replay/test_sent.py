@@ -13,15 +13,15 @@ import torch
 from mlflow.entities import Run
 from recordings import JOURNALS, LAB, Recording, Store, copied, recording
 
-from pipeline.config.load import load
-from pipeline.config.summary import config_hash, flatten
+from pipeline.experiment.load import load
+from pipeline.experiment.summary import config_hash, flatten
 from pipeline.protocol.events import Failed, Finished, RunClosed, RunOpened
 from pipeline.protocol.links import link
-from pipeline.recording.mlflow.mlflow_entities import metric_name
-from pipeline.recording.mlflow.mlflow_run import MlflowRun
-from pipeline.recording.mlflow.outcome import TrackingOutcome
-from pipeline.recording.mlflow.sync import sync
 from pipeline.report.report import Report
+from pipeline.tracking.mlflow.mlflow_entities import metric_name
+from pipeline.tracking.mlflow.mlflow_run import MlflowRun
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.mlflow.sync import sync
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:For backward compatibility, 'str' dtypes"),  # MLflow's log_table on pandas 3

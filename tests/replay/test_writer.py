@@ -19,11 +19,11 @@ from recordings import JOURNALS, Recording, Store
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
-from pipeline.recording.journal import journal as journals
-from pipeline.recording.mlflow import delivery, mlflow_run
-from pipeline.recording.mlflow.mlflow_subscriber import MlflowSubscriber
-from pipeline.recording.mlflow.sender import Sender
-from pipeline.recording.mlflow.sync import sync
+from pipeline.record import journal as journals
+from pipeline.tracking.mlflow import delivery, mlflow_run
+from pipeline.tracking.mlflow.mlflow_subscriber import MlflowSubscriber
+from pipeline.tracking.mlflow.sender import Sender
+from pipeline.tracking.mlflow.sync import sync
 
 Journal = Callable[[str], Recording]
 BLOCKED_S = 0.1
@@ -140,7 +140,7 @@ def started_writer(timeout_s: float = 60) -> psutil.Process:
         if len(there) == 1:
             return there[0]
         time.sleep(0.01)
-    pytest.fail(f"no process of pipeline.recording.mlflow.follow within {timeout_s:g} s")
+    pytest.fail(f"no process of pipeline.tracking.mlflow.follow within {timeout_s:g} s")
 
 
 def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_path: Path) -> None:

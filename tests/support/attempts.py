@@ -15,7 +15,7 @@ from recordings import copied, written_here
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 STEPS = 240
 """60 epochs of 4 steps, the last of each smaller."""
@@ -172,5 +172,5 @@ def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 def ranks_of(driver: psutil.Process) -> list[psutil.Process]:
     """What torchrun's launcher has started, without loader processes."""
-    servers = [child for child in driver.children() if "pipeline.launchers._forkserver" in child.cmdline()]
+    servers = [child for child in driver.children() if "pipeline.launch._forkserver" in child.cmdline()]
     return [rank for server in servers for rank in server.children()]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 from torch.utils.data import Dataset
 
-from pipeline.config.schema import Experiment
-from pipeline.config.targets import BUILT_IN
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.trial import Training
 from pipeline.tasks import Loss, gathered
 from pipeline.train.order import SampleOrder

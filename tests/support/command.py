@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.commands import check
-from pipeline.recording.terminal import waiting
+from pipeline.record.terminal import waiting
 from pipeline.system.child import Report
 
 REPOSITORY = Path(__file__).parents[2]

@@ -21,13 +21,13 @@ import toys
 from torch import Tensor, nn
 
 from pipeline import registry
-from pipeline.launchers.base import Session
+from pipeline.launch.base import Session
 from pipeline.protocol.events import WEIGHTS, Finished, Metrics
 from pipeline.protocol.trial import Baseline, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record import journal
+from pipeline.record.recorder import Recorder
 from pipeline.system.process import environment
 
 IS_REHEARSAL = os.environ.get("GPU_REHEARSAL") == "1" and not torch.cuda.is_available()

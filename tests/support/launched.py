@@ -11,18 +11,18 @@ from command import REPOSITORY
 from leaks import State
 
 from pipeline import registry
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
-from pipeline.launchers import _head_start
-from pipeline.launchers.base import Session
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.drive.recorded_run import open_trial
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import allowed_packages
+from pipeline.launch import _head_start
+from pipeline.launch.base import Session
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.recorded_run import open_trial
+from pipeline.record import journal
+from pipeline.record.recorder import Recorder
 
 IN_FP32 = ("inprocess", "torchrun")
 """Launchers that train in fp32, too: one with a process and one with many."""

@@ -9,7 +9,7 @@ import toys
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassF1Score
 
-from pipeline.config.schema import Experiment
+from pipeline.experiment.schema import Experiment
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
 from pipeline.train.run import train

@@ -14,7 +14,7 @@ from command import Ended
 from waiting import eventually
 
 from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 PATIENCE_S = 200.0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from toy_runs import toy_run
 
 from pipeline.commands.export import export
-from pipeline.config.load import load
+from pipeline.experiment.load import load
 
 _SCRIPT = """\
 import sys

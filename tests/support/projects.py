@@ -9,7 +9,7 @@ from typing import NamedTuple
 from nodes import Nodes
 
 from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 LAB = Path(__file__).parents[1] / "project"
 PATIENCE_S = 300

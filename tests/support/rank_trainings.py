@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.events import AnyEvent, Event, Failed, event_from_json, event_to_json
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial

@@ -8,9 +8,9 @@ from samples import finished, spread
 
 from pipeline.protocol.events import RunClosed, RunOpened, Started
 from pipeline.protocol.labels import Status
-from pipeline.recording.journal import loss_file
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.journal.run_summary import RunSummary, summarized
+from pipeline.record import loss_file
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_summary import RunSummary, summarized
 
 ACCURACY = {"metrics.accuracy._target_": "torchmetrics.classification.MulticlassAccuracy"}
 

@@ -12,9 +12,9 @@ import pytest
 from filelock import FileLock
 
 from pipeline.protocol.events import AnyEvent, RunClosed
-from pipeline.recording.journal.journal import FILE_NAME, read
-from pipeline.recording.mlflow.outcome import TrackingOutcome
-from pipeline.recording.mlflow.sender import Sender
+from pipeline.record.journal import FILE_NAME, read
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.mlflow.sender import Sender
 
 if TYPE_CHECKING:  # importing MLflow takes seconds, which tests without a store needn't spend
     from mlflow import MlflowClient
@@ -161,13 +161,13 @@ def play(lab: Path, store: Store, command: Any, monkeypatch: pytest.MonkeyPatch)
 def written_here() -> Iterator[None]:
     """Inside, commands write to MLflow in this process: another one takes seconds to import it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.recording.recorded_run.MlflowSubscriber", _WriterHere)
-        patch.setattr("pipeline.recording.mlflow.mlflow_subscriber.head_start", lambda uri: nullcontext())
+        patch.setattr("pipeline.drive.recorded_run.MlflowSubscriber", _WriterHere)
+        patch.setattr("pipeline.tracking.mlflow.mlflow_subscriber.head_start", lambda uri: nullcontext())
         yield
 
 
 class _WriterHere:
-    """What the process of `pipeline.recording.mlflow.follow` does, at once and in this one."""
+    """What the process of `pipeline.tracking.mlflow.follow` does, at once and in this one."""
 
     late: tuple[str, ...] = ()
 

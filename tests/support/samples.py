@@ -1,9 +1,9 @@
 """Trials and what they measured, made up so that ratios can be worked out by hand."""
 
-from pipeline.config.finetuning import Optimizer
-from pipeline.config.schema import Experiment
-from pipeline.config.train import Train
-from pipeline.config.values import Component
+from pipeline.experiment.finetuning import Optimizer
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.train import Train
+from pipeline.experiment.values import Component
 from pipeline.protocol.events import Finished
 from pipeline.protocol.labels import Role
 from pipeline.protocol.trial import ROLES, Trial

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from mlflow import MlflowClient
 
 from pipeline.protocol.events import AnyEvent, Metrics
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 INPROCESS = ("parallel.strategy=single", "parallel.launcher=inprocess", "parallel.workers=1")
 

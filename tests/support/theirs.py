@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import RandomSampler, WeightedRandomSampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from pipeline.config.load import load
-from pipeline.config.targets import allowed_packages
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline
 from pipeline.train.build import build

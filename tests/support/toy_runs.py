@@ -7,15 +7,15 @@ import pytest
 import toys
 from toys import Kept
 
-from pipeline.config.summary import to_yaml
-from pipeline.planning.plan import Plan
-from pipeline.planning.resources import Resources
+from pipeline.drive.recorded_run import _opened
+from pipeline.experiment.summary import to_yaml
+from pipeline.plan.plan import Plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, RunClosed, TrialOpened
 from pipeline.protocol.labels import Status
 from pipeline.protocol.rank import Rank
-from pipeline.recording.journal import provenance
-from pipeline.recording.journal.journal import FILE_NAME, Journal
-from pipeline.recording.recorded_run import _opened
+from pipeline.record import provenance
+from pipeline.record.journal import FILE_NAME, Journal
 from pipeline.train.run import train
 
 HERE = {"strategy": "single", "launcher": "inprocess", "workers": 1}

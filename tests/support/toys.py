@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from pipeline.config.schema import Experiment
-from pipeline.config.targets import BUILT_IN
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Measurement, Training, Trial

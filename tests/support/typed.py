@@ -9,7 +9,7 @@ import typer
 
 from pipeline.cli import _with_latest, app
 from pipeline.cli.arguments import counts_of, strategies_of
-from pipeline.config.load import load
+from pipeline.experiment.load import load
 
 ROOT = Path(__file__).parents[2]
 STANDS_FOR = {

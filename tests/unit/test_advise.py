@@ -11,8 +11,8 @@ import samples
 import yaml
 from samples import ALL_CORES, BASELINE, DDP_2, HARDWARE, LARGER, MAIN, in_turn, spread
 
-from pipeline.config.overrides import apply_overrides
-from pipeline.config.schema import Experiment
+from pipeline.experiment.overrides import apply_overrides
+from pipeline.experiment.schema import Experiment
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial import Trial

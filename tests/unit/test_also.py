@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import load
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
+from pipeline.experiment.load import load
 from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
     RunOpened,
     SystemMetrics,
 )
-from pipeline.recording.trackers import named_trackers
+from pipeline.tracking.trackers import named_trackers
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.config.parallel import Parallel
-from pipeline.launchers import _outer_group as outer_group
-from pipeline.launchers import _outer_workers, torchrun
-from pipeline.launchers._outer_workers import OtherWorker, OuterWorkers
-from pipeline.launchers._shutdown import StopRequest
-from pipeline.launchers.base import Attempt, Session
-from pipeline.planning.outer_launcher import OuterLauncher
+from pipeline.experiment.parallel import Parallel
+from pipeline.launch import _outer_group as outer_group
+from pipeline.launch import _outer_workers, torchrun
+from pipeline.launch._outer_workers import OtherWorker, OuterWorkers
+from pipeline.launch._shutdown import StopRequest
+from pipeline.launch.base import Attempt, Session
+from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
 from pipeline.protocol.rank import Rank
 from pipeline.worker import interfaces

@@ -7,11 +7,11 @@ import json
 import pytest
 import toys
 
-from pipeline.cluster import autoscaling, placement, ray_internals
-from pipeline.cluster.autoscaling import NodeRequest
 from pipeline.errors import ResourceError
-from pipeline.planning.plan import Plan, make_plan
-from pipeline.planning.resources import Resources
+from pipeline.launch.cluster import autoscaling, placement, ray_internals
+from pipeline.launch.cluster.autoscaling import NodeRequest
+from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.resources import Resources
 
 EMPTY = Resources(cpus=0, memory_mb=0, node="Ray cluster at head:6379", is_autoscaled=True)
 HEAD = Resources(cpus=4, memory_mb=4096, node="Ray cluster at head:6379", is_autoscaled=True)

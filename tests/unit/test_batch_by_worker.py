@@ -10,16 +10,16 @@ import toys
 import yaml
 
 from pipeline.commands.benchmark.matrix import MatrixRequest, make_matrix
-from pipeline.config.load import from_mapping, load
-from pipeline.config.schema import Experiment
-from pipeline.config.summary import flatten, to_yaml
-from pipeline.driver import resume
+from pipeline.drive import resume
 from pipeline.errors import ExperimentError
-from pipeline.planning.describe import DataSizes, describe
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import from_mapping, load
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.summary import flatten, to_yaml
+from pipeline.plan.describe import DataSizes, describe
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import RunOpened
-from pipeline.recording.journal.folder import RunState
+from pipeline.record.folder import RunState
 
 MACHINE = Resources(cpus=8, memory_mb=1024, node="laptop")
 GOOD: dict[str, Any] = {

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchmetrics import Metric
 
-from pipeline.config.load import from_mapping
-from pipeline.config.targets import BUILT_IN
-from pipeline.driver import try_batch
+from pipeline.drive import try_batch
 from pipeline.errors import PipelineError
-from pipeline.planning import resources
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import from_mapping
+from pipeline.experiment.targets import BUILT_IN
+from pipeline.plan import resources
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Started
 from pipeline.tasks import Loss
 

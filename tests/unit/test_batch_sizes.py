@@ -12,9 +12,9 @@ import yaml
 from samples import HARDWARE, in_turn, spread
 
 from pipeline.commands.benchmark.matrix import Cell, MatrixRequest, batch_cell, make_matrix
-from pipeline.config.overrides import apply_overrides
-from pipeline.config.schema import Experiment
-from pipeline.planning.resources import Resources
+from pipeline.experiment.overrides import apply_overrides
+from pipeline.experiment.schema import Experiment
+from pipeline.plan.resources import Resources
 from pipeline.report.advice import advise
 from pipeline.report.numbers.row import Advice
 from pipeline.report.report import Report

@@ -12,8 +12,8 @@ import toys
 from torch.nn import functional
 from toy_features import MixUp
 
-from pipeline.config.consistency import contradictions
 from pipeline.errors import ExperimentError
+from pipeline.experiment.consistency import contradictions
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import BATCH_TRANSFORM
 from pipeline.train.build import build

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.commands.sweep.journals import Evaluation, best_of
 from pipeline.commands.sweep.sweep_report import _is_logarithmic
-from pipeline.config.sweep import Parameter
+from pipeline.experiment.sweep import Parameter
 from pipeline.report.swept import Swept, SweptReport, SweptTrial
 
 

@@ -14,10 +14,10 @@ import torch
 import toys
 from checkpointed import Saving
 
-from pipeline.config.consistency import contradictions
 from pipeline.errors import ExperimentError
+from pipeline.experiment.consistency import contradictions
 from pipeline.protocol.events import Finished, ModelSaved
-from pipeline.recording.terminal.console import _format_finished
+from pipeline.record.terminal.console import _format_finished
 from pipeline.report.numbers.records import table_json
 from pipeline.report.report import Report
 from pipeline.train.manifest import folder_name

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import built_in
-from pipeline.config.components import resolve
-from pipeline.config.load import from_mapping
-from pipeline.config.targets import BUILT_IN
-from pipeline.config.values import Component
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
+from pipeline.experiment import built_in
+from pipeline.experiment.components import resolve
+from pipeline.experiment.load import from_mapping
+from pipeline.experiment.targets import BUILT_IN
+from pipeline.experiment.values import Component
 
 
 def rejections(target: str, *own: str, **arguments: Any) -> dict[str, str]:

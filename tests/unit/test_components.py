@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import component_arguments, environment
-from pipeline.config.components import build, check, resolve
-from pipeline.config.deferred import RUNTIME_VALUES, marker
-from pipeline.config.load import from_mapping
-from pipeline.config.schema import Experiment
-from pipeline.config.targets import BUILT_IN, allowed_packages
-from pipeline.config.values import Component
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, UsageError
+from pipeline.experiment import component_arguments, environment
+from pipeline.experiment.components import build, check, resolve
+from pipeline.experiment.deferred import RUNTIME_VALUES, marker
+from pipeline.experiment.load import from_mapping
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.targets import BUILT_IN, allowed_packages
+from pipeline.experiment.values import Component
 
 _numbers = itertools.count()
 

@@ -30,10 +30,10 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.protocol.rank import Rank
-from pipeline.recording.terminal import notebook
-from pipeline.recording.terminal.console import Console, print_report
-from pipeline.recording.terminal.terminal import OptionalConsole, Terminal, print_report_table
-from pipeline.recording.terminal.trial_progress import facts
+from pipeline.record.terminal import notebook
+from pipeline.record.terminal.console import Console, print_report
+from pipeline.record.terminal.terminal import OptionalConsole, Terminal, print_report_table
+from pipeline.record.terminal.trial_progress import facts
 from pipeline.report.report import Report
 from pipeline.report.text.tables import ReportTable
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import make_url
 
-from pipeline.config.tracking_section import Tracking
-from pipeline.config.uris import has_password, without_credentials, without_credentials_in
 from pipeline.errors import ExperimentError
+from pipeline.experiment.tracking_section import Tracking
+from pipeline.experiment.uris import has_password, without_credentials, without_credentials_in
 from pipeline.train.storage import Storage
 
 WITH_CREDENTIALS = {

@@ -11,8 +11,8 @@ import toys
 
 from pipeline.protocol.events import Started
 from pipeline.protocol.rank import Rank
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.journal.run_summary import data_of
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_summary import data_of
 from pipeline.train.run import train
 
 

@@ -13,14 +13,14 @@ import pytest
 import toys
 from samples import finished, spread
 
-from pipeline.cluster import draining, placement
-from pipeline.cluster.draining import Departure
-from pipeline.config.load import ExperimentFile
-from pipeline.driver import elastic
-from pipeline.driver.execute import execute
+from pipeline.drive import elastic
+from pipeline.drive.execute import execute
 from pipeline.errors import ResourceError, Terminated, TrainingError
-from pipeline.launchers import inprocess
-from pipeline.launchers.base import Session
+from pipeline.experiment.load import ExperimentFile
+from pipeline.launch import inprocess
+from pipeline.launch.base import Session
+from pipeline.launch.cluster import draining, placement
+from pipeline.launch.cluster.draining import Departure
 from pipeline.protocol.events import (
     AnyEvent,
     CheckpointSaved,
@@ -35,8 +35,8 @@ from pipeline.protocol.events import (
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record import journal
+from pipeline.record.recorder import Recorder
 
 SPOT = Departure(node="b", label="b (10.0.0.2)", seconds=29.6, has_driver=False)
 NOTICE = "b (10.0.0.2) is being drained and ends in 30 s"

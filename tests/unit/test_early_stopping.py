@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.config.train import EarlyStopping as Options
 from pipeline.errors import ExperimentError
+from pipeline.experiment.train import EarlyStopping as Options
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.train.built_in_hooks import EarlyStopping

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from pipeline import data, models, tasks
-from pipeline.config import targets
-from pipeline.config.jsonschema import SUGGESTED, experiment_json_schema
-from pipeline.config.load import load
-from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
+from pipeline.experiment import targets
+from pipeline.experiment.jsonschema import SUGGESTED, experiment_json_schema
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.tasks import Task
 
 ROOT = Path(__file__).parents[2]

@@ -10,16 +10,16 @@ import pytest
 import toys
 from outer import outer_torchrun
 
-from pipeline.config.load import load
-from pipeline.config.parallel import Parallel
-from pipeline.config.summary import flatten, to_yaml
-from pipeline.driver import elastic
+from pipeline.drive import elastic
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.launchers import inprocess, torchrun
-from pipeline.launchers.base import Session
-from pipeline.planning.describe import DataSizes, describe
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import load
+from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.summary import flatten, to_yaml
+from pipeline.launch import inprocess, torchrun
+from pipeline.launch.base import Session
+from pipeline.plan.describe import DataSizes, describe
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, Started, TrialOpened
 from pipeline.protocol.trial import Trial
 
@@ -136,7 +136,7 @@ def trial(least: int, most: int, **parallel: object) -> Trial:
 
 def test_room_on_this_machine(monkeypatch) -> None:
     there = Resources(cpus=8, memory_mb=4096, gpus=("H200", "H200"))
-    monkeypatch.setattr("pipeline.planning.resources.detect", lambda: there)
+    monkeypatch.setattr("pipeline.plan.resources.detect", lambda: there)
     session = Session(folder=None, receive=lambda _: None, parallel=Parallel())
     wanted = trial(1, 4).model_copy(update={"cpus_per_worker": 3})
     assert torchrun.Launcher(session).capacity(wanted) == 2

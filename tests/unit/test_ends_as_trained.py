@@ -9,17 +9,17 @@ import pytest
 import toys
 from samples import finished, spread
 
-from pipeline.config.load import ExperimentFile
-from pipeline.driver.execute import execute
+from pipeline.drive.execute import execute
 from pipeline.errors import PipelineError, Problem, TrainingError
-from pipeline.launchers import inprocess
-from pipeline.launchers.base import Session
+from pipeline.experiment.load import ExperimentFile
+from pipeline.launch import inprocess
+from pipeline.launch.base import Session
 from pipeline.protocol.events import AnyEvent, Failed, Finished, Metrics, Point, Trained, TrialOpened, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record import journal
+from pipeline.record.recorder import Recorder
 
 RESULT = finished("main", spread(190.0)).result
 

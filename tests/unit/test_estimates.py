@@ -22,12 +22,12 @@ from samples import report as run_report
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
-from pipeline.recording.trackers.scalars import figures
 from pipeline.report.page import publish
 from pipeline.report.pictures import chart
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.text.ratios import is_wide, times
 from pipeline.report.text.tables import efficiency, speedup
+from pipeline.tracking.trackers.scalars import figures
 
 Pairs = list[tuple[float, float]]
 

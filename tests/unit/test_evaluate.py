@@ -15,18 +15,18 @@ from toy_runs import T0, toy_run
 
 from pipeline.commands import evaluate as evaluating
 from pipeline.commands.history.evaluations import evaluations, line
-from pipeline.config.load import ExperimentFile, load
-from pipeline.config.targets import BUILT_IN
-from pipeline.driver.checkpoint_choice import Checkpoint, choose, describe_missing_end, ended_training
-from pipeline.driver.longer import differences
+from pipeline.drive.checkpoint_choice import Checkpoint, choose, describe_missing_end, ended_training
+from pipeline.drive.longer import differences
 from pipeline.errors import ExperimentError, TrainingError, UsageError
+from pipeline.experiment.load import ExperimentFile, load
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.events import Evaluated, Metrics, RunClosed, RunOpened, TrialOpened, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.folder import read_state
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.journal.run_summary import summarized
+from pipeline.record import journal
+from pipeline.record.folder import read_state
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_summary import summarized
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.train.manifest import folder_name
 from pipeline.train.restored import evaluate_checkpoint

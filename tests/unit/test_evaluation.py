@@ -15,8 +15,8 @@ import toys
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassF1Score
 
-from pipeline.config.consistency import contradictions
 from pipeline.errors import ExperimentError
+from pipeline.experiment.consistency import contradictions
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build

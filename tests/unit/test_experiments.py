@@ -10,10 +10,10 @@ import pytest
 import torch
 import toys
 
-from pipeline.config.load import load
-from pipeline.config.targets import BUILT_IN
 from pipeline.data import tabular
 from pipeline.errors import ExperimentError
+from pipeline.experiment.load import load
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Training
 from pipeline.train import run

@@ -27,11 +27,11 @@ from pipeline.commands import export as exporting
 from pipeline.commands.export import check_options, export
 from pipeline.commands.export_readme import format_readme
 from pipeline.commands.exported_files import Exported, Inputs
-from pipeline.config.load import load
 from pipeline.errors import ExperimentError, ResourceError, UsageError
+from pipeline.experiment.load import load
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, ModelSaved
-from pipeline.recording.journal import journal
-from pipeline.recording.mlflow.model_folder import Module
+from pipeline.record import journal
+from pipeline.tracking.mlflow.model_folder import Module
 from pipeline.train.manifest import folder_name
 
 COMPARED = {"model": {"_target_": "toys.ComparedNet"}, "loss": None}

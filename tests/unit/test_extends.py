@@ -8,10 +8,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from pipeline.config.jsonschema import experiment_json_schema
-from pipeline.config.load import ExperimentFile, from_mapping, load
-from pipeline.config.summary import config_hash, flatten, to_yaml
 from pipeline.errors import ExperimentError
+from pipeline.experiment.jsonschema import experiment_json_schema
+from pipeline.experiment.load import ExperimentFile, from_mapping, load
+from pipeline.experiment.summary import config_hash, flatten, to_yaml
 
 BASE = """\
 name: base

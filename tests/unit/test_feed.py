@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_to_json
-from pipeline.recording.journal.journal import FILE_NAME, Feed, Journal
+from pipeline.record.journal import FILE_NAME, Feed, Journal
 
 
 def metrics(step: int) -> Metrics:

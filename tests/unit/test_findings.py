@@ -5,10 +5,10 @@ import io
 import pytest
 import rich.console
 
-from pipeline.cluster.node_facts import Gpu, NodeFacts, Torch, facts_here
 from pipeline.commands.doctor import machine
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
+from pipeline.launch.cluster.node_facts import Gpu, NodeFacts, Torch, facts_here
 
 HERE = facts_here().model_copy(
     update={

@@ -13,15 +13,15 @@ from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-from pipeline.cluster import checks, fit_nodes, join, nodes, placement
-from pipeline.cluster.code import Code
-from pipeline.cluster.fit_nodes import Check, FitNodes
-from pipeline.cluster.node_check import Answer, check_node
-from pipeline.cluster.node_facts import NodeFacts, facts_here
-from pipeline.config.parallel import Parallel
 from pipeline.errors import ResourceError
-from pipeline.launchers.ray import _how, _losses
-from pipeline.planning.resources import format_unfit
+from pipeline.experiment.parallel import Parallel
+from pipeline.launch.cluster import checks, fit_nodes, join, nodes, placement
+from pipeline.launch.cluster.code import Code
+from pipeline.launch.cluster.fit_nodes import Check, FitNodes
+from pipeline.launch.cluster.node_check import Answer, check_node
+from pipeline.launch.cluster.node_facts import NodeFacts, facts_here
+from pipeline.launch.ray import _how, _losses
+from pipeline.plan.resources import format_unfit
 
 HERE = facts_here()
 SILENT = "it didn't answer within 60 s"

@@ -16,10 +16,10 @@ from damage import damaged, examples, places_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.dialect import Dumper
-from pipeline.config.load import load
-from pipeline.config.schema import Experiment
 from pipeline.errors import MOST_PROBLEMS, ExperimentError, Problem, UsageError
+from pipeline.experiment.dialect import Dumper
+from pipeline.experiment.load import load
+from pipeline.experiment.schema import Experiment
 
 GOOD = """\
 name: good

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from samples import finished, report, spread
 
 from pipeline.cli import comparison, results
-from pipeline.config.load import load
-from pipeline.config.schema import Experiment
-from pipeline.config.summary import to_yaml
-from pipeline.driver.resume import LATEST, changes, earlier
+from pipeline.drive.resume import LATEST, changes, earlier
 from pipeline.errors import PipelineError
+from pipeline.experiment.load import load
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.summary import to_yaml
 from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened, TrialOpened, event_to_json
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
-from pipeline.recording.journal.journal import FILE_NAME
-from pipeline.recording.mlflow.store import check_store, resolve_uri
+from pipeline.record import journal
+from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
+from pipeline.record.journal import FILE_NAME
 from pipeline.report.report_files import REPORT_NAME
+from pipeline.tracking.mlflow.store import check_store, resolve_uri
 from pipeline.train.manifest import Manifest, StoredFile, parse
 
 BEGAN = 1_772_366_400.0

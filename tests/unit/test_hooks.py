@@ -13,8 +13,8 @@ import toys
 from torch import nn
 
 import pipeline
-from pipeline.config import components
 from pipeline.errors import ExperimentError
+from pipeline.experiment import components
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.train.build import build

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import epoch_of
 
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.planning.describe import describe
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.plan.describe import describe
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.train import measure, same

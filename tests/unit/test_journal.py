@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_from_json, event_to_json
-from pipeline.recording.journal.journal import FILE_NAME, Journal, ending, read
+from pipeline.record.journal import FILE_NAME, Journal, ending, read
 
 EVENTS: list[AnyEvent] = [
     Metrics(time=1.5, step=1, epoch=1, points=(Point("train/loss", 1, 0.5), Point("train/loss", 2, float("inf")))),

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.config.load import load
 from pipeline.errors import ExperimentError
+from pipeline.experiment.load import load
 from pipeline.protocol.events import CheckpointSaved
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult

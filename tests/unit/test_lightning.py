@@ -17,8 +17,8 @@ import torch
 import toys
 from lit import TASK, trained, trial
 
-from pipeline.config.jsonschema import experiment_json_schema
 from pipeline.errors import ExperimentError
+from pipeline.experiment.jsonschema import experiment_json_schema
 from pipeline.protocol.rank import Rank
 from pipeline.tasks import Lightning
 from pipeline.train.run import train

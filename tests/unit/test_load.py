@@ -16,16 +16,16 @@ from jsonschema import Draft202012Validator
 
 from pipeline import registry
 from pipeline.commands.interruption import way_on
-from pipeline.config import keys
-from pipeline.config.deferred import fill_in
-from pipeline.config.finetuning import Optimizer
-from pipeline.config.jsonschema import Shape, experiment_json_schema
-from pipeline.config.load import ExperimentFile, load
-from pipeline.config.schema import Experiment, Metric
-from pipeline.config.summary import config_hash, flatten, to_yaml
-from pipeline.config.train import Train
-from pipeline.config.values import Component
 from pipeline.errors import ExperimentError, PipelineError, Problem, UsageError
+from pipeline.experiment import keys
+from pipeline.experiment.deferred import fill_in
+from pipeline.experiment.finetuning import Optimizer
+from pipeline.experiment.jsonschema import Shape, experiment_json_schema
+from pipeline.experiment.load import ExperimentFile, load
+from pipeline.experiment.schema import Experiment, Metric
+from pipeline.experiment.summary import config_hash, flatten, to_yaml
+from pipeline.experiment.train import Train
+from pipeline.experiment.values import Component
 
 GOOD = """\
 # a comment

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from test_resumed_file import experiment, run
 
-from pipeline.driver.resume import LATEST, earlier
+from pipeline.drive.resume import LATEST, earlier
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import Warned
-from pipeline.recording.journal.journal import FILE_NAME, Journal, is_open
+from pipeline.record.journal import FILE_NAME, Journal, is_open
 from pipeline.system import lock_file, stages
 from pipeline.system.lock_file import LockFile, LockHeldError, find_holder
 

@@ -8,7 +8,7 @@ import toys
 from pipeline.commands.benchmark.matrix import Matrix, MatrixRequest, make_matrix
 from pipeline.commands.benchmark.measure import too_small
 from pipeline.errors import ResourceError
-from pipeline.planning.resources import Resources
+from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Measurement
 
 LAPTOP = Resources(cpus=2, memory_mb=16384, node="laptop")

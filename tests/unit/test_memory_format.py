@@ -12,8 +12,8 @@ import torch
 import toys
 from torch.nn.utils.rnn import pack_sequence
 
-from pipeline.config.load import load
 from pipeline.errors import ExperimentError
+from pipeline.experiment.load import load
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
 from pipeline.train.loader import to_device

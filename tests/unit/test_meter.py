@@ -11,8 +11,8 @@ import toys
 
 from pipeline.protocol.events import LOSSES, AnyEvent, Metrics, Point
 from pipeline.protocol.rank import Rank
-from pipeline.recording.journal import loss_file
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record import loss_file
+from pipeline.record.recorder import Recorder
 from pipeline.train import meter
 from pipeline.train.build import build
 from pipeline.train.clock import Clock, DataWait, Lap

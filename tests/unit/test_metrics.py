@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from pipeline import cli
 from pipeline.commands import run as runner
 from pipeline.commands.sweep import planning
-from pipeline.config import reported
-from pipeline.config.load import ExperimentFile, load
-from pipeline.config.targets import BUILT_IN
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.experiment import reported
+from pipeline.experiment.load import ExperimentFile, load
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.events import ArtifactSaved, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.recording.terminal.terminal import Terminal
+from pipeline.record.terminal.terminal import Terminal
 from pipeline.train import metrics as metrics_of
 from pipeline.train.manifest import entries, step_of, verify
 from pipeline.train.metrics import SharedMetrics

@@ -8,9 +8,9 @@ from typing import IO
 import pytest
 import rich.console
 
-from pipeline.recording.mlflow import mlflow_subscriber
-from pipeline.recording.mlflow.outcome import TrackingOutcome, link_of
-from pipeline.recording.terminal.terminal import linked
+from pipeline.record.terminal.terminal import linked
+from pipeline.tracking.mlflow import mlflow_subscriber
+from pipeline.tracking.mlflow.outcome import TrackingOutcome, link_of
 
 ADDRESS = "http://127.0.0.1:5000/#/experiments/1/runs/0f3a?workflowType=machine_learning"
 OPENED = TrackingOutcome(experiment_id="1", run_id="0f3a", delivered=True)

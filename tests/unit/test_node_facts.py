@@ -5,8 +5,8 @@ import subprocess
 import pytest
 import torch
 
-from pipeline.cluster.node_facts import collect, facts_here
-from pipeline.planning import resources
+from pipeline.launch.cluster.node_facts import collect, facts_here
+from pipeline.plan import resources
 
 
 def test_cores_and_memory_are_those_that_the_plan_counts_on() -> None:

@@ -6,7 +6,7 @@ import pytest
 from outer import outer_torchrun, srun
 
 from pipeline.errors import UsageError
-from pipeline.planning.outer_launcher import OuterLauncher, outer_launcher
+from pipeline.plan.outer_launcher import OuterLauncher, outer_launcher
 
 
 def found(variables: dict[str, str]) -> OuterLauncher:

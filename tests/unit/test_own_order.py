@@ -15,12 +15,12 @@ from loading import epoch_of
 from torch.utils.data import Dataset, Subset, TensorDataset
 from toys import Plain
 
-from pipeline.config.load import from_mapping
 from pipeline.data import draw_weighted
 from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.experiment.load import from_mapping
 from pipeline.protocol.events import Started
-from pipeline.recording.terminal.trial_progress import facts
+from pipeline.record.terminal.trial_progress import facts
 from pipeline.train.order import SampleOrder
 from pipeline.train.samplers import order_of
 

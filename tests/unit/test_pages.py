@@ -17,8 +17,8 @@ import yaml
 from blocks import Block, blocks, inline_commands
 from typed import mentioned, parts, understand
 
-from pipeline.config.load import load
-from pipeline.driver import preflight
+from pipeline.drive import preflight
+from pipeline.experiment.load import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -10,11 +10,11 @@ import torch
 import toys
 from torch import nn
 
-from pipeline.config import components
-from pipeline.config.consistency import contradictions
-from pipeline.config.load import from_mapping
-from pipeline.config.targets import BUILT_IN
 from pipeline.errors import ExperimentError
+from pipeline.experiment import components
+from pipeline.experiment.consistency import contradictions
+from pipeline.experiment.load import from_mapping
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build

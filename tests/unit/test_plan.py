@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.cluster import join, placement
-from pipeline.config.parallel import Parallel
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.planning.describe import DataSizes, describe, record
-from pipeline.planning.plan import Plan, make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment.parallel import Parallel
+from pipeline.launch.cluster import join, placement
+from pipeline.plan.describe import DataSizes, describe, record
+from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Training, Trial
 
 LAPTOP = Resources(cpus=8, memory_mb=16384, node="laptop")

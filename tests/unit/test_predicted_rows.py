@@ -12,7 +12,7 @@ from samples import HARDWARE, MEASURED, comparison
 from pipeline.commands.benchmark.matrix import Matrix, MatrixRequest, make_matrix
 from pipeline.commands.benchmark.predicted_rows import Predictor, iter_unpredicted
 from pipeline.errors import ResourceError
-from pipeline.planning.resources import Resources
+from pipeline.plan.resources import Resources
 from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.screens import format_screen

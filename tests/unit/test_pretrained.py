@@ -11,13 +11,13 @@ import pytest
 import torch
 from toys import experiment
 
-from pipeline.config import components, extras
-from pipeline.config.targets import BUILT_IN
 from pipeline.data import texts
 from pipeline.data.csv_rows import read_csv
 from pipeline.data.padding import padded
-from pipeline.driver.parameters import problems
+from pipeline.drive.parameters import problems
 from pipeline.errors import ExperimentError
+from pipeline.experiment import components, extras
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.models import pretrained
 from pipeline.tasks import FromModel
 

@@ -16,7 +16,7 @@ import toys
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from pipeline.launchers.base import DirectOutbox, Session
+from pipeline.launch.base import DirectOutbox, Session
 from pipeline.protocol.events import AnyEvent, ArtifactSaved
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import StepParts

@@ -14,8 +14,8 @@ from pipeline.data import make_once
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced, Warned
 from pipeline.protocol.progress import ProgressReporter, report_progress_to
-from pipeline.recording.journal.journal import FILE_NAME, read
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record.journal import FILE_NAME, read
+from pipeline.record.recorder import Recorder
 from pipeline.train.storage import Storage
 
 

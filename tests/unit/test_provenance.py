@@ -5,7 +5,7 @@ import sys
 import pytest
 from outer import outer_torchrun
 
-from pipeline.recording.journal import provenance
+from pipeline.record import provenance
 
 
 @pytest.mark.parametrize("program", ["/opt/venv/bin/pipeline", "/opt/site-packages/pipeline/__main__.py"])

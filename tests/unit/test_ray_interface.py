@@ -3,11 +3,11 @@
 import pytest
 import ray
 
-from pipeline.cluster.join import connected
 from pipeline.errors import UsageError
-from pipeline.launchers._ray import interface
-from pipeline.launchers._ray.fast import driver_controller, lean_node, patching
-from pipeline.launchers._ray.interface import public_because
+from pipeline.launch._ray import interface
+from pipeline.launch._ray.fast import driver_controller, lean_node, patching
+from pipeline.launch._ray.interface import public_because
+from pipeline.launch.cluster.join import connected
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.protocol.rank import Rank
-from pipeline.recording.journal.journal import FILE_NAME, is_open, read
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record.journal import FILE_NAME, is_open, read
+from pipeline.record.recorder import Recorder
 
 
 class Listener:

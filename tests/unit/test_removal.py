@@ -14,8 +14,8 @@ from pipeline.commands.history import removal
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import RunClosed, RunOpened
 from pipeline.protocol.labels import Status
-from pipeline.recording.journal.folder import is_listed
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record.folder import is_listed
+from pipeline.record.recorder import Recorder
 
 DAY_S = 86_400.0
 

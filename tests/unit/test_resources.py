@@ -12,8 +12,8 @@ import pynvml
 import pytest
 import torch
 
-from pipeline.planning import visible_gpus
-from pipeline.planning.resources import Resources, detect
+from pipeline.plan import visible_gpus
+from pipeline.plan.resources import Resources, detect
 from pipeline.system import memory_limits
 
 

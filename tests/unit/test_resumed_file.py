@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import ExperimentFile, load
-from pipeline.driver import longer, resume
+from pipeline.drive import longer, resume
 from pipeline.errors import ExperimentError, UsageError
+from pipeline.experiment.load import ExperimentFile, load
 from pipeline.protocol.events import Metrics, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
-from pipeline.recording.journal.folder import RunState
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.mlflow.outcome import TrackingOutcome
+from pipeline.record.folder import RunState
+from pipeline.record.recorder import Recorder
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
 
 FILE = """\
 name: same

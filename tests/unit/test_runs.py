@@ -19,10 +19,10 @@ from pipeline.commands.history.run_list import ago, show_runs
 from pipeline.errors import UsageError
 from pipeline.protocol.events import WEIGHTS, Metrics, Point, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
-from pipeline.recording.journal import runs
-from pipeline.recording.journal.journal import FILE_NAME
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.journal.run_summary import summarized
+from pipeline.record import runs
+from pipeline.record.journal import FILE_NAME
+from pipeline.record.recorder import Recorder
+from pipeline.record.run_summary import summarized
 from pipeline.report.report_files import REPORT_NAME
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()

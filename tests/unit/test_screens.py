@@ -16,10 +16,10 @@ import rich.console
 import samples
 from samples import HARDWARE, in_turn, spread, trial
 
-from pipeline.config.parallel import Parallel
+from pipeline.experiment.parallel import Parallel
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
-from pipeline.recording.terminal.console import print_report
+from pipeline.record.terminal.console import print_report
 from pipeline.report.advice import advise
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.numbers.goodput import Goodput

@@ -13,12 +13,12 @@ import toys
 from checkpointed import EVERY, Saving, assert_same, until
 from torch.nn.functional import softplus
 
-from pipeline.config.consistency import contradictions
-from pipeline.config.summary import config_hash
-from pipeline.driver import parameters
-from pipeline.driver.preflight import _strategy_problems
+from pipeline.drive import parameters
+from pipeline.drive.preflight import _strategy_problems
 from pipeline.errors import ExperimentError
-from pipeline.planning.describe import _describe_optimizers
+from pipeline.experiment.consistency import contradictions
+from pipeline.experiment.summary import config_hash
+from pipeline.plan.describe import _describe_optimizers
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
 from pipeline.train.state import State

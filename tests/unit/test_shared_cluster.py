@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.cluster import placement
 from pipeline.commands.sweep import planning, supervisor
 from pipeline.commands.sweep.assignment import Record, TrialJob
 from pipeline.commands.sweep.journals import find_trial, state_of
-from pipeline.config.load import ExperimentFile, load
+from pipeline.drive.recorded_run import Membership, _status
 from pipeline.errors import ResourceError
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import ExperimentFile, load
+from pipeline.launch.cluster import placement
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, Started
-from pipeline.recording.journal.journal import FILE_NAME, Journal
-from pipeline.recording.recorded_run import Membership, _status
+from pipeline.record.journal import FILE_NAME, Journal
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 OPENED = RunOpened(run="", tracking_uri="", tracking_experiment="", tags={}, params={}, trials=())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ResourceError
-from pipeline.recording.mlflow import sqlite_store
+from pipeline.tracking.mlflow import sqlite_store
 
 
 def database(path: Path, statements: Iterable[str]) -> Path:

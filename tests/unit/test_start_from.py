@@ -16,11 +16,11 @@ from checkpointed import EVERY, Saving
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pipeline.config.finetuning import StartFrom
-from pipeline.config.load import load
-from pipeline.driver import initial_weights
-from pipeline.driver.parameters import problems
+from pipeline.drive import initial_weights
+from pipeline.drive.parameters import problems
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.experiment.finetuning import StartFrom
+from pipeline.experiment.load import load
 from pipeline.protocol.events import Loaded, Started
 from pipeline.protocol.trial import Weights
 from pipeline.train.manifest import folder_name

@@ -11,8 +11,8 @@ from pipeline.commands.compare.study_answer import compare_study
 from pipeline.commands.compare.study_plan import describe_study, make_study
 from pipeline.commands.compare.study_record import Looks, StudyRecord, find_differing
 from pipeline.commands.sweep.assignment import Record
-from pipeline.config.variant_files import read_variants
 from pipeline.errors import ExperimentError, UsageError
+from pipeline.experiment.variant_files import read_variants
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
 

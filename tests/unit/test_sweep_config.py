@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from pipeline.commands.sweep.planning import draws
-from pipeline.config.load import ExperimentFile, load
-from pipeline.config.overrides import override
-from pipeline.config.summary import config_hash, flatten, to_yaml
-from pipeline.config.sweep import Parameter, Sweep
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
+from pipeline.experiment.load import ExperimentFile, load
+from pipeline.experiment.overrides import override
+from pipeline.experiment.summary import config_hash, flatten, to_yaml
+from pipeline.experiment.sweep import Parameter, Sweep
 
 FILE = """\
 name: swept

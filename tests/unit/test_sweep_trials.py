@@ -9,10 +9,10 @@ import pytest
 from pipeline.commands.sweep.assignment import Record, TrialJob
 from pipeline.commands.sweep.journals import describe_early_stop, find_trial, state_of
 from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
-from pipeline.config.load import load
-from pipeline.config.sweep import Sweep
+from pipeline.experiment.load import load
+from pipeline.experiment.sweep import Sweep
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
-from pipeline.recording.journal.journal import FILE_NAME, Journal
+from pipeline.record.journal import FILE_NAME, Journal
 
 METRIC = "validation/loss"
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"

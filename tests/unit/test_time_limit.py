@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.config.train import Train
-from pipeline.driver.longer import is_longer
+from pipeline.drive.longer import is_longer
+from pipeline.experiment.train import Train
 from pipeline.protocol.events import FirstStep, Metrics, Started
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.recording.terminal.trial_progress import TrialProgress
+from pipeline.record.terminal.trial_progress import TrialProgress
 from pipeline.train.clock import Clock, Lap
 from pipeline.train.manifest import folder_name
 from pipeline.train.run import train

@@ -10,18 +10,18 @@ import pytest
 import samples
 import toys
 
-from pipeline.config.load import load
-from pipeline.config.schema import Experiment
-from pipeline.config.train import Compile, Ema
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.planning import resources
-from pipeline.planning.describe import DataSizes, describe
-from pipeline.planning.plan import Plan, make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import load
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.train import Compile, Ema
+from pipeline.plan import resources
+from pipeline.plan.describe import DataSizes, describe
+from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
-from pipeline.recording.terminal.console import _format_finished
-from pipeline.recording.trackers.scalars import figures
+from pipeline.record.terminal.console import _format_finished
 from pipeline.report.report import Report
+from pipeline.tracking.trackers.scalars import figures
 from pipeline.train.manifest import trained
 
 LAPTOP = Resources(cpus=4, memory_mb=16384)

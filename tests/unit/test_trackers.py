@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
+from pipeline.experiment.load import load
 from pipeline.protocol.events import Advanced, AnyEvent, Warned
-from pipeline.recording.journal.recorder import Recorder
-from pipeline.recording.trackers.attached import Attached
+from pipeline.record.recorder import Recorder
+from pipeline.tracking.trackers.attached import Attached
 
 
 class Notes:

@@ -8,16 +8,16 @@ import pytest
 import toys
 
 from pipeline.commands.doctor.tracking import store
-from pipeline.config import tracking_address
-from pipeline.config.consistency import OWN_TAGS, contradictions
-from pipeline.config.load import from_mapping
-from pipeline.config.summary import to_yaml
 from pipeline.errors import ExperimentError
-from pipeline.planning.describe import DataSizes, describe
-from pipeline.planning.plan import make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment import tracking_address
+from pipeline.experiment.consistency import OWN_TAGS, contradictions
+from pipeline.experiment.load import from_mapping
+from pipeline.experiment.summary import to_yaml
+from pipeline.plan.describe import DataSizes, describe
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import ModelSaved
-from pipeline.recording.journal import provenance
+from pipeline.record import provenance
 
 
 def tracked(**tracking: Any) -> Any:

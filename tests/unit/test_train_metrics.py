@@ -8,8 +8,8 @@ import pytest
 import torch
 import toys
 
-from pipeline.config.consistency import contradictions
 from pipeline.errors import ExperimentError
+from pipeline.experiment.consistency import contradictions
 from pipeline.protocol.rank import Rank
 from pipeline.train import meter
 from pipeline.train.build import build

@@ -10,10 +10,10 @@ from torch import nn
 from toys import experiment
 
 from pipeline import Experiment, Trained
-from pipeline.config.summary import to_yaml
 from pipeline.errors import UsageError
+from pipeline.experiment.summary import to_yaml
 from pipeline.protocol.events import RunClosed, RunOpened
-from pipeline.recording.journal.recorder import Recorder
+from pipeline.record.recorder import Recorder
 from pipeline.train.reference import record
 
 

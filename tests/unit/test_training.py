@@ -17,8 +17,8 @@ import toys
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.config.train import LearningRateScaling
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.experiment.train import LearningRateScaling
 from pipeline.protocol.events import Metrics, ModelExported, ModelSaved, Started
 from pipeline.protocol.rank import Rank
 from pipeline.train import measure, report

@@ -8,8 +8,8 @@ import toys
 from samples import finished, spread
 
 from pipeline.errors import ExperimentError, PipelineError, Problem, TrainingError
-from pipeline.launchers import inprocess
-from pipeline.launchers.base import Session
+from pipeline.launch import inprocess
+from pipeline.launch.base import Session
 from pipeline.protocol.events import (
     AnyEvent,
     Failed,
@@ -146,7 +146,7 @@ def test_an_outcome_is_what_the_events_say() -> None:
 
 def test_the_time_to_the_first_step_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("pipeline.launchers.base.time.monotonic", lambda: now)
+    monkeypatch.setattr("pipeline.launch.base.time.monotonic", lambda: now)
     received: list[AnyEvent] = []
     trial = toys.trial()
     session = Session(folder=tmp_path, receive=received.append, parallel=trial.experiment.parallel)

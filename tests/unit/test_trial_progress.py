@@ -7,10 +7,10 @@ import math
 import pytest
 from samples import MAIN, finished, spread, trial
 
-from pipeline.config.benchmark_section import Benchmark
-from pipeline.config.targets import allowed_packages
-from pipeline.config.values import Component
-from pipeline.driver import preflight
+from pipeline.drive import preflight
+from pipeline.experiment.benchmark_section import Benchmark
+from pipeline.experiment.targets import allowed_packages
+from pipeline.experiment.values import Component
 from pipeline.protocol.events import (
     AnyEvent,
     FirstStep,
@@ -25,8 +25,8 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
-from pipeline.recording.terminal.run_progress import RunProgress
-from pipeline.recording.terminal.trial_progress import TrialProgress, figures, fitted, left
+from pipeline.record.terminal.run_progress import RunProgress
+from pipeline.record.terminal.trial_progress import TrialProgress, figures, fitted, left
 from pipeline.wording import clock
 
 DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}

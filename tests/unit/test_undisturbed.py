@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import field_serializer
 
-from pipeline.config.values import Frozen
 from pipeline.errors import Terminated, terminate
+from pipeline.experiment.values import Frozen
 from pipeline.system import process
 from pipeline.system.closed_terminal import hang_up
 from pipeline.system.imports import undisturbed

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pipeline.config.finetuning import StartFrom
-from pipeline.config.schema import Checkpoint
-from pipeline.config.tracking_section import Tracking
-from pipeline.config.uris import problem_of
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.mlflow.outcome import TrackingOutcome
-from pipeline.recording.mlflow.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded
-from pipeline.recording.mlflow.ui import serve
+from pipeline.experiment.finetuning import StartFrom
+from pipeline.experiment.schema import Checkpoint
+from pipeline.experiment.tracking_section import Tracking
+from pipeline.experiment.uris import problem_of
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.mlflow.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded
+from pipeline.tracking.mlflow.ui import serve
 
 
 @pytest.mark.parametrize(

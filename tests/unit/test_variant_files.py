@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.variant_files import read_variants
 from pipeline.errors import ExperimentError, UsageError
+from pipeline.experiment.variant_files import read_variants
 
 TEXT = """
 name: {name}

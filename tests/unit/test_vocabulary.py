@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import vocabulary
+from pipeline.experiment import vocabulary
 
 ROOT = Path(__file__).parents[2]
 

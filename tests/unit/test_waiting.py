@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import rich.console
 
-from pipeline.recording.terminal import waiting
+from pipeline.record.terminal import waiting
 from pipeline.system import stages
 
 

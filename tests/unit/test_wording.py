@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.protocol.events import ArtifactSaved, ModelSaved
-from pipeline.recording.mlflow.delivery import Delivery
+from pipeline.tracking.mlflow.delivery import Delivery
 from pipeline.wording import counted, figure, nearest
 
 

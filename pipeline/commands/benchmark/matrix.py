@@ -5,13 +5,13 @@ from functools import partial
 
 from pipeline import registry
 from pipeline.commands.benchmark.predicted_rows import check_predictable, find_pair, is_pair
-from pipeline.config.benchmark_section import Configuration
-from pipeline.config.schema import Experiment
-from pipeline.config.values import Frozen
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.planning.layout import Planner
-from pipeline.planning.plan import Plan, same_work
-from pipeline.planning.resources import Resources
+from pipeline.experiment.benchmark_section import Configuration
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Frozen
+from pipeline.plan.layout import Planner
+from pipeline.plan.plan import Plan, same_work
+from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Baseline, CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link
 from pipeline.wording import format_parallel

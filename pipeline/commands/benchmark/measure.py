@@ -7,11 +7,11 @@ from pipeline.commands.benchmark.matrix import Cell, Matrix, MatrixRequest, make
 from pipeline.commands.benchmark.predicted_rows import Predictor, iter_unpredicted
 from pipeline.commands.invocation import Invocation, invoked
 from pipeline.commands.preparation import planning, refuse_outer_launcher
-from pipeline.config.load import ExperimentFile
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError
+from pipeline.experiment.load import ExperimentFile
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording.terminal.terminal import Terminal
+from pipeline.record.terminal.terminal import Terminal
 from pipeline.report.numbers.row import Unmeasured
 from pipeline.report.numbers.row_numbers import metrics_of
 from pipeline.report.report import Report

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline import registry
-from pipeline.config.benchmark_section import Configuration
-from pipeline.config.schema import Experiment
 from pipeline.errors import ExperimentError, ResourceError, UsageError
-from pipeline.planning.resources import Resources
+from pipeline.experiment.benchmark_section import Configuration
+from pipeline.experiment.schema import Experiment
+from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Costs, Link, Spread, StepParts
 from pipeline.report.numbers.forecast import Check, Forecast, Predicted

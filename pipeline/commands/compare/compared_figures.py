@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict
 
-from pipeline.config.values import Direction, Frozen
+from pipeline.experiment.values import Direction, Frozen
 from pipeline.protocol.trial_result import Spread
 from pipeline.report.numbers.row import Row
 

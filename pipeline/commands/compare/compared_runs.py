@@ -8,11 +8,11 @@ from rich.text import Text
 
 from pipeline.commands.compare.difference import Difference, difference, show_difference
 from pipeline.commands.compare.variants import Pairs, Variant, choose_metric, direction_of, divide, pair, read_training
-from pipeline.config.values import Direction, Frozen
 from pipeline.errors import UsageError
+from pipeline.experiment.values import Direction, Frozen
 from pipeline.protocol.estimates import CONFIDENCE
-from pipeline.recording.journal.run_summary import RunSummary
-from pipeline.recording.terminal.terminal import print_report_table, write
+from pipeline.record.run_summary import RunSummary
+from pipeline.record.terminal.terminal import print_report_table, write
 from pipeline.report.compared import Compared, ComparedPair, ComparedVariant, plain
 from pipeline.report.numbers.paired import Answer, answer, have_spread, is_rate, judge_together
 

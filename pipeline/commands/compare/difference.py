@@ -8,10 +8,10 @@ from rich.text import Text
 
 from pipeline.commands.compare.compared_figures import ComparedFigures, Figure, iter_learned, measured
 from pipeline.commands.history.run_result import report_of
-from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
-from pipeline.recording.journal.run_summary import RunSummary, data_of, environment_of, last_opened
-from pipeline.recording.terminal.terminal import print_table
+from pipeline.experiment.values import Frozen
+from pipeline.record.run_summary import RunSummary, data_of, environment_of, last_opened
+from pipeline.record.terminal.terminal import print_table
 from pipeline.wording import figure
 
 _NAME_SHARE = 0.4  # of the terminal's width

@@ -19,12 +19,12 @@ from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep.assignment import TrialJob, folder_name
 from pipeline.commands.sweep.journals import find_trial, records, state_of
 from pipeline.commands.sweep.sweep_progress import SweepProgress
-from pipeline.driver.resume import earlier
+from pipeline.drive.resume import earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
 from pipeline.protocol.events import Tagged
-from pipeline.recording.journal import provenance
-from pipeline.recording.journal.folder import id_of
-from pipeline.recording.terminal.terminal import Terminal, write
+from pipeline.record import provenance
+from pipeline.record.folder import id_of
+from pipeline.record.terminal.terminal import Terminal, write
 from pipeline.report.compared import FILE_NAME, Compared
 from pipeline.report.swept import LEFT
 from pipeline.wording import counted

@@ -13,11 +13,11 @@ from pipeline.commands.compare.variants import SeededRun, Variant, read_training
 from pipeline.commands.history.run_result import report_of
 from pipeline.commands.sweep.assignment import folder_name
 from pipeline.commands.sweep.journals import has_begun, records, state_of
-from pipeline.config.reported import PREFIX
 from pipeline.errors import UsageError
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.folder import id_of
-from pipeline.recording.journal.run_summary import summarized
+from pipeline.experiment.reported import PREFIX
+from pipeline.record import journal
+from pipeline.record.folder import id_of
+from pipeline.record.run_summary import summarized
 from pipeline.report.compared import Compared, ComparedPair, ComparedVariant
 from pipeline.report.numbers.courses import Course, courses
 from pipeline.report.numbers.time_to_target import TimeToTarget, find_target, seconds_until

@@ -9,13 +9,13 @@ from pipeline.commands.compare.variants import name_variant
 from pipeline.commands.preparation import planning
 from pipeline.commands.sweep.assignment import Record
 from pipeline.commands.sweep.planning import describe_busy, find_concurrency, find_needs, shares_cluster
-from pipeline.config.load import ExperimentFile
-from pipeline.config.reported import PREFIX, source_of
-from pipeline.config.summary import flatten
-from pipeline.config.values import Direction
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import Problem, UsageError
-from pipeline.planning.plan import Plan, make_plan
+from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.reported import PREFIX, source_of
+from pipeline.experiment.summary import flatten
+from pipeline.experiment.values import Direction
+from pipeline.plan.plan import Plan, make_plan
 from pipeline.protocol.trial import Trial
 from pipeline.wording import did_you_mean
 
@@ -91,7 +91,7 @@ def make_study(
     """Check all variants, and plan their trainings.
 
     Args:
-        variants: see `pipeline.config.variant_files.read_variants`.
+        variants: see `pipeline.experiment.variant_files.read_variants`.
         question: what they are compared by.
         pairs: number of pairs at first.
         is_timed: True if the trainings run one at a time in any case.

@@ -7,9 +7,9 @@ from typing import Self
 from pydantic import ValidationError
 
 from pipeline.commands.compare.compared_runs import Question
-from pipeline.config.values import Frozen
 from pipeline.errors import UsageError
-from pipeline.recording.journal.folder import write_atomically
+from pipeline.experiment.values import Frozen
+from pipeline.record.folder import write_atomically
 from pipeline.report.numbers.looks import confidence_of_look
 
 RECORD_NAME = "study.json"

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from pipeline.config.reported import PREFIX
-from pipeline.config.schema import Experiment
-from pipeline.config.summary import flatten
-from pipeline.config.values import Direction
 from pipeline.errors import UsageError
+from pipeline.experiment.reported import PREFIX
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.summary import flatten
+from pipeline.experiment.values import Direction
 from pipeline.protocol.events import Finished, RunOpened, Started
-from pipeline.recording.journal import journal, loss_file
-from pipeline.recording.journal.run_summary import RunSummary, last_opened
+from pipeline.record import journal, loss_file
+from pipeline.record.run_summary import RunSummary, last_opened
 from pipeline.report.numbers.courses import direction
 from pipeline.wording import did_you_mean
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from pipeline.cluster.node_facts import NodeFacts
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
+from pipeline.launch.cluster.node_facts import NodeFacts
 
 Status = Literal["ok", "warning", "problem"]
 _NAMED = 3

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 import rich.console
 from rich.text import Text
 
-from pipeline.cluster.node_facts import NodeFacts, facts_here
 from pipeline.commands.doctor import machine, tracking
 from pipeline.commands.doctor.check_result import CheckResult, amount
-from pipeline.config.parallel import Parallel
-from pipeline.config.values import Frozen
-from pipeline.recording.terminal.terminal import headed, print_report_table
+from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.values import Frozen
+from pipeline.launch.cluster.node_facts import NodeFacts, facts_here
+from pipeline.record.terminal.terminal import headed, print_report_table
 from pipeline.report.text.tables import Column, from_columns
 from pipeline.wording import counted
 
@@ -68,7 +68,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
     findings: list[CheckResult] = []
     with ExitStack() as stack:
         if address is not None:
-            from pipeline.cluster.join import connected
+            from pipeline.launch.cluster.join import connected
 
             stack.enter_context(connected(address, verbose=False))
             say(f"asking the nodes of the Ray cluster at {address} ...")
@@ -81,8 +81,8 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
 
 def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     """Return the facts of the nodes that answer; add a problem for each node that does not."""
-    from pipeline.cluster.nodes import ask_facts, read_facts
-    from pipeline.cluster.placement import node_name, usable_nodes
+    from pipeline.launch.cluster.nodes import ask_facts, read_facts
+    from pipeline.launch.cluster.placement import node_name, usable_nodes
 
     nodes = {str(node["NodeID"]): node for node in usable_nodes()}
     answers, silent = ask_facts(nodes).answers()

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pipeline.cluster.node_facts import INSTALL_SAME_COMMIT, NodeFacts
 from pipeline.commands.doctor.check_result import CheckResult, amount, by_node, listed
-from pipeline.launchers._ray.interface import public_because
+from pipeline.launch._ray.interface import public_because
+from pipeline.launch.cluster.node_facts import INSTALL_SAME_COMMIT, NodeFacts
 
 _SHM = "/dev/shm"  # noqa: S108 - only looked at
 _SHARED_MB, _SHARED_FREE_MB = 1024, 256

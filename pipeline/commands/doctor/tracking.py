@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pipeline.commands.doctor.check_result import CheckResult
-from pipeline.config.tracking_address import default_address
-from pipeline.config.uris import without_credentials, without_credentials_in
 from pipeline.errors import ResourceError
-from pipeline.recording.mlflow.store import check_store, is_server, resolve_uri, with_credentials
+from pipeline.experiment.tracking_address import default_address
+from pipeline.experiment.uris import without_credentials, without_credentials_in
+from pipeline.tracking.mlflow.store import check_store, is_server, resolve_uri, with_credentials
 
 if TYPE_CHECKING:
     import requests

@@ -4,7 +4,7 @@ from datetime import datetime
 from pathlib import Path
 
 from pipeline.protocol.events import Evaluated
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 from pipeline.report.evaluated import sentence
 
 

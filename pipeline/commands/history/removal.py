@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline.errors import ResourceError, UsageError
-from pipeline.recording.journal import journal, runs
-from pipeline.recording.journal.folder import sweep_of, trials_of
-from pipeline.recording.journal.run_summary import summarized
-from pipeline.recording.mlflow.delivery import describe_failure
-from pipeline.recording.mlflow.mlflow_runs import delete_runs
-from pipeline.recording.mlflow.outcome import TrackingOutcome
-from pipeline.recording.mlflow.store import sqlite_path, with_credentials
+from pipeline.record import journal, runs
+from pipeline.record.folder import sweep_of, trials_of
+from pipeline.record.run_summary import summarized
+from pipeline.tracking.mlflow.delivery import describe_failure
+from pipeline.tracking.mlflow.mlflow_runs import delete_runs
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.mlflow.store import sqlite_path, with_credentials
 
 
 def choose_named(names: Sequence[str], directory: Path) -> list[Path]:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import rich.console
 from rich.text import Text
 
-from pipeline.config.reported import PREFIX
-from pipeline.recording.journal.run_summary import RunSummary
-from pipeline.recording.terminal.terminal import listing, print_table, width_of
+from pipeline.experiment.reported import PREFIX
+from pipeline.record.run_summary import RunSummary
+from pipeline.record.terminal.terminal import listing, print_table, width_of
 from pipeline.report.text.claims import NOT_VALID
 from pipeline.report.text.ratios import ends_of, times
 from pipeline.wording import duration, figure

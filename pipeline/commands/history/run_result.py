@@ -10,10 +10,10 @@ import rich.console
 
 from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.run_summary import RunSummary
-from pipeline.recording.terminal.console import Printable, print_report, print_verdict
-from pipeline.recording.terminal.run_progress import RunProgress
+from pipeline.record import journal
+from pipeline.record.run_summary import RunSummary
+from pipeline.record.terminal.console import Printable, print_report, print_verdict
+from pipeline.record.terminal.run_progress import RunProgress
 from pipeline.report.compared import FILE_NAME as STUDY_NAME
 from pipeline.report.compared import Compared
 from pipeline.report.report import Report, comparison_json, run_json

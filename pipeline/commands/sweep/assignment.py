@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config.load import ExperimentFile
-from pipeline.config.overrides import override
-from pipeline.config.values import Direction, Frozen
+from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.overrides import override
+from pipeline.experiment.values import Direction, Frozen
 
 RECORD_NAME = "trial.json"
 """Name of a `Record` in a trial's folder."""

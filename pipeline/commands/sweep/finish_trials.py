@@ -12,11 +12,11 @@ import psutil
 
 from pipeline.commands.sweep.journals import has_begun
 from pipeline.errors import PipelineError
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.folder import trials_of
-from pipeline.recording.mlflow.outcome import TrackingOutcome
-from pipeline.recording.mlflow.sync import sync
+from pipeline.record import journal
+from pipeline.record.folder import trials_of
 from pipeline.system import stages
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.mlflow.sync import sync
 from pipeline.wording import counted
 
 _LOOK_S = 0.1

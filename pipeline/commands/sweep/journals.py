@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.commands.sweep.assignment import Record, folder_name
-from pipeline.config.reported import PREFIX
-from pipeline.config.values import Direction
+from pipeline.experiment.reported import PREFIX
+from pipeline.experiment.values import Direction
 from pipeline.protocol.events import STOPPED_EARLY, Finished, Metrics, ModelSaved, RunOpened, Started
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 from pipeline.report.swept import State, SweptTrial
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from pipeline.commands.preparation import planning
 from pipeline.commands.sweep.assignment import Record
-from pipeline.config.load import ExperimentFile
-from pipeline.config.sweep import Parameter, Sweep
-from pipeline.config.values import Direction
-from pipeline.driver import preflight
+from pipeline.drive import preflight
 from pipeline.errors import Problem, ResourceError, refusals
-from pipeline.planning.plan import Plan, make_plan
-from pipeline.planning.resources import Resources
+from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.sweep import Parameter, Sweep
+from pipeline.experiment.values import Direction
+from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
 from pipeline.wording import counted
 
@@ -176,7 +176,7 @@ def find_needs(trial: Trial) -> dict[str, float]:
 
 def _count_free(trial: Trial, resources: Resources) -> int:
     """Return the number of workers that fit into what is free on a cluster's nodes."""
-    from pipeline.cluster.placement import count_fitting, per_worker  # loads Ray, which a local plan does without
+    from pipeline.launch.cluster.placement import count_fitting, per_worker  # loads Ray
 
     return sum(count_fitting(node, per_worker(trial)) for node in resources.idle)
 

@@ -13,10 +13,10 @@ from pipeline.commands.sweep.assignment import TrialJob, folder_name
 from pipeline.commands.sweep.journals import state_of
 from pipeline.commands.sweep.planning import SweepPlan, make, shares_cluster
 from pipeline.commands.sweep.sweep_progress import SweepProgress
-from pipeline.config.load import ExperimentFile
-from pipeline.driver.resume import check_same, earlier
+from pipeline.drive.resume import check_same, earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
-from pipeline.recording.terminal.terminal import Terminal, write
+from pipeline.experiment.load import ExperimentFile
+from pipeline.record.terminal.terminal import Terminal, write
 from pipeline.report.swept import LEFT, SweptReport
 
 _MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "benchmark.", "parallel.")

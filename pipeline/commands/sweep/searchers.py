@@ -7,10 +7,10 @@ from ray.tune.search.optuna import OptunaSearch
 
 from pipeline.commands.sweep.planning import rounded
 from pipeline.commands.sweep.supervisor import TRIAL
-from pipeline.config.extras import install_command
-from pipeline.config.sweep import Parameter, Sweep
-from pipeline.config.values import Direction
 from pipeline.errors import ResourceError
+from pipeline.experiment.extras import install_command
+from pipeline.experiment.sweep import Parameter, Sweep
+from pipeline.experiment.values import Direction
 
 
 class SweepSearch(OptunaSearch):  # type: ignore[misc]  # Ray has no types

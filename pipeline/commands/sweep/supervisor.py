@@ -15,8 +15,8 @@ from ray import tune
 from pipeline.commands.sweep.assignment import Record, TrialJob
 from pipeline.commands.sweep.journals import Evaluation, Follower, has_used_resources, state_of
 from pipeline.errors import ResourceError
-from pipeline.recording.journal import journal
-from pipeline.recording.journal.folder import trials_of
+from pipeline.record import journal
+from pipeline.record.folder import trials_of
 
 EPOCH, TRIAL, VALUE = "epoch", "trial", "value"
 OUTPUT_NAME = "output.txt"

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config.values import Direction
+from pipeline.experiment.values import Direction
 from pipeline.report.swept import SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.wording import approximate, clock, counted

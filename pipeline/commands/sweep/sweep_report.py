@@ -10,12 +10,12 @@ from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import folder_name
 from pipeline.commands.sweep.journals import best_of, find_trial, model_of, records
 from pipeline.commands.sweep.planning import SweepPlan
-from pipeline.config.load import ExperimentFile
-from pipeline.config.overrides import override
-from pipeline.config.sweep import Parameter
-from pipeline.config.uris import without_credentials_in
+from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.overrides import override
+from pipeline.experiment.sweep import Parameter
+from pipeline.experiment.uris import without_credentials_in
 from pipeline.protocol.events import ModelSaved, Tagged
-from pipeline.recording.journal.folder import id_of
+from pipeline.record.folder import id_of
 from pipeline.report.swept import CSV_NAME, FILE_NAME, Swept, SweptReport, SweptTrial, figure
 
 _SEED = "seed"

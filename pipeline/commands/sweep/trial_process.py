@@ -58,8 +58,8 @@ def train(job: TrialJob, record: Record) -> None:
     """Run the trial, resumed if it was started before."""
     with undisturbed():
         from pipeline.commands import run
-    from pipeline.recording.recorded_run import Membership
-    from pipeline.recording.terminal.terminal import Terminal
+    from pipeline.drive.recorded_run import Membership
+    from pipeline.record.terminal.terminal import Terminal
 
     folder = job.folder_of(record.number)
     member = Membership(

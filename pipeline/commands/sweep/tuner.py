@@ -12,7 +12,6 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
-from pipeline.cluster.connection import outside_main_thread
 from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep import finish_trials
 from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
@@ -20,8 +19,9 @@ from pipeline.commands.sweep.journals import best_of, find_trial, reached, recor
 from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
 from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
-from pipeline.config.sweep import Sweep
-from pipeline.recording.terminal.terminal import write
+from pipeline.experiment.sweep import Sweep
+from pipeline.launch.cluster.connection import outside_main_thread
+from pipeline.record.terminal.terminal import write
 from pipeline.report.swept import LEFT, SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.system.process import environment
@@ -161,7 +161,7 @@ Search = Callable[..., None]
 @contextmanager
 def searching(*, job: TrialJob, display: SweepDisplay) -> Iterator[Search]:
     """Start a local Ray for Tune; yield a function that runs trials to their end. Stop trials that an error leaves."""
-    from pipeline.launchers._ray.local import LocalRayRequest, started
+    from pipeline.launch._ray.local import LocalRayRequest, started
 
     stages.begin("starting Ray")
     with started(LocalRayRequest(), verbose=job.verbose), display.shown():

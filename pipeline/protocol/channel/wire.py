@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 
 EVENT, FILE, CHUNK, END, APPEND = b"e", b"f", b"c", b"z", b"a"
 """First byte of a worker's message: an event; a file's name, its pieces, its end; a file's name and bytes to append."""

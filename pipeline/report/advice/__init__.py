@@ -8,7 +8,7 @@ other change is a suggestion to try.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.config.schema import Experiment
+from pipeline.experiment.schema import Experiment
 from pipeline.report.advice import rules
 from pipeline.report.advice.rules import Case, Finding, describe_part, scale_rate
 from pipeline.report.numbers.breakdown import has_consistent_parts

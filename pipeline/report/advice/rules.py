@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.overrides import override
-from pipeline.config.schema import Experiment
-from pipeline.config.values import Frozen
+from pipeline.experiment.overrides import override
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Frozen
 from pipeline.report.numbers.breakdown import has_consistent_parts
 from pipeline.report.numbers.row import Advice, Row
 from pipeline.report.text.row_names import name_row

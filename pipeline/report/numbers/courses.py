@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeline.config.reported import OF_GROUP, source_of
-from pipeline.config.values import Direction
+from pipeline.experiment.reported import OF_GROUP, source_of
+from pipeline.experiment.values import Direction
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, RunOpened, Started, TrialOpened
 
 LOSS, RATE, VALIDATION_LOSS = "train/loss", "train/learning_rate", "validation/loss"

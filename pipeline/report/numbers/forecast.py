@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pipeline.config.values import Recorded
+from pipeline.experiment.values import Recorded
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.trial_result import Link, Spread, StepParts
 from pipeline.wording import counted, join_names

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
-from pipeline.config.reported import PREFIX
-from pipeline.config.values import Recorded
+from pipeline.experiment.reported import PREFIX
+from pipeline.experiment.values import Recorded
 from pipeline.protocol.events import (
     AnyEvent,
     CheckpointSaved,

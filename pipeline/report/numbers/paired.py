@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from pipeline.config.values import Direction, Frozen
+from pipeline.experiment.values import Direction, Frozen
 from pipeline.protocol.estimates import CONFIDENCE, Estimate, chance_of, mean_of_independent, values_to_resolve
 from pipeline.wording import counted, figure
 

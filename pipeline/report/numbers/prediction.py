@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 from pipeline.protocol.trial_result import Costs, Link
 from pipeline.report.numbers.link import Backend, broadcast_ms, latency_ms, transfer_ms
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 from pipeline.protocol.events import Evaluated
 from pipeline.protocol.trial_result import Best, Spread, Unsaved
 from pipeline.report.numbers.forecast import Forecast, Predicted

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.config.values import Recorded
+from pipeline.experiment.values import Recorded
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.labels import Role

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import ConfigDict
 
-from pipeline.config.values import Direction, Frozen
+from pipeline.experiment.values import Direction, Frozen
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import CONFIDENCE
 from pipeline.report.numbers.courses import Course

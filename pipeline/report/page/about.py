@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 
 
 class About(Frozen):

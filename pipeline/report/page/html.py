@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from pipeline.config.reported import PREFIX, single_names
-from pipeline.config.values import Frozen
+from pipeline.experiment.reported import PREFIX, single_names
+from pipeline.experiment.values import Frozen
 from pipeline.report.compared import Compared
 from pipeline.report.numbers.goodput import LABELS, Goodput
 from pipeline.report.numbers.row import FIRST_STEPS, Advice, Row

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from pipeline.config.reported import group_by_metric, single_names
+from pipeline.experiment.reported import group_by_metric, single_names
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.screens.screen_layout import Block, Column, Places, assemble, label, lay_out, wrap
 from pipeline.wording import counted, figure

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator
 
-from pipeline.config.reported import single_names
+from pipeline.experiment.reported import single_names
 from pipeline.protocol.trial import QUICK_STEPS
 from pipeline.report.numbers.row import FIRST_STEPS, Row
 from pipeline.report.report import Report

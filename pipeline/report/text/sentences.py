@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.config.reported import named, single_names
+from pipeline.experiment.reported import named, single_names
 from pipeline.protocol import estimates
 from pipeline.protocol.trial import QUICK_STEPS
 from pipeline.report.numbers.row import Advice, Row, find_main_row

@@ -6,7 +6,7 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from pipeline.config.values import Frozen
+from pipeline.experiment.values import Frozen
 from pipeline.protocol import estimates
 from pipeline.protocol.numbers import Number
 from pipeline.protocol.trial_result import Spread

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.config.parallel import Parallel
-from pipeline.launchers import base
-from pipeline.planning.resources import Resources
+from pipeline.experiment.parallel import Parallel
+from pipeline.launch import base
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
@@ -33,7 +33,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.recording.journal import journal
+from pipeline.record import journal
 
 _WORKERS = (
     Started, FirstStep, Metrics, SystemMetrics, Warned, Failed, Finished, ModelSaved, CheckpointSaved, Resumed
@@ -59,7 +59,7 @@ class Launcher(base.Launcher):
         return trial.workers
 
     def launch(self, trial: Trial) -> Outcome:
-        """Play one attempt of a trial; see `pipeline.launchers.base.Launcher`."""
+        """Play one attempt of a trial; see `pipeline.launch.base.Launcher`."""
         attempt = self.attempt(trial)
         number = self._launched[trial.name, trial.repeat]
         self._launched[trial.name, trial.repeat] += 1

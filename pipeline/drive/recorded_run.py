@@ -1,0 +1,288 @@
+"""Life of a recorded run: its folder, journal, log and subscribers, from the first event to the last."""
+
+import io
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import time as now
+from typing import IO, cast
+
+import rich.console
+
+from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interrupt
+from pipeline.experiment.summary import flatten
+from pipeline.experiment.uris import without_credentials
+from pipeline.experiment.values import Direction
+from pipeline.plan.plan import Plan
+from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened, TrialOpened
+from pipeline.protocol.labels import PARENTS, Status
+from pipeline.protocol.trial import Trial
+from pipeline.record import provenance
+from pipeline.record.folder import create, explained, id_of, is_kept, killed, sweep_of
+from pipeline.record.journal import FILE_NAME, ending, read
+from pipeline.record.recorder import Recorder
+from pipeline.record.terminal.console import Console
+from pipeline.record.terminal.terminal import Terminal, linked
+from pipeline.system import stages
+from pipeline.tracking.mlflow.mlflow_subscriber import MlflowSubscriber, flush
+from pipeline.tracking.mlflow.store import check_store, resolve_uri
+from pipeline.tracking.trackers.attached import attach
+
+LOG_NAME = "log.txt"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Role of a run as a trial of a sweep."""
+
+    folder: Path
+    """Folder of the trial inside the sweep's folder, created by the sweep."""
+    title: str
+    """Title that distinguishes the trial, e.g. by its sampled values."""
+    interruption: Callable[[], str]
+    """Returns why the trial was interrupted; empty if unknown."""
+    logs_model: bool
+    """True if the trial logs its model to the tracking store itself."""
+    shares_cluster: bool
+    """True if the trial's workers run on a cluster. What it lacks, other jobs may have: this is no failure."""
+
+
+class Log(io.TextIOBase):
+    """Text stream to the run's log, for consoles and log handlers of any thread; never raises.
+
+    Text that can't be written is dropped: on a full disk the journal stops the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, text: str) -> int:
+        """Append a text."""
+        with suppress(OSError, ValueError):  # ValueError: the log is closed
+            self._file.write(text.encode(errors="replace"))
+        return len(text)
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Close the file; later writes are dropped."""
+        self._file.close()
+        super().close()
+
+
+@contextmanager
+def recorded(
+    plan: Plan,
+    *,
+    terminal: Terminal,
+    tracked: bool = True,
+    folder: Path | None = None,
+    member: Membership | None = None,
+    source: str = "",
+    directions: Mapping[str, Direction] | None = None,
+    adds: bool = False,
+) -> Iterator[Recorder]:
+    """Open a run and yield its recorder; close the run with the status in which the block ends.
+
+    Args:
+        plan: trials of the run.
+        terminal: output for progress and warnings.
+        tracked: True to send results to the tracking store, False to write to the run's folder only.
+        folder: folder of a run to resume, in the journal and in the tracking store; None starts a new run.
+        member: role of the run in a sweep, if it is a trial.
+        source: path of the experiment file, by which ``--resume`` finds the run.
+        directions: directions in which validation metrics are better, by reported name, the main metric first.
+        adds: True to add to a run that has ended, in ``folder``: it keeps its status and duration, and its description
+            unless there is a new summary.
+
+    Raises:
+        ResourceError: the run's folder or the tracking store can't be written, now or later.
+        UsageError: the run to resume hasn't ended.
+    """
+    raise_swallowed_interrupt()  # nothing has been made yet
+    stages.begin("opening the run")
+    uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
+    warning = check_store(uri) if tracked else None
+    folder = folder or (member.folder if member else create(plan))
+    with explained(folder), ExitStack() as stack:
+        log = stack.enter_context(closing(Log(folder / LOG_NAME)))
+        stack.enter_context(_logging_to(log))
+        warn = _teller(terminal.warnings)
+        if warning:
+            warn(warning)
+        consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
+        recorder = Recorder(folder, subscribers=consoles)
+        stack.enter_context(closing(recorder))
+        for event in read(folder / FILE_NAME) if recorder.is_resumed else ():
+            for console in consoles:
+                console.run.note_evaluation(event)
+        end = _end_of(folder) if adds else None
+        files = () if adds else provenance.describe(plan.experiment, folder)
+        own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
+        loggers = plan.experiment.tracking.named_loggers
+        tracker = (
+            _subscribe_mlflow(recorder, loggers, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
+        )
+        stack.callback(flush, tracker, recorder, console=terminal.progress, warn=warn)
+        for each in own:
+            recorder.subscribe(each)
+            stack.callback(each.close)
+        stack.enter_context(_closed_by_status(recorder, end=end, member=member, warn=warn))
+        for console in consoles:
+            stack.callback(console.close)
+        if not adds:
+            opened = _opened(plan, folder, uri=uri, member=member)
+            recorder.receive(opened.model_copy(update={"file": source, "directions": directions or {}}))
+        for name in files:
+            artifact(name, recorder)
+        with explained(folder):
+            yield recorder
+
+
+def _subscribe_mlflow(
+    recorder: Recorder, loggers: Sequence[str], *, uri: str, terminal: Terminal, warn: Callable[[str], None], adds: bool
+) -> MlflowSubscriber:
+    """Send the run's events to MLflow and the named loggers; print the run's address as soon as a server has it."""
+    folder, log = recorder.folder, recorder.folder / LOG_NAME
+
+    def opened(address: str) -> None:
+        terminal.progress.print(linked(address), soft_wrap=True)
+
+    tracker = MlflowSubscriber(folder=folder, log=log, warn=warn, uri=uri, adds=adds, opened=opened, loggers=loggers)
+    recorder.subscribe(tracker)
+    return tracker
+
+
+@contextmanager
+def _closed_by_status(
+    recorder: Recorder, *, end: RunClosed | None, member: Membership | None, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Record the end of the run: ``end`` once more, perhaps with a new summary, or else how the block ends."""
+    status: Status = "FINISHED"
+    message = ""
+    try:
+        yield
+    except BaseException as error:
+        status, message = _status(error, member=member)
+        if status == "FAILED" and not is_kept(recorder.folder):
+            error.add_note(
+                f"The run ended before its first step. Its logs are in {recorder.folder}.\n"
+                "pipeline list shows it only with --all."
+            )
+        raise
+    finally:
+        summary = recorder.summary
+        own = RunClosed(status=status, message=message, summary=summary)
+        if end is not None:
+            own = end.model_copy(update={"summary": summary or end.summary})
+        _close(recorder, end=own, has_failed=status != "FINISHED", warn=warn)
+
+
+def open_trial(trial: Trial, recorder: Recorder, *, time: float | None = None) -> None:
+    """Record the launch of a trial: that it is about to be launched, or was at ``time``."""
+    recorder.receive(
+        TrialOpened(
+            time=now() if time is None else time,
+            trial=trial.name,
+            role=trial.role,
+            title=trial.title,
+            repeat=trial.repeat,
+            tags=provenance.trial_tags(trial),
+            params=provenance.trial_params(trial),
+        )
+    )
+
+
+def artifact(name: str, recorder: Recorder) -> None:
+    """Record that a file of the run's folder belongs to the results."""
+    recorder.receive(ArtifactSaved(path=name))
+
+
+def _teller(terminal: rich.console.Console) -> Callable[[str], None]:
+    """Return a function that prints warnings in yellow and writes them to the log."""
+
+    def warn(message: str) -> None:
+        wraps = terminal.is_interactive  # lines of a log file aren't wrapped
+        terminal.print(message, style="yellow", markup=False, highlight=False, soft_wrap=not wraps)
+        logging.getLogger(__name__).warning(message)
+
+    return warn
+
+
+def _console(log: Log) -> rich.console.Console:
+    """Return a console that writes plain lines, even in notebooks and with FORCE_COLOR."""
+    return rich.console.Console(
+        file=cast("IO[str]", log), width=120, force_jupyter=False, force_terminal=False, color_system=None
+    )
+
+
+def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) -> RunOpened:
+    experiment = plan.experiment
+    return RunOpened(
+        run=id_of(folder),
+        sweep=sweep_of(folder),
+        title=member.title if member else experiment.tracking.run_name or "",
+        logs_model=member is None or member.logs_model,
+        tracking_uri=without_credentials(uri),
+        tracking_experiment=experiment.tracking.experiment or experiment.name,
+        tags=provenance.run_tags(plan),
+        params=flatten(experiment),
+        trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
+        command=provenance.command(),
+        launches=0 if plan.command in PARENTS else len(plan.trials),
+        also=experiment.tracking.named_loggers,
+    )
+
+
+def _end_of(folder: Path) -> RunClosed:
+    """Return the end of a run that has ended, which is recorded again after an addition."""
+    path = folder / FILE_NAME
+    if (end := ending(path)) is not None:
+        return end
+    (last,) = deque(read(path), maxlen=1)
+    return killed(at=last.time)
+
+
+def _close(recorder: Recorder, *, end: RunClosed, has_failed: bool, warn: Callable[[str], None]) -> None:
+    """Record the end of the run.
+
+    Raises:
+        OSError: the journal can't be written. After a failed run this is only a warning.
+    """
+    try:
+        try:
+            artifact(LOG_NAME, recorder)
+            if (recorder.folder / LOSSES).exists():
+                artifact(LOSSES, recorder)
+        finally:
+            recorder.receive(end)
+    except OSError as error:
+        if not has_failed:
+            raise
+        warn(f"the end of the run is not recorded in {error.filename}: {error.strerror}")
+
+
+def _status(error: BaseException, *, member: Membership | None) -> tuple[Status, str]:
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED", (member.interruption() if member else "") or "interrupted"
+    if isinstance(error, ResourceError) and member is not None and member.shares_cluster:
+        return "KILLED", str(error)
+    return "FAILED", str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _logging_to(log: Log) -> Iterator[None]:
+    """Send log messages of libraries to the run's log instead of the terminal."""
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)

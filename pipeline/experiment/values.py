@@ -1,0 +1,156 @@
+"""Base classes and field types of the experiment's sections, frozen and strict."""
+
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from typing_extensions import override
+
+from pipeline.experiment.uris import expand_home
+from pipeline.system.signals import deferred_signals
+
+
+class Frozen(BaseModel):
+    """Immutable model that rejects unknown keys and survives a round trip through JSON, NaN and infinity included."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        serialize_by_alias=True,
+        ser_json_inf_nan="constants",
+    )
+
+    # pydantic's core reports any exception raised inside it, even a KeyboardInterrupt, as a serializer's error.
+
+    @override
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        with deferred_signals():
+            return super().model_dump(**options)
+
+    @override
+    def model_dump_json(self, **options: Any) -> str:
+        with deferred_signals():
+            return super().model_dump_json(**options)
+
+
+class Recorded(Frozen):
+    """Record that is valid JSON: NaN and infinity are the strings "NaN", "Infinity" and "-Infinity".
+
+    It is read back as it was, except for values of fields without a type. Fields that were removed since it was
+    written are ignored.
+    """
+
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
+
+
+class WithEnvironment(Frozen):
+    """Message to a process with its environment, whose names and values may be any bytes."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    environment: tuple[tuple[bytes, bytes], ...]
+    """Names and values of all variables; see `encoded`."""
+
+    @staticmethod
+    def encoded(environment: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
+        """Encode an environment such as ``os.environ``."""
+        return tuple((os.fsencode(name), os.fsencode(value)) for name, value in environment.items())
+
+    def enter(self) -> None:
+        """Make it the environment of this process."""
+        os.environ.clear()
+        os.environb.update(self.environment)
+
+
+class Section(Frozen):
+    """Section of the experiment file. The docstring below each key is its description in the JSON Schema."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
+DottedName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
+
+
+class Component(Section):
+    """Component: ``_target_: package.name`` with keyword arguments; nested components are built first."""
+
+    model_config = ConfigDict(extra="allow")
+
+    target: Annotated[DottedName, Field(alias="_target_")]
+    """Dotted name of a class or function in an allowed package."""
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Keyword arguments as written in the file; nested components are plain mappings."""
+        return self.model_extra or {}
+
+
+Create = Callable[..., Any]
+"""Function that builds a component, given its key: `pipeline.experiment.components.build` with the rest filled in."""
+
+
+def _writable(text: str) -> str:
+    if any(unicodedata.category(character) == "Cc" for character in text):
+        raise ValueError("contains a control character, which is not allowed in a file name or address. Remove it.")
+    return text
+
+
+Writable = Annotated[str, AfterValidator(_writable)]
+"""String that becomes part of a file name or an address."""
+
+
+def _expand_home(text: str) -> str:
+    """Expand ``~`` at the start of a path.
+
+    Raises:
+        ValueError: the user has no home directory, or the path names an environment variable.
+    """
+    if "://" in text:
+        return text
+    if variable := _VARIABLE.search(text):
+        raise ValueError(
+            f"{variable[0]} is not expanded in paths. To insert this environment variable, use "
+            f"${{oc.env:{variable[1]}}}."
+        )
+    return expand_home(text)
+
+
+FilePath = Annotated[Writable, AfterValidator(_expand_home)]
+"""Path of a file or folder, or an address with a protocol; ``~`` is expanded."""
+Positive = Annotated[int, Field(gt=0, strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, strict=True)]
+Direction = Literal["min", "max"]
+"""Direction in which a metric improves, in the words of Ray Tune and Optuna."""
+Mode = Literal["auto", Direction]
+
+
+def _switched(value: object) -> object:
+    """Replace ``true`` by a section of defaults, and ``false`` by None."""
+    return {} if value is True else None if value is False else value
+
+
+def _or_boolean(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
+
+
+def _named(value: object) -> object:
+    """Replace a string by a section with this name."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _or_name(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": "string"}, *schema["anyOf"]]
+
+
+NAMED = BeforeValidator(_named)
+"""Validator of a section that may also be its ``name`` alone."""
+OR_NAME = Field(json_schema_extra=_or_name)
+SWITCH = BeforeValidator(_switched)
+"""Validator of a section that may also be ``true`` (its defaults) or ``false`` (none)."""
+OR_BOOLEAN = Field(json_schema_extra=_or_boolean)

@@ -1,0 +1,35 @@
+"""Launcher for one worker in the driver's own process: nothing to start, and debuggers work."""
+
+import socket
+from contextlib import suppress
+
+from pipeline.experiment.parallel import Parallel
+from pipeline.launch import base
+from pipeline.plan import resources
+from pipeline.plan.resources import Resources
+from pipeline.protocol.rank import Rank
+from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial_outcome import Outcome
+from pipeline.worker import main
+
+
+class Launcher(base.Launcher):
+    """Calls the worker function directly."""
+
+    many_processes = False
+
+    @staticmethod
+    def resources(parallel: Parallel) -> Resources:
+        """Return the resources of this machine."""
+        return resources.detect()
+
+    def capacity(self, trial: Trial) -> int:
+        """Return 1: this process."""
+        return 1
+
+    def launch(self, trial: Trial) -> Outcome:
+        """Run the trial; see `pipeline.launch.base.Launcher`."""
+        attempt = self.attempt(trial)
+        with suppress(main.WorkerFailed):  # it has been reported
+            main.run(trial, rank=Rank(node=socket.gethostname()), outbox=attempt.outbox)
+        return attempt.outcome()

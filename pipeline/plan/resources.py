@@ -1,0 +1,125 @@
+"""Resources of this machine, found without loading torch and without opening a CUDA context."""
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import psutil
+
+from pipeline.experiment.values import Frozen
+from pipeline.plan.visible_gpus import visible_gpus
+from pipeline.system.memory_limits import find_memory_limits
+from pipeline.wording import counted
+
+_COMPILER = "clang++" if sys.platform == "darwin" else "g++"
+
+
+class Placed(Frozen):
+    """Workers that an outer launcher has placed on a node."""
+
+    node: str
+    workers: int
+    cpus: int
+    """Cores of the node that these workers may use together."""
+    cpus_per_worker: int
+    """Cores of the worker that has the fewest; 0 if there are more workers than cores."""
+
+
+class UnfitNode(Frozen):
+    """A node of a cluster that can't have workers."""
+
+    name: str
+    problems: tuple[str, ...]
+
+
+class Resources(Frozen):
+    """Cores, memory and GPUs that workers can be placed on."""
+
+    cpus: int
+    """Cores that this process may use, given its affinity and container limits."""
+    memory_mb: int
+    """Memory of the machine, or the limit of its container."""
+    gpus: tuple[str, ...] = ()
+    """Name of each visible GPU."""
+    node: str = "localhost"
+    processor: str = ""
+    nodes: int = 1
+    """Number of machines whose resources are summed up here."""
+    has_compiler: bool = True
+    """True if there is a C++ compiler for torch.compile on CPU. Unknown for other machines, which check it later."""
+    placed: tuple[Placed, ...] = ()
+    """Nodes of the workers that an outer launcher has started; empty: this project places its workers itself."""
+    is_divided: bool = False
+    """True if each worker may use its own part of a node's cores only, so that no process can use all of them."""
+    notes: tuple[str, ...] = ()
+    """Notes to the user, e.g. on nodes that differ."""
+    is_autoscaled: bool = False
+    """True if a cluster's autoscaler can add nodes."""
+    unfit: Mapping[str, UnfitNode] = {}
+    """Nodes of the cluster that are left out, because workers can't run there, by Ray's id."""
+    idle: tuple[Mapping[str, float], ...] = ()
+    """Resources of each node of the cluster that no other job occupies, by Ray's names; empty: this machine."""
+
+    @property
+    def is_one_node(self) -> bool:
+        """True if all workers are placed on the same machine."""
+        return self.nodes == 1 and not self.is_autoscaled
+
+    @property
+    def summary(self) -> str:
+        """Summary in a line, e.g. "2 cores, 24 GiB, no GPU"."""
+        gpus = f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
+        return f"{counted(self.cpus, 'core')}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
+
+
+def format_unfit(nodes: Iterable[UnfitNode]) -> list[str]:
+    """Return a line for each problem, which names all nodes that have it."""
+    names: dict[str, list[str]] = {}
+    for node in sorted(nodes, key=lambda node: node.name):
+        for problem in node.problems:
+            names.setdefault(problem, []).append(node.name)
+    return [f"{', '.join(having)}: {problem}" for problem, having in names.items()]
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the numbers of the cores that this process may use, by its affinity."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def detect() -> Resources:
+    """Return the resources of this machine."""
+    return Resources(
+        cpus=_cpus(),
+        memory_mb=_memory() // 2**20,
+        gpus=tuple(visible_gpus().values()),
+        node=socket.gethostname(),
+        processor=_processor(),
+        has_compiler=shutil.which(os.environ.get("CXX") or _COMPILER) is not None,
+    )
+
+
+def _cpus() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = Path("/sys/fs/cgroup/cpu.max")  # "max 100000" or "quota period", cgroup v2
+    if limit.exists():
+        quota, period = limit.read_text().split()
+        if quota != "max":
+            usable = min(usable, max(1, int(quota) // int(period)))
+    return usable
+
+
+def _memory() -> int:
+    return min([psutil.virtual_memory().total, *(limit.total for limit in find_memory_limits())])
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()

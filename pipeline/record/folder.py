@@ -1,0 +1,165 @@
+"""Folder of a run: created for a new run, found and read for a resumed one."""
+
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from errno import EDQUOT, ENOENT, ENOSPC
+from pathlib import Path
+from typing import Literal
+
+from pipeline.errors import ResourceError, UsageError
+from pipeline.experiment.load import load
+from pipeline.experiment.schema import Experiment
+from pipeline.experiment.values import Frozen
+from pipeline.plan.plan import Plan
+from pipeline.protocol.events import REASONS_TO_KEEP, RunClosed, RunOpened, is_reason_to_keep
+from pipeline.protocol.labels import Status
+from pipeline.record import journal
+
+EXPERIMENT_NAME = "experiment.yaml"
+ENVIRONMENT_NAME = "environment.txt"
+_TRIAL = re.compile(r"trial-\d+")
+
+
+class RunState(Frozen):
+    """State of a run, read from its folder."""
+
+    folder: Path
+    experiment: Experiment
+    """Experiment as it was run, without the credentials of its tracking store."""
+    opened: RunOpened
+    """First event of the journal."""
+    status: Status | Literal["RUNNING"]
+    """RUNNING while a driver writes to the journal; KILLED if its driver died without closing it."""
+
+
+def create(plan: Plan) -> Path:
+    """Create the folder of a new run.
+
+    Raises:
+        ResourceError: it can't be created.
+    """
+    root = Path(plan.experiment.tracking.directory)
+    command = "" if plan.command == "run" else f"{plan.command}-"
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{plan.experiment.name}-{command}{secrets.token_hex(2)}"
+    try:
+        (root / name).mkdir(parents=True)
+    except OSError as error:
+        raise ResourceError(
+            f"tracking.directory: {root} can't be written: {error.strerror}. Name another folder."
+        ) from error
+    return root / name
+
+
+def is_trial(name: str) -> bool:
+    """Return True if a folder with this name, inside a sweep's folder, belongs to a trial."""
+    return _TRIAL.fullmatch(name) is not None
+
+
+def sweep_of(folder: Path) -> str:
+    """Return the id of the sweep whose folder contains this trial's; empty if the run is no trial of a sweep."""
+    return folder.absolute().parent.name if is_trial(folder.name) else ""
+
+
+def id_of(folder: Path) -> str:
+    """Return the id of a run: the name of its folder, after the sweep's if it is a trial."""
+    sweep = sweep_of(folder)
+    return f"{sweep}/{folder.name}" if sweep else folder.name
+
+
+def trials_of(folder: Path) -> list[Path]:
+    """Return the folders of a sweep's trials that have started, by number; empty if the run is no sweep."""
+    there = (path.parent for path in folder.glob(f"trial-*/{journal.FILE_NAME}"))
+    return sorted((each for each in there if is_trial(each.name)), key=lambda each: (len(each.name), each.name))
+
+
+def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tuple[Path, RunOpened]]:
+    """Yield the folders of an experiment's runs with their first events, the newest first.
+
+    Args:
+        directory: folder of runs, ``tracking.directory``.
+        name: name of the experiment.
+        role: "main" for a training, else the command.
+    """
+    for folder in sorted(directory.glob(f"*-{name}-*"), reverse=True):  # their names begin with the time
+        path = folder / journal.FILE_NAME
+        opened = journal.opened(path) if path.is_file() else None
+        if opened is not None and opened.params.get("name") == name and opened.tags.get("role") == role:
+            yield folder, opened
+
+
+def read_state(folder: Path) -> RunState:
+    """Read the state of a run from its folder.
+
+    Raises:
+        UsageError: it isn't the folder of a run, or its journal is damaged.
+        ExperimentError: its experiment.yaml is damaged.
+    """
+    opened = journal.opened(folder / journal.FILE_NAME)
+    if opened is None:
+        raise UsageError(f"{folder}: this run failed before it started. Start a new run.")
+    experiment = load(folder / EXPERIMENT_NAME).experiment
+    return RunState(folder=folder, experiment=experiment, opened=opened, status=read_status(folder))
+
+
+def read_status(folder: Path) -> Status | Literal["RUNNING"]:
+    """Read the status of a run from its journal; see `RunState`."""
+    path = folder / journal.FILE_NAME
+    end = journal.ending(path)
+    return "RUNNING" if journal.is_open(path) else end.status if end else "KILLED"
+
+
+def is_quick(opened: RunOpened) -> bool:
+    """Return True for ``run --quick``, whose model is not trained."""
+    return opened.tags.get("quick") == "true"
+
+
+def is_kept(folder: Path) -> bool:
+    """Return True unless a run ended before its first step, in each of its sessions; see `is_reason_to_keep`."""
+    return any(map(is_reason_to_keep, journal.marked(folder / journal.FILE_NAME, *REASONS_TO_KEEP)))
+
+
+def is_listed(folder: Path) -> bool:
+    """Return True for a run that is kept or is running."""
+    return is_kept(folder) or journal.is_open(folder / journal.FILE_NAME)
+
+
+def killed(*, at: float) -> RunClosed:
+    """Return the end of a run whose driver was killed, at the time of its last event."""
+    return RunClosed(time=at, status="KILLED", message="The driver was killed before it could end the run.")
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Convert the OSError of a full disk, a deleted folder or an unwritable journal to an error for the user.
+
+    Raises:
+        ResourceError: a file inside can't be written.
+    """
+    path = folder / journal.FILE_NAME
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {ENOSPC, EDQUOT}:
+            raise ResourceError(
+                f"{error.filename or folder}: the disk is full. Free some space and use --resume, which continues from "
+                "the latest checkpoint. Or set another tracking.directory."
+            ) from error
+        if error.errno == ENOENT and not path.exists():
+            raise ResourceError(f"{folder} was deleted during the run, so the run was stopped") from error
+        if error.filename == str(path):
+            raise ResourceError(f"{path} can't be written, so the run was stopped: {error.strerror}") from error
+        raise
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file atomically."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        write(partial)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,229 @@
+"""Recorder of a run's events: every event passes here, without repeated points, to the journal and the subscribers."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from pipeline.protocol.events import (
+    Advanced,
+    AnyEvent,
+    Finished,
+    Heartbeat,
+    Metrics,
+    Point,
+    SystemMetrics,
+    TrialOpened,
+    Warned,
+)
+from pipeline.record import loss_file
+from pipeline.record.journal import FILE_NAME, Journal, read
+
+LOSS = "train/loss"
+TRANSIENT = (Advanced, Heartbeat)
+"""Events for displays only."""
+
+
+class Subscriber(Protocol):
+    """Receiver of every event after it has been journaled; `TRANSIENT` events aren't journaled, but received.
+
+    It must neither block nor raise: it would slow training down.
+    """
+
+    def receive(self, event: AnyEvent) -> None:
+        """Receive an event; called by one thread at a time."""
+
+
+class Recorder:
+    """Writer of a run's journal, which passes each event on to subscribers. Its methods may be called from any thread.
+
+    In a folder with a journal it resumes that run: finished trials are known, metrics of repeated steps are dropped.
+
+    Args:
+        folder: the run's folder.
+        subscribers: receivers of each event after it is journaled.
+
+    Raises:
+        UsageError: another process writes to the journal, or it is damaged.
+        OSError: the journal can't be opened.
+    """
+
+    def __init__(self, folder: Path, *, subscribers: Sequence[Subscriber]) -> None:
+        self.folder = folder
+        self.earlier: tuple[Finished, ...] = ()
+        """Results of a resumed run's finished trials, the last of each trial and repeat."""
+        self.summary = ""
+        """Summary of the results in Markdown; set by the report."""
+        self.is_resumed = False
+        """True if the journal had events before."""
+        self._journal = Journal(folder / FILE_NAME)
+        self._progress = self._earlier()
+        self._subscribers = list(subscribers)
+        self._subjects: set[str] = set()
+        self._lock = threading.Lock()
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Add a subscriber for the events from now on."""
+        with self._lock:
+            self._subscribers.append(subscriber)
+
+    @contextmanager
+    def subscribed(self, subscriber: Subscriber) -> Iterator[None]:
+        """Add a subscriber for the events inside the block."""
+        self.subscribe(subscriber)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._subscribers.remove(subscriber)
+
+    def receive(self, event: AnyEvent) -> None:
+        """Record an event.
+
+        Raises:
+            OSError: the journal can't be written; the subscribers receive the event in any case.
+        """
+        with self._lock:
+            failure: OSError | None = None
+            try:
+                event = self._without_losses(event)
+            except OSError as error:
+                failure = error
+            new = self._progress.new(event)
+            if new is not None and not self._is_told(new):
+                failure = self._append(new) or failure
+                for subscriber in self._subscribers:
+                    subscriber.receive(new)
+            if failure:
+                raise failure
+
+    def close(self) -> None:
+        """Close the journal; no event may follow."""
+        with self._lock:
+            self._journal.close()
+
+    def _earlier(self) -> "Deduplicator":
+        """Read the journal of a resumed run: results, number of events, and the last step of each metric."""
+        ends: dict[tuple[str, int], Finished] = {}
+
+        def noticed() -> Iterator[AnyEvent]:  # one event in memory at a time
+            for event in read(self.folder / FILE_NAME):
+                self.is_resumed = True
+                if isinstance(event, TrialOpened):  # launched again, e.g. to train longer: it may not have ended since
+                    ends.pop((event.trial, event.repeat), None)
+                elif isinstance(event, Finished):
+                    ends[event.result.trial, event.result.repeat] = event
+                yield event
+
+        try:
+            progress = Deduplicator(noticed())
+        except BaseException:
+            self._journal.close()
+            raise
+        self.earlier = tuple(ends.values())
+        return progress
+
+    def _without_losses(self, event: AnyEvent) -> AnyEvent:
+        """Write the losses of an event's steps to their file, and return it without them.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        if not isinstance(event, Metrics) or not event.losses:
+            return event
+        loss_file.write(self.folder, event.losses, first=event.step - event.steps + 1)
+        return event.model_copy(update={"losses": ()})
+
+    def _append(self, event: AnyEvent) -> OSError | None:
+        """Append an event to the journal; return the error if that fails."""
+        try:
+            if not isinstance(event, TRANSIENT):
+                self._journal.append(event)
+        except OSError as error:
+            return error
+        return None
+
+    def _is_told(self, event: AnyEvent) -> bool:
+        """Return True if the trial has already warned of the same subject."""
+        if isinstance(event, TrialOpened):
+            self._subjects = set()
+        if not isinstance(event, Warned) or not event.subject:
+            return False
+        is_told = event.subject in self._subjects
+        self._subjects.add(event.subject)
+        return is_told
+
+
+class _Series(NamedTuple):
+    """Key of a metric: the trial, its repeat and the metric's name."""
+
+    trial: str
+    repeat: int
+    name: str
+
+
+class Deduplicator:
+    """Filter that drops points of steps already recorded, by the highest step of each metric.
+
+    Training that resumes from a checkpoint, in a resumed run or after a lost worker, repeats steps. Metrics of the
+    driver itself about a finished trial, e.g. the speedup, are kept.
+
+    Args:
+        events: events of the run so far, from its journal.
+    """
+
+    def __init__(self, events: Iterable[AnyEvent] = ()) -> None:
+        self._steps: dict[_Series, int] = {}
+        self._training: set[tuple[str, int]] = set()
+        self._finished: set[tuple[str, int]] = set()
+        self._last_sample: dict[str, int] = {}
+        self._shift: dict[str, int] = {}
+        self._earlier: dict[_Series, int] = {}
+        for event in events:
+            self.new(event)
+        self._training.clear()
+        self._finished.clear()
+        self._earlier = dict(self._steps)
+
+    def new(self, event: AnyEvent) -> AnyEvent | None:
+        """Return the event without the points already recorded; None if no point is left."""
+        match event:
+            case TrialOpened():
+                self._training.add((event.trial, event.repeat))
+            case Finished():
+                self._training.discard((event.trial, event.result.repeat))
+                self._finished.add((event.trial, event.result.repeat))
+            case Metrics():
+                return self._new_metrics(event)
+            case SystemMetrics():
+                return self._counted(event)
+        return event
+
+    def _new_metrics(self, event: Metrics) -> Metrics | None:
+        key = (event.trial, event.repeat)
+        # The driver's figures about a trial that has ended now aren't those of an earlier session.
+        known = self._steps if key in self._training else {} if key in self._finished else self._earlier
+        points = []
+        reported = self._steps.get(_Series(event.trial, event.repeat, LOSS), 0)
+        for point in event.points:
+            series = _Series(event.trial, event.repeat, point.name)
+            if series not in known or point.step > known[series]:
+                points.append(point)
+                self._steps[series] = max(point.step, self._steps.get(series, point.step))
+        if len(points) == len(event.points):
+            return event
+        steps = max(0, min(event.steps, event.step - reported))  # the others are repeated
+        return event.model_copy(update={"points": tuple(points), "steps": steps}) if points else None
+
+    def _counted(self, event: SystemMetrics) -> SystemMetrics:
+        """Shift the steps of a new worker's samples, which it counts from 0, behind those of the worker before."""
+        first = min((point.step for point in event.points), default=0)
+        if first + self._shift.get(event.node, 0) <= (last := self._last_sample.get(event.node, -1)):
+            self._shift[event.node] = last + 1 - first
+        shift = self._shift.get(event.node, 0)
+        self._last_sample[event.node] = first + shift
+        if not shift:
+            return event
+        points = tuple(Point(point.name, point.step + shift, point.value) for point in event.points)
+        return event.model_copy(update={"points": points})
