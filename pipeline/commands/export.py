@@ -24,7 +24,7 @@ from pipeline.train.manifest import entry_of
 from pipeline.train.storage import Storage, address_of
 
 if TYPE_CHECKING:
-    from pipeline.train.portable import PortableModel
+    from pipeline.train.restored import PortableModel
 
 _FOR_ONNX = ("onnx", "onnxscript")
 """Packages that ONNX needs in addition to this project's."""
@@ -73,7 +73,7 @@ def _loaded(
 ) -> "tuple[Weights, PortableModel]":
     """Read the weights: those that the training left in the run's folder if they are meant, else a checkpoint's."""
     with undisturbed():
-        from pipeline.train import portable
+        from pipeline.train import restored
 
     if checkpoint is None and (ended := _result(file, state)) is not None:
         stages.begin("reading the weights")
@@ -81,12 +81,12 @@ def _loaded(
         weights = _of_result(result)
         known = {"total_steps": started.total_steps, "steps_per_epoch": started.steps_per_epoch}
         known["world_size"] = len(started.devices)
-        return weights, portable.of_result(
+        return weights, restored.of_result(
             state.folder, file.experiment, allowed=allowed, runtime=known, epoch=weights.epoch
         )
     chosen = choose(file, folder=state.folder, wanted=checkpoint, allowed=allowed)
     stages.begin(f"reading checkpoint {chosen.manifest.name}")
-    model = portable.of_checkpoint(_reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed))
+    model = restored.of_checkpoint(_reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed))
     manifest = chosen.manifest
     metrics = {manifest.metric_name: manifest.metric} if manifest.metric_name and manifest.metric is not None else {}
     weights = Weights(step=manifest.step, epoch=model.epoch, best=chosen.best, metrics=metrics, note=chosen.note)

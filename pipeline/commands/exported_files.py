@@ -19,7 +19,7 @@ from pipeline.system import stages
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.train.portable import PortableModel
+    from pipeline.train.restored import PortableModel
 
 DESCRIPTION, README, EXPERIMENT = "model.json", "README.md", "experiment.yaml"
 
@@ -112,7 +112,7 @@ def write_files(
         UsageError: the model can't be written in ONNX.
         ResourceError: the folder can't be written.
     """
-    from pipeline.train.portable import FILES, write_model
+    from pipeline.train.restored import FILES, write_model
 
     stages.begin("exporting the model")
     exported = _describe_export(experiment, model, run=run, weights=weights)

@@ -37,12 +37,15 @@ def balanced(samples: Any, epoch: int, generator: torch.Generator) -> Indices:  
         TrainingError: a sample can't be read.
     """
     targets = _find_numbers(samples, "targets")
+    seen = ""
     if targets.ndim != 1:
-        raise _make_class_error(f"a target has the shape {targets.shape[1:]}")
-    if targets.dtype.kind not in "biuf":
-        raise _make_class_error(f"a target is {targets[0]!r}")
-    if (is_wrong := ~np.isfinite(targets) | (targets % 1 != 0)).any():
-        raise _make_class_error(f"a target is {targets[is_wrong][0]:g}")
+        seen = f"has the shape {targets.shape[1:]}"
+    elif targets.dtype.kind not in "biuf":
+        seen = f"is {targets[0]!r}"
+    elif (is_wrong := ~np.isfinite(targets) | (targets % 1 != 0)).any():
+        seen = f"is {targets[is_wrong][0]:g}"
+    if seen:
+        raise _make_error(f"a target {seen}, but balanced needs a class number for each sample")
     _, groups, counts = np.unique(targets, return_inverse=True, return_counts=True)
     return draw_weighted((1 / counts)[groups], generator, groups=groups)
 
@@ -132,7 +135,7 @@ def _find_numbers(dataset: Any, field: _Field) -> Numbers:
         known = {}
     if field not in known:
         stated = _read_attribute(dataset, field)
-        known[field] = _read(dataset, field) if stated is None else stated
+        known[field] = _read_samples(dataset, field) if stated is None else stated
     return known[field]
 
 
@@ -150,7 +153,7 @@ def _read_attribute(dataset: Any, field: _Field) -> Numbers | None:
     return numbers if numbers.shape == (len(dataset),) and numbers.dtype.kind in "biuf" else None
 
 
-def _read(dataset: Any, field: _Field) -> Numbers:
+def _read_samples(dataset: Any, field: _Field) -> Numbers:
     values, samples = list[Any](), len(dataset)
     with ProgressReporter("reading all samples for the sampler", total=samples, unit="samples") as progress:
         for index in range(samples):
@@ -159,38 +162,31 @@ def _read(dataset: Any, field: _Field) -> Numbers:
             except Exception as error:
                 message = f"sample {index} of the data can't be read: {type(error).__name__}: {error}"
                 raise TrainingError(message, traceback.format_exc()) from error
-            value = _read_field(sample, field)
+            value = _find_field(sample, field)
             if field == "lengths" and not hasattr(value, "__len__"):
                 raise _make_error(f"sample {index} is a {type(value).__name__} without a length")
             values.append(np.asarray(value) if field == "targets" else len(value))
             progress.by(1)
     if len({np.shape(value) for value in values}) > 1:
-        raise _make_class_error("targets have different shapes")
+        raise _make_error("targets have different shapes, but balanced needs a class number for each sample")
     return _flatten(np.stack(values))
 
 
-def _read_field(sample: Any, field: _Field) -> Any:
-    names, place = _NAMES[field], int(field == "targets")
+def _find_field(sample: Any, field: _Field) -> Any:
     if isinstance(sample, Mapping):
-        for name in names:
-            if name in sample:
-                return sample[name]
-        raise _make_error(f"a sample has the fields {', '.join(map(str, sample))}, but none of {', '.join(names)}")
-    if not isinstance(sample, tuple | list):
-        if field == "lengths":
-            return sample
+        if (name := next((name for name in _NAMES[field] if name in sample), None)) is None:
+            has = f"a sample has the fields {', '.join(map(str, sample))}"
+            raise _make_error(f"{has}, but none of {', '.join(_NAMES[field])}")
+        return sample[name]
+    if field == "lengths":
+        return sample[0] if isinstance(sample, tuple | list) and sample else sample
+    if not isinstance(sample, tuple | list) or len(sample) < 2:
         raise _make_error(f"a sample is a {type(sample).__name__}, not (inputs, targets)")
-    if len(sample) <= place:
-        raise _make_error(f"a sample has {len(sample)} fields, not (inputs, targets)")
-    return sample[place]
+    return sample[1]
 
 
 def _flatten(numbers: Numbers) -> Numbers:
     return numbers[:, 0] if numbers.ndim == 2 and numbers.shape[1] == 1 else numbers
-
-
-def _make_class_error(seen: str) -> ExperimentError:
-    return _make_error(f"{seen}, but balanced needs a class number for each sample")
 
 
 def _make_error(seen: str) -> ExperimentError:

@@ -3,9 +3,9 @@
 They are made before the model and the strategy, whose schedules need the number of steps.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from contextlib import nullcontext
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment import components
+from pipeline.experiment.component_arguments import parameters_of
 from pipeline.experiment.loader_section import DEFAULT_COLLATE
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Component
@@ -23,20 +24,20 @@ from pipeline.protocol.labels import Split
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
 from pipeline.strategies.base import Strategy
-from pipeline.train import iterable, samplers
-from pipeline.train.digest import DataDigest
+from pipeline.train import iterable
 from pipeline.train.iterable import IterableLoader, is_iterable
 from pipeline.train.loader import BatchLoader, Pair, pins, prefetch, to_device
-from pipeline.train.order import MicroBatch, SampleOrder, evaluation_batches, evaluation_of_whole_batches
-from pipeline.train.reader import Collation, format_indices
+from pipeline.train.manifest import DataDigest
+from pipeline.train.order import Indices, MicroBatch, SampleOrder, evaluation_batches, evaluation_of_whole_batches
+from pipeline.train.reader import Collation, copy_dataset, find_datasets_with_epoch, set_epoch
 from pipeline.train.same import check_data, check_order, fingerprint
-from pipeline.train.seeds import mix, seed_all
+from pipeline.train.seeds import keep_generators, mix, seed_all
 
 Datasets = tuple[Any, Any, Any]
 """Training, validation and test set; None in place of a set that there isn't."""
 _MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-_DIGESTED, _BUDGET_S = 16, 10.0
-"""Samples to compare when a training resumes, a quarter of them of the validation set, and time to read them."""
+_DIGESTED = 16
+"""Samples to compare when a training resumes, a quarter of them of the validation set."""
 _DEPENDS = "Training therefore depends on the number of workers and on train.gradient_accumulation"
 _DRAWS = f"the random numbers of loader.collate are drawn for each micro-batch. {_DEPENDS}"
 _MIXES = f"the samples of a micro-batch are mixed (train.batch_transform). {_DEPENDS}"
@@ -50,11 +51,7 @@ class _Sets(tuple[Any, Any, Any]):
 
 
 def build_data(experiment: Experiment, *, allowed: tuple[str, ...]) -> Datasets:
-    """Build the training set, the validation set or None, and the test set or None.
-
-    Raises:
-        ExperimentError: the data function fails, or returns no tuple of two or three.
-    """
+    """Build the training set, the validation set or None, and the test set or None."""
     seed_all(mix(experiment.seed, "data"))
     splits = components.build(experiment.data, key="data", allowed=allowed)
     if not isinstance(splits, tuple) or len(splits) not in (2, 3):
@@ -71,24 +68,76 @@ def build_data(experiment: Experiment, *, allowed: tuple[str, ...]) -> Datasets:
 
 
 def train_order(experiment: Experiment, train: Any, *, allowed: tuple[str, ...], silent: bool = False) -> SampleOrder:
-    """Return the order of a training set; ``silent``: another rank reports the progress of reading samples for it.
+    """Return the order of a training set: of a stream its own, else a shuffle, or that of ``sampler``.
 
-    Raises:
-        ExperimentError: the dataset is empty, of another kind, or doesn't go with the experiment.
-        TrainingError: a sample that the order needs can't be read.
+    A sampler is a function of (training set, epoch, generator) that returns indices; with an argument ``batch_size``,
+    which the file doesn't set, it gets the global batch size. ``silent``: another rank tells its progress.
     """
     if is_iterable(train):
         return iterable.order_of(train, experiment)
-    samples = _length(train, what="training")
-    return samplers.order_of(experiment, train, samples=samples, allowed=allowed, silent=silent)
+    samples, seed, component = _length(train, what="training"), experiment.seed, experiment.sampler
+    new_order = partial(SampleOrder, set_size=samples, global_batch_size=experiment.train.global_batch_size, seed=seed)
+    if component is None:
+        return new_order(samples=samples)
+    parameters = parameters_of(components.resolve(component, key="sampler", allowed=allowed))
+    if "batch_size" in parameters and "batch_size" not in component.arguments:
+        component = component.model_copy(update={"batch_size": experiment.train.global_batch_size})
+    call, target = components.bound(component, key="sampler", allowed=allowed), component.target
+    # Files that a sampler opens in a dataset must not be open in forked loader processes.
+    dataset = copy_dataset(train) if experiment.loader.num_workers else train
+    datasets = find_datasets_with_epoch(dataset)
+
+    def called(epoch: int) -> Indices:
+        set_epoch(datasets, epoch, seed=seed)
+        with keep_generators(), progress.report_progress_to(lambda _: None) if silent else nullcontext():
+            seed_all(own := mix(seed, "order", epoch))
+            drawn = call(dataset, epoch, torch.Generator().manual_seed(own))
+        return _check_indices(drawn, epoch=epoch, samples=samples, target=target)
+
+    known = lru_cache(maxsize=2)(called)  # measurements begin an epoch several times, and a function may be slow
+    count = len(known(0))
+    if not np.array_equal(called(0), known(0)):
+        raise ExperimentError.of(
+            "sampler",
+            f"{target} returned different indices when called again for the same epoch, so a resumed run would differ. "
+            "Draw only from the generator that it receives.",
+        )
+
+    def draw(epoch: int, _: torch.Generator) -> Indices:
+        if len(drawn := known(epoch)) != count:
+            raise ExperimentError.of(
+                "sampler",
+                f"{target} returned {len(drawn):,} indices for epoch {epoch}, but {count:,} for epoch 0; return the "
+                "same number for each epoch",
+            )
+        return drawn
+
+    return new_order(samples=count, draw=draw)
+
+
+def _check_indices(drawn: Any, *, epoch: int, samples: int, target: str) -> Indices:
+    """Return what a sampler returned as indices, or raise ExperimentError."""
+    try:
+        indices = np.asarray(drawn)
+    except (TypeError, ValueError, RuntimeError):
+        indices = np.empty((), dtype=object)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or not indices.size:
+        kind = type(drawn).__name__ + (f" of {len(indices)} {indices.dtype} numbers" if indices.ndim == 1 else "")
+        message = f"{target} returned a {kind} for epoch {epoch}; it must return integer indices, at least one"
+        raise ExperimentError.of("sampler", message)
+    is_outside = (indices < 0) | (indices >= samples)
+    if is_outside.any():
+        place = int(is_outside.argmax())
+        raise ExperimentError.of(
+            "sampler",
+            f"{target} returned index {indices[place]} at position {place} for epoch {epoch}, but samples are numbered "
+            f"from 0 to {samples - 1}",
+        )
+    return indices.astype(np.int64)
 
 
 def held_out_size(experiment: Experiment, dataset: Any, *, what: str) -> int:
-    """Return the number of samples of a validation or test set; 0 without it. A stream without a length is read once.
-
-    Raises:
-        ExperimentError: the dataset is empty, of another kind, or doesn't go with the experiment.
-    """
+    """Return the number of samples of a validation or test set; 0 without it. A stream without a length is counted."""
     if dataset is None:
         return 0
     if not is_iterable(dataset):
@@ -115,20 +164,20 @@ def _length(dataset: Any, *, what: str) -> int:
 class Batches:
     """Micro-batches of one rank, for training and for evaluation."""
 
-    def __init__(
-        self,
-        trial: Trial,
-        *,
-        rank: Rank,
-        device: torch.device,
-        datasets: Datasets,
-        order: SampleOrder,
-        sizes: Mapping[Split, int],
-    ) -> None:
-        """Prepare to read; see `open`."""
+    def __init__(self, trial: Trial, *, rank: Rank, device: torch.device, datasets: Datasets | None = None) -> None:
+        """Build the datasets of an experiment, and read a few samples of each. Collective.
+
+        ``datasets`` are those of another trial in this process, which may be large; None builds them.
+        """
         experiment = self._experiment = trial.experiment
-        self.rank, self.order, self.datasets = rank, order, datasets
-        self._device, self._sizes = device, dict(sizes)
+        self.rank, self._device = rank, device
+        self.datasets = datasets = datasets or build_data(experiment, allowed=trial.allowed)
+        order = self.order = train_order(experiment, datasets[0], allowed=trial.allowed, silent=not rank.is_first)
+        splits: tuple[Split, ...] = ("validation", "test")
+        self._sizes = {
+            split: held_out_size(experiment, dataset, what=split)
+            for split, dataset in zip(splits, datasets[1:], strict=True)
+        }
         self._is_equal = self._pads = False
         self._checks_rows = True
         self.runtime: Mapping[str, int] = {
@@ -175,36 +224,15 @@ class Batches:
             evaluates = built(options.evaluation_collate, "loader.evaluation_collate")
         self._train = loader(datasets[0], "training", order.set_size, self._collate)
         self._held_out = {
-            split: loader(dataset, split, sizes[split], evaluates)
-            for split, dataset in zip(sizes, datasets[1:], strict=True)
+            split: loader(dataset, split, self._sizes[split], evaluates)
+            for split, dataset in zip(splits, datasets[1:], strict=True)
             if dataset is not None
         }
-
-    @classmethod
-    def open(cls, trial: Trial, *, rank: Rank, device: torch.device, datasets: Datasets | None = None) -> "Batches":
-        """Build the datasets of an experiment, and read a few samples of each. Collective.
-
-        ``datasets`` are those of another trial in this process, which may be large; None builds them.
-
-        Raises:
-            ExperimentError: a dataset can't be built, is empty or of another kind, or differs between ranks.
-        """
-        experiment = trial.experiment
-        datasets = datasets or build_data(experiment, allowed=trial.allowed)
-        order = train_order(experiment, datasets[0], allowed=trial.allowed, silent=not rank.is_first)
-        sizes: dict[Split, int] = {
-            "validation": held_out_size(experiment, datasets[1], what="validation"),
-            "test": held_out_size(experiment, datasets[2], what="test"),
-        }
-        made = cls(trial, rank=rank, device=device, datasets=datasets, order=order, sizes=sizes)
-        if isinstance(made._train, BatchLoader) and made._train.note and rank.is_first:
-            progress.note(made._train.note, subject="data")
-        each = {"training": (made._train, order.set_size)}
-        each |= {split: (loader, sizes[split]) for split, loader in made._held_out.items()}
-        check_data({name: (one.read, size, one.readable) for name, (one, size) in each.items()}, rank=rank)
+        sets = {"training": (self._train.read, order.set_size, self._train.readable)}
+        sets |= {split: (one.read, self._sizes[split], one.readable) for split, one in self._held_out.items()}
+        check_data(sets, rank=rank)
         if experiment.sampler is not None:
             check_order(order.permutation(0), rank=rank)
-        return made
 
     def use(self, strategy: Strategy) -> None:
         """Make as many passes on each rank as a strategy needs, which is built later."""
@@ -253,12 +281,7 @@ class Batches:
         return self.load(chain.from_iterable(map(self.parts, range(first_step, last_step))))
 
     def load(self, parts: Iterable[MicroBatch]) -> Iterator[Pair]:
-        """Yield training micro-batches with their data: on a GPU, where the next one is copied ahead, or on the CPU.
-
-        Raises:
-            ExperimentError: samples can't be stacked into a batch, or draw random numbers only now.
-            TrainingError: a sample can't be read.
-        """
+        """Yield training micro-batches with their data: on a GPU, where the next one is copied ahead, or on the CPU."""
         return self._place_pairs(self._train, parts, what="training")
 
     def evaluation(self, split: Split = "validation", *, by_global_batch: bool = False) -> Iterator[Pair]:
@@ -277,11 +300,7 @@ class Batches:
         return self.read(next(parts).indices, split)
 
     def read(self, indices: Iterable[int], split: Split | None = None) -> Any:
-        """Return samples of a held-out set, or of the training set, as one batch, on the CPU.
-
-        Raises:
-            ExperimentError: there is no such set.
-        """
+        """Return samples of a held-out set, or of the training set, as one batch, on the CPU."""
         if split is not None and split not in self._held_out:
             raise ExperimentError.of("data", f"there is no {split} set")
         return (self._train if split is None else self._held_out[split]).read(list(indices))
@@ -320,24 +339,20 @@ class Batches:
         named = [("training", self._train, self._train.readable, _DIGESTED - count)]
         named += [("validation", held_out, held_out.readable, count)] if held_out is not None else []
         samples: dict[str, str] = {}
-        unstable = unread = 0
-        end = time.monotonic() + _BUDGET_S
+        left_out = 0
         for what, loader, readable, number in named:
             for index in np.unique(np.linspace(0, readable - 1, number).astype(int)).tolist():
-                if time.monotonic() > end:
-                    unread += 1
-                    continue
                 try:
                     prints = {fingerprint(loader.read([index])) for _ in range(2)}
                 except (ExperimentError, TrainingError):
                     if self.order.is_stream:  # it can't be read again
                         raise
-                    unread += 1  # training reports the error if it reads the sample
-                    continue
-                unstable += len(prints) > 1
+                    prints = set()  # training reports the error if it reads the sample
                 if len(prints) == 1:
                     samples[f"sample {index} of the {what} set"] = prints.pop()
-        return DataDigest(sizes=sizes, samples=samples, unstable=unstable, unread=unread)
+                else:
+                    left_out += 1
+        return DataDigest(sizes=sizes, samples=samples, left_out=left_out)
 
     @property
     def digest(self) -> str:
@@ -355,8 +370,10 @@ class Batches:
         """Promises that the data can't keep."""
         mixes = self._experiment.train.batch_transform is not None
         own = (*([_DRAWS] if self._collate.draws else []), *([_MIXES] if mixes else []))
-        checked = self.data.notes if "data" in vars(self) else ()
-        return (*iterable.promises(self.datasets[0]), *own, *checked)
+        if "data" in vars(self) and (left_out := self.data.left_out):
+            reason = "differ each time they are read, or could not be read"
+            own += (f"a resumed run checks {len(self.data.samples)} samples for changes. {left_out} {reason}",)
+        return (*iterable.promises(self.datasets[0]), *own)
 
     def close(self) -> None:
         """End the loader processes."""
@@ -375,34 +392,20 @@ class Batches:
     def _check_rows(self, pairs: Iterator[Pair], loader: BatchLoader | IterableLoader, *, what: str) -> Iterator[Pair]:
         """Refuse batches without a row for each sample, once they are used: then it is known if the loss counts."""
         for part, batch in pairs:
-            rows = count_rows(batch)
+            rows = _count_rows(batch)
             yield part, batch
             asked = len(part.indices)
             if rows in (None, asked) or not self._checks_rows:
                 continue
-            alone = {index: _count_rows_at(loader, index) for index in sorted(part.indices)}
-            if not {*alone.values()} <= {0, 1}:  # other layouts of a batch, such as time first, or packed tokens
-                self._checks_rows = False
-                continue
-            left_out = [index for index, own in alone.items() if not own and isinstance(loader, BatchLoader)]
-            noun = "samples" if len(left_out) > 1 else "sample"
-            named = f" It leaves out {noun} {format_indices(left_out)}." if left_out else ""
             raise ExperimentError.of(
                 loader.collate.key,
-                f"returned {rows} rows for {asked} samples of the {what} set.{named} Losses are weighted by the number "
-                "of samples, so their mean would be wrong. Leave samples out in the dataset, e.g. "
+                f"returned {rows} rows for {asked} samples of the {what} set. Losses are weighted by the number of "
+                "samples, so their mean would be wrong. Leave samples out in the dataset, e.g. "
                 "torch.utils.data.Subset(dataset, readable), or return the number of items as Loss.count.",
             )
 
 
-def _count_rows_at(loader: BatchLoader | IterableLoader, index: int) -> int | None:
-    try:
-        return count_rows(loader.read([index]))
-    except (ExperimentError, TrainingError):  # as most functions fail without a sample
-        return 0
-
-
-def count_rows(batch: Any) -> int | None:
+def _count_rows(batch: Any) -> int | None:
     """Return the length of all fields of a batch; None if they have different lengths, or none."""
     fields: Any = list(batch.values()) if isinstance(batch, Mapping) else batch
     fields = fields if isinstance(fields, list | tuple) else [fields]

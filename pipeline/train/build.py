@@ -49,7 +49,7 @@ def build(trial: Trial, *, rank: Rank, outbox: Outbox = NOBODY, datasets: Datase
     experiment, train = trial.experiment, trial.experiment.train
     device = device_of(trial, rank=rank)
     forget_memory(device)
-    batches = Batches.open(trial, rank=rank, device=device, datasets=datasets)
+    batches = Batches(trial, rank=rank, device=device, datasets=datasets)
     create = partial(components.build, allowed=trial.allowed, runtime=batches.runtime)
     strategy = build_strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(train.precision))
     batches.use(strategy)

@@ -5,33 +5,35 @@ written last. A checkpoint that is incomplete or damaged is never loaded.
 """
 
 import json
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch.distributed as dist
 
-from pipeline.errors import ExperimentError, PipelineError, Problem, Stopped, TrainingError
+from pipeline.errors import ExperimentError, PipelineError, Problem, Stopped
 from pipeline.experiment.reported import PREFIX
-from pipeline.protocol.events import Resumed
+from pipeline.experiment.values import Direction
+from pipeline.protocol.events import CheckpointSaved, Resumed
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
+from pipeline.train import manifest as manifests
 from pipeline.train import saved_state
-from pipeline.train.checkpoint_writer import Job, Writer
-from pipeline.train.digest import find_change
 from pipeline.train.kept import dry_run
-from pipeline.train.manifest import LENGTHS, Entry, Manifest, changes, entries, folder_name, rate_keys, trained, verify
-from pipeline.train.ranks import broadcast_from_first, broadcast_from_slow_first, call_on_ranks, device_of, gather
+from pipeline.train.manifest import FILE_NAME, Entry, Manifest, StoredFile, entries, folder_name, rate_keys, trained
+from pipeline.train.ranks import broadcast_from_first, call_on_all_ranks, device_of, gather
 from pipeline.train.same import hash_hint
-from pipeline.train.saved_state import Saved
+from pipeline.train.saved_state import Copy, Saved
 from pipeline.train.state import State
-from pipeline.train.storage import Storage, check_free_space
+from pipeline.train.storage import Storage
 
+_log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
 """Seconds that training waits for the checkpoint being written when the next one is due."""
 
@@ -43,20 +45,15 @@ def share_addresses(trial: Trial, *, rank: Rank) -> Trial:
     device_of(trial, rank=rank)  # selects the GPU that the broadcast uses
 
     def known() -> dict[str, object]:
-        initial = None if _has_checkpoint(trial) else trial.initial
+        initial = trial.initial
+        if initial is not None and trial.resume and trial.checkpoints:
+            storage = Storage(trial.checkpoints)
+            with saved_state.convert_errors(storage, rank):
+                initial = None if any(entry.manifest for entry in entries(storage)) else initial
         names = ("checkpoints", "resume", "allow_changed")
         return {**{name: getattr(trial, name) for name in names}, "initial": initial}
 
     return trial.model_copy(update=broadcast_from_first(known, rank=rank))
-
-
-def _has_checkpoint(trial: Training) -> bool:
-    """Return True if a training that has initial weights resumes from a checkpoint instead; reads manifests only."""
-    if trial.initial is None or not (trial.resume and trial.checkpoints):
-        return False
-    storage = Storage(trial.checkpoints)
-    with _convert_errors(storage):
-        return any(entry.manifest is not None for entry in entries(storage))
 
 
 class Checkpoints:
@@ -66,12 +63,7 @@ class Checkpoints:
     """
 
     def __init__(self, s: State) -> None:
-        """Prepare to save. Collective for a sharded model.
-
-        Raises:
-            ExperimentError: the address can't be used, or a part of the experiment has state that can't be saved.
-            TrainingError: checkpoints are staged in the temporary folder, which is too small for them.
-        """
+        """Prepare to save; refuse an address, or state, that can't be. Collective for a sharded model."""
         self._s, self._options = s, s.experiment.checkpoint
         self._storage: Storage | None = None
         self._writer: Writer | None = None
@@ -82,11 +74,10 @@ class Checkpoints:
             return
         if options.best is not None and not s.batches.has("validation"):
             raise ExperimentError.of("checkpoint.best", f"is {options.best}, but there is no validation set; remove it")
-        size = saved_state.check(s)
+        saved_state.check(s)
         self._storage = Storage(trial.checkpoints)
-        if s.rank.is_first and not self._storage.is_local:
-            # The least size: optimizers create their state in the first step. The writer checks each checkpoint's size.
-            check_free_space("a checkpoint", size=size)
+        if self._storage.is_local and s.rank.world_size > 1:
+            _check_shared(Path(trial.checkpoints.removeprefix("file://")), rank=s.rank)
         # A separate group, so that its messages can't interleave with those of training. All ranks create it.
         group = dist.new_group(backend="gloo") if s.is_sharded else None
         direction = s.direction(options.best, options.mode, key="checkpoint.best") if options.best else None
@@ -103,16 +94,11 @@ class Checkpoints:
             self._writer.close()
 
     def resume(self) -> int:
-        """Restore the newest complete checkpoint if the trial resumes, and return the steps done. Collective.
-
-        Raises:
-            ExperimentError: the checkpoint belongs to a different experiment, or its data has changed.
-            TrainingError: the storage can't be read.
-        """
+        """Restore the newest complete checkpoint if the trial resumes, and return the steps done. Collective."""
         s, storage = self._s, self._storage
         if storage is None or not (isinstance(s.trial, Training) and s.trial.resume):
             return 0
-        found = _find_newest(s, storage)
+        found = _load_newest(s, storage)
         if found is None and s.loaded is None and s.experiment.train.start_from is not None:
             raise ExperimentError.of(
                 "train.start_from",
@@ -122,10 +108,9 @@ class Checkpoints:
         if found is None:
             s.warn(f"no complete checkpoint in {storage.address}. Training starts from step 0.")
             return 0
-        manifest, older, on_first = found
-        changed = check_changes(s, manifest)
-        check_data(s, manifest)
-        state = _fetch_state(s, storage, manifest, on_first)
+        manifest, older, state = found
+        changed = _check_changes(s, manifest)
+        _check_data(s, manifest)
         if s.rank.world_size > 2:
             # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
             # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
@@ -135,10 +120,13 @@ class Checkpoints:
         is_ended = not any(key.startswith(("train.minutes", "train.early_stopping")) for key in changed)
         s.stop_reason = state["stop_reason"] if is_ended else ""
         saved_state.load_weights(s, state)
-        saved_state.load_rest(s, state, reschedules=_has_other_rates(s, manifest, changed), epoch=manifest.epoch)
+        has_other_rate = not changed.isdisjoint(rate_keys(s.experiment))
+        declared = json.dumps([manifest.experiment.get(name) for name in ("scheduler", "schedulers")])
+        is_stretched = "${total_steps}" in declared and not changed.isdisjoint(("train.epochs", "train.steps"))
+        saved_state.load_rest(s, state, reschedules=has_other_rate or is_stretched, epoch=manifest.epoch)
         s.batches.resume(state["position"], step=s.step, warn=s.warn)
         s.meter.restore(state["meter"], is_over=s.is_over)
-        if s.schedules.follows_plateau and not changed.isdisjoint(rate_keys(s.experiment)):
+        if s.schedules.follows_plateau and has_other_rate:
             s.warn(
                 "optimizer.lr has changed, and ReduceLROnPlateau's reductions of the rate before it are not repeated. "
                 "Training continues with the rate of the file."
@@ -166,9 +154,6 @@ class Checkpoints:
 
         A storage that hangs must not block training: after a timeout for the checkpoint before, this checkpoint is
         skipped, unless it is the last. ``metric`` is the value of ``checkpoint.best``, if it was measured at this step.
-
-        Raises:
-            ExperimentError: a part of the experiment has state that can't be saved.
         """
         s, storage = self._s, self._storage
         if storage is None:
@@ -189,8 +174,22 @@ class Checkpoints:
         self._has_saved = True
         if self._writer is not None:
             copy = saved_state.copy_state(s)
-            blocked_s = time.perf_counter() - began
-            self._writer.start(Job(copy, _describe(s, metric), began, blocked_s))
+            manifest = Manifest(
+                step=s.step,
+                epoch=s.epoch,
+                steps_per_epoch=s.order.steps_per_epoch,
+                global_batch_size=s.order.global_batch_size,
+                world_size=s.rank.world_size,
+                time=time.time(),
+                versions={name: version(name) for name in ("torch", "ddp-pipeline")},
+                experiment=trained(s.experiment),
+                data_digest=s.batches.digest if s.rank.is_first else "",
+                data=s.batches.data if s.rank.is_first else None,
+                metric=metric,
+                metric_name=None if metric is None else self._options.best,
+                files=(),
+            )
+            self._writer.start(_Job(copy, manifest, began, blocked_s=time.perf_counter() - began))
 
     def load_best(self) -> Best | None:
         """Load the weights with the best value of ``checkpoint.best``; None without one. Collective."""
@@ -202,7 +201,7 @@ class Checkpoints:
         if manifest is None or manifest.metric is None:
             s.warn(f"no checkpoint has a value of {key}. The result has the weights of the last step.")
             return None
-        state = load_state(s, storage, manifest)
+        state = saved_state.fetch(s, storage, Entry(manifest.name, manifest), what="best")
         if isinstance(state, str):
             place = storage.place(manifest.name)
             s.warn(f"the best checkpoint, {place}, can't be used: {state}. The result has the last step's weights.")
@@ -241,119 +240,178 @@ class Checkpoints:
         return idle
 
 
-def _describe(s: State, metric: float | None) -> Manifest:
-    """Make the manifest, without files, of a checkpoint after the steps done."""
-    return Manifest(
-        step=s.step,
-        epoch=s.epoch,
-        steps_per_epoch=s.order.steps_per_epoch,
-        global_batch_size=s.order.global_batch_size,
-        world_size=s.rank.world_size,
-        time=time.time(),
-        versions={name: version(name) for name in ("torch", "ddp-pipeline")},
-        experiment=trained(s.experiment),
-        data_digest=s.batches.digest if s.rank.is_first else "",
-        data=s.batches.data if s.rank.is_first else None,
-        metric=metric,
-        metric_name=None if metric is None else s.experiment.checkpoint.best,
-        files=(),
-    )
+def _check_shared(folder: Path, *, rank: Rank) -> None:
+    """Refuse a folder that some nodes don't see: loading from it would fail, after all of the training. Collective."""
+
+    def create() -> None:
+        with suppress(OSError):  # which each checkpoint will say
+            folder.mkdir(parents=True, exist_ok=True)
+
+    broadcast_from_first(create, rank=rank)
+    seen = gather((rank.node, folder.is_dir()), rank=rank)
+    if seen[0][1] and (without := dict.fromkeys(node for node, sees in seen if not sees)):
+        raise ExperimentError.of(
+            "checkpoint.directory",
+            f"{folder} is on {seen[0][0]}, but not on {', '.join(without)}. Set it to a folder that all nodes share, "
+            "or to an address such as s3://bucket/folder. checkpoint.keep: 0 saves none.",
+        )
 
 
-# Finding and reading
+class _Job(NamedTuple):
+    """A checkpoint to write."""
+
+    copy: Copy
+    manifest: Manifest
+    """Without files."""
+    began: float
+    """Start of the save, in `time.perf_counter`'s seconds."""
+    blocked_s: float
+    """Seconds for which training was blocked."""
 
 
-def load_state(s: State, storage: Storage, manifest: Manifest) -> Saved | str:
-    """Read the state of one checkpoint; return its damage instead if it can't be used. Collective.
+class Writer:
+    """The thread that writes, one checkpoint at a time: on rank 0 only, or on every rank if the model is sharded.
 
-    Raises:
-        TrainingError: the storage can't be read.
+    Errors of the storage become warnings, never exceptions: training continues, and the next checkpoint may succeed.
     """
-    states: list[Saved] = []
 
-    def check() -> str:
-        with _convert_errors(storage):
-            return verify(storage, Entry(manifest.name, manifest), use=_reader(s, states)) or ""
+    def __init__(
+        self, s: State, storage: Storage, *, direction: Direction | None, group: dist.ProcessGroup | None
+    ) -> None:
+        self.complete: list[Manifest] = []
+        """Manifests of the complete checkpoints."""
+        self.failed: dict[int, str] = {}
+        """Reasons for which checkpoints of this session could not be saved, by step."""
+        self._s, self._rank, self._keep = s, s.rank, s.experiment.checkpoint.keep
+        self._storage, self._direction, self._group = storage, direction, group
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        # Started now: if Ctrl-C came while it starts with the first checkpoint, `close` wouldn't know and await it.
+        self._thread.submit(int).result()
+        self._pending: Future[None] | None = None
+        self._in_trouble = False
 
-    damage = broadcast_from_slow_first(check, what=f"{s.trial.name}: {manifest.name} verified", rank=s.rank)
-    return damage or _fetch_state(s, storage, manifest, states)
+    @property
+    def best(self) -> Manifest | None:
+        """Manifest of the checkpoint with the best value of ``checkpoint.best``; None without values."""
+        return manifests.best(self.complete, self._direction) if self._direction else None
+
+    def start(self, job: _Job) -> None:
+        """Write a checkpoint in the background. Call `wait` first."""
+        self._pending = self._thread.submit(self._save, job)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written, at most ``timeout_s`` seconds; return True if nothing is."""
+        if self._pending is not None:
+            if not wait((self._pending,), timeout_s).done:
+                return False
+            self._pending.result()
+            self._pending = None
+        return True
+
+    def close(self) -> None:
+        """Wait for the pending checkpoint and end the thread."""
+        self._thread.shutdown()
+
+    def _save(self, job: _Job) -> None:
+        s, manifest, address = self._s, job.manifest, self._storage.address
+        try:
+            files = self._write(job)
+            if not self._rank.is_first:
+                return
+            manifest = manifest.model_copy(update={"files": files}).sealed()
+            self._storage.write(f"{manifest.name}/{FILE_NAME}", manifest.model_dump_json(indent=1).encode())
+        except Exception as error:  # noqa: BLE001 (a storage may raise anything, and training continues)
+            self._note_failure(manifest, error)
+            return
+        self.complete = [one for one in self.complete if one.step != manifest.step] + [manifest]
+        if self._in_trouble:
+            self._in_trouble = False
+            s.warn(f"checkpoints can be saved again. {manifest.name} is complete.")
+        s.send(
+            CheckpointSaved(
+                trial=s.trial.name,
+                step=manifest.step,
+                path=self._storage.place(manifest.name),
+                megabytes=manifest.megabytes,
+                seconds=time.perf_counter() - job.began,
+                blocked_seconds=job.blocked_s,
+            )
+        )
+        try:
+            names = manifests.kept(self.complete, newest=self._keep, direction=self._direction)
+            for name in self._storage.folders():
+                if manifests.step_of(name) is not None and name not in names:
+                    self._discard(name)
+            self.complete = [one for one in self.complete if one.name in names]
+        except Exception as error:  # noqa: BLE001 (as above)
+            _log.warning("old checkpoints can't be removed", exc_info=error)
+            s.warn(f"old checkpoints in {address} can't be removed: {_reason(error)}. Training continues.")
+
+    def _write(self, job: _Job) -> tuple[StoredFile, ...]:
+        """Write all files but the manifest. Collective if the model is sharded."""
+        name, is_first, group = job.manifest.name, self._rank.is_first, self._group
+
+        def write_own() -> list[StoredFile]:
+            own = saved_state.write(job.copy.state, folder) if is_first else []
+            return own if group is None else [*own, *saved_state.write_shards(job.copy.shards, folder, group=group)]
+
+        call_on_all_ranks(lambda: self._discard(name) if is_first else None, rank=self._rank, group=group)
+        with ExitStack() as stack:
+            staging = self._storage.staging(name)
+            folders = call_on_all_ranks(lambda: stack.enter_context(staging), rank=self._rank, group=group)
+            folder = folders[self._rank.rank if group is not None else 0]
+            files = call_on_all_ranks(write_own, rank=self._rank, group=group)
+            call_on_all_ranks(stack.close, rank=self._rank, group=group)
+        return tuple(file for part in files for file in part)
+
+    def _note_failure(self, manifest: Manifest, error: Exception) -> None:
+        name, reason = manifest.name, _reason(error)
+        self.failed[manifest.step] = reason
+        _log.warning("%s could not be saved", name, exc_info=error)  # in the log of each rank
+        if not self._rank.is_first:
+            return
+        if not self._in_trouble:
+            self._in_trouble = True
+            self._s.warn(
+                f"{name} could not be saved in {self._storage.address}: {reason}. Training continues, and the "
+                "next checkpoint is tried as usual."
+            )
+        with suppress(Exception):  # the storage is in trouble; the next checkpoint that is saved removes it
+            self._discard(name)
+
+    def _discard(self, name: str) -> None:
+        """Remove a checkpoint, its manifest first: an interrupted removal must not leave one that looks complete."""
+        self._storage.remove(f"{name}/{FILE_NAME}")
+        self._storage.remove(name)
 
 
-def _find_newest(s: State, storage: Storage) -> tuple[Manifest, tuple[Manifest, ...], list[Saved]] | None:
-    """Find the newest complete checkpoint. Returns its manifest, those of older ones, and on rank 0 the state."""
-    states: list[Saved] = []
-
-    def choose() -> tuple[Manifest, tuple[Manifest, ...]] | None:
-        with _convert_errors(storage):
-            found = entries(storage)
-            for number, entry in enumerate(found):
-                damage = verify(storage, entry, use=_reader(s, states))
-                if damage is None and entry.manifest is not None:
-                    older = tuple(other.manifest for other in found[number + 1 :] if other.manifest is not None)
-                    return entry.manifest, older
-                s.warn(f"{storage.place(entry.name)} can't be used: {damage}. Trying the previous checkpoint.")
-        return None
-
-    # Reads the whole checkpoint, which may be terabytes.
-    found = broadcast_from_slow_first(choose, what=f"{s.trial.name}: newest checkpoint verified", rank=s.rank)
-    return None if found is None else (*found, states)
+def _reason(error: Exception) -> str:
+    if isinstance(error, PipelineError):
+        return str(error)
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
-def _reader(s: State, states: list[Saved]) -> Callable[[Path], None]:
-    """Return a function for rank 0 that adds the state in a folder to ``states``; reading shards is collective."""
-    return lambda folder: states.append(saved_state.read(folder, fills=not s.is_sharded))
+def _load_newest(s: State, storage: Storage) -> tuple[Manifest, list[Manifest], Saved] | None:
+    """Return the newest complete checkpoint, as rank 0 sees it, the older ones, and its state. Collective."""
+
+    def find() -> list[Entry]:
+        with saved_state.convert_errors(storage, s.rank):
+            return entries(storage)
+
+    found = broadcast_from_first(find, rank=s.rank)
+    for number, entry in enumerate(found):
+        state = saved_state.fetch(s, storage, entry, what="resumed")
+        if entry.manifest is not None and not isinstance(state, str):
+            return entry.manifest, [one.manifest for one in found[number + 1 :] if one.manifest is not None], state
+        s.warn(f"{storage.place(entry.name)} can't be used: {state}. Trying the previous checkpoint.")
+    return None
 
 
-def _fetch_state(s: State, storage: Storage, manifest: Manifest, states: list[Saved]) -> Saved:
-    """Return the state that rank 0 has read on all ranks, whose nodes need not reach the folder. Collective."""
-    has_shards = s.is_sharded and any(file.name != saved_state.STATE for file in manifest.files)
-    own = states[0] if states else None
-    state = saved_state.share_state(own, rank=s.rank, device=s.device, has_shards=has_shards)
-    if has_shards:
-        with _fetch_once_per_node(s, storage, manifest.name) as folder:
-            state = saved_state.read_shards(s, state, folder)  # ends with a collective: no rank reads a removed copy
-    return saved_state.sharded(s, state)
+# What may differ when a training resumes
 
 
-@contextmanager
-def _fetch_once_per_node(s: State, storage: Storage, name: str) -> Iterator[Path]:
-    """Provide a local copy of a checkpoint that all ranks of a node share. Collective."""
-    rank, fetched = s.rank, list[Path]()
-    with ExitStack() as stack:
-
-        def fetch() -> None:
-            with _convert_errors(storage):
-                fetched.append(stack.enter_context(storage.fetched(name)))
-
-        callers = [number for number, index in enumerate(gather(rank.local_rank, rank=rank)) if index == 0]
-        call_on_ranks(fetch, callers=callers, what=f"{s.trial.name}: {name} fetched", rank=rank)
-        copies = gather((rank.node, fetched), rank=rank)
-        shared = [folder for node, own in copies if node == rank.node for folder in own if folder.is_dir()]
-        if not shared:  # each rank has its own temporary folder, such as in a container
-            fetch()
-        yield (fetched or shared)[0]
-
-
-@contextmanager
-def _convert_errors(storage: Storage) -> Iterator[None]:
-    """Convert the errors of a storage, which may raise anything."""
-    try:
-        yield
-    except PipelineError:
-        raise  # already has a message for the user
-    except Exception as error:
-        raise TrainingError(
-            f"the checkpoints in {storage.address} can't be read: {type(error).__name__}: {error}. Resume when the "
-            "storage is available, or start a new run without --resume."
-        ) from error
-
-
-def check_changes(s: State, manifest: Manifest) -> set[str]:
-    """Return the keys with another value than in a checkpoint's experiment that may have one.
-
-    Raises:
-        ExperimentError: a key differs on which the steps before depend; the data has its own check.
-    """
+def _check_changes(s: State, manifest: Manifest) -> set[str]:
+    """Return the keys with another value than in a checkpoint's experiment; refuse those on which its steps depend."""
     if manifest.global_batch_size != s.order.global_batch_size:  # a step is a position in the data
         raise ExperimentError.of(
             "train.global_batch_size",
@@ -369,10 +427,12 @@ def check_changes(s: State, manifest: Manifest) -> set[str]:
     rates = rate_keys(s.experiment)
     is_allowed = isinstance(s.trial, Training) and s.trial.allow_changed
     changed, problems = set[str](), list[Problem]()
-    for key, before, now in changes(manifest.experiment, json.loads(json.dumps(trained(s.experiment)))):
+    for key, before, now in manifests.changes(manifest.experiment, json.loads(json.dumps(trained(s.experiment)))):
         if key == "data" or key.startswith("data."):  # by the samples, not by what leads to them
             continue
-        if key.startswith(LENGTHS) or (key in rates and is_allowed):  # which length is fine, the driver decides
+        if key.startswith(manifests.LENGTHS) or (
+            key in rates and is_allowed
+        ):  # which length is fine, the driver decides
             changed.add(key)
             continue
         remedy = "add --allow-changed" if key in rates else "start a new run without --resume"
@@ -383,29 +443,18 @@ def check_changes(s: State, manifest: Manifest) -> set[str]:
     return changed
 
 
-def _has_other_rates(s: State, manifest: Manifest, changed: set[str]) -> bool:
-    """Return True if the changed keys alter the learning rates of the steps before."""
-    if not changed.isdisjoint(rate_keys(s.experiment)):
-        return True
-    declared = json.dumps([manifest.experiment.get(name) for name in ("scheduler", "schedulers")])
-    return "${total_steps}" in declared and not changed.isdisjoint(("train.epochs", "train.steps"))
-
-
-def find_data_change(s: State, manifest: Manifest) -> str | None:
+def describe_data_change(s: State, manifest: Manifest) -> str | None:
     """Return how the data differs from the data that a checkpoint was trained on; None if it doesn't. Collective."""
-    before = manifest.data
-    if before is None:
+    if (before := manifest.data) is None:
         return None
-    return broadcast_from_first(lambda: find_change(before, s.batches.data, since=manifest.name), rank=s.rank)
+    return broadcast_from_first(
+        lambda: manifests.find_data_change(before, s.batches.data, since=manifest.name), rank=s.rank
+    )
 
 
-def check_data(s: State, manifest: Manifest) -> None:
-    """Check that the data equals the data of a checkpoint. A changed iterable dataset is only warned of. Collective.
-
-    Raises:
-        ExperimentError: it has changed, and the trial doesn't allow that.
-    """
-    if (change := find_data_change(s, manifest)) is None:
+def _check_data(s: State, manifest: Manifest) -> None:
+    """Refuse changed data, unless the trial allows it. A changed iterable dataset is only warned of. Collective."""
+    if (change := describe_data_change(s, manifest)) is None:
         return
     if s.order.is_stream or (isinstance(s.trial, Training) and s.trial.allow_changed):
         s.warn(f"data: {change}")

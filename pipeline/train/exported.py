@@ -35,12 +35,7 @@ Example = Tensor | dict[str, Tensor]
 def trained_model(
     experiment: Experiment, weights: Mapping[str, Tensor], *, allowed: tuple[str, ...], reference: Reference
 ) -> nn.Module:
-    """Build the model again with these weights, without those of the task: on the CPU, in evaluation mode.
-
-    Raises:
-        ExperimentError: the model's component can't be built in this process, or computes something else now.
-        RuntimeError: the weights belong to another model.
-    """
+    """Build the model again with these weights, without those of the task: on the CPU, in evaluation mode."""
     with keep_generators():
         module = seeded_model(partial(components.build, allowed=allowed, runtime=reference.runtime), experiment)
     own = module.state_dict().keys()
@@ -54,9 +49,6 @@ def check_memory(weights: Path) -> None:
     """Check that a model can be exported within the memory of a container or job; ``weights`` is its weights' file.
 
     Else the kernel may kill all processes of the container, also the driver, after the whole training.
-
-    Raises:
-        ResourceError: too little memory is left.
     """
     needed = _COPIES * weights.stat().st_size
     for limit in find_memory_limits():
@@ -87,9 +79,6 @@ def export(module: nn.Module, example: Example, *, program: Path, samples: Path)
     """Write the model as a program for batches of any size, and ``example`` with its outputs as arrays.
 
     The arrays in the .npz file ``samples`` are "inputs" or "inputs.NAME", and "outputs" or "outputs.NAME".
-
-    Raises:
-        Exception: whatever torch.export can't trace in a user's model.
     """
     arrays: dict[str, Any] = {}
     for kind, values in (("inputs", as_arrays(example)), ("outputs", predicted(module, example))):

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -64,9 +64,6 @@ def order_of(dataset: Any, experiment: Experiment) -> SampleOrder:
     """Return the order of an iterable training set, that in which it yields its samples.
 
     A dataset without a length has one epoch of ``train.steps`` steps, in which it may be read several times.
-
-    Raises:
-        ExperimentError: it is empty, or has no length without ``train.steps``; or a key has no effect on it.
     """
     train, length, size = experiment.train, find_length(dataset), experiment.train.global_batch_size
     if experiment.sampler is not None:
@@ -105,36 +102,21 @@ def promises(dataset: Any) -> tuple[str, ...]:
     return (
         "the training set is iterable. Each worker reads all samples and uses its part of every global batch. Training "
         "does not depend on the number of workers if each process reads the same samples. Four of the first 16 are "
-        "compared",
-        f"a resumed run {how}, and compares the last samples before the checkpoint",
+        f"compared. A resumed run {how}",
     )
 
 
 def notes(dataset: Any, experiment: Experiment) -> tuple[str, ...]:
     """Return `promises`, and what the lack of a length means for evaluation and checkpoints."""
-    told = list(promises(dataset))
-    checkpoint, train = experiment.checkpoint, experiment.train
-    if is_iterable(dataset) and find_length(dataset) is None:
-        told.append("the training set has no length. Training is one epoch, which may read the dataset several times")
-        if checkpoint.keep and checkpoint.every_steps is None and checkpoint.every_minutes is None:
-            told.append("a checkpoint is saved only when training ends; set checkpoint.every_steps to save more")
-        if train.evaluate_every_steps is None:
-            told.append(
-                "validation runs only when training ends; set train.evaluate_every_steps to validate more often"
-            )
-    return tuple(told)
-
-
-class _Mark(NamedTuple):
-    """A step's end in a stream."""
-
-    place: tuple[int, int]
-    """Epoch, and its samples so far."""
-    latest: list[Any]
-    passes: int
-    """Pass in which the step began."""
-    state: Any
-    """The dataset's state where the step began; None if it offers none."""
+    if not is_iterable(dataset) or find_length(dataset) is not None:
+        return promises(dataset)
+    told = "the training set has no length. Training is one epoch, which may read the dataset several times. "
+    checkpoint = experiment.checkpoint
+    if checkpoint.keep and checkpoint.every_steps is None and checkpoint.every_minutes is None:
+        told += "A checkpoint is saved only when training ends; set checkpoint.every_steps to save more. "
+    if experiment.train.evaluate_every_steps is None:
+        told += "Validation runs only when training ends; set train.evaluate_every_steps to validate more often. "
+    return *promises(dataset), told.strip().rstrip(".")
 
 
 class IterableLoader:
@@ -162,19 +144,15 @@ class IterableLoader:
         self.collate, self._pin = collate, pin_memory
         self._keeps_state = keeps_state and _has_state(dataset)
         self._head: list[Any] = []
-        self._marks = deque[_Mark](maxlen=_MARKS)
-        self._began: tuple[int, Any] = (0, None)  # pass and state of the dataset where the step began
+        # At the ends of the latest steps: epoch and its samples so far, the latest of them, pass and state as below.
+        self._marks = deque[tuple[tuple[int, int], list[Any], int, Any]](maxlen=_MARKS)
+        self._began: tuple[int, Any] = (0, None)  # pass and state of the dataset, if it offers one, before the step
         keeps = min(_LAST, block or 0)
         self._new_reader = partial(_SampleReader, dataset, what=what, seed=seed, again=samples is None, keeps=keeps)
         self._reader = self._new_reader()
 
     def batches(self, parts: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yield each micro-batch with its samples, on the CPU.
-
-        Raises:
-            ExperimentError: samples can't be stacked into a batch.
-            TrainingError: a sample can't be read, or there are others than its length says.
-        """
+        """Yield each micro-batch with its samples, on the CPU."""
         for number, part in enumerate(parts):
             reader = self._reader  # continues if its samples were only looked at, or it has resumed
             goes_on = number or (reader.is_fresh and reader.index <= part.indices[0])
@@ -196,19 +174,15 @@ class IterableLoader:
 
     def position(self, epoch: int, index: int) -> Mapping[str, Any] | None:
         """Return what `resume` needs at the end of a step; None if no step ended there."""
-        for mark in self._marks:
-            if mark.place == (epoch, index):
-                return {"print": fingerprint(mark.latest), "pass": mark.passes, "state": [mark.state]}
+        for place, latest, passes, state in self._marks:
+            if place == (epoch, index):
+                return {"print": fingerprint(latest), "pass": passes, "state": [state]}
         return None
 
     def resume(
         self, saved: Mapping[str, Any] | None, *, epoch: int, index: int, warn: Callable[[str], None], silent: bool
     ) -> None:
-        """Continue at a sample of an epoch, where `position` was ``saved``, None if it wasn't.
-
-        Raises:
-            TrainingError: a sample can't be read.
-        """
+        """Continue at a sample of an epoch, where `position` was ``saved``, None if it wasn't."""
         with keep_generators():
             if saved is not None and saved["state"][0] is not None:
                 if (reader := self._restore_reader(saved, epoch=epoch, index=index)) is not None:
@@ -221,7 +195,7 @@ class IterableLoader:
                 )
             reader = self._reader = self._new_reader(epoch=epoch)
             with ProgressReporter("reading up to the checkpoint", total=index, unit="samples", silent=silent) as told:
-                while reader.index < index:
+                for _ in range(index):
                     reader.read()
                     told.by(1)
         if saved is not None and fingerprint(list(reader.latest)) != saved["print"]:
@@ -264,7 +238,7 @@ class IterableLoader:
         if self._block and part.is_last:
             end = start + self._block
             reader.skip_to(end if self._samples is None else min(end, self._samples))
-            self._marks.append(_Mark((reader.epoch, reader.index), list(reader.latest), *self._began))
+            self._marks.append(((reader.epoch, reader.index), list(reader.latest), *self._began))
         if reader.index == self._samples and not reader.is_over():
             raise TrainingError(
                 f"the {reader.what} set returned more samples than its length, {self._samples}; correct its __len__, "
@@ -306,11 +280,7 @@ class _SampleReader:
         self._iterator: Iterator[Any] | None = None
 
     def read(self) -> Any:
-        """Return the next sample.
-
-        Raises:
-            TrainingError: the dataset raised, or has no more samples.
-        """
+        """Return the next sample."""
         if not self.ahead:
             self.peek()
         sample = self.ahead.popleft()

@@ -13,14 +13,12 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from types import MemberDescriptorType
 from typing import Any, cast
 from weakref import WeakSet, ref
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from pipeline.experiment.loader_section import Loader
@@ -85,7 +83,6 @@ class BatchLoader:
         if workers:
             self._reader = Reader(dataset, **given)
             self._reader.draws = self._own.draws
-        self.note = self._own.note
         self._served = _Replay()
         self._reading: Callable[[], Generator[Pair] | None] = lambda: None
         # Reading in this process needs no DataLoader, whose 30 us a batch are much of a short step.
@@ -108,12 +105,7 @@ class BatchLoader:
         _loaders.add(self)
 
     def batches(self, parts: Iterable[MicroBatch]) -> Iterator[Pair]:
-        """Yield each micro-batch with its data, on the CPU. A reading with processes ends where another begins.
-
-        Raises:
-            ExperimentError: samples can't be stacked into a batch, or draw random numbers only now.
-            TrainingError: the dataset raised; names the sample and has the dataset's traceback.
-        """
+        """Yield each micro-batch with its data, on the CPU. A reading with processes ends where another begins."""
         reading = self._read(parts) if self._loader is None else self._read_by(self._loader, parts)
         self._reading = ref(reading)  # a reference cycle would keep loader processes alive, see `_Replay`
         return reading
@@ -246,14 +238,10 @@ class _SideStream:
 
     def _record(self, value: Any, stream: torch.cuda.Stream) -> Any:
         """Keep memory from being reused while the stream uses it; where an object cannot, later copies wait."""
-        is_packed = isinstance(value, PackedSequence)  # whose sizes of batches stay on the CPU
-        for part in (value.data, value.sorted_indices, value.unsorted_indices) if is_packed else (value,):
-            if part is None:
-                continue
-            try:
-                part.record_stream(stream)
-            except (AttributeError, NotImplementedError):  # torch has it for dense tensors only
-                self._waits = True
+        try:
+            value.record_stream(stream)
+        except (AttributeError, NotImplementedError):  # torch has it for dense tensors only
+            self._waits = True
         return value
 
 
@@ -268,13 +256,12 @@ def to_device(
 
     Copies to a GPU do not block the host. ``channels_last`` applies to tensors of four dimensions only, which are taken
     for images. Other objects with a method ``to``, such as the batches of PyTorch Geometric, are moved as a whole and
-    keep their types. Tensors in other objects stay where they are, unless these are dataclasses or classes of attrs.
+    keep their types. Tensors in other objects stay where they are, unless these are dataclasses.
     """
 
     def move(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
-            casts = dtype is not None and isinstance(tensor, PackedSequence)
-            moved = tensor.to(device, dtype) if casts else tensor.to(device)
+            moved = tensor.to(device)
             return tensor if moved is None else moved  # some move in place and return nothing
         wanted = dtype if tensor.is_floating_point() else None
         if tensor.is_complex() and dtype is not None:
@@ -290,22 +277,14 @@ def to_device(
 
 def map_tensors(function: Callable[[Any], Any], batch: Any) -> Any:
     """Apply a function to the tensors and movable objects of a batch; return a copy of the batch with the results."""
-    copies: dict[int, tuple[Any, Any]] = {}
-    """Records and their copies by the record's id: a record may occur twice, or contain itself."""
 
     def apply(value: Any) -> Any:
         if isinstance(value, Tensor | _Movable):
             return function(value)
-        if id(value) not in copies:
-            changed = copy(value)
-            copies[id(value)] = value, changed
-            for name, content in getattr(value, "__dict__", {}).items():
-                changed.__dict__[name] = walk(content)
-            for field in fields(value) if is_dataclass(value) else value.__attrs_attrs__:
-                is_slot = isinstance(getattr(type(value), field.name, None), MemberDescriptorType)
-                if is_slot and hasattr(value, field.name):
-                    object.__setattr__(changed, field.name, walk(getattr(value, field.name)))  # it may be frozen
-        return copies[id(value)][1]
+        changed = copy(value)
+        for one in fields(value):
+            object.__setattr__(changed, one.name, walk(getattr(value, one.name)))  # it may be frozen
+        return changed
 
     def walk(value: Any) -> Any:
         return apply_to_collection(value, (Tensor, _Movable, _Record), apply)
@@ -325,9 +304,8 @@ class _Movable(ABC):
 
 
 class _Record(ABC):  # noqa: B024 (its hook decides)
-    """Dataclasses and classes of attrs, but for mappings."""
+    """Dataclasses, but for mappings."""
 
     @classmethod
     def __subclasshook__(cls, subclass: type) -> bool:
-        is_record = is_dataclass(subclass) or hasattr(subclass, "__attrs_attrs__")
-        return is_record and not issubclass(subclass, Mapping)
+        return is_dataclass(subclass) and not issubclass(subclass, Mapping)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from pipeline.errors import UsageError
 from pipeline.experiment import keys
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Direction, Frozen
-from pipeline.train.digest import DataDigest
 from pipeline.train.storage import Storage
 
 FILE_NAME = "manifest.json"
@@ -31,6 +30,22 @@ FORMAT = 3
 LENGTHS = ("train.epochs", "train.steps", "train.minutes", "train.early_stopping")
 """Beginnings of keys that decide how long a training is, and may differ when it resumes: the driver checks how."""
 _FOLDER = re.compile(r"step-(\d{8,})")
+
+
+class DataDigest(Frozen):
+    """Hashes of a few samples, by which a resumed training notices that its data has changed."""
+
+    sizes: Mapping[str, int]
+    """Samples of each set: training, validation, test; of a set without a length 0."""
+    samples: Mapping[str, str]
+    """Hashes by name, e.g. of "sample 17 of the training set"."""
+    left_out: int = 0
+    """Samples that can't be compared: they differed between two readings, or could not be read."""
+
+    def text(self, declaration: str) -> str:
+        """Return a short hash of the data and its declaration."""
+        parts = (declaration, *self.sizes.items(), *sorted(self.samples.items()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 class StoredFile(Frozen):
@@ -108,11 +123,7 @@ class Manifest(Frozen):
 
 
 def parse(content: bytes) -> Manifest | None:
-    """Parse a manifest; None if it is invalid or its digest doesn't match.
-
-    Raises:
-        UsageError: the checkpoint has another format.
-    """
+    """Parse a manifest; None if it is invalid or its digest doesn't match."""
     with suppress(ValueError):
         values = json.loads(content)
         if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
@@ -148,16 +159,8 @@ def rate_keys(experiment: Experiment) -> tuple[str, ...]:
     return "optimizer.lr", *(f"optimizers.{name}.lr" for name in experiment.optimizers)
 
 
-class Change(NamedTuple):
-    """A key that differs from a checkpoint's experiment."""
-
-    key: str
-    before: Any
-    now: Any
-
-
-def changes(before: Any, now: Any, *, key: str = "") -> Iterator[Change]:
-    """Yield what differs between two dumps of `trained`."""
+def changes(before: Any, now: Any, *, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key that differs between two dumps of `trained`, and its values."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         is_another = before.get("_target_") != now.get("_target_")  # whose arguments are its own
         for name in ("_target_",) if is_another else dict.fromkeys((*before, *now)):
@@ -166,7 +169,7 @@ def changes(before: Any, now: Any, *, key: str = "") -> Iterator[Change]:
         for index, (old, new) in enumerate(zip(before, now, strict=True)):
             yield from changes(old, new, key=keys.child(key, index))
     elif before != now:
-        yield Change(key, before, now)
+        yield key, before, now
 
 
 class Entry(NamedTuple):
@@ -177,53 +180,54 @@ class Entry(NamedTuple):
 
 
 def entries(storage: Storage) -> list[Entry]:
-    """List all checkpoints, newest first. Reads manifests only, so their files may still be damaged.
-
-    Raises:
-        OSError: the storage can't be read (or the file system's own exception).
-    """
-    steps = sorted((step for name in storage.folders() if (step := step_of(name)) is not None), reverse=True)
-    return [entry_of(storage, step) for step in steps]
+    """List all checkpoints, newest first. Reads manifests only, so their files may still be damaged."""
+    steps = (step for name in storage.folders() if (step := step_of(name)) is not None)
+    return [entry_of(storage, step) for step in sorted(steps, reverse=True)]
 
 
 def entry_of(storage: Storage, step: int) -> Entry:
-    """Return the checkpoint of a step, with a manifest if it is complete.
-
-    Raises:
-        OSError: the storage can't be read (or the file system's own exception).
-    """
+    """Return the checkpoint of a step, with a manifest if it is complete."""
     name = folder_name(step)
     try:
-        with storage.open(f"{name}/{FILE_NAME}") as file:
-            return Entry(name, parse(file.read()))
+        return Entry(name, parse(storage.read(f"{name}/{FILE_NAME}")))
     except FileNotFoundError:
         return Entry(name, None)
 
 
-def verify(storage: Storage, entry: Entry, *, use: Callable[[Path], object] = lambda _: None) -> str | None:
-    """Describe the damage of a checkpoint; None if it is intact. Reads all of its files.
-
-    Args:
-        storage: storage of the checkpoint.
-        entry: the checkpoint.
-        use: called with a local folder of the checkpoint if it is intact.
-
-    Raises:
-        OSError: the storage can't be read (or the file system's own exception).
-    """
+def verify(storage: Storage, entry: Entry) -> str | None:
+    """Describe the damage of a checkpoint; None if it is intact. Reads all of its files."""
     if entry.manifest is None:
         return "it has no valid manifest, so it is incomplete or damaged"
     with storage.fetched(entry.name) as folder:
-        for file in entry.manifest.files:
-            path = folder / file.name
-            if not path.is_file():
-                return f"{file.name} is missing"
-            if (size := path.stat().st_size) != file.size:
-                return f"{file.name} has {size} bytes instead of {file.size}"
-            if _sha256(path) != file.sha256:
-                return f"the checksum of {file.name} has changed since it was written"
-        use(folder)
+        return find_damage(folder, entry.manifest)
+
+
+def find_damage(folder: Path, manifest: Manifest) -> str | None:
+    """Describe the first difference of a folder's files from a manifest; None if there is none."""
+    for file in manifest.files:
+        path = folder / file.name
+        if not path.is_file():
+            return f"{file.name} is missing"
+        if (size := path.stat().st_size) != file.size:
+            return f"{file.name} has {size} bytes instead of {file.size}"
+        if _sha256(path) != file.sha256:
+            return f"the checksum of {file.name} has changed since it was written"
     return None
+
+
+def find_data_change(before: DataDigest, now: DataDigest, *, since: str) -> str | None:
+    """Return how the data has changed since a checkpoint, ``since`` names it; None if no difference is found."""
+    for name in dict.fromkeys((*before.sizes, *now.sizes)):
+        then, there = before.sizes.get(name, 0), now.sizes.get(name, 0)
+        if then != there:
+            return f"the {name} set has {there} samples, but had {then} when {since} was saved"
+    common = [name for name in before.samples if name in now.samples]
+    changed = [name for name in common if now.samples[name] != before.samples[name]]
+    if not changed:
+        return None
+    many = f", as have {len(changed)} of the {len(common)} compared samples" if len(changed) > 1 else ""
+    first = min(changed, key=lambda name: (len(name), name))
+    return f"{first} has changed since {since} was saved{many}"
 
 
 def best(manifests: Iterable[Manifest], direction: Direction) -> Manifest | None:
@@ -237,8 +241,9 @@ def kept(manifests: Iterable[Manifest], *, newest: int, direction: Direction | N
     """Return the names of the checkpoints to keep: the newest, and the best if ``direction`` says what is better."""
     ordered = sorted(manifests, key=lambda one: one.step, reverse=True)
     names = {one.name for one in ordered[:newest]}
-    top = best(ordered, direction) if direction else None
-    return names | ({top.name} if top else set())
+    if direction and (top := best(ordered, direction)):
+        names.add(top.name)
+    return names
 
 
 def _sha256(path: Path) -> str:

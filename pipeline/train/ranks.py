@@ -7,7 +7,6 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -107,20 +106,6 @@ def call_on_ranks(do: Callable[[], None], *, callers: Iterable[int], what: str, 
         if (answer := store.get(key).decode()) != _DONE:
             time.sleep(longest_s)  # the caller reports its error first, with its traceback
             raise TrainingError(f"rank {caller} failed: {answer}")
-
-
-def broadcast_from_slow_first(produce: Callable[[], T], *, what: str, rank: Rank) -> T:
-    """Return or raise the same as `broadcast_from_first`, however long ``produce`` takes, see `call_on_ranks`."""
-    outcome: Future[T] = Future()
-
-    def capture() -> None:
-        try:
-            outcome.set_result(produce())
-        except Exception as error:  # noqa: BLE001 (raised by `outcome.result`)
-            outcome.set_exception(error)
-
-    call_on_first(capture, what=what, rank=rank)
-    return broadcast_from_first(outcome.result, rank=rank)
 
 
 @torch.no_grad()

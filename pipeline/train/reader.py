@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -54,12 +53,7 @@ class Collation:
         self._calls = self._found = 0
 
     def __call__(self, indices: list[int], samples: Any, *, seed: int, epoch: int) -> Any:
-        """Return a batch.
-
-        Raises:
-            ExperimentError: the samples can't be stacked, or the function draws random numbers, which are rejected.
-            TrainingError: the function raised an exception.
-        """
+        """Return a batch."""
         if self.function is None:
             return self._call_function(indices, samples)
         own = mix(seed, "collate", epoch, indices[-1])
@@ -136,27 +130,12 @@ class Reader(Dataset[Any]):
         self._with_epoch = find_datasets_with_epoch(dataset)
         self._batches = 0
 
-    @property
-    def note(self) -> str:
-        """A note for the user on how the dataset is read; empty if there is none."""
-        if not (self._has_batches and any(self.draws)):
-            return ""
-        return (
-            "data: the dataset draws random numbers, so __getitems__ gets one sample at a time, with a seed for each. "
-            "To read whole batches, draw random numbers in loader.collate instead."
-        )
-
     def probe(self, samples: int) -> None:
-        """Find out from three of the samples, read twice, if the dataset or the collate function draws random numbers.
-
-        Raises:
-            ExperimentError: the collate function draws, which is rejected.
-        """
+        """Find out from three samples, read twice, if the dataset or the collate function draws random numbers."""
         indices, found = sorted({0, samples // 2, samples - 1}), [(False, False)] * 2
         if self._rows is not None:
-            _refuse_graphs(self._rows(indices[:1]))
             return
-        prints, batches, graphs = set[str](), set[str](), list[Any]()
+        prints, batches = set[str](), set[str]()
         with keep_generators():
             for number in range(2):
                 with suppress(ExperimentError, TrainingError):  # training reports the error if it reads the sample
@@ -167,9 +146,7 @@ class Reader(Dataset[Any]):
                     finally:
                         found[number] = has_drawn_since(_WATCHED + number)
                     prints.add(fingerprint(read))
-                    graphs = read[:1] if isinstance(read, list) else read  # with a collate of any type
                     batches.add(fingerprint(self.collate(indices, read, seed=self.seed + number, epoch=0)))
-        _refuse_graphs(graphs)
         self.collate.draws |= len(batches) > len(prints)  # it hides its draws, as below
         self.collate.check()
         if not self._is_known:
@@ -189,12 +166,7 @@ class Reader(Dataset[Any]):
             return Unusable(error)
 
     def batch(self, part: MicroBatch, *, is_sample: bool = False) -> Any:
-        """Return a batch; of one that is only looked at, ``set_epoch`` is called only if there is no epoch yet.
-
-        Raises:
-            ExperimentError: samples can't be stacked into a batch, or draw random numbers only now.
-            TrainingError: the dataset raised; names the sample and has the dataset's traceback.
-        """
+        """Return a batch; of one that is only looked at, ``set_epoch`` is called only if there is no epoch yet."""
         if self._with_epoch:
             set_epoch(self._with_epoch, part.epoch, seed=self.seed, only_new=is_sample)
         if self._rows is not None:
@@ -266,11 +238,7 @@ def unwrap(batch: Any) -> Any:
 
 
 def set_epoch(datasets: Sequence[Any], epoch: int, *, seed: int, only_new: bool = False) -> None:
-    """Call ``set_epoch`` where the epoch differs, with the same random numbers in each process.
-
-    Raises:
-        TrainingError: a dataset raised an exception.
-    """
+    """Call ``set_epoch`` where the epoch differs, with the same random numbers in each process."""
     for dataset in datasets:
         if (known := _EPOCHS.get(dataset)) == epoch or (only_new and known is not None):
             continue
@@ -283,21 +251,13 @@ def set_epoch(datasets: Sequence[Any], epoch: int, *, seed: int, only_new: bool 
         _EPOCHS[dataset] = epoch
 
 
-def find_datasets_with_epoch(dataset: Any, inside: tuple[int, ...] = ()) -> list[Any]:
-    """Find the outermost datasets with a method ``set_epoch``: the dataset itself, or those in its attributes."""
-    if _has_set_epoch(dataset):
+def find_datasets_with_epoch(dataset: Any) -> list[Any]:
+    """Return the dataset if it has ``set_epoch``, or those with it that it holds as torch's own wrappers do."""
+    if callable(getattr(dataset, "set_epoch", None)):
         return [dataset]
-    found: list[Any] = []
-    for value in list(getattr(dataset, "__dict__", {}).values()):
-        values = list(value.values()) if isinstance(value, dict) else value
-        values = values if isinstance(values, list | tuple) else [values]
-        if all(
-            isinstance(one, Dataset) or (_has_set_epoch(one) and hasattr(type(one), "__getitem__")) for one in values
-        ):
-            for one in values:
-                if id(one) not in (*inside, id(dataset)):
-                    found += find_datasets_with_epoch(one, (*inside, id(dataset)))
-    return found
+    inner = getattr(dataset, "datasets", [getattr(dataset, "dataset", None)])
+    inner = inner if isinstance(inner, list | tuple) else []
+    return [one for each in inner if isinstance(each, Dataset) for one in find_datasets_with_epoch(each)]
 
 
 def copy_dataset(dataset: Any) -> Any:
@@ -322,13 +282,6 @@ def make_read_error(what: str, error: Exception) -> TrainingError:
     own = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, own))
     return TrainingError(f"{what}: {type(error).__name__}: {error}", text)
-
-
-def _refuse_graphs(samples: Any) -> None:
-    """Refuse tensors that require a gradient: a loader process could not send them, and waits instead."""
-    if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(samples)):
-        message = "sample 0 has a tensor that requires a gradient; return tensor.detach(), or use torch.no_grad()"
-        raise ExperimentError.of("data", message)
 
 
 def format_indices(indices: list[int]) -> str:
@@ -389,13 +342,6 @@ def _has_batches(dataset: Any) -> bool:
         dataset = dataset.dataset
     methods = ({"__getitem__", "__getitems__"} & vars(owner).keys() for owner in type(dataset).__mro__)
     return "__getitems__" in next(filter(None, methods), ())
-
-
-def _has_set_epoch(value: Any) -> bool:
-    try:
-        return callable(getattr(value, "set_epoch", None))
-    except Exception:  # noqa: BLE001 - of a user's __getattr__, e.g. a KeyError of a dict with attributes
-        return False
 
 
 def _shape(sample: Any) -> str:

@@ -9,7 +9,8 @@ can load.
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,19 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.errors import ExperimentError
+from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.protocol.rank import Rank
-from pipeline.tasks import Supervised
-from pipeline.tasks.trainee import AsModule
 from pipeline.train.hooks import Hook, name_of
-from pipeline.train.manifest import StoredFile
+from pipeline.train.manifest import Entry, StoredFile, find_damage
 from pipeline.train.names import TASK, listed, shown
 from pipeline.train.optim import has_modes, load_named_state, named_state
-from pipeline.train.ranks import broadcast_from_first, copy_from_first, local, shard_like
+from pipeline.train.ranks import barrier, call_on_ranks, gather, shard_like
 from pipeline.train.schedules import key_of
 from pipeline.train.state import Facts, State
+from pipeline.train.storage import Storage
 
 STATE = "state.pt"
 """File of all that isn't sharded."""
@@ -40,11 +40,7 @@ Place = tuple[Any, ...]
 
 
 def map_state(value: Any, do: Callable[[Tensor, Place], Any], *, place: Place, key: str = "") -> Any:
-    """Return a state with what ``do`` returns for each tensor and its place, and else of plain values.
-
-    Raises:
-        ExperimentError: a value can't be loaded without executing code; has the ``key`` of its part.
-    """
+    """Return a state with what ``do`` returns for each tensor and its place, and else of plain values."""
     if isinstance(value, Tensor):
         return do(value, place)
     if isinstance(value, np.generic):
@@ -86,35 +82,21 @@ class Copy(NamedTuple):
     """Whole tensors are copied by rank 0 only."""
     shards: Mapping[str, Tensor]
     """This rank's shards by the place of the whole."""
-    size: int
-    """Bytes that this rank writes."""
 
 
-def check(s: State) -> int:
-    """Check that the state can be saved, and return its size in bytes on this rank; optimizers may have none yet.
-
-    Raises:
-        ExperimentError: a part has state that can't be saved.
-    """
-    sizes: list[int] = []
-    _take_state(s, lambda one, _: sizes.append(_count_bytes(one)))
-    return sum(sizes)
+def check(s: State) -> None:
+    """Refuse a part with state that can't be saved."""
+    _take_state(s, lambda one, _: one)
 
 
 def copy_state(s: State) -> Copy:
-    """Copy the state to the CPU, where training can't change it. Waits for the device.
-
-    Raises:
-        ExperimentError: a part has state that can't be saved.
-    """
+    """Copy the state to the CPU, where training can't change it. Waits for the device."""
     shards: dict[str, Tensor] = {}
-    sizes: list[int] = []
 
     def copy(one: Tensor, place: Place) -> Tensor:
         is_sharded = hasattr(one, "device_mesh")
         if not (is_sharded or s.rank.is_first):
             return one
-        sizes.append(_count_bytes(one))
         own = one.detach().to("cpu", copy=True)
         if not is_sharded:
             return own if type(own) is Tensor else own.as_subclass(Tensor)  # other classes can't be loaded
@@ -127,23 +109,17 @@ def copy_state(s: State) -> Copy:
             state["position"] = map_state(position, copy, place=("position",), key="data")
         except ExperimentError:  # a dataset's own state, which isn't plain: the samples are read again
             state["position"] = {**position, "state": [None]}
-    return Copy(state, shards, sum(sizes))
-
-
-def _count_bytes(one: Tensor) -> int:
-    own = local(one)
-    return own.nbytes if own.layout is torch.strided else own._indices().nbytes + own._values().nbytes
+    return Copy(state, shards)
 
 
 def _take_state(s: State, do: Callable[[Tensor, Place], Any]) -> Saved:
     weights, names = s.trainee.state_dict(), _names(s)
-    task, metrics = _find_task(s), vars(s).get("metrics")  # without building them, which takes seconds
+    metrics = vars(s).get("metrics")  # without building them, which takes seconds
     parts = {
         "model": {name: one for name, one in weights.items() if not name.startswith(TASK)},
         "task": {name: one for name, one in weights.items() if name.startswith(TASK)},
         # A state_dict lacks buffers with ``persistent=False``, which may change in training.
         "buffers": {name: one for name, one in _buffers(s).items() if name not in weights},
-        "task_state": task.state_dict() if task is not None else None,
         **{key_of("optimizer", name): named_state(one, names) for name, one in s.optimizers.items()},
         **{key_of("scheduler", name): own for name, own in s.schedules.state_dict().items()},
         "scaler": s.scaler.state_dict(),
@@ -153,11 +129,11 @@ def _take_state(s: State, do: Callable[[Tensor, Place], Any]) -> Saved:
         "facts": s.facts,
         "stop_reason": s.stop_reason,
     }
-    keys = {"buffers": "model", "task": task_key(s), "task_state": task_key(s)}
+    keys = {"buffers": "model", "task": _task_key(s)}
     return {name: map_state(part, do, place=(name,), key=keys.get(name, name)) for name, part in parts.items()}
 
 
-def task_key(s: State) -> str:
+def _task_key(s: State) -> str:
     """Return the key of the section that the task comes from."""
     return "loss" if s.experiment.task is None else "task"
 
@@ -168,14 +144,6 @@ def _names(s: State) -> dict[int, str]:
 
 def _buffers(s: State) -> dict[str, Tensor]:
     return dict(s.trainee.named_buffers(remove_duplicate=False))
-
-
-def _find_task(s: State) -> Any:
-    """Return the task or loss if it has a state but is not a module, whose state would be part of the trainee's."""
-    part = s.task.loss if isinstance(s.task, Supervised) else s.task
-    part = part.inner if isinstance(part, AsModule) else part
-    has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-    return part if has_state and not isinstance(part, nn.Module) else None
 
 
 def describe_other_names(s: State) -> str:
@@ -201,11 +169,7 @@ def describe_other_names(s: State) -> str:
 
 
 def write(state: Saved, folder: Path) -> list[StoredFile]:
-    """Write what isn't sharded.
-
-    Raises:
-        OSError: the disk is full or gone (or torch's own error for that).
-    """
+    """Write what isn't sharded."""
     path = folder / STATE
     with path.open("wb") as file:
         torch.save(state, file)
@@ -215,11 +179,7 @@ def write(state: Saved, folder: Path) -> list[StoredFile]:
 
 
 def write_shards(shards: Mapping[str, Tensor], folder: Path, *, group: dist.ProcessGroup) -> list[StoredFile]:
-    """Write this rank's shards. Collective.
-
-    Raises:
-        OSError: a rank couldn't write; raised on all ranks.
-    """
+    """Write this rank's shards. Collective."""
     # These imports take more than a second, and only sharded strategies need them.
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # its files are not pickles
@@ -243,8 +203,17 @@ def read(folder: Path, *, fills: bool) -> Saved:
 
 
 def read_shards(s: State, state: Saved, folder: Path) -> Saved:
-    """Return a state of `read` with this rank's shards of what was sharded. Collective."""
-    return _fill_state(state, folder, owners=_owners(s))
+    """Return a state of `read` with this rank's shards, sharded like the parameters they belong to. Collective."""
+    # By all their names.
+    named = [(name, one) for name, one in s.trainee.named_parameters() if hasattr(one, "device_mesh")]
+    owners = {own: one.detach() for name, one in named for own in (name, shown(name))}
+
+    def shard(one: Tensor, place: Place) -> Tensor:
+        owner = None if hasattr(one, "device_mesh") else _owner(one, place, owners)
+        return one if owner is None else shard_like(one, owner)
+
+    sharded: Saved = map_state(_fill_state(state, folder, owners=owners), shard, place=())
+    return sharded
 
 
 def _fill_state(state: Saved, folder: Path, *, owners: Mapping[str, Tensor]) -> Saved:
@@ -270,71 +239,73 @@ def _fill_state(state: Saved, folder: Path, *, owners: Mapping[str, Tensor]) -> 
     return state
 
 
-def share_state(state: Saved | None, *, rank: Rank, device: torch.device, has_shards: bool) -> Saved:
-    """Return rank 0's state on all ranks. Collective.
-
-    Large tensors go through the device. What is not sharded of a state that ``has_shards`` is small.
-    """
-    if rank.world_size == 1 or has_shards:
-        return broadcast_from_first(lambda: state or {}, rank=rank)
-
-    def is_sent(one: Tensor) -> bool:
-        return one.layout is torch.strided
-
-    def stand_in(one: Tensor, _: Place) -> Tensor:
-        return torch.empty_like(one, device="meta") if is_sent(one) else one
-
-    described = broadcast_from_first(lambda: map_state(state, stand_in, place=()), rank=rank)
-    own: Saved = state or map_state(
-        described, lambda one, _: torch.empty_like(one, device="cpu") if one.is_meta else one, place=()
-    )
-    sent: list[Tensor] = []
-    map_state(own, lambda one, _: sent.append(one) if is_sent(one) else None, place=())
-    copy_from_first(sent, rank=rank, device=device)
-    return own
-
-
-def sharded(s: State, state: Saved) -> Saved:
-    """Return a state whose whole tensors are sharded like the parameters that they belong to. Collective."""
-    owners = _owners(s)
-
-    def shard(one: Tensor, place: Place) -> Tensor:
-        owner = None if hasattr(one, "device_mesh") else _owner(one, place, owners)
-        return one if owner is None else shard_like(one, owner)
-
-    if owners:
-        state = map_state(state, shard, place=())
-    return state
-
-
-def _owners(s: State) -> dict[str, Tensor]:
-    """Return the sharded parameters by all their names."""
-    named = [(name, one) for name, one in s.trainee.named_parameters() if hasattr(one, "device_mesh")]
-    return {own: one.detach() for name, one in named for own in (name, shown(name))}
-
-
 def _owner(one: Tensor, place: Place, owners: Mapping[str, Tensor]) -> Tensor | None:
     """Return the parameter that a tensor belongs to, by its place and shape; None if it belongs to none."""
     return next((owners[name] for name in place if name in owners and owners[name].shape == one.shape), None)
+
+
+def fetch(s: State, storage: Storage, entry: Entry, *, what: str) -> Saved | str:
+    """Read a checkpoint on all ranks; return its damage instead if rank 0 finds it incomplete or damaged. Collective.
+
+    Terabytes may take longer than a collective: the ranks wait for each other without one. ``what`` it is read for.
+    """
+    if (manifest := entry.manifest) is None:
+        return "it has no valid manifest, so it is incomplete or damaged"
+    rank, folders, states = s.rank, dict[str, Path](), list[Saved]()
+    damage, what = "", f"{s.trial.name}: {what}, {entry.name}"
+
+    def copy() -> None:
+        nonlocal damage
+        with convert_errors(storage, rank):
+            folder = folders[rank.node] = stack.enter_context(storage.fetched(entry.name))
+            damage = (find_damage(folder, manifest) or "") if rank.is_first else ""
+
+    def load() -> None:
+        with convert_errors(storage, rank):
+            states.append(read(folder, fills=not s.is_sharded))
+
+    with ExitStack() as stack:
+        # A copy from an object storage is shared by the ranks of a node.
+        callers = [number for number, index in enumerate(gather(rank.local_rank, rank=rank)) if index == 0]
+        call_on_ranks(copy, callers=callers, what=f"{what} fetched", rank=rank)
+        fetched = gather((damage, folders), rank=rank)
+        if fetched[0][0]:
+            return fetched[0][0]
+        by_node = {node: path for _, each in fetched for node, path in each.items()}
+        folder = (by_node | folders)[rank.node]
+        call_on_ranks(load, callers=range(rank.world_size), what=f"{what} read", rank=rank)
+        (state,) = states
+        if s.is_sharded:
+            state = read_shards(s, state, folder)
+        barrier(rank)  # before a copy is removed
+    return state
+
+
+@contextmanager
+def convert_errors(storage: Storage, rank: Rank) -> Iterator[None]:
+    """Convert the errors of a storage, which may raise anything."""
+    try:
+        yield
+    except PipelineError:
+        raise  # already has a message for the user
+    except Exception as error:
+        shared = f" by rank {rank.rank} on {rank.node}, and all must reach them" if rank.world_size > 1 else ""
+        raise TrainingError(
+            f"the checkpoints in {storage.address} can't be read{shared}: {type(error).__name__}: {error}. Resume when "
+            "the storage is available, or start a new run without --resume."
+        ) from error
 
 
 # Loading
 
 
 def load_weights(s: State, state: Saved) -> None:
-    """Load what a result consists of: weights, buffers, hooks, and optimizers that keep weights of their own.
-
-    Raises:
-        ExperimentError: something doesn't match the checkpoint's.
-    """
-    for part, key, module in (("model", "model", s.trainee.model), ("task", task_key(s), s.trainee.task)):
+    """Load what a result consists of: weights, buffers, hooks, and optimizers that keep weights of their own."""
+    for part, key, module in (("model", "model", s.trainee.model), ("task", _task_key(s), s.trainee.task)):
         own = {name.removeprefix(f"{part}."): value for name, value in state[part].items()}
         _load(key, module.load_state_dict, own)
     _load_buffers(s, state["buffers"])
     s.facts = Facts(*state["facts"]) if state["facts"] is not None else None
-    task = _find_task(s)
-    if task is not None and state["task_state"] is not None:
-        _load(task_key(s), task.load_state_dict, state["task_state"])
     for name, optimizer in s.optimizers.items():
         if has_modes(optimizer):
             load_optimizer(s, name, state)
@@ -350,9 +321,6 @@ def load_rest(s: State, state: Saved, *, reschedules: bool, epoch: int) -> None:
     """Load what a training needs besides its weights, after ``s.step`` steps.
 
     With ``reschedules``, learning rates are those of the file, as if they had been so from the first step on.
-
-    Raises:
-        ExperimentError: something doesn't match the checkpoint's.
     """
     for name in s.optimizers:
         load_optimizer(s, name, state, keeps_settings=reschedules)

@@ -19,11 +19,8 @@ from pipeline.protocol.trial import Evaluation, Training, Trial, Weights
 from pipeline.train.names import TASK, listed, shown
 from pipeline.train.ranks import broadcast_from_first, copy_from_first
 from pipeline.train.storage import Storage
-from pipeline.wording import did_you_mean
 
 _KEY = "train.start_from"
-_COMPARED = 200
-"""Names of each side that a renaming is looked for among."""
 
 
 class Fit(NamedTuple):
@@ -43,39 +40,35 @@ def load(model: nn.Module, trial: Trial, *, rank: Rank, device: torch.device) ->
     """Load the weights that a trial starts from into its model, on all ranks. Collective.
 
     Returns None if the experiment names none, or a checkpoint has the weights: of a resumed training, of an evaluation.
-
-    Raises:
-        ExperimentError: the weights can't be read, or don't fit the model.
     """
     start = trial.experiment.train.start_from
     if start is None or isinstance(trial, Evaluation):
         return None
-    initial = broadcast_from_first(lambda: trial.initial, rank=rank)
-    if initial is None:
-        if isinstance(trial, Training) and trial.resume:
-            return None
-        raise ExperimentError.of(_KEY, "its weights were not loaded by the driver; start training with pipeline run")
-    found = broadcast_from_first(lambda: fit(model, start, initial), rank=rank)
     own = model.state_dict()
 
     @torch.no_grad()
-    def copy() -> None:
-        saved = _read(initial)
+    def fill() -> tuple[Loaded, list[str]] | None:
+        if (initial := trial.initial) is None:
+            if isinstance(trial, Training) and trial.resume:
+                return None
+            message = "its weights were not loaded by the driver; start training with pipeline run"
+            raise ExperimentError.of(_KEY, message)
+        found, saved = fit(model, start, initial), _read(initial)
         for name, source in found.taken.items():
             own[name].copy_(saved[source])
+        left = *found.missing, *found.misshapen
+        loaded = Loaded(source=initial.source, tensors=len(found.taken), left=left, unused=found.unused)
+        return loaded, list(found.taken)
 
-    broadcast_from_first(copy, rank=rank)
-    copy_from_first([own[name] for name in found.taken], rank=rank, device=device)
-    left = *found.missing, *found.misshapen
-    return Loaded(source=initial.source, tensors=len(found.taken), left=left, unused=found.unused)
+    filled = broadcast_from_first(fill, rank=rank)
+    if filled is None:
+        return None
+    copy_from_first([own[name] for name in filled[1]], rank=rank, device=device)
+    return filled[0]
 
 
 def fit(model: nn.Module, start: StartFrom, initial: Weights) -> Fit:
-    """Compare the names and shapes of a file with those of a model, which may be on the meta device.
-
-    Raises:
-        ExperimentError: the file can't be read; or with ``strict`` they aren't the same, else have nothing in common.
-    """
+    """Compare the names and shapes of a file with those of a model, which may be on the meta device."""
     saved = _read(initial)
     names = renamed(list(saved), start.rename)
     there = {new: (old, tuple(saved[old].shape)) for old, new in names.items()}
@@ -94,20 +87,15 @@ def fit(model: nn.Module, start: StartFrom, initial: Weights) -> Fit:
         },
     )
     if not taken:
-        meant = f"; did you mean {rename}?" if (rename := _likely_rename(found)) else "."
-        has = f"The file has {listed(list(names.values()))}. The model has {listed(list(own))}{meant}"
-        raise ExperimentError.of(_KEY, f"no tensor in {initial.source} matches the model. {has}")
+        has = f"The file has {listed(list(names.values()))}. The model has {listed(list(own))}"
+        raise ExperimentError.of(_KEY, f"no tensor in {initial.source} matches the model. {has}; set rename")
     if start.strict and (problems := list(_differences(found, initial))):
         raise ExperimentError(problems)
     return found
 
 
 def renamed(names: Sequence[str], rename: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name of each saved name; the longest beginning counts.
-
-    Raises:
-        ExperimentError: a beginning matches no name, or two tensors get the same name.
-    """
+    """Return the new name of each saved name; the longest beginning counts."""
     used: set[str] = set()
     found: dict[str, str] = {}
     for name in names:
@@ -117,14 +105,11 @@ def renamed(names: Sequence[str], rename: Mapping[str, str]) -> dict[str, str]:
             used.add(old)
             parts = rename[old].strip("."), name[len(old.rstrip(".")) :].strip(".")
             found[name] = ".".join(part for part in parts if part)
-    beginnings = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in names for depth in (1, 2, 3)))
     problems = []
     for old in rename:
         if old not in used:
-            meant = did_you_mean(old, beginnings) or f"; names start with {listed(beginnings)}"
-            problems.append(
-                Problem(f"{_KEY}.rename", f"{old} matches no saved name, or a longer key matches it{meant}")
-            )
+            message = f"{old} matches no saved name, or a longer key matches it; there are {listed(names)}"
+            problems.append(Problem(f"{_KEY}.rename", message))
     for new, count in Counter(found.values()).items():
         if count > 1:
             problems.append(Problem(f"{_KEY}.rename", f"gives several tensors the name {new}; rename one of them"))
@@ -139,13 +124,12 @@ def _begins(name: str, old: str) -> bool:
 
 
 def _differences(found: Fit, initial: Weights) -> Iterator[Problem]:
-    """Yield one problem for each kind of difference, with the renaming that was probably meant."""
-    meant = _likely_rename(found)
+    """Yield one problem for each kind of difference."""
     if found.missing:
-        remedy = f"; did you mean {meant}?" if meant else "; set strict: false to initialize them"
+        remedy = "; name its prefix in rename, or set strict: false to initialize them"
         yield Problem(_KEY, f"{initial.source} lacks {listed(found.missing)}, which the model has{remedy}")
     if found.unused:
-        remedy = "" if meant and found.missing else "; set strict: false to ignore them"
+        remedy = "; set strict: false to ignore them"
         yield Problem(_KEY, f"{initial.source} has {listed(found.unused)}, which the model lacks{remedy}")
     if found.misshapen:
         shapes = listed([f"{name}: {shape}" for name, shape in found.misshapen.items()])
@@ -153,30 +137,8 @@ def _differences(found: Fit, initial: Weights) -> Iterator[Problem]:
         yield Problem(_KEY, f"{initial.source} has other shapes than the model: {shapes}{remedy}")
 
 
-def _likely_rename(found: Fit) -> str:
-    """Return the renaming that explains most of the missing names; empty if none does."""
-    pairs: Counter[tuple[str, str]] = Counter()
-    for old in found.unused[:_COMPARED]:
-        for new in found.missing[:_COMPARED]:
-            before, after = old.split("."), new.split(".")
-            common = 0
-            while common < min(len(before), len(after)) and before[-1 - common] == after[-1 - common]:
-                common += 1
-            if common:
-                pairs[".".join(before[: len(before) - common]), ".".join(after[: len(after) - common])] += 1
-    if not pairs:
-        return ""
-    (old, new), _ = pairs.most_common(1)[0]
-    nothing = '""'
-    return f"rename: {{{old or nothing}: {new or nothing}}}"
-
-
 def _read(initial: Weights) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file, of a run's weights without those of its task, or of a checkpoint.
-
-    Raises:
-        ExperimentError: the file can't be read here.
-    """
+    """Read the tensors of a safetensors file, of a run's weights without those of its task, or of a checkpoint."""
     try:
         if initial.checkpoint:
             from pipeline.train import saved_state  # imports all of the training, which the driver needs for this only

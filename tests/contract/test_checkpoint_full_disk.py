@@ -14,7 +14,7 @@ from census import injected
 from checkpointed import Saving, run, steps
 from recordings import copied, written_here
 
-from pipeline.train.checkpoint_writer import Writer
+from pipeline.train.checkpoint import Writer
 
 
 @pytest.fixture

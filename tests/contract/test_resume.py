@@ -2,7 +2,6 @@
 
 # promise: resumed after any step, with each strategy, optimizer, scheduler; with a different number of workers
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpointed import EVERY, STEPS, Saving, assert_equal, trial, until
 from ranks import Ranks
 
+from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.finetuning import StartFrom
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Weights
-from pipeline.train import ranks as collectives
 from pipeline.train import storage as storage_module
 from pipeline.train.build import build
 from pipeline.train.manifest import entries, folder_name, verify
@@ -130,40 +128,64 @@ def test_shards_are_files_that_another_training_starts_from(ranks: Callable[...,
     )
 
 
-def _resume_from_afar(rank: Rank, folder: Path) -> list[Path]:
-    """Resume while each copy of a checkpoint is slow; return the copies that this rank has made."""
-    with pytest.MonkeyPatch.context() as patch:
-        fetched = _fetch_slowly(patch, rank)
-        assert go(rank, folder, "fsdp", DIVISIBLE, True)["resumed"] == ([AFTER] if rank.is_first else [])
-    return fetched
+def _resume_from_afar(rank: Rank, folder: Path, elsewhere: Path | None = None) -> tuple[list[Path], str]:
+    """Resume from copies as of an object storage; return the copies that this rank has made, and its error.
 
-
-def _fetch_slowly(patch: pytest.MonkeyPatch, rank: Rank) -> list[Path]:
-    """Copy checkpoints as from an object storage, until the other rank has asked the store whether a copy is done."""
-    store, fetched, real = dist.distributed_c10d._get_default_store(), list[Path](), Storage.fetched
+    ``elsewhere`` is what rank 1 finds at the address of the checkpoints: it is on a node of its own.
+    """
+    copies, error, real = list[Path](), "", Storage.fetched
 
     @contextmanager
     def fetch(storage: Storage, name: str) -> Iterator[Path]:
-        with real(storage, name) as folder:
-            fetched.append(folder)
-            asked, until = store.add("asked", 0), time.monotonic() + 20
-            while store.add("asked", 0) == asked:
-                assert time.monotonic() < until, "the other rank waits in a collective, which would time out"
-            yield folder
+        with real(storage, name) as copy:
+            copies.append(copy)
+            yield copy if elsewhere is None or rank.is_first else elsewhere / name
 
-    patch.setattr(Storage, "fetched", fetch)
-    patch.setattr(storage_module, "LocalFileSystem", type(None))
-    if not rank.is_first:
-        patch.setattr(collectives, "mark", lambda _: store.add("asked", 1))
-    return fetched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "fetched", fetch)
+        patch.setattr(storage_module, "LocalFileSystem", type(None))
+        if elsewhere is not None:
+            rank = rank.model_copy(update={"local_rank": 0, "node": f"node{rank.rank}"})
+        try:
+            assert go(rank, folder, "fsdp", DIVISIBLE, True)["resumed"] == ([AFTER] if rank.is_first else [])
+        except TrainingError as failed:
+            error = str(failed)
+    return copies, error
 
 
 def test_a_checkpoint_is_fetched_once_for_the_ranks_of_a_node(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     ranks(2, go, tmp_path / "whole", "fsdp", DIVISIBLE)
     until(AFTER, folder=tmp_path / "whole", to=tmp_path / "again")
-    first, second = ranks(2, _resume_from_afar, tmp_path / "again")
-    assert (len(first), len(second)) == (2, 0)  # to verify it, and for both ranks of the node
+    (first, error), other = ranks(2, _resume_from_afar, tmp_path / "again")
+    assert (len(first), error, other) == (1, "", ([], ""))
     assert not any(folder.exists() for folder in first)
+
+
+def test_a_rank_that_does_not_reach_the_checkpoints_ends_all(tmp_path: Path) -> None:
+    with Ranks(2) as two:
+        two.call(go, tmp_path / "whole", "fsdp", DIVISIBLE)
+        until(AFTER, folder=tmp_path / "whole", to=tmp_path / "again")
+        (_, first), (_, second) = two.call(_resume_from_afar, tmp_path / "again", tmp_path / "empty")
+    assert "can't be read by rank 1 on node1, and all must reach them: FileNotFoundError" in second
+    assert first == f"rank 1 failed: TrainingError: {second}"
+
+
+def _go_alone(rank: Rank, folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if not rank.is_first:
+            patch.setattr(Path, "is_dir", lambda _: False)
+            rank = rank.model_copy(update={"node": "node1"})
+        with pytest.raises(ExperimentError) as refused:
+            go(rank, folder, "ddp", DIVISIBLE)
+    return str(refused.value)
+
+
+def test_a_folder_that_a_node_does_not_share_is_refused_before_training(tmp_path: Path) -> None:
+    with Ranks(2) as two:
+        first, second = two.call(_go_alone, tmp_path)
+    assert first == second
+    assert f"checkpoint.directory: {tmp_path} is on " in first
+    assert "but not on node1. Set it to a folder that all nodes share" in first
 
 
 def test_a_storage_that_is_unknown_is_told_before_training(command: Callable[..., Any]) -> None:

@@ -32,6 +32,6 @@ def test_a_run_goes_on_from_there(
     assert resumed.checkpoint.startswith(address)
     assert resumed.step > 0
     assert steps(address)[-1] == STEPS
-    manifest = Storage(address).open(f"{folder_name(STEPS)}/{FILE_NAME}").read()
+    manifest = Storage(address).read(f"{folder_name(STEPS)}/{FILE_NAME}")
     written = [manifest, *(path.read_bytes() for path in attempt.folder.rglob("*") if path.is_file())]
     assert not [content for content in [*written, ended.output.encode()] if SECRET.encode() in content]

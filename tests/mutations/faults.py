@@ -195,8 +195,8 @@ FAULTS = (
         "a checksum is not looked at",
         "a damaged checkpoint is not gone on from",
         "pipeline/train/manifest.py",
-        "            if _sha256(path) != file.sha256:",
-        "            if not _sha256(path):",
+        "        if _sha256(path) != file.sha256:",
+        "        if not _sha256(path):",
         ("tests/unit/test_checkpoint.py",),
     ),
     Fault(

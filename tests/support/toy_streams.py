@@ -121,14 +121,6 @@ class Demanding(Stateful):
         return {**super().state_dict(), "at": samples}
 
 
-class Named(Plain):
-    """Samples as mappings of plain numbers."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for inputs, targets in self.samples:
-            yield {"x": inputs.tolist(), "y": float(targets)}
-
-
 def stream(kind: str, validation: bool = False, **arguments: Any) -> tuple[Any, Any]:
     """A stream of a class of this file, and one to validate on if wanted."""
     return globals()[kind](**arguments), Plain(validation=True) if validation else None
@@ -141,13 +133,6 @@ def with_sized_validation(length: int = 10) -> tuple[Any, Any]:
 def in_order(samples: Any, epoch: int, generator: torch.Generator) -> range:
     """An order without a shuffle, for samples that can be read by index."""
     return range(len(samples))
-
-
-def collated() -> Any:
-    def collate(samples: list[Any]) -> Any:
-        return torch.tensor([one["x"] for one in samples]), torch.tensor([[one["y"]] for one in samples])
-
-    return collate
 
 
 def of_module(name: str) -> tuple[Any, Any]:

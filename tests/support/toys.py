@@ -254,12 +254,6 @@ def far_away() -> tuple[Dataset[Any], None]:
     return Plain([ConnectionResetError(104, "Connection reset by peer")] * 8), None
 
 
-def unreadable_in(where: str) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Sample 5 of the training or of the validation set can't be read."""
-    broken, whole = unreadable(5)[0], Plain([(torch.ones(3), torch.ones(1))] * 8)
-    return (broken, whole) if where == "training" else (whole, broken)
-
-
 def holes(index: int) -> tuple[Dataset[Any], None]:
     """A NaN among the inputs."""
     dataset = _regression(SAMPLES, seed=0)
@@ -564,10 +558,6 @@ class CodeInState(torch.optim.lr_scheduler.LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
-
-
-def collate_by_padding() -> Any:
-    return torch.nn.utils.rnn.pad_sequence
 
 
 def broken_collate() -> Any:

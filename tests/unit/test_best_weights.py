@@ -60,15 +60,6 @@ def test_the_result_is_that_of_the_best_step(tmp_path: Path, sections: dict[str,
     assert steps_of_models(outbox) == [3]
 
 
-def test_without_best_it_is_the_last(tmp_path: Path) -> None:
-    outbox, other = run(tmp_path / "one", checkpoint={}), run(tmp_path / "other")
-
-    assert outbox.result.best is None
-    assert outbox.series("train/loss") == other.series("train/loss")
-    assert not equal(outbox, other)
-    assert steps_of_models(outbox) == [None]
-
-
 def test_a_resumed_training_knows_the_best_of_before(tmp_path: Path) -> None:
     outbox = run(tmp_path, checkpoint={**HIGHEST_LOSS, "keep": 3})
     shutil.rmtree(tmp_path / folder_name(9))

@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "api": 573,
     "cli": 1_471,
     "commands": 6_124,
-    "data": 1_031,
+    "data": 1_027,
     "drive": 1_905,
     "experiment": 4_340,
     "launch": 4_001,
@@ -41,13 +41,13 @@ LARGER_TODAY = {
     "system": 1_034,
     "tasks": 1_016,
     "tracking": 2_926,
-    "train": 10_711,
+    "train": 10_149,
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 374
+FILES = 370
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_479
+TEST_LINES = 50_867
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -81,13 +81,6 @@ def test_images_are_enlarged_and_channels_repeated() -> None:
     torch.testing.assert_close(large[:, :1].mean((2, 3)), small.mean((2, 3)), atol=0.02, rtol=0)
 
 
-def test_without_validation() -> None:
-    train, validation = digits(validation_fraction=0)
-    assert (len(tensors(train)[0]), validation) == (1797, None)
-    train, *others = tabular(validation_fraction=0, test_fraction=0)
-    assert (len(tensors(train)[0]), others) == (569, [None, None])
-
-
 # Characters
 
 
@@ -105,11 +98,6 @@ def test_targets_are_the_next_tokens_and_others_become_question_marks(tmp_path: 
     assert [tuple(map(text_of, train[index])) for index in range(2)] == [("abcd", "bcde"), ("efgh", "fghi")]
     assert (len(train), validation) == (2, None)
     assert text_of(of_text(tmp_path, "na\u00efve \u2026", context_length=6)[0][0][1]) == "a?ve ?"
-
-
-def test_validation_is_the_end_of_the_text(tmp_path: Path) -> None:
-    train, validation = of_text(tmp_path, "a" * 75 + "b" * 25, context_length=5, validation_fraction=0.25)
-    assert [text_of(tensors(split)[0].unique()) for split in (train, validation)] == ["a", "b"]
 
 
 def test_pythons_own_text_is_sizeable_and_fits_the_vocabulary() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import toys
+from checkpointed import run
 
 from pipeline.protocol.events import Started
-from pipeline.protocol.rank import Rank
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_summary import data_of
-from pipeline.train.run import train
+
+HERE = "test_data_version"
 
 
 class Sets(tuple[Any, ...]):
@@ -32,14 +33,6 @@ def versioned(version: Any = "", of_tuple: str = "") -> tuple[Any, ...]:
     return sets
 
 
-def started(**arguments: Any) -> Started:
-    trial = toys.trial(data={"_target_": "test_data_version.versioned", **arguments})
-    outbox = toys.Kept()
-    train(trial.model_copy(update={"allowed": (*trial.allowed, "test_data_version")}), rank=Rank(), outbox=outbox)
-    (event,) = (event for event in outbox.events if isinstance(event, Started))
-    return event
-
-
 @pytest.mark.parametrize(
     ("arguments", "version"),
     [
@@ -50,7 +43,9 @@ def started(**arguments: Any) -> Started:
     ],
 )
 def test_the_version_is_recorded(arguments: dict[str, Any], version: str) -> None:
-    assert started(**arguments).data_version == version
+    outbox = run("", data={"_target_": f"{HERE}.versioned", **arguments}, allowed=HERE)
+    (started,) = (event for event in outbox.events if isinstance(event, Started))
+    assert started.data_version == version
 
 
 def test_the_commands_find_it(tmp_path: Path) -> None:

@@ -112,13 +112,6 @@ def test_averaged_weights_and_an_interrupted_run(made: Callable[..., Path], tmp_
         assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
 
-def test_run_time_values_are_numbers(made: Callable[..., Path], tmp_path: Path) -> None:
-    folder = made(model={"_target_": "toys.Branches", "depth": 1, "width": "${total_steps}"})
-    assert exported(folder, tmp_path / "one").model["width"] == 6
-    assert exported(folder, tmp_path / "two", checkpoint="last").model["width"] == 6
-    assert load_file(tmp_path / "one" / "model.safetensors")["first.weight"].shape == (6, 3)
-
-
 # The model that was evaluated
 
 
@@ -272,13 +265,6 @@ def test_weights_without_a_checkpoint_of_their_step_are_the_result(made: Callabl
     assert exported(folder, tmp_path / "result").weights.step == 6
     older = exported(folder, tmp_path / "last", checkpoint="last").weights
     assert (older.step, older.note) == (3, "The latest checkpoint is from step 3, but training ended at step 6.")
-
-
-def test_the_command_refuses_before_anything_is_loaded(command: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").touch()
-    ended = command("export", "nowhere", "--to", str(tmp_path))
-    assert ended.code == 2
-    assert "nowhere: no such run in runs" in ended.stderr
 
 
 # The README

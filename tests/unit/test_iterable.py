@@ -21,7 +21,7 @@ from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.train import measure, same
+from pipeline.train import measure
 from pipeline.train.iterable import IterableLoader
 from pipeline.train.manifest import folder_name
 from pipeline.train.order import SampleOrder, evaluation_batches
@@ -48,22 +48,12 @@ def test_a_stream_trains_what_samples_in_this_order_train() -> None:
     assert len(losses(streamed)) == 6
 
 
-def test_only_the_validation_set_may_be_a_stream() -> None:
-    streamed = toys.trained(data={"_target_": "toy_streams.with_sized_validation"})[1]
-    assert losses(streamed, name="validation/loss") == losses(toys.trained()[1], name="validation/loss")
-
-
 def test_a_stream_without_a_length_is_read_again_from_its_end() -> None:
     """Nine steps of eight samples are three times 22 samples, and six."""
     streamed = toys.trained(data=data("Plain"), train=ENDLESS)[1]
     repeated = {"_target_": "toy_orders.given", "indices": [index % 22 for index in range(72)]}
     by_index = toys.trained(data={"_target_": "toys.regression", "validation": 0}, sampler=repeated, train=ENDLESS)[1]
     assert losses(streamed) == losses(by_index)
-
-
-def test_a_collate_function_makes_batches_of_a_streams_samples() -> None:
-    named = toys.trained(data=data("Named"), loader={"collate": {"_target_": "toy_streams.collated"}}, train=ENDLESS)
-    assert losses(named[1]) == pytest.approx(losses(toys.trained(data=data("Plain"), train=ENDLESS)[1]), rel=1e-6)
 
 
 # Resumed
@@ -117,13 +107,6 @@ def test_a_stream_that_can_not_continue_exactly_is_told(tmp_path: Path, kind: st
     assert (again == whole) == (kind == "Buffered")
 
 
-def test_a_finished_training_on_a_stream_may_be_longer(tmp_path: Path) -> None:
-    whole = losses(run(tmp_path / "whole", "Stateful"), after=8)
-    again, warnings = continued(tmp_path, "Stateful", stopped=8, steps=14)
-    assert again[:1] == whole
-    assert (len(again), warnings) == (6, [])
-
-
 # Loader
 
 
@@ -152,15 +135,6 @@ def test_each_rank_takes_its_share_of_the_same_batches(
             found = [index for _, samples in loader.batches(parts) for index in samples.tolist()]
         held_out += found
     assert sorted(seen) == sorted(held_out) == list(range(length))
-
-
-def test_samples_of_the_beginning_are_compared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(same, "gather", lambda value, **_: told.append(value) or [value, value])
-    loader = _loader(49, block=7)
-    same.check_data({"training": (loader.read, 49, loader.readable)}, rank=Rank(world_size=2))
-    assert list(told[1]) == [f"sample {index} of the training set/" for index in (0, 5, 10, 15)]
-    assert len(set(told[1].values())) == 4
 
 
 def _loader(length: int, *, block: int | None) -> IterableLoader:
@@ -231,8 +205,8 @@ def test_a_stream_that_ends_early_or_late_is_told(stream: dict[str, Any], messag
             ENDLESS,
             [
                 *("a training set without a length, 10 validation samples", "steps        9 steps, 8 samples each"),
-                *("restores the dataset's state_dict", "validation runs only when training ends; set train.evaluate"),
-                "a checkpoint is saved only when training ends; set checkpoint.every_steps",
+                *("restores the dataset's state_dict", "Validation runs only when training ends; set train.evaluate"),
+                "A checkpoint is saved only when training ends; set checkpoint.every_steps",
             ],
         ),
     ],
@@ -244,9 +218,3 @@ def test_the_plan_says_what_is_promised(kind: str, train: dict[str, Any], expect
     text = describe(plan, sizes)
     assert all(part in text for part in expected), text
     assert "does not depend on the number of workers if each process reads the same samples" in text
-
-
-def test_the_result_says_what_is_promised() -> None:
-    notes = toys.trained(data=data("Sized"))[0].data_notes
-    assert notes[0].startswith("the training set is iterable. Each worker reads all samples")
-    assert toys.trained()[0].data_notes == ()

@@ -6,7 +6,6 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attrs
 import pytest
 import torch
 import toys
@@ -86,18 +85,11 @@ class Frozen:
         object.__setattr__(self, "length", torch.ones(2))
 
 
-@attrs.frozen  # with slots
-class Slotted:
-    value: Any
-    name: str = "a text"
-
-
 CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "list": (lambda value: [value], itemgetter(0)),
     "mapping": (lambda value: {"key": value}, itemgetter("key")),
     "namedtuple": (Named, attrgetter("value")),
     "frozen dataclass": (Frozen, attrgetter("value")),
-    "slotted attrs": (Slotted, attrgetter("value")),
 }
 """How each kind is made, and read."""
 
@@ -114,34 +106,11 @@ def test_what_a_batch_contains_is_moved(kind: str) -> None:
     assert type(moved) is type(batch)
     assert (count.device.type, count.dtype) == ("meta", torch.int32)
     assert graph.device == "meta"
-    assert (words.data.device.type, words.data.dtype) == ("meta", torch.float64)
+    assert (words.data.device.type, words.data.dtype) == ("meta", torch.float32)  # moved as a whole
     assert words.batch_sizes.device.type == "cpu"  # where torch needs it
     assert [one.device.type for one in (frozen.value, frozen.length)] == ["meta", "meta"]
     assert text == "a text"
     assert read(batch)[0].device.type == read(batch)[2].value.device.type == "cpu"
-
-
-@attrs.define(slots=False)
-class Node:
-    """A class of attrs with a ``__dict__``, whose objects refer to each other, and a property that can't be set."""
-
-    value: Any
-    parent: "Node | None" = None
-
-    def __attrs_post_init__(self) -> None:
-        self.children = [Node(self.value, self)] if self.parent is None else []
-        self.__dict__["doubled"] = 2 * self.value
-
-    @property
-    def doubled(self) -> Any:
-        return self.__dict__["doubled"]
-
-
-def test_objects_that_refer_to_each_other_are_moved_once() -> None:
-    first, again = to_device([(node := Node(torch.ones(1))), node], device=torch.device("meta"), dtype=None)
-    (child,) = first.children
-    assert again is first is child.parent is not node
-    assert {one.device.type for one in (first.value, first.doubled, child.value)} == {"meta"}
 
 
 class InPlace:

@@ -63,13 +63,6 @@ def test_each_rank_takes_its_share_of_the_same_batches(
     assert sorted(seen) == list(range(order.samples))
 
 
-def test_shares_differ_by_one_sample_at_most() -> None:
-    order = shuffle(23, 10)
-    assert [[len(part.indices) for part in rank] for rank in dealt(order, 0, 4, is_equal=False)] == [[3], [3], [2], [2]]
-    last = [part for (part,) in dealt(order, 2, 4, is_equal=False)]
-    assert [(len(part.indices), part.weight, part.global_size) for part in last] == [(1, 1, 3)] * 3 + [(1, 0, 3)]
-
-
 @given(orders, epochs)
 def test_the_permutation_depends_on_seed_and_epoch_alone(order: SampleOrder, epoch: int) -> None:
     before, state = order.permutation(epoch), torch.get_rng_state()

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from pipeline.protocol.events import Advanced, Warned
 from pipeline.protocol.progress import ProgressReporter, report_progress_to
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
-from pipeline.train.storage import Storage
 
 
 @pytest.fixture
@@ -75,22 +73,6 @@ def test_the_journal_keeps_nothing_of_it_but_others_hear(tmp_path: Path) -> None
 
     assert heard == [event]
     assert list(read(tmp_path / FILE_NAME)) == []
-
-
-def test_checkpoints_say_how_far_they_are_on_their_way(told: list[Advanced]) -> None:
-    storage = Storage("memory://told/run")
-    with storage.staging("step-7") as folder:
-        (folder / "model.safetensors").write_bytes(bytes(3000))
-        (folder / "state.json").write_bytes(bytes(1000))
-    up, told[:] = list(told), []
-    with storage.fetched("step-7") as folder:
-        assert sum(file.stat().st_size for file in folder.iterdir()) == 4000
-    fsspec.filesystem("memory").rm("/told", recursive=True)
-
-    for events, what in ((up, "uploading step-7"), (told, "downloading step-7")):
-        assert {(event.what, event.unit, event.total) for event in events} == {(what, "B", 4000)}
-        assert 3000 in [event.done for event in events]
-        assert events[-1].done == 4000
 
 
 def test_what_is_made_once_draws_from_generators_of_its_own(told: list[Advanced | Warned], tmp_path: Path) -> None:

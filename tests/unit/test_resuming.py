@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import HashStore
 from pipeline import registry
 from pipeline.errors import ExperimentError
 from pipeline.train.manifest import folder_name
-from pipeline.train.order import SampleOrder
 from pipeline.train.saved_state import STATE, map_state
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
@@ -108,12 +107,6 @@ def whole_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Pa
     return train_once
 
 
-def test_each_strategy_is_resumed_with_each_optimizer_and_scheduler_and_after_each_step() -> None:
-    optimizers, schedulers = OPTIMIZERS.keys() - {"SGD"}, SCHEDULERS.keys() - {"none"}
-    for index, others in ((1, optimizers), (2, schedulers), (3, range(1, STEPS + 1))):
-        assert {(case[0], case[index]) for case in CASES} >= set(product(STRATEGIES, others))
-
-
 @pytest.mark.parametrize(("strategy", "optimizer", "scheduler", "step"), CASES, indirect=["strategy"])
 def test_a_training_resumed_after_any_step_is_the_same(
     whole_in: Callable[..., tuple[Path, Saving]],
@@ -181,20 +174,6 @@ def test_the_next_checkpoints_are_the_same(tmp_path: Path) -> None:
         assert_equal(one, other)
 
 
-def test_only_the_samples_that_are_left_are_read(tmp_path: Path) -> None:
-    read = toys._Augmented.read
-    sections: dict[str, Any] = {"data": {"_target_": "toys.augmented"}, "tracking": {"log_model": False}}
-    train(tmp_path / "whole", **sections)
-    counts = Counter[int]()
-    for after in (STEPS, 2):
-        read.clear()
-        train(until(after, folder=tmp_path / "whole", to=tmp_path / str(after)), resume=True, **sections)
-        counts = Counter(read) - counts  # without what any training reads at its start
-
-    order = SampleOrder(samples=toys.SAMPLES, set_size=toys.SAMPLES, global_batch_size=8, seed=3)
-    assert counts == Counter(int(index) for step in range(2, STEPS) for index in order.global_batch(step))
-
-
 WIDE = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
 NEW_RUN = "Set it back, or start a new run without --resume."
 
@@ -235,7 +214,6 @@ class TestAnotherExperiment:
     @pytest.mark.parametrize(
         ("data", "message"),
         [
-            ({"_target_": "toys.nudged", "by": 0.01}, "sample 17 of the training set has changed since step-00000006"),
             ({"_target_": "toys.nudged", "by": 1e-5}, "sample 17 of the training set has changed since step-00000006"),
             ({"_target_": "toys.regression", "validation": 9}, "the validation set has 9 samples, but had 10 when"),
         ],
@@ -252,11 +230,6 @@ class TestAnotherExperiment:
         (warning,) = outbox.warnings
         assert warning.startswith(f"data: {message}")
         assert outbox.result.steps == 9
-
-    def test_that_names_equal_data_otherwise_goes_on(self, tmp_path: Path) -> None:
-        run(tmp_path)
-        outbox = run(tmp_path, resume=True, data={"_target_": "toys.nudged", "by": 0.0}, train={"epochs": 3})
-        assert (outbox.resumed, outbox.warnings) == ([6], [])
 
 
 FASTER = {"optimizer": {**SGD, "lr": 0.5}}

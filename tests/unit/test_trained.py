@@ -54,12 +54,6 @@ def test_a_model_predicts_for_a_batch_of_inputs(folder: Path) -> None:
         assert not outputs.requires_grad
 
 
-def test_a_model_has_the_precision_of_its_weights(folder: Path) -> None:
-    torch.save(nn.Linear(3, 1).double().state_dict(), folder / "model" / "weights.pt")
-
-    assert next(Trained.load(folder).model.parameters()).dtype == torch.float64
-
-
 def test_a_run_without_a_trained_model(folder: Path) -> None:
     shutil.rmtree(folder / "model")
 

@@ -58,14 +58,6 @@ class Annealed:
         return Loss(loss * len(outputs), None, outputs, batch[1])
 
 
-class SavedTask(Annealed):
-    def state_dict(self) -> dict[str, int]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.calls = state["calls"]
-
-
 class Following(Annealed):
     """Its loss grows with the step, which it gets."""
 
@@ -159,7 +151,6 @@ UNSAVED: dict[str, dict[str, Any]] = {
 }
 SAVED: dict[str, dict[str, Any]] = {
     "extra state": own("model", "Counting"),
-    "task": own("task", "SavedTask"),
     "task in steps": own("task", "Following"),
     "loss": own("loss", "SavedLoss"),
     "teacher of a loss": own("loss", "Distilling"),
