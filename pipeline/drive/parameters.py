@@ -56,4 +56,4 @@ def _mismatches(experiment: Experiment, initial: Weights | None, *, allowed: tup
     if start is not None and initial is not None:
         found += refusals(lambda: weights.fit(trainee.get_submodule("model"), start, initial))
     found += refusals(lambda: optim.freeze(trainee, experiment.train.freeze))
-    return found + refusals(lambda: optim.check_division(experiment, trainee))
+    return found + refusals(lambda: optim.divide(experiment, trainee))

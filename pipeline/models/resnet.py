@@ -23,8 +23,7 @@ _GROUPS, _LEAST_CHANNELS = 32, 4
 class Basic(nn.Module):
     """Residual block of two 3x3 convolutions."""
 
-    expansion = 1
-    """Output channels relative to ``channels``."""
+    expansion = 1  # output channels relative to ``channels``
 
     def __init__(self, in_channels: int, *, channels: int, stride: int, norm: NewNorm) -> None:
         super().__init__()
@@ -53,7 +52,6 @@ class Bottleneck(nn.Module):
     """Residual block of 1x1, 3x3 and 1x1 convolutions with four times ``channels`` output channels."""
 
     expansion = 4
-    """Output channels relative to ``channels``."""
 
     def __init__(self, in_channels: int, *, channels: int, stride: int, norm: NewNorm) -> None:
         super().__init__()

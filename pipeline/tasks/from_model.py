@@ -35,15 +35,11 @@ class FromModel(Task):
         """
         self.labels = labels
         self._shifted = shifted
-        self._is_checked = False
+        self._checked = set[bool]()  # a set, as a number that changes is taken for state
 
     @override
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        """Compute the loss of a mapping.
-
-        Raises:
-            ExperimentError: the batch is not a mapping, or the model returns no loss.
-        """
+        """Compute the loss of a mapping."""
         if not isinstance(batch, Mapping):
             message = f"a batch is {describe(batch)}, not a mapping. Return mappings such as {{input_ids: ..., "
             raise ExperimentError.of("data", f"{message}{self.labels}: ...}} from the dataset.")
@@ -52,18 +48,15 @@ class FromModel(Task):
         if not isinstance(loss, Tensor):
             returned = ", ".join(outputs) if isinstance(outputs, Mapping) else describe(outputs)
             lacks = "" if self.labels in batch else f", which has no {self.labels}"
-            raise ExperimentError.of(
-                "task",
-                f"the model returned no loss, but {returned}, for a batch of {', '.join(batch)}{lacks}. Use a model "
-                "whose head computes the loss from labels, e.g. pipeline.models.pretrained with task: "
-                "sequence-classification.",
-            )
+            message = f"the model returned no loss, but {returned}, for a batch of {', '.join(batch)}{lacks}. Use a "
+            remedy = "model whose head computes the loss from labels, see task of pipeline.models.pretrained."
+            raise ExperimentError.of("task", f"{message}{remedy}")
         logits, labels = _field(outputs, "logits"), batch.get(self.labels)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return Loss(loss * count_samples(batch), None, outputs if logits is None else logits, labels)
         is_sequence = logits is not None and labels.ndim > 1 and logits.shape[:-1] == labels.shape
         shifted = labels.ndim > 1 and (_shifts(model) if self._shifted is None else self._shifted)
-        if is_sequence and not self._is_checked:
+        if is_sequence and not self._checked:
             self._check(loss, logits, labels, shifted=shifted)
         if shifted:
             labels = labels[..., 1:]
@@ -82,7 +75,7 @@ class FromModel(Task):
         """Refuse a mean over other labels than the counted ones; a loss that is neither mean can't be checked."""
         loss = loss.detach().float()
         own, other = (_cross_entropy(logits, labels, shifted=each) for each in (shifted, not shifted))
-        self._is_checked = bool(own.isfinite() and other.isfinite())
+        self._checked |= {True} if own.isfinite() and other.isfinite() else set()
         if not torch.isclose(own, loss, rtol=_CLOSE) and torch.isclose(other, loss, rtol=_CLOSE):
             which = "the same label" if shifted else "the next label"
             message = f"the model compares each output with {which}, so the count of the loss is wrong"

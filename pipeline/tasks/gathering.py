@@ -78,13 +78,7 @@ class Pass:
         self._part: Any = None
 
     def begin(self, state: Any, part: Any, *, exchange: bool) -> None:
-        """Begin a pass of a training's `State`; it costs a step next to nothing.
-
-        Args:
-            state: the training.
-            part: the `MicroBatch`; None: the batch is the same on all ranks, and is the global batch.
-            exchange: False if ranks must send each other nothing.
-        """
+        """Begin a pass of a training's `State` with a `MicroBatch`; with None the batch is the global batch."""
         # A weak reference: the training of a pass that ran out of memory is not to be kept.
         self._state, self._part, self.exchanges, self.is_used = ref(state), part, exchange, False
         self.samples = None if part is None else len(part.indices)
@@ -96,32 +90,23 @@ class Pass:
         self.samples = self._part = None
 
     def batch(self) -> GlobalBatch | None:
-        """Return the global batch, None if the task's batch is it, and note that the task gathers.
-
-        Raises:
-            ExperimentError: a rank's batch is not a part of a global batch that all ranks step on.
-        """
+        """Return the global batch, None if the task's batch is it, and note that the task gathers."""
         self.is_used = True
         if self._part is None:
             return None
         s, part = self._state(), self._part
+        is_first = s.facts is None and s.trainee.training
         task = "the task compares all samples of a global batch (pipeline.tasks.gathered)"
-        has_begun, gathers = s.facts is not None, s.facts is not None and s.facts.gathers
-        key, refused = "task", ""
-        if s.accumulation > 1:
-            key = "train.gradient_accumulation"
-            refused = f"is {s.accumulation}, but {task}, and a micro-batch has only a part of them; remove it"
-        elif s.order.is_stream:
-            key, refused = "data", f"is iterable, but {task}; use a map-style dataset"
-        elif len(s.strategy.gpus) > 1:
-            key = "parallel.strategy"
-            refused = f"is {s.trial.strategy}, which divides a batch among GPUs, but {task}; use ddp"
-        elif not s.trainee.training and not gathers:
-            refused = "calls pipeline.tasks.gathered in evaluation only; also call it in training"
-        elif has_begun and not gathers:
-            refused = "calls pipeline.tasks.gathered in a later batch, but not in the first; call it for every batch"
-        if refused:
-            raise ExperimentError.of(key, refused)
+        for key, is_refused, what, remedy in (
+            ("train.gradient_accumulation", s.accumulation > 1, f"is {s.accumulation}", "remove it"),
+            ("data", s.order.is_stream, "is iterable", "use a map-style dataset"),
+            ("parallel.strategy", len(s.strategy.gpus) > 1, f"is {s.trial.strategy}, which divides it", "use ddp"),
+        ):
+            if is_refused:
+                raise ExperimentError.of(key, f"{what}, but {task}; {remedy}")
+        if not is_first and not (s.facts is not None and s.facts.gathers):
+            message = "calls pipeline.tasks.gathered, but not in the first batch of training; call it for every batch"
+            raise ExperimentError.of("task", message)
         return GlobalBatch(s.rank.rank, s.rank.world_size, len(part.indices), part.global_size)
 
     def reaching_rows(self, loss: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Task that runs an unchanged LightningModule: steps, logs, optimizer and scheduler, without Lightning's Trainer.
 
-`_REFUSED` lists the methods that a module must not override, `_Trainer` the attributes of a Trainer that it may use.
 This file doesn't import lightning: it recognizes a LightningModule by its base classes.
 """
 
@@ -26,32 +25,32 @@ if TYPE_CHECKING:
 _PACKAGES = ("lightning", "pytorch_lightning")
 _LOSS = re.compile(r"((val|valid|validation|test)[/_-])?loss")
 """Names of a log that stands for the loss that a validation_step doesn't return."""
-_DATA = "Set data: to a function that returns a training and a validation dataset"
 _CALLBACK = "No key of the file replaces it. Write a custom task (docs/losses.md)"
-_CLIPPING = "Set train.clip_grad_norm"
-_DEVICE = "Move its code into the dataset or loader.collate, which make the batches"
-_BUILD = "Build the layers in __init__, which can take arguments from the file"
 _SEVERAL = "For several optimizers, use optimizers: and a task that calls update for each (docs/losses.md)"
-_REFUSED: Mapping[str, str] = {
-    "automatic_optimization": f"Manual optimization isn't supported. Return the loss from training_step. {_SEVERAL}",
-    **dict.fromkeys(("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"), _DATA),
-    **dict.fromkeys(("setup", "configure_model", "configure_sharded_model"), _BUILD),
-    "teardown": _CALLBACK,
-    "configure_callbacks": "Use checkpoint.best, train.early_stopping or tracking.loggers instead of callbacks",
-    "configure_gradient_clipping": _CLIPPING,
-    "clip_gradients": _CLIPPING,
-    "lr_scheduler_step": "Return a torch scheduler from configure_optimizers",
-    "optimizer_step": "Use train.gradient_accumulation, train.lr_scaling or a scheduler with warm-up instead",
-    "optimizer_zero_grad": "Gradients are always set to None. Remove it",
-    "backward": _CALLBACK,
-    "on_before_batch_transfer": _DEVICE,
-    "on_after_batch_transfer": _DEVICE,
-    "transfer_batch_to_device": "Tensors in tuples, lists and mappings are moved automatically. Remove it",
-    "on_save_checkpoint": "Register the saved state as a buffer of the module",
-    "on_load_checkpoint": "Register the loaded state as a buffer of the module",
+_REFUSED: Mapping[tuple[str, ...], str] = {
+    ("automatic_optimization",): (
+        f"Manual optimization isn't supported. Return the loss from training_step. {_SEVERAL}"
+    ),
+    ("prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"): (
+        "Set data: to a function that returns a training and a validation dataset"
+    ),
+    ("setup", "configure_model", "configure_sharded_model"): (
+        "Build the layers in __init__, which can take arguments from the file"
+    ),
+    ("configure_callbacks",): "Use checkpoint.best, train.early_stopping or tracking.loggers instead of callbacks",
+    ("configure_gradient_clipping", "clip_gradients"): "Set train.clip_grad_norm",
+    ("lr_scheduler_step", "optimizer_step", "optimizer_zero_grad"): (
+        "Return an optimizer and a torch scheduler from configure_optimizers; see train.gradient_accumulation and "
+        "train.lr_scaling"
+    ),
+    ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"): (
+        "Move its code into the dataset or loader.collate, which make the batches"
+    ),
+    ("on_save_checkpoint", "on_load_checkpoint"): "Register the state as a buffer of the module",
+    ("backward", "teardown"): _CALLBACK,
 }
-"""Hooks that a module must not override, and what to do instead. Hooks named on_* are also rejected, except predict's.
-"""
+"""Methods that a module must not override, and what to do instead. So are all named on_*, except predict's."""
+_REMEDIES = {name: remedy for names, remedy in _REFUSED.items() for name in names}
 
 
 def lightning_module(kind: object) -> type | None:
@@ -70,8 +69,8 @@ def refused_hooks(kind: type) -> Iterator[str]:
     """Yield a message for each hook that a LightningModule overrides and that isn't supported."""
     for name in dir(lightning_module(kind)):
         is_callback = name.startswith("on_") and name != "on_gpu" and "predict" not in name
-        if (name in _REFUSED or is_callback) and overrides(kind, name):
-            yield f"{kind.__name__}.{name} isn't supported. {_REFUSED.get(name, _CALLBACK)}."
+        if (name in _REMEDIES or is_callback) and overrides(kind, name):
+            yield f"{kind.__name__}.{name} isn't supported. {_REMEDIES.get(name, _CALLBACK)}."
     if not overrides(kind, "training_step"):
         yield f"{kind.__name__} has no training_step; add one that returns the loss"
 
@@ -88,8 +87,7 @@ class Lightning(Task):
         self._trainer = _Trainer()
         self._split: str | None = None
         self._paths: dict[str, str] = {}
-        self._inner: list[Any] = []
-        """The module and those inside, once it was checked."""
+        self._inner: list[Any] = []  # the module and those inside, once it was checked
 
     @staticmethod
     def experiment_problems(experiment: "Experiment", model: object) -> Iterator[Problem]:
@@ -114,10 +112,7 @@ class Lightning(Task):
 
     @contextmanager
     def own_evaluation(self, split: str) -> Iterator[dict[str, str]]:
-        """Run the module's validation_step or test_step inside the block.
-
-        Yields a mapping from the names of logs to the paths of their metrics in the model.
-        """
+        """Run the module's validation_step or test_step inside the block, see `Task`."""
         calls, self._trainer.calls, self._split, self._paths = self._trainer.calls, 0, split, {}
         try:
             yield self._paths
@@ -159,18 +154,14 @@ class Lightning(Task):
         def log(name: str, value: Any, *_: Any, reduce_fx: Any = "mean", **__: Any) -> None:
             if reduce_fx not in ("mean", torch.mean):
                 _refuse(module, "log", f"of {name} has reduce_fx {reduce_fx}, but only mean is supported; use mean")
-            if isinstance(value, Mapping):
-                _refuse(module, "log", f"of {name} got a mapping; use self.log_dict")
             if not isinstance(value, nn.Module):
                 value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
                 logs[name] = value.reshape(()) if value.numel() == 1 else value
                 return
-            if self._split is None:
-                said = "got a metric, which is computed over a whole epoch; log the value of the batch instead"
-                _refuse(module, "log", f"of {name} {said}: self.log({name!r}, self.metric(outputs, targets))")
             path = next((path for path, one in module.named_modules() if one is value), None)
-            if path is None:
-                _refuse(module, "log", f"of {name} got a metric that is not an attribute of the module; make it one")
+            if path is None or self._split is None:
+                remedy = "In training, log its value of the batch; in an evaluation, make it an attribute of the module"
+                _refuse(module, "log", f"of {name} got a metric. {remedy}")
             self._paths[name] = path
 
         return log
@@ -195,16 +186,12 @@ class _Trainer:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        message = f"uses self.trainer.{name}, but there is no Trainer. Pass the value to the module's __init__."
-        raise ExperimentError.of("task", f"the LightningModule {message}")
+        message = f"the LightningModule uses self.trainer.{name}, but there is no Trainer. Pass the value to __init__."
+        raise ExperimentError.of("task", message)
 
 
 def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
-    """Return the optimizer of configure_optimizers, with its scheduler for `configured_scheduler`.
-
-    Raises:
-        ExperimentError: there are several, or the scheduler is advanced in a way that isn't supported.
-    """
+    """Return the optimizer of configure_optimizers, with its scheduler for `configured_scheduler`."""
     if not isinstance(module, nn.Module):
         message = "has sparse gradients, which task: Lightning does not support; set sparse=False"
         raise ExperimentError.of("model", message)
@@ -220,8 +207,7 @@ def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
     schedulers = list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
     if len(optimizers) > 1 or len(schedulers) > 1:
         several = f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"
-        message = f"returned {several}, but at most one of each is supported. {_SEVERAL}."
-        _refuse(module, "configure_optimizers", message)
+        _refuse(module, "configure_optimizers", f"returned {several}; one of each is supported. {_SEVERAL}.")
     optimizer, scheduler = optimizers[0], schedulers[0] if schedulers else None
     if not isinstance(optimizer, Optimizer):
         _refuse(module, "configure_optimizers", f"returned {type(optimizer).__name__}, not a torch optimizer")
@@ -232,15 +218,9 @@ def configured_optimizer(module: Any, *, total_steps: int = 0) -> Optimizer:
 
 
 def configured_scheduler(optimizer: Any, *, interval: str, metric: str | None = None) -> Any:
-    """Return the scheduler that came with the module's optimizer; None without one.
+    """Return the scheduler that came with the module's optimizer, advanced each ``interval``; None without one.
 
-    Args:
-        optimizer: the optimizer of `configured_optimizer`.
-        interval: ``train.scheduler_interval``.
-        metric: ``train.scheduler_metric``, which replaces the configuration's ``monitor``.
-
-    Raises:
-        ExperimentError: it isn't advanced each ``interval``, step or epoch, or in a way that isn't supported.
+    ``metric`` is ``train.scheduler_metric``, which replaces the configuration's ``monitor``.
     """
     given: Any = optimizer.configured_scheduler
     if given is None:
@@ -250,11 +230,11 @@ def configured_scheduler(optimizer: Any, *, interval: str, metric: str | None = 
         message = f"sets the scheduler's frequency to {given['frequency']}, but only 1 is supported; set 1"
         raise ExperimentError.of("optimizer", f"configure_optimizers {message}")
     monitor = given.get("monitor")
-    names_loss = monitor is None or _LOSS.fullmatch(monitor)
-    if isinstance(scheduler, ReduceLROnPlateau) and metric is None and not names_loss:
+    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    if is_plateau and metric is None and monitor is not None and not _LOSS.fullmatch(monitor):
         message = f"configure_optimizers monitors {monitor}, but ReduceLROnPlateau follows validation/loss"
         raise ExperimentError.of("optimizer", f"{message}; set train.scheduler_metric: validation/{monitor}")
-    if (own := given.get("interval", "epoch")) != interval and not isinstance(scheduler, ReduceLROnPlateau):
+    if (own := given.get("interval", "epoch")) != interval and not is_plateau:
         message = f"is {interval}, but configure_optimizers advances the scheduler every {own}"
         raise ExperimentError.of("train.scheduler_interval", f"{message} (Lightning's default: epoch); set {own}")
     return scheduler
@@ -282,7 +262,7 @@ def _check_module(module: Any) -> list[Any]:
         raise ExperimentError.of("model", f"is a {kind.__name__}, not a LightningModule; remove task:")
     messages = list(refused_hooks(kind))
     if not messages and not module.automatic_optimization:
-        messages = [f"{kind.__name__}.automatic_optimization is False. {_REFUSED['automatic_optimization']}."]
+        messages = [f"{kind.__name__}.automatic_optimization is False. {_REMEDIES['automatic_optimization']}."]
     if messages:
         raise ExperimentError([Problem("model", message) for message in messages])
     return [one for one in module.modules() if lightning_module(type(one)) is not None]

@@ -1,6 +1,5 @@
 """The tasks of (inputs, targets): any loss of torch or of a user, and the cross entropy of a language model."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,8 @@ IGNORED = -100
 _HINT = "return pairs from the dataset, or set `task:` to a class that reads such batches"
 _WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss)
 _MEAN_REDUCTIONS = ("mean", "batchmean")  # batchmean is KLDivLoss's mean over samples
-_BROADCASTING = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss,
-    nn.HingeEmbeddingLoss,
-)  # fmt: skip
+_SILENT = (nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss)
+"""Losses that broadcast targets of another shape without a warning, which is an error in the first step."""
 
 
 class Supervised(nn.Module, Task):
@@ -54,18 +51,14 @@ class Supervised(nn.Module, Task):
         self._is_entropy = getattr(type(loss), "forward", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
         self.is_known = self._is_entropy or type(loss).__module__ == "torch.nn.modules.loss"
         """True if the loss is torch's own, which needs no check of being a mean over the samples."""
-        self._has_weights = isinstance(loss, _WEIGHTED) and any(True for _ in loss.buffers())
+        for name, weight in self.loss._buffers.items() if isinstance(loss, _WEIGHTED) else ():
+            if weight is not None:  # a file or class may have integers or doubles
+                self.loss._buffers[name] = weight.to(torch.get_default_dtype())
         self._checked: set[bool] = set()  # modes whose first batch was checked
         if not self._is_entropy:
             return
         entropy: Any = loss
         weight = entropy.weight
-        if weight is not None and getattr(loss, "label_smoothing", 0.0) != 0.0 and bool((weight == 0).any()):
-            raise ExperimentError.of(
-                "loss",
-                "label_smoothing with a class weight of 0 divides by 0 if a batch has only that class. Set the weight "
-                "to 1e-6.",
-            )
         self._counts_targets = ignores or weight is not None or entropy.ignore_index != IGNORED
         entropy.reduction = "sum"
 
@@ -74,11 +67,6 @@ class Supervised(nn.Module, Task):
         """Compute the loss of (inputs, targets)."""
         inputs, targets = _pair(batch)
         outputs = _logits(model(inputs))
-        if self._has_weights and isinstance(outputs, Tensor):  # a file or class may have integers or doubles
-            needed = torch.float64 if outputs.dtype == torch.float64 else torch.float32
-            for name, weight in self.loss._buffers.items():
-                if weight is not None and weight.dtype != needed:
-                    self.loss._buffers[name] = weight.to(needed)
         if self.training not in self._checked:
             self._check(outputs, targets)
         loss = self.loss(outputs, targets)
@@ -110,8 +98,10 @@ class Supervised(nn.Module, Task):
                 f"some targets are {IGNORED}, which the loss ignores. Set ignore_index: {IGNORED}, so that the loss is "
                 "divided by the number of the other targets.",
             )
-        if type(self.loss) in _BROADCASTING and (message := explain_broadcast(outputs, targets)):
-            raise ExperimentError.of("loss", message)
+        if type(self.loss) in _SILENT and outputs.shape != targets.shape and max(outputs.numel(), targets.numel()) > 1:
+            given = f"{describe_shape('outputs', outputs)} and {describe_shape('targets', targets)}"
+            remedy = remedy_of_shapes(tuple(outputs.shape), tuple(targets.shape))
+            raise ExperimentError.of("loss", f"gets {given}; {remedy}")
 
 
 class LanguageModel(Task):
@@ -134,19 +124,6 @@ class LanguageModel(Task):
         return Loss(loss, (targets != IGNORED).sum(), logits, targets)
 
 
-def explain_broadcast(outputs: Tensor, targets: Tensor) -> str:
-    """Explain shapes that torch broadcasts to more elements than either has, with a remedy; empty for others."""
-    try:
-        both = tuple(torch.broadcast_shapes(outputs.shape, targets.shape))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return ""
-    if math.prod(both) <= max(outputs.numel(), targets.numel()):
-        return ""
-    given = f"{describe_shape('outputs', outputs)} and {describe_shape('targets', targets)}"
-    remedy = remedy_of_shapes(tuple(outputs.shape), tuple(targets.shape))
-    return f"gets {given}, which torch broadcasts to {both}; {remedy}"
-
-
 def remedy_of_shapes(outputs: tuple[int, ...], targets: tuple[int, ...]) -> str:
     """Return what to write where outputs and targets should have one shape."""
     if outputs == (*targets, 1):
@@ -162,10 +139,8 @@ def describe_shape(name: str, tensor: Tensor) -> str:
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple | list):
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ExperimentError.of("data", f"a batch is {describe(batch)}, not (inputs, targets); {_HINT}")
-    if len(batch) != 2:
-        raise ExperimentError.of("data", f"a batch has {len(batch)} parts, not (inputs, targets); {_HINT}")
     return batch[0], batch[1]
 
 

@@ -65,11 +65,7 @@ class Task(Protocol):
 
 
 class Trainee(nn.Module):
-    """Model and task as one module. ``forward`` is the task; parameters are named "model.NAME" and "task.NAME".
-
-    Raises:
-        ExperimentError: in ``forward``, for what a task must not return.
-    """
+    """Model and task as one module. ``forward`` is the task; parameters are named "model.NAME" and "task.NAME"."""
 
     def __init__(self, model: nn.Module, task: Callable[..., Any]) -> None:
         super().__init__()
@@ -96,20 +92,14 @@ class Trainee(nn.Module):
         """Return the loss of a batch; only its sum has a graph."""
         try:
             found = self.task(self.model, batch)
-            if isinstance(found, Tensor):
-                if found.ndim:
-                    raise self._make_error(
-                        f"returned {_describe_shape(found)}; it must be a scalar, the mean over the samples"
-                    )
+            if isinstance(found, Tensor) and not found.ndim:
                 found = Loss(found * count_samples(batch))
         finally:  # after an error, too
             current.end()
         if not isinstance(found, Loss):
-            raise self._make_error(
-                f"returned {_describe_shape(found)}; return Loss(sum, count), or the mean over the samples"
-            )
-        if not isinstance(found.sum, Tensor) or found.sum.ndim:
-            raise self._make_error(f"returned {_describe_shape(found.sum)} as Loss.sum; it must be a scalar tensor")
+            message = "return Loss(sum, count), or a scalar, the mean over the samples"
+            raise self._make_error(f"returned {_describe_shape(found)}; {message}")
+        self._check_scalar("sum", found.sum)
         return self._detach(found)
 
     def with_updates(self, batch: Any, update: Callable[[str, Tensor], None]) -> Loss:
@@ -121,15 +111,11 @@ class Trainee(nn.Module):
         if found is None:
             found = Loss()
         if not isinstance(found, Loss):
-            raise self._make_error(
-                f"returned {_describe_shape(found)}; with optimizers, call update(name, loss) for each loss, and "
-                "return nothing or Loss(outputs=..., targets=..., logs=...)"
-            )
+            message = "call update(name, loss) for each loss, and return nothing or Loss(outputs, targets, logs)"
+            raise self._make_error(f"returned {_describe_shape(found)}; with optimizers, {message}")
         if found.sum is not None or found.count is not None:
-            name = "sum" if found.sum is not None else "count"
-            raise self._make_error(
-                f"returned Loss.{name}, which several optimizers don't support; give update the mean over the samples"
-            )
+            message = "which several optimizers don't support; give update the mean over the samples"
+            raise self._make_error(f"returned Loss.sum or count, {message}")
         return self._detach(found)
 
     def _detach(self, found: Loss) -> Loss:
@@ -141,14 +127,11 @@ class Trainee(nn.Module):
         elif returned[0] is (count is None):
             raise self._make_error("returns Loss.count for some batches and None for others; return it for all or none")
         elif logs.keys() != returned[1]:
-            raise _make_log_error(
-                f"has {', '.join(sorted(map(str, logs))) or 'nothing'} in one batch, but "
-                f"{', '.join(sorted(returned[1])) or 'nothing'} in the first. Return the same names for every batch of "
-                "training, and for every batch of an evaluation."
-            )
+            own, first = (", ".join(sorted(map(str, names))) or "nothing" for names in (logs, returned[1]))
+            message = "Return the same names for every batch of training, and for every batch of an evaluation."
+            raise _make_log_error(f"has {own} in one batch, but {first} in the first. {message}")
         if count is not None:
-            if not isinstance(count, Tensor) or count.ndim:
-                raise self._make_error(f"returned {_describe_shape(count)} as Loss.count; it must be a scalar tensor")
+            self._check_scalar("count", count)
             count = count.detach()
             if total is not None and count.device != total.device:
                 count = count.to(total.device, non_blocking=True)
@@ -169,11 +152,14 @@ class Trainee(nn.Module):
             if not isinstance(name, str) or not name:
                 raise _make_log_error(f"has the name {name!r}; use a non-empty string")
             if (written := mlflow_name(name)) in taken or written.startswith(f"{LEARNING_RATE}{OF_GROUP}"):
-                raise _make_log_error(
-                    f"has the name {name}, but train/{written} is already reported; choose another name"
-                )
+                message = f"has the name {name}, but train/{written} is already reported"
+                raise _make_log_error(f"{message}; choose another name")
             taken.add(written)
         self._returned[self.training] = found.count is not None, frozenset(found.logs)
+
+    def _check_scalar(self, name: str, value: object) -> None:
+        if not isinstance(value, Tensor) or value.ndim:
+            raise self._make_error(f"returned {_describe_shape(value)} as Loss.{name}; it must be a scalar tensor")
 
     def _make_error(self, message: str) -> ExperimentError:
         return ExperimentError.of(getattr(self.task, "error_key", "task"), message)
@@ -202,11 +188,7 @@ class AsModule(nn.Module):
 
 
 def count_samples(batch: Any) -> int:
-    """Return the samples of the batch of this pass; outside of a pass, the rows of the batch.
-
-    Raises:
-        ExperimentError: the batch has no rows to count.
-    """
+    """Return the samples of the batch of this pass; outside of a pass, the rows of the batch."""
     samples = current.samples if current.samples is not None else _rows(batch)
     if samples is None:
         message = f"a batch is {describe(batch)}, whose samples can't be counted; return Loss(sum, count)"
@@ -238,9 +220,8 @@ def _rows(batch: Any) -> int | None:
 
 def _log(name: str, value: Any, total: Tensor | None, count: Tensor | None) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim:
-        raise _make_log_error(
-            f"has {_describe_shape(value)} as {name}; it must be a scalar tensor, the mean over the batch"
-        )
+        message = f"has {_describe_shape(value)} as {name}; it must be a scalar tensor, the mean over the batch"
+        raise _make_log_error(message)
     value = value.detach() if total is None else value.detach().to(total.device, total.dtype)
     return value if count is None else torch.where(count != 0, value, 0.0)  # the mean over nothing is NaN
 

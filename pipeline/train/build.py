@@ -4,9 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from pipeline.errors import ExperimentError
 from pipeline.experiment import components
 from pipeline.protocol.events import AnyEvent, Outbox
 from pipeline.protocol.rank import Rank
@@ -60,7 +58,6 @@ def build(trial: Trial, *, rank: Rank, outbox: Outbox = NOBODY, datasets: Datase
         trainee.to(device)
     if train.memory_format == "channels_last":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's stubs
-    _refuse_synced_norms(model, device, rank=rank)
     loaded = weights.load(model, trial, rank=rank, device=device)
     hooked = check_gradient_hooks(trainee, micro_batches=rank.world_size * train.gradient_accumulation)
     optim.freeze(trainee, train.freeze)
@@ -117,16 +114,3 @@ def build(trial: Trial, *, rank: Rank, outbox: Outbox = NOBODY, datasets: Datase
         s.warn(hooked)
     check_halves(s)
     return s
-
-
-def _refuse_synced_norms(model: nn.Module, device: torch.device, *, rank: Rank) -> None:
-    if device.type != "cpu" or rank.world_size == 1:
-        return
-    for name, layer in model.named_modules():
-        if type(layer) is nn.SyncBatchNorm:
-            what = f"the layer {name}" if name else "the model"
-            raise ExperimentError.of(
-                "model",
-                f"{what} is a SyncBatchNorm, which works on GPUs only. Use torch.nn.BatchNorm1d, 2d or 3d. "
-                "On GPUs, parallel.options.sync_batch_norm: true then computes statistics over all workers.",
-            )

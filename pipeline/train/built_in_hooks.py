@@ -2,9 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from pipeline.experiment.values import Direction
 from pipeline.protocol.trial import Training
 from pipeline.tasks import describe
 from pipeline.train.hooks import Hook, name_of
-from pipeline.train.metrics import SharedMetrics, build_collection
+from pipeline.train.metrics import Readings, SharedMetrics, build_collection
 from pipeline.train.ranks import broadcast_from_first, local, shard_like
 from pipeline.train.state import State
 from pipeline.wording import counted, figure
@@ -28,15 +28,10 @@ from pipeline.wording import counted, figure
 _MUCH = 0.2
 """Share of the initial weights in the averages from which a warning is due."""
 _TRANSFORM, _STOPPING = "train.batch_transform", "train.early_stopping"
-T = TypeVar("T")
 
 
 def find_hooks(s: State) -> tuple[Hook, ...]:
-    """Return the hooks that a training has: those of keys, then those of the section ``hooks``.
-
-    Raises:
-        ExperimentError: a hook can't be built, or is there twice.
-    """
+    """Return the hooks that a training has: those of keys, then those of the section ``hooks``."""
     train, is_training = s.experiment.train, isinstance(s.trial, Training)
     found: list[Hook] = []
     if train.batch_transform is not None:
@@ -107,7 +102,7 @@ class Ema(Hook):
             return
         for kind in dict.fromkeys((one.dtype, one.device) for one in own):
             chosen = [pair for pair in zip(averages, own, strict=True) if (pair[1].dtype, pair[1].device) == kind]
-            self._update([pair[0] for pair in chosen], [pair[1] for pair in chosen], 0)
+            self._update(*map(list, zip(*chosen, strict=True)), 0)
 
     @override
     @contextmanager
@@ -188,27 +183,28 @@ class BatchTransform(Hook):
 
     @override
     def transform(self, batch: Any) -> Any:
-        inputs, targets = _pair(batch, "a batch", remedy="remove this key, or transform the samples in loader.collate")
-        try:
-            found = self._transform(inputs, targets)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            said = " ".join(str(error).split())[:300]
-            raise ExperimentError.of(_TRANSFORM, f"raised {type(error).__name__}: {said}") from error
-        pair = _pair(found, "the returned value", remedy="return both")
-        if isinstance(inputs, Tensor) and not isinstance(pair[0], Tensor):
-            raise ExperimentError.of(_TRANSFORM, f"the returned inputs are {describe(pair[0])}; return a tensor")
-        if isinstance(inputs, Tensor) and len(inputs) != len(pair[0]):
-            message = f"returned {len(pair[0])} of {counted(len(inputs), 'sample')}; return as many samples as it gets"
-            raise ExperimentError.of(_TRANSFORM, message)
-        return pair
+        _check_pair(batch, "a batch", remedy="remove this key, or transform the samples in loader.collate")
+        with _explained(_TRANSFORM, "raised"):
+            found = self._transform(*batch)
+        _check_pair(found, "the returned value", remedy="return both")
+        return found
 
 
-def _pair(value: Any, what: str, *, remedy: str) -> tuple[Any, Any]:
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return value[0], value[1]
-    raise ExperimentError.of(_TRANSFORM, f"{what} is {describe(value)}, not (inputs, targets); {remedy}")
+def _check_pair(value: Any, what: str, *, remedy: str) -> None:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ExperimentError.of(_TRANSFORM, f"{what} is {describe(value)}, not (inputs, targets); {remedy}")
+
+
+@contextmanager
+def _explained(key: str, raised: str) -> Iterator[None]:
+    """Give errors of user code inside the block the key that names it."""
+    try:
+        yield
+    except (ExperimentError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        raise ExperimentError.of(key, f"{raised} {type(error).__name__}: {said}") from error
 
 
 class TrainedMetrics(Hook):
@@ -230,13 +226,14 @@ class TrainedMetrics(Hook):
         for outputs, targets in s.outputs:
             if self._mixes and isinstance(targets, Tensor) and targets.is_floating_point() and targets.ndim == 2:
                 targets = targets.argmax(1)  # labels became class probabilities: the class with the largest part
-            self._call_explained(lambda given=(outputs, targets): self._shared.update(*given))  # type: ignore[misc]
+            with torch.no_grad(), self._explained():
+                self._shared.update(outputs, targets)
 
     @override
     def report(self, s: State) -> Mapping[str, float | Tensor]:
         self._shared.merge()
         with warnings.catch_warnings(action="ignore"):  # of classes that these steps lack
-            values = broadcast_from_first(lambda: self._call_explained(self._shared.read), rank=s.rank)
+            values = broadcast_from_first(self._read, rank=s.rank)
         self._metrics.reset()
         self._shared = SharedMetrics(self._metrics, rank=s.rank, copies=s.copies)
         return values.values
@@ -249,13 +246,9 @@ class TrainedMetrics(Hook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._metrics.load_state_dict(dict(state), strict=False)
 
-    @torch.no_grad()
-    def _call_explained(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            said = " ".join(str(error).split())[:300]
-            message = f"on: [train, validation] raised {type(error).__name__} for training batches: {said}"
-            raise ExperimentError.of(self._key, message) from error
+    def _read(self) -> Readings:
+        with torch.no_grad(), self._explained():
+            return self._shared.read()
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return _explained(self._key, "on: [train, validation] raised for training batches")

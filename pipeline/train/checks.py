@@ -1,7 +1,7 @@
 """Checks of a training by what it was built of and by its first batch and step. Most warn once; none guesses again."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,17 +32,17 @@ _KEPT_ELSEWHERE = (
 )
 
 
-def check_transformed(before: Any, after: Any) -> None:
+def check_transformed(s: "State", before: Any, after: Any) -> None:
     """Refuse hooks that change the number of samples of a batch, by which its loss is weighted."""
+    key = "hooks" if s.experiment.train.batch_transform is None else "train.batch_transform"
     if after is None:
-        raise ExperimentError.of("hooks", "transform() returned nothing; return the batch")
+        raise ExperimentError.of(key, "transform() returned nothing; return the batch")
     try:
         had, has = count_samples(before), count_samples(after)
     except ExperimentError:  # a batch without rows, whose loss has a count
         return
     if had != has:
-        message = f"transform() returned {has} of {had} samples; return as many samples as it gets"
-        raise ExperimentError.of("hooks", message)
+        raise ExperimentError.of(key, f"transform() returned {has} of {had} samples; return as many samples as it gets")
 
 
 def check_graph(s: "State", loss: Tensor) -> None:
@@ -63,9 +63,10 @@ def check_halves(s: "State") -> None:
     """
     known = isinstance(s.task, LanguageModel) or (isinstance(s.task, Supervised) and s.task.is_known)
     count = min(_SAMPLES, s.batches.readable)
-    if known or s.experiment.optimizers or count < 3 or not isinstance(s.trial, Training):
+    is_divided = s.rank.world_size > 1 or s.accumulation > 1
+    if known or not is_divided or s.experiment.optimizers or count < 3 or not isinstance(s.trial, Training):
         return
-    losses: list[Any] = []
+    losses: list[tuple[float, float]] = []
     modes = [(one, one.training) for one in s.trainee.modules()]
     s.trainee.eval()
     try:
@@ -76,7 +77,7 @@ def check_halves(s: "State") -> None:
             for number, part in enumerate(parts):
                 seed_all(min(number, 1), s.device)
                 found = s.trainee(part)
-                losses.append((float(found.sum), float(found.count) if found.count is not None else None))
+                losses.append((float(found.sum), 0.0 if found.count is None else float(found.count)))
     except Exception as error:  # user code may raise anything, and so few samples may be too few for it
         if s.is_sharded:  # whose weights are left gathered, so that no step could follow
             error.add_note("This was a check of the loss with five samples.")
@@ -86,23 +87,18 @@ def check_halves(s: "State") -> None:
     finally:
         for module, training in modes:
             module.training = training
-    if gathering.current.is_used:  # computed from the global batch
-        return
     (whole, counted), (again, _), *halves = losses
-    both, counts = sum(one for one, _ in halves), [one for _, one in halves]
+    both, counts = (sum(column) for column in zip(*halves, strict=True))
     tolerance = _TOLERANCE_16_BITS if s.experiment.train.precision in ("bf16", "fp16") else _TOLERANCE
     scale = max(abs(whole), sum(abs(one) for one, _ in halves))
-    if abs(whole - again) > tolerance * scale or not abs(whole) < float("inf") or not abs(both) < float("inf"):
-        return
-    adds_up = abs(both - whole) <= tolerance * scale
-    if counted is not None and None not in counts:
-        adds_up &= abs(sum(filter(None, counts)) - counted) <= tolerance * abs(counted)
-    if not adds_up and (s.rank.world_size > 1 or s.accumulation > 1):
-        key = "task" if s.experiment.task else "loss"
+    is_known = abs(whole - again) <= tolerance * scale < float("inf") and abs(both) < float("inf")
+    adds_up = abs(both - whole) <= tolerance * scale and abs(counts - counted) <= tolerance * abs(counted)
+    if is_known and not adds_up and not gathering.current.is_used:  # else it is of the global batch
         s.warn(
-            f"{key}: it is not a mean over the samples. The parts of {count} samples have {both:.6g} in sum, and all "
-            f"of them {whole:.6g}. So training depends on the number of workers and micro-batches. Return "
-            "Loss(sum, count), or compare the samples of a global batch with pipeline.tasks.gathered."
+            f"{'task' if s.experiment.task else 'loss'}: it is not a mean over the samples. The parts of {count} "
+            f"samples have {both:.6g} in sum, and all of them {whole:.6g}. So training depends on the number of "
+            "workers and micro-batches. Return Loss(sum, count), or compare the samples of a global batch with "
+            "pipeline.tasks.gathered."
         )
 
 
@@ -117,31 +113,29 @@ def part_of(batch: Any, rows: slice, samples: int) -> Any:
     return batch[rows] if is_divided else batch
 
 
-def check_log_names(names: Sequence[tuple[str, ...]]) -> None:
-    """Refuse logs of other names on other ranks.
-
-    Raises:
-        ExperimentError: ranks have different names.
-    """
-    if len(set(names)) > 1:
-        each = ", ".join(f"{', '.join(own) or 'nothing'} on rank {number}" for number, own in enumerate(names))
+def check_log_names(names: Mapping[int, tuple[str, ...]]) -> None:
+    """Refuse logs of other names on other ranks."""
+    if len({frozenset(own) for own in names.values()}) > 1:
+        each = ", ".join(f"{', '.join(own) or 'nothing'} on rank {rank}" for rank, own in names.items())
         raise ExperimentError.of("task", f"Loss.logs has {each}; return the same names for every batch")
 
 
-def check_trainable(s: "State") -> None:
-    """Check that only those parameters require a gradient that did at the start.
+def check_losses_given(s: "State", names: Collection[str]) -> None:
+    """Refuse a task that has not called update for each of several optimizers."""
+    if missing := [name for name in s.experiment.optimizers if name not in names]:
+        message = f"gave no loss for optimizers.{missing[0]}; call update for each optimizer, for every batch"
+        raise ExperimentError.of("task", message)
 
-    Raises:
-        ExperimentError: code of the experiment has unfrozen, added or replaced parameters.
-    """
+
+def check_trainable(s: "State") -> None:
+    """Refuse code that has unfrozen, added or replaced parameters since the start."""
     names = [name for name, one in find_trainable(s.trainee).items() if s.trainable.get(name) is not one]
     if names:
         raise ExperimentError.of(
             "model",
             f"{listed(names)} require a gradient after step {s.step}, but did not when training started, or have been "
-            "replaced. The optimizer only trains parameters that require a gradient at the start. Train in two runs: "
-            "freeze the parameters in the first (train.freeze), and start the second from its weights "
-            "(train.start_from).",
+            "replaced. The optimizer trains only what requires a gradient at the start. Train in two runs: freeze "
+            "the parameters in the first (train.freeze), and start the second from its weights (train.start_from).",
         )
 
 
@@ -149,28 +143,26 @@ def check_gradient_hooks(trainee: nn.Module, *, micro_batches: int) -> str:
     """Return a warning about hooks on gradients in a step of several micro-batches; call before a strategy wraps."""
     kinds = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     parts = (*trainee.named_parameters(), *trainee.named_modules())
-    hooked = [name for name, one in parts if any(getattr(one, kind, None) for kind in kinds)]
-    if not hooked or micro_batches == 1:
+    names = [shown(name) for name, one in parts if any(getattr(one, kind, None) for kind in kinds)]
+    if not names or micro_batches == 1:
         return ""
-    names = list(dict.fromkeys(shown(name) if name != "model" else "the model" for name in hooked))
     return (
-        f"model: gradients of {listed(names)} have hooks. A hook gets the gradient of one of the step's "
-        f"{micro_batches} micro-batches, not of the global batch. If it is not linear, such as clamp, training depends "
-        "on the number of workers and micro-batches. Use train.clip_grad_norm, or an optimizer that changes gradients."
+        f"model: gradients of {listed(names)} have hooks, which get the gradient of one of the step's {micro_batches} "
+        "micro-batches. If one is not linear, such as clamp, training depends on the number of workers and "
+        "micro-batches. Use train.clip_grad_norm, or before_update of a hook (hooks:)."
     )
 
 
 def find_coupled_buffers(s: "State") -> tuple[str, ...]:
     """Return what depends on how ranks share a global batch: types of layers, random numbers, buffers that differ."""
-    layers = (
-        module
-        for module in s.model.modules()
-        if (isinstance(module, _BatchNorm) and not stays_in_evaluation(module))
-        or (isinstance(module, _DropoutNd) and module.p > 0)
-    )
-    names = [type(module).__name__.removeprefix("FSDP") for module in layers]
-    recurrent = (module for module in s.model.modules() if isinstance(module, nn.RNNBase) and module.dropout > 0)
-    names += [f"Dropout of {type(module).__name__}" for module in recurrent]
+    names = []
+    for module in s.model.modules():
+        kind = type(module).__name__.removeprefix("FSDP")
+        normalizes = isinstance(module, _BatchNorm) and not stays_in_evaluation(module)
+        if normalizes or (isinstance(module, _DropoutNd) and module.p > 0):
+            names.append(kind)
+        elif isinstance(module, nn.RNNBase) and module.dropout > 0:
+            names.append(f"Dropout of {kind}")
     names += [RANDOM_NUMBERS] if s.facts is not None and s.facts.draws else []
     names += [BATCH_TRANSFORM] if s.experiment.train.batch_transform is not None else []
     return (*dict.fromkeys(names), *s.differing_buffers)
@@ -185,35 +177,28 @@ class FirstStep:
         self._buffers = {name: one.clone() for name, one in _buffers(s)} if s.accumulation > 1 else {}
 
     def check(self) -> None:
-        """Warn of buffers that differ between ranks after the step, and of attributes that changed. Collective."""
+        """Warn of buffers that are of a part of the batch, and of attributes that changed. Collective."""
         s = self._s
         buffers = dict(_buffers(s))
-        if names := find_differing(buffers, rank=s.rank):
+        names = find_differing(buffers, rank=s.rank)
+        if names:
             s.differing_buffers = (_format_names(names),)
-            one = len(names) == 1
-            message = (
-                f"model: {_format_names(names)} {'differs' if one else 'differ'} between workers. Each worker updates "
-                f"{'it' if one else 'them'} from its part of the batch, and only rank 0's value is saved. To use the "
-                "whole batch, compute the update from pipeline.tasks.gathered(...)."
-            )
-            self._warn(message)
-        elif changed := [n for n, one in self._buffers.items() if n in buffers and not torch.equal(one, buffers[n])]:
-            self._warn(
-                f"model: {_format_names(changed)} {'changes' if len(changed) == 1 else 'change'} in each forward pass. "
-                f"With train.gradient_accumulation this happens {s.accumulation} times in a step, each time for a part "
-                "of the batch. If the loss depends on it, training differs from training with the whole batch. Update "
-                "it once in a step, or remove train.gradient_accumulation."
+        changed = [n for n, one in self._buffers.items() if n in buffers and not torch.equal(one, buffers[n])]
+        messages = []
+        if names or changed:
+            messages.append(
+                f"model: each part of a batch updates {_format_names(names or changed)}: each worker's, of which only "
+                "rank 0's value is saved, and each micro-batch of train.gradient_accumulation. If the loss depends on "
+                "it, training differs from training with the whole batch. Compute the update from "
+                "pipeline.tasks.gathered(...), once in a step."
             )
         now = attribute_prints(s.trainee) if self._attributes else {}
         saved = tuple(f"{place}." for place, module in s.trainee.named_modules() if _has_extra_state(module))
         before = {name: one for name, one in self._attributes.items() if not name.startswith(saved)}
         if lost := [name for name, one in before.items() if now.get(name) != one]:
-            names = [name if name.startswith("task.") else f"model.{shown(name)}" for name in lost]
-            self._warn(f"{listed(names)} {_KEPT_ELSEWHERE}")
-
-    def _warn(self, message: str) -> None:
-        if isinstance(self._s.trial, Training):
-            self._s.warn(message)
+            messages.append(f"{listed(lost)} {_KEPT_ELSEWHERE}")
+        for message in messages if isinstance(s.trial, Training) else ():
+            s.warn(message)
 
 
 def _has_extra_state(module: nn.Module) -> bool:

@@ -5,7 +5,6 @@ that failed, so any task and any function that calls one of `torch.nn.functional
 recognizes is raised as it is.
 """
 
-import inspect
 import os
 import re
 import warnings
@@ -44,26 +43,17 @@ TORCH, OURS = (f"{folder}{os.sep}" for folder in (Path(torch.__file__ or "").par
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
-_TWICE = "Expected to mark a variable ready only once"
-_TWICE_INDEX = re.compile(r"Parameter at index (\d+)")
-"""Errors of DDP, and where they count parameters, among those that require a gradient."""
-_UNEXPECTED = re.compile(r"got an unexpected keyword argument '(.*?)'")
-_OTHER_TYPE = "the inputs and weights of a layer have different types; return inputs.float() from the dataset"
-_SELECT = "set `task:` to a class that selects the tensor"
+_OTHER_TYPE = "inputs and weights have different types; return inputs.float() from the dataset"
 _HINTS = (
     (
         "device-side assert",
         "an index is out of range on the GPU, usually a target that is not a class; use parallel.device=cpu to see it",
     ),
-    ("index out of range in self", "an embedding got an index out of range; compare the index with num_embeddings"),
-    (
-        "but expected Float",
-        "the targets and the model's outputs have different types; return targets.float() from the dataset",
-    ),
-    ("must have the same dtype, but got", _OTHER_TYPE),  # linear layers
+    ("index out of range in self", "compare the index with num_embeddings"),
+    ("but expected Float", "return targets.float() from the dataset"),
+    ("same dtype", _OTHER_TYPE),  # linear layers
     ("mixed dtype", _OTHER_TYPE),  # normalization
-    ("and bias type", _OTHER_TYPE),  # convolutions
-    ("and weight type", _OTHER_TYPE),
+    ("should be the same", _OTHER_TYPE),  # convolutions
 )
 """Texts of torch that name no tensor of the user, and what they mean."""
 _CLASSES = {functional.cross_entropy.__code__, functional.nll_loss.__code__}
@@ -131,8 +121,6 @@ def _iter_causes(error: BaseException) -> Iterator[BaseException]:
 
 def hint(error: BaseException) -> str:
     """Return the layer that an error of torch is from, and what a usual one means; empty for most of user code."""
-    if "closure" in str(error) and any(frame.f_code.co_name == "step" for frame, _ in walk_tb(error.__traceback__)):
-        return "; optimizers that need a closure are not supported: use one whose step() works without"
     if not isinstance(error, RuntimeError | IndexError) or not is_from_torch(error):
         return ""
     callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
@@ -140,9 +128,8 @@ def hint(error: BaseException) -> str:
     layer = ""
     if modules and not any(modules[-1].children()):
         name = next((name for name, each in modules[0].named_modules() if each is modules[-1]), "")
-        name = name.removeprefix("module.")
-        is_part = name and name != "model"
-        layer = f"; in layer {shown(name)}: {modules[-1]}" if is_part else f"; in {modules[-1]}"
+        name = shown(name.removeprefix("module."))
+        layer = f"; in layer {name}: {modules[-1]}" if name and name != "model" else f"; in {modules[-1]}"
     return layer + next((f"; {meaning}" for text, meaning in _HINTS if text in str(error)), "")
 
 
@@ -157,143 +144,49 @@ def refuse_broadcasts() -> Iterator[None]:
 
 
 def explain(error: Exception, s: "State", batch: Any, part: "MicroBatch | None" = None) -> None:
-    """Raise the explanation of an error in a pass, if a rule recognizes it.
-
-    Raises:
-        ExperimentError: a rule recognizes the error.
-    """
+    """Raise the explanation of an error in a pass, if a rule recognizes it."""
     if isinstance(error, ExperimentError):
         return
-    found = (
-        _explain_loss(error, s)
-        or _explain_ddp(error, s)
-        or _explain_call(error, s, batch)
-        or (_explain_lone_sample(error, s, part) if part is not None else None)
-    )
+    functions = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    found = None
+    if not _CLASSES.isdisjoint(functions) or not _ELEMENTS.isdisjoint(functions):
+        key, said = "task" if s.experiment.task else "loss", _explain_loss(error)
+        found = ExperimentError.of(key, said) if said else None
+    elif isinstance(error, RuntimeError) and is_from_torch(error) and _UNUSED in str(error):
+        indices = _INDICES.search(str(error))  # which count the parameters that require a gradient
+        names = [list(s.trainable)[int(index)] for index in indices[1].split()] if indices else ["a parameter"]
+        found = ExperimentError.of(
+            "parallel.options.find_unused_parameters",
+            f"is false, but {listed(names)} got no gradient in a step on rank {s.rank.rank}. Set it to true if the "
+            "model uses the parameters in some batches only. Otherwise remove them, or freeze them with train.freeze.",
+        )
+    elif isinstance(error, TypeError) and isinstance(s.task, Supervised):
+        if str(error).startswith(f"{type(s.model).forward.__qualname__}() "):
+            message = f"is called with one argument, the batch's inputs ({describe(batch[0])}), but {error}. Set "
+            found = ExperimentError.of("model", f"{message}`task:` to a class that calls the model with its arguments.")
+    elif isinstance(error, ValueError) and functional.batch_norm.__code__ in functions and part is not None:
+        parts = s.rank.world_size * s.accumulation
+        if len(part.indices) == 1:
+            found = ExperimentError.of(
+                "train.global_batch_size",
+                f"rank {s.rank.rank} gets one sample of a global batch of {part.global_size}, but BatchNorm needs at "
+                f"least 2. Set a size that leaves {2 * parts} or more to the last batch of {s.order.samples} samples, "
+                "use fewer workers or micro-batches, or a layer without batch statistics, e.g. GroupNorm.",
+            )
     if found is not None:
         raise found from error
 
 
-def _explain_ddp(error: Exception, s: "State") -> ExperimentError | None:
-    """Name the parameters that DDP waited for in the step before, or that got two gradients in one backward pass."""
-    if not isinstance(error, RuntimeError) or not is_from_torch(error):
-        return None
-    known = list(s.trainable)
-    if _UNUSED in str(error):
-        found = _INDICES.search(str(error))
-        names = [known[int(index)] for index in found[1].split()] if found else []
-        if frozen := [name for name in names if not s.trainable[name].requires_grad]:
-            return ExperimentError.of(
-                "parallel.options.find_unused_parameters",
-                f"is false, but requires_grad of {listed(frozen)} was set to False after training started. Set "
-                "find_unused_parameters: true, or freeze the parameters from the start with train.freeze.",
-            )
-        return ExperimentError.of(
-            "parallel.options.find_unused_parameters",
-            f"is false, but {listed(names) if names else 'a parameter'} got no gradient in a step on rank "
-            f"{s.rank.rank}. Set it to true if the model uses the parameters in some batches only. Otherwise remove "
-            "them, or freeze them with train.freeze.",
-        )
-    if _TWICE in str(error):
-        found = _TWICE_INDEX.search(str(error))
-        layer = known[int(found[1])].rpartition(".")[0] if found else "a layer"
-        return ExperimentError.of(
-            "parallel.options.static_graph",
-            f"is false, but one backward pass computes the gradients of {layer or 'the model'} twice, as "
-            "torch.utils.checkpoint with use_reentrant=True does. Set static_graph: true, or use_reentrant=False.",
-        )
-    return None
-
-
-def _explain_call(error: Exception, s: "State", batch: Any) -> ExperimentError | None:
-    """Name the inputs if the model's ``forward`` doesn't take them as its only argument, or a key of the batch."""
-    if not isinstance(error, TypeError):
-        return None
-    forward = f"{type(s.model).forward.__qualname__}() "
-    if str(error).startswith(forward) and isinstance(s.task, Supervised):
-        return ExperimentError.of(
-            "model",
-            f"is called with one argument, the batch's inputs ({describe(batch[0])}), but {error}. Set `task:` to "
-            "a class that calls the model with its arguments.",
-        )
-    found = _UNEXPECTED.search(str(error))
-    if found is None or not isinstance(batch, Mapping) or found[1] not in batch:
-        return None
-    parameters = inspect.signature(s.model.forward).parameters
-    if found[1] in parameters:  # another function of the model raised it
-        return None
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    columns = [found[1]] if takes_any else [name for name in batch if name not in parameters]
-    return ExperimentError.of(
-        "data",
-        f"samples have {listed(columns)}, which {type(s.model).__name__} does not take as an argument. Remove this "
-        "from the samples, e.g. with dataset.remove_columns of Hugging Face datasets.",
-    )
-
-
-def _explain_lone_sample(error: Exception, s: "State", part: "MicroBatch") -> ExperimentError | None:
-    """Name the rank with a single sample, which has no variance for BatchNorm, and a batch size that avoids it."""
-    if not isinstance(error, ValueError) or len(part.indices) != 1:
-        return None
-    if functional.batch_norm.__code__ not in [frame.f_code for frame, _ in walk_tb(error.__traceback__)]:
-        return None
-    order, ranks, parts = s.order, s.rank.world_size, s.accumulation
-    split = [f"{ranks} workers"] * (ranks > 1) + [f"{parts} micro-batches each"] * (parts > 1)
-    shared, needed = f" ({', '.join(split)})" if split else "", 2 * ranks * parts
-    sizes = [size for size in range(1, order.samples + 1) if min(size, order.samples % size or size) >= needed]
-    if order.is_endless:  # all batches have the same size
-        remedy = f"Set {needed} or more, so that each rank gets at least 2"
-    elif not sizes:
-        remedy = f"With only {order.samples} samples, use fewer workers or micro-batches"
-    else:
-        closest = min(sizes, key=lambda size: abs(size - order.global_batch_size))
-        remedy = f"Set {closest}, so that each rank gets at least 2"
-    return ExperimentError.of(
-        "train.global_batch_size",
-        f"rank {s.rank.rank} gets one sample of a global batch of {part.global_size}{shared}, but BatchNorm needs at "
-        f"least 2. {remedy}, or use a layer without batch statistics, e.g. GroupNorm.",
-    )
-
-
-def _explain_loss(error: Exception, s: "State") -> ExperimentError | None:
-    """Explain an error that one of torch's losses raised for its tensors."""
+def _explain_loss(error: Exception) -> str:
+    """Explain an error that one of torch's losses raised for its tensors, by what the failing frame has."""
     calls = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code in _CLASSES | _ELEMENTS]
-    if not calls:
-        return None
-    given, has_classes = calls[-1].f_locals, calls[-1].f_code in _CLASSES
-    outputs, targets = given["input"], given["target"]
-    if not isinstance(outputs, Tensor):
-        said = f"needs a tensor, but the model returned {_kind(outputs)}; {_SELECT}"
-    elif not isinstance(targets, Tensor):
-        said = f"needs a tensor of targets, but got {_kind(targets)}; {_SELECT}"
-    else:
-        said = _explain_lengths(outputs, given, has_classes=has_classes) or (
-            _explain_classes(outputs, targets, ignored=given.get("ignore_index", -100))
-            if has_classes
-            else _explain_elements(outputs, targets)
-        )
-    return ExperimentError.of("task" if s.experiment.task else "loss", said) if said else None
-
-
-def _explain_lengths(outputs: Tensor, given: Mapping[str, object], *, has_classes: bool) -> str:
-    """Explain weights that are not one for each class."""
-    for name in ("weight", "pos_weight"):
-        weight = given.get(name)
-        if isinstance(weight, Tensor):
-            classes = outputs.shape[1 if outputs.ndim > 1 else 0]
-            try:
-                fits = torch.broadcast_shapes(outputs.shape, weight.shape) == outputs.shape  # type: ignore[no-untyped-call]
-            except RuntimeError:
-                fits = False
-            if not (weight.shape == (classes,) if has_classes else fits):
-                shapes = f"{describe_shape(name, weight)} for {describe_shape('outputs', outputs)}"
-                return f"gets {shapes}; set {name} to a list with one number for each class"
-    return ""
-
-
-def _explain_elements(outputs: Tensor, targets: Tensor) -> str:
-    """Explain shapes or types that differ, for losses that compare each output with one target."""
+    outputs, targets = calls[-1].f_locals["input"], calls[-1].f_locals["target"]
+    for name, value in (("outputs", outputs), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            return f"needs a tensor of {name}, but got {_kind(value)}; set `task:` to a class that selects the tensor"
     given = f"gets {describe_shape('outputs', outputs)} and {describe_shape('targets', targets)}"
+    if calls[-1].f_code in _CLASSES and (targets.shape != outputs.shape or outputs.ndim < 2):
+        return _explain_classes(outputs, targets, given, ignored=calls[-1].f_locals.get("ignore_index", -100))
     if outputs.shape != targets.shape:
         return f"{given}; {remedy_of_shapes(tuple(outputs.shape), tuple(targets.shape))}"
     if outputs.dtype != targets.dtype:
@@ -301,28 +194,22 @@ def _explain_elements(outputs: Tensor, targets: Tensor) -> str:
     return ""
 
 
-def _explain_classes(outputs: Tensor, targets: Tensor, *, ignored: int) -> str:
-    """Explain what is wrong with class numbers or class probabilities."""
-    count = outputs.shape[1] if outputs.ndim > 1 else outputs.shape[0]
-    given = f"gets {describe_shape('outputs', outputs)} and {describe_shape('targets', targets)}"
-    if targets.shape == outputs.shape and outputs.ndim > 1:  # probabilities of the classes
-        remedy = "use class numbers, targets.argmax(1), or probabilities, targets.float()"
-        return f"{given}; {remedy}" if not targets.is_floating_point() else ""
+def _explain_classes(outputs: Tensor, targets: Tensor, given: str, *, ignored: int) -> str:
+    """Explain what is wrong with class numbers."""
+    count = outputs.shape[1 if outputs.ndim > 1 else 0]
     if targets.is_floating_point() or targets.dtype not in (torch.int64, torch.uint8):
         return f"{given}, but class numbers must be int64; return targets.long() from the dataset"
     if targets.shape != (needed := (*outputs.shape[:1], *outputs.shape[2:]) if outputs.ndim > 1 else torch.Size()):
         return f"{given}; for {count} classes, targets must have the shape {tuple(needed)}"
-    if targets.is_cuda:  # after a failed assertion on the device nothing can be read from it
-        return ""
     numbers = targets[targets != ignored]
-    low, high = (int(numbers.min()), int(numbers.max())) if numbers.numel() else (0, 0)
+    if targets.is_cuda or not numbers.numel():  # after a failed assertion on the device nothing can be read from it
+        return ""
+    low, high = int(numbers.min()), int(numbers.max())
     if low >= 0 and high < count:
         return ""
-    remedy = f"give the model {high + 1} outputs, or number the classes from 0"
-    if low < 0:
-        remedy = f"number the classes from 0, or set ignore_index: {low} to ignore these targets"
-    elif low > 0 and high == count:
-        remedy = "number the classes from 0, e.g. targets - 1"
+    remedy = f"number the classes from 0, or set ignore_index: {low} to ignore these targets"
+    if low >= 0:
+        remedy = f"give the model {high + 1} outputs, or number the classes from 0"
     return f"{given}. Targets are from {low} to {high}, but {count} classes are numbered 0 to {count - 1}; {remedy}"
 
 

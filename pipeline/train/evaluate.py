@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,16 +20,17 @@ from pipeline.protocol.trial import Measurement
 from pipeline.protocol.trial_result import Best
 from pipeline.tasks import Loss, count_samples, gathering
 from pipeline.train import errors, pictures
+from pipeline.train.checks import check_log_names, check_losses_given
 from pipeline.train.hooks import Hook, name_of
 from pipeline.train.kept import keep_buffers
 from pipeline.train.metrics import (
     Drawable,
-    ListLengths,
     SharedMetrics,
     attributes_outside_states,
     compute_alone,
     convert_to_full_precision,
     find_unmergeable,
+    merge,
     read,
 )
 from pipeline.train.names import TASK, listed, shown
@@ -86,16 +87,12 @@ def full_state_dict(s: State) -> Mapping[str, Any]:
     """
     share_buffers(s)
     state = s.strategy.full_state_dict(s.trainee)
-    named = {name: one for name, one in s.trainee.named_parameters(remove_duplicate=False) if name.startswith(TASK)}
     trained = {id(one) for group in s.parameters.values() for one in group}
-    has_own = any(id(one) in trained for one in named.values())
-
-    def is_result(name: str) -> bool:
-        if not name.startswith(TASK):
-            return True
-        return has_own and (name not in named or id(named[name]) in trained)
-
-    return {shown(name): value for name, value in state.items() if is_result(name)}
+    own = {name: one for name, one in s.trainee.named_parameters(remove_duplicate=False) if name.startswith(TASK)}
+    frozen = {name for name, one in own.items() if id(one) not in trained}
+    if len(frozen) == len(own):  # the task has nothing trained
+        frozen = {name for name in state if name.startswith(TASK)}
+    return {shown(name): value for name, value in state.items() if name not in frozen}
 
 
 # A pass over a set
@@ -109,9 +106,6 @@ def evaluate(
 
     ``show`` receives curves and large results, on all ranks. Some metrics need many samples: ``with_metrics=False``
     leaves them out.
-
-    Raises:
-        ExperimentError: the task returns what can't be evaluated.
     """
     if not s.batches.has(split):
         return {}
@@ -121,7 +115,7 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     count: Tensor | float = 0.0
     progress = ProgressReporter("evaluating", total=samples, unit="samples", silent=not s.rank.is_first)
-    with resulting_weights(s), _own_evaluation(s, split) as (lists, own_values), progress:
+    with resulting_weights(s), _own_evaluation(s, split) as own_values, progress:
         share_buffers(s)
         s.trainee.eval()
         # A wrapper such as DDP's must not be called here: it would wait for ranks that have no batch left.
@@ -137,16 +131,12 @@ def evaluate(
                     sums[name] = sums[name] + value if name in sums else value
                 if shared is not None:
                     shared.update(loss.outputs, loss.targets)
-                if lists is not None:
-                    lists.note()
             mark(Phase.EVALUATING)
             progress.by(len(part.indices) * s.rank.world_size)
     ranks = gather((float(count), {name: float(value) for name, value in sums.items()}), rank=s.rank)
     mark(Phase.EVALUATING)
     total, terms_of = math.fsum(items for items, _ in ranks), {rank: own for rank, (_, own) in enumerate(ranks) if own}
-    if len({frozenset(own) for own in terms_of.values()}) > 1:
-        each = ", ".join(f"{', '.join([*own][1:]) or 'nothing'} on rank {rank}" for rank, own in terms_of.items())
-        raise ExperimentError.of("task", f"Loss.logs has {each}; return the same names for every batch")
+    check_log_names({rank: tuple(own)[1:] for rank, own in terms_of.items()})
     values = {
         f"{split}/{name}": math.fsum(own[name] for own in terms_of.values()) / total if total else math.nan
         for name in next(iter(terms_of.values()), {"loss": 0.0})
@@ -161,10 +151,9 @@ def evaluate(
                 show(name, curve)
         if shared.ambiguous:
             s.warn(
-                f"{listed([f'metrics.{name}' for name in shared.ambiguous])}: some batches of the {split} set have "
-                "outputs between 0 and 1 only, and others do not. torchmetrics takes the former for probabilities and "
-                "the latter for logits, so the value depends on the batches. Let the model or the task return "
-                "probabilities, e.g. torch.sigmoid(logits)",
+                f"{listed([f'metrics.{name}' for name in shared.ambiguous])}: torchmetrics takes batches whose outputs "
+                f"are all between 0 and 1 for probabilities, and others for logits. The {split} set has both, so the "
+                "value depends on the batches. Return probabilities from the model, e.g. torch.sigmoid(logits)",
                 subject="metrics",
             )
     values |= {f"{split}/{name}": value for name, value in own_values.items()}
@@ -195,28 +184,24 @@ def forward(s: State, batch: Any, part: MicroBatch | None = None) -> Loss:
     except Exception as error:
         errors.explain(error, s, batch, part)
         raise
-    if missing := [name for name in s.experiment.optimizers if f"loss_{name}" not in losses]:
-        message = f"gave no loss for optimizers.{missing[0]}; call update for each optimizer, for every batch"
-        raise ExperimentError.of("task", message)
+    check_losses_given(s, [name.removeprefix("loss_") for name in losses])
     samples = len(part.indices) if part is not None else count_samples(batch)
     total = torch.stack(list(losses.values())).sum() * samples
     return found._replace(sum=total, logs={**{name: loss.detach() for name, loss in losses.items()}, **found.logs})
 
 
 @contextmanager
-def _own_evaluation(s: State, split: Split) -> Iterator[tuple[ListLengths | None, dict[str, float]]]:
+def _own_evaluation(s: State, split: Split) -> Iterator[dict[str, float]]:
     """Let a task with a method ``own_evaluation`` evaluate in its own way inside the block. Collective.
 
-    It may have other logs there than in training, and metrics of its own among the model's modules, whose paths by log
-    it has returned. Yields the lengths to note after each batch, and values by log, known once the block is over.
+    Yields the values of the metrics among the model's modules that it has named, known once the block is over.
     """
     values: dict[str, float] = {}
     if not hasattr(s.task, "own_evaluation"):
-        yield None, values
+        yield values
         return
-    lists = ListLengths(s.model, rank=s.rank)
     with s.task.own_evaluation(split) as own_paths:
-        yield lists, values
+        yield values
     paths = {name: path for part in gather(dict(own_paths), rank=s.rank) for name, path in part.items()}
     if not paths:
         return
@@ -224,7 +209,7 @@ def _own_evaluation(s: State, split: Split) -> Iterator[tuple[ListLengths | None
         message = f"logs metrics ({', '.join(paths)}), which are wrong with fsdp, since it repeats batches"
         raise ExperimentError.of("task", f"{message}. Log the values of the metrics, or use ddp.")
     metrics = {name: cast("Metric", s.model.get_submodule(path)) for name, path in sorted(paths.items())}
-    lists.merge(nn.ModuleList(metrics.values()))
+    merge(nn.ModuleList(metrics.values()), rank=s.rank)
     results = broadcast_from_first(
         lambda: read({name: one.compute() for name, one in metrics.items()}, metrics), rank=s.rank
     )
@@ -240,11 +225,6 @@ def prepare(s: State) -> None:
     """Check the evaluation after the first step: try the metrics on a batch that all ranks have. Collective.
 
     Metrics that can't be computed from one batch are left to the evaluation. Weights and buffers don't change.
-
-    Raises:
-        ExperimentError: a metric can't be built, refuses the batch, computes neither numbers nor a curve, or reports a
-            name that is taken; or a key such as ``checkpoint.best`` names none of the numbers; or the task needs whole
-            global batches, and ``train.evaluation_batch_size`` is set.
     """
     if s.facts is not None and s.facts.gathers and s.experiment.train.evaluation_batch_size is not None:
         message = "has no effect: the task compares all samples of a global batch (pipeline.tasks.gathered)"
@@ -252,6 +232,7 @@ def prepare(s: State) -> None:
     if not s.batches.has("validation") or isinstance(s.trial, Measurement) or s.metrics is None:
         return
     collection = s.metrics.clone()  # some, such as MinMaxMetric, keep what they have computed
+    compute_alone(collection)  # of a batch that all ranks have
     # It warns, e.g. if the batch lacks samples of a class.
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         with keep_buffers(s.trainee):
@@ -259,68 +240,50 @@ def prepare(s: State) -> None:
             s.trainee.eval()
             loss = forward(s, s.batches.evaluation_sample("validation"))
             s.wrapped.train()
-        problems = list(_iter_refusals(collection, loss, several=s.rank.world_size > 1))
-        problems = list(dict.fromkeys(one for part in gather(problems, rank=s.rank) for one in part))
-        if not problems:
-            compute_alone(collection)  # of a batch that all ranks have
-            problems = list(_find_misnamed(collection, logged=tuple(loss.logs), follows=followed(s.experiment)))
-    if problems:
-        raise ExperimentError(problems)
+        problems = gather(list(_try_metrics(s, collection, loss)), rank=s.rank)
+    if found := dict.fromkeys(one for part in problems for one in part):
+        raise ExperimentError(list(found))
 
 
-def _iter_refusals(collection: "MetricCollection", loss: Loss, *, several: bool) -> Iterator[Problem]:
-    """Update each metric with a batch; yield the problems of those that can't be, or can't be merged over workers."""
+def _try_metrics(s: State, collection: "MetricCollection", loss: Loss) -> Iterator[Problem]:
+    """Update and compute each metric; yield the problems of those that can't be, and of what they report."""
     given = convert_to_full_precision((loss.outputs, loss.targets))
-    for name, metric in collection.items(copy_state=False):
-        before = attributes_outside_states(metric)
+    taken = {mlflow_name("loss"): "validation/loss"} | {mlflow_name(log): "Loss.logs" for log in loss.logs}
+    metrics = dict(collection.items(copy_state=False))
+    for name, metric in metrics.items():
+        key, kind, before = f"metrics.{name}", type(metric).__name__, attributes_outside_states(metric)
         try:
             metric.update(*given)
         except Exception as error:  # noqa: BLE001 - a metric may raise anything
-            said = " ".join(str(error).split())[:300]
-            yield Problem(f"metrics.{name}", f"{type(metric).__name__} raised {type(error).__name__}: {said}")
-        if several and (reason := find_unmergeable(metric, before=before)):
-            yield Problem(f"metrics.{name}", f"{type(metric).__name__} {reason}")
-
-
-def _find_misnamed(
-    collection: "MetricCollection", *, logged: Sequence[str], follows: Mapping[str, str]
-) -> Iterator[Problem]:
-    """Compute each metric; yield the problems of what it reports."""
-    computed: dict[str, Any] = {}
-    for name, metric in collection.items(copy_state=False):
+            yield Problem(key, f"{kind} raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            continue
+        if s.rank.world_size > 1 and (lost := find_unmergeable(metric, before=before)):
+            remedy = "Use add_state with sum, min, max or cat, and put metrics into torch.nn.ModuleList or ModuleDict."
+            yield Problem(key, f"{kind} keeps {', '.join(lost)}, which can't be merged over workers. {remedy}")
         try:
-            computed[name] = metric.compute()
+            result = metric.compute()
         except Exception as error:  # noqa: BLE001 - e.g. R2Score needs two samples; the evaluation raises what remains
-            _log.warning(
-                "%s can't be computed from one batch, so it isn't checked", type(metric).__name__, exc_info=error
-            )
-    taken = {mlflow_name("loss"): "validation/loss"} | {mlflow_name(log): "Loss.logs" for log in logged}
-    for name, result in sorted(computed.items(), key=lambda one: isinstance(one[1], dict)):
-        parts = result if isinstance(result, Mapping) else {name: result}
+            _log.warning("%s can't be computed from one batch, so it isn't checked", kind, exc_info=error)
+            continue
+        has_names = isinstance(result, Mapping)  # torchmetrics renames equal ones of several metrics
         try:
-            values = read(parts, {} if isinstance(result, Mapping) else dict(collection.items())).values
+            values = read(result if has_names else {name: result}, {} if has_names else metrics).values
         except ExperimentError as error:
-            yield from (one._replace(key=f"metrics.{name}") for one in error.problems)
+            yield from (one._replace(key=key) for one in error.problems)
             continue
         for value in values:
             if (written := mlflow_name(value)) in taken:
-                message = f"reports {PREFIX}{value}, and so does {taken[written]}; rename one of them"
-                yield Problem(f"metrics.{name}", message)
-            if not isinstance(result, Mapping):  # torchmetrics renames equal keys of several mappings
-                taken[written] = f"metrics.{name}"
-        for key, metric in follows.items():
-            if source_of(metric, computed) == name and metric.removeprefix(PREFIX) not in values:
+                yield Problem(key, f"reports {PREFIX}{value}, and so does {taken[written]}; rename one of them")
+            elif not has_names:
+                taken[written] = key
+        for follower, followed_metric in followed(s.experiment).items():
+            if source_of(followed_metric, metrics) == name and followed_metric.removeprefix(PREFIX) not in values:
                 known = ", ".join(f"{PREFIX}{value}" for value in list(values)[:8]) or "no number"
-                yield Problem(key, f"{metric} is not reported; metrics.{name} reports {known}")
+                yield Problem(follower, f"{followed_metric} is not reported; {key} reports {known}")
 
 
 def validate(s: State, meter: "Meter") -> dict[str, float]:
-    """Evaluate after the steps done; report the values, and pass them to the hooks. Collective.
-
-    Raises:
-        ExperimentError: a hook returned something else than numbers by name, or a name that is taken.
-        TrainingError: the validation loss is not finite, see ``train.on_nonfinite``.
-    """
+    """Evaluate after the steps done; report the values, and pass them to the hooks. Collective."""
     if hasattr(s.task, "pictures"):
         _draw(s)
     curves: dict[str, Drawable] = {}

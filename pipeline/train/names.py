@@ -10,8 +10,6 @@ from torch import nn
 
 from pipeline.wording import did_you_mean
 
-MOST_NAMED = 8
-"""Names that a message lists of many."""
 TASK = "task."
 """Beginning of the names of a task's parameters and buffers."""
 
@@ -53,7 +51,7 @@ def unmatched(pattern: str, names: Sequence[str], *, of: str = "parameter of the
     return f"{pattern} matches no {of}{meant}; there are {listed(names)}"
 
 
-def listed(names: Sequence[str], *, most: int = MOST_NAMED) -> str:
+def listed(names: Sequence[str], *, most: int = 8) -> str:
     """Return names with commas, the first ones of many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from pipeline.train.state import State
 
 MOST_IN_A_ROW = 10
-HALVINGS = 16
-"""Skipped steps that fp16 may need to find its loss scale, which begins at 2^16."""
+HALVINGS = 16  # skipped steps that fp16 may need to find its loss scale, which begins at 2^16
 _READING_S = 10.0
 """Seconds for which samples are read again, to find a NaN in them."""
 REMEDY = "Try a lower learning rate, train.clip_grad_norm, or train.precision: fp32"
@@ -44,8 +43,6 @@ class Finiteness:
         self._is_fp16 = s.experiment.train.precision == "fp16"
         self.skipped: list[int] = []
         """Steps skipped since training started or was resumed, counted from 1."""
-        self.unmeasured: list[int] = []
-        """Epochs whose validation loss was not finite, counted from 1."""
         self._in_a_row, self._has_told = 0, False
 
     def note_skipped(self, step: int) -> None:
@@ -59,11 +56,7 @@ class Finiteness:
         return self._in_a_row >= MOST_IN_A_ROW + HALVINGS * self._is_fp16
 
     def judge(self, losses: Sequence[float], *, norms: Sequence[float], own: Tensor, first: int) -> None:
-        """Check the losses and gradient norms of steps; ``own`` is this rank's share of each loss. Collective.
-
-        Raises:
-            TrainingError: a value is not finite and its step may not be skipped, or too many steps were skipped.
-        """
+        """Check the losses and gradient norms of steps; ``own`` is this rank's share of each loss. Collective."""
         if self._skips:
             if self.skipped and not self._has_told:
                 self._has_told, step = True, self.skipped[0]
@@ -93,14 +86,10 @@ class Finiteness:
         if not self._skips:
             remedy = f"{REMEDY}. To continue with a warning, set train.on_nonfinite: skip."
             raise TrainingError(f"{what}. Check the validation samples. {remedy}")
-        self.unmeasured.append(epoch)
-        if len(self.unmeasured) == 1:
-            self._s.warn(f"{what}. Training continues because of train.on_nonfinite: skip.")
+        self._s.warn(f"{what}. Training continues because of train.on_nonfinite: skip.", subject="validation loss")
 
     def summarize(self) -> None:
-        """Warn of all skipped steps and evaluations, at the end of the training."""
-        if (count := len(self.unmeasured)) > 1:
-            self._s.warn(f"the validation loss was not finite after {count} epochs: {format_some(self.unmeasured)}")
+        """Warn of all skipped steps, at the end of the training."""
         if (count := len(self.skipped)) > 1:
             self._s.warn(
                 f"{count} steps were skipped because a loss or gradient was not finite: {format_some(self.skipped)}"

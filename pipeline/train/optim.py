@@ -1,8 +1,7 @@
 """Optimizers: their parameters by patterns of names, frozen ones left out, and their states by names.
 
-Some optimizers have ``train()`` and ``eval()`` and train other weights than those of the result. Schedule-free ones do:
-Defazio et al. 2024, "The Road Less Scheduled", arXiv 2405.15682. They take gradients at an interpolated point, while
-evaluation and export use an average. Outside of `evaluating` they are in training mode.
+Some have ``train()`` and ``eval()`` and train other weights than those of the result, as schedule-free ones do (arXiv
+2405.15682). Outside of `evaluating` they are in training mode.
 """
 
 import importlib
@@ -29,26 +28,20 @@ from pipeline.tasks import Trainee
 from pipeline.train.names import Named, listed, matches, named, shown, unmatched, without_match
 from pipeline.train.ranks import local, shard_like
 from pipeline.train.schedules import keys_of, scaling_factor
-from pipeline.wording import did_you_mean
 
-_FUSED = {"torch.optim.Adam": True, "torch.optim.AdamW": True, "torch.optim.SGD": False}
-"""Optimizers that torch has fused for CPU and GPU; True if sharded parameters and scaled losses work, too. SGD's
-momentum would be uninitialized after a first step that the gradient scaler skips."""
+_FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
+_FUSED_PLAINLY = "torch.optim.SGD"
+"""Optimizers that torch has fused for CPU and GPU; SGD not for sharded parameters, and its momentum would be
+uninitialized after a first step that the gradient scaler skips."""
 _CHOICES = ("fused", "foreach", "differentiable")
 """Arguments with which a file chooses an implementation itself, or one that can't be fused."""
-_IMPLEMENTATION = ("fused", "foreach")
-"""Settings of an optimizer that select its implementation, which the strategy decides on resuming."""
 
 # Frozen parameters are neither trained nor exchanged, and bit-equal at the end of a training: without a gradient they
 # are unknown to DDP, and the optimizer, which would let them decay, isn't given them.
 
 
 def freeze(trainee: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match, before a strategy wraps them.
-
-    Raises:
-        ExperimentError: a pattern matches nothing, or nothing is left to train.
-    """
+    """Freeze the parameters whose names match, before a strategy wraps them."""
     if not patterns:
         return
     parameters = named(trainee)
@@ -89,29 +82,22 @@ def _keep_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def check_division(experiment: Experiment, trainee: nn.Module) -> None:
-    """Check the patterns of optimizers and groups on a model, which may be on the meta device.
-
-    Raises:
-        ExperimentError: a pattern matches no parameter, an optimizer or a group has none to train, or a parameter is in
-            several optimizers or in none.
-    """
-    _divide(experiment, trainee)
-
-
 def build_optimizers(
     create: Create, experiment: Experiment, trainee: Trainee, *, is_sharded: bool
 ) -> dict[str, Optimizer]:
     """Build the optimizers, with learning rates scaled by ``train.lr_scaling``, by name; a single one has the name "".
 
     ``is_sharded`` is True if each rank holds a shard of each parameter.
-
-    Raises:
-        ExperimentError: one can't be built or train its parameters, the parameters aren't divided among them, or the
-            task is one for another number of optimizers.
     """
-    _check_arguments(trainee.own_task, of_several=bool(experiment.optimizers))
-    divided, built = _divide(experiment, trainee), {}
+    task, several = trainee.own_task, bool(experiment.optimizers)
+    arguments = ("model", "batch", "update")[: 3 if several else 2]
+    try:
+        inspect.signature(task.forward if isinstance(task, nn.Module) else task).bind(*arguments)
+    except TypeError as error:
+        remedy = "Call update(name, loss) for each loss" if several else "A third, update, needs several optimizers"
+        message = f"does not take the arguments of task({', '.join(arguments)}): {error}. {remedy}"
+        raise ExperimentError.of("task", f"{message}.") from None
+    divided, built = divide(experiment, trainee), {}
     with undisturbed():
         importlib.import_module("torch._dynamo")  # the first optimizer of a process does so, within a second
     for name, own in (experiment.by_optimizer or {"": experiment}).items():
@@ -123,18 +109,6 @@ def build_optimizers(
     return built
 
 
-def _check_arguments(task: Any, *, of_several: bool) -> None:
-    """Refuse a task for several optimizers where there is one, and the reverse: by the arguments that it takes."""
-    signature = inspect.signature(task.forward if isinstance(task, nn.Module) else task)
-    try:
-        signature.bind(*["model", "batch", "update"][: 3 if of_several else 2])
-    except TypeError as error:
-        called = "task(model, batch, update), with several optimizers" if of_several else "task(model, batch)"
-        remedy = "Call update(name, loss) for each loss" if of_several else "A third, update, needs several optimizers"
-        message = f"does not take the arguments of {called}: {error}. {remedy}"
-        raise ExperimentError.of("task", f"{message}.") from None
-
-
 def _build(
     create: Create,
     experiment: Experiment,
@@ -143,22 +117,27 @@ def _build(
     *,
     is_sharded: bool,
 ) -> Optimizer:
-    declared, scaling = cast(Declared, experiment.optimizer), experiment.train.lr_scaling
+    declared, train = cast(Declared, experiment.optimizer), experiment.train
     *matched, rest = divided
     settings = [group.settings for group in declared.groups]
     groups: list[Any] = [{"params": rest}] if rest else []
     groups += [{"params": own, **more} for own, more in zip(matched, settings, strict=True)]
-    parameters = [one for own in divided for one in own]
-    is_scaled = experiment.train.precision == "fp16"
-    if _can_fuse(declared, parameters, trainee, plainly=not (is_sharded or is_scaled)):
+    if _can_fuse(declared, trainee, plainly=not is_sharded and train.precision != "fp16"):
         declared = declared.model_copy(update={"fused": True})
-    is_of_module = declared.target == lightning_module.OPTIMIZER
-    optimizer: Optimizer = create(
-        declared, trainee.model if is_of_module else groups if settings else rest, key="optimizer"
-    )
+    given: Any = groups if settings else rest
+    if declared.target == lightning_module.OPTIMIZER:
+        given = trainee.model
+    optimizer: Optimizer = create(declared, given, key="optimizer")
     if not isinstance(optimizer, Optimizer):
         raise ExperimentError.of("optimizer", f"is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    _check_settings(optimizer, declared.groups, has_rest=bool(rest))
+    built = optimizer.param_groups[bool(rest) :]
+    for index, own in enumerate(settings):  # a user's function may drop groups, and torch keeps unknown settings
+        for setting, value in own.items():
+            if setting not in optimizer.defaults or index >= len(built) or built[index].get(setting) != value:
+                message = f"is {value}, but {type(optimizer).__name__} ignores it; use one of its settings,"
+                known = ", ".join(one for one in optimizer.defaults if one != "params")
+                message = f"{message} {known}, and accept parameter groups, as torch's optimizers do"
+                raise ExperimentError.of(f"optimizer.groups[{index}].{setting}", message)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:  # LBFGS computes the loss several times in a step
         raise ExperimentError.of(
@@ -167,32 +146,32 @@ def _build(
             "needs one forward and backward pass, e.g. torch.optim.AdamW.",
         )
     if has_modes(optimizer):
-        if experiment.train.ema is not None:
+        if train.ema is not None:
             message = f"averages the weights, but {type(optimizer).__name__} also does; remove train.ema"
             raise ExperimentError.of("train.ema", message)
         cast(Any, optimizer).train()
     if isinstance(optimizer, SGD) and any(group["fused"] and group["momentum"] for group in optimizer.param_groups):
         optimizer.register_step_pre_hook(_add_momenta)
-    factor = scaling_factor(scaling, global_batch_size=experiment.train.global_batch_size)
+    factor = scaling_factor(train.lr_scaling, global_batch_size=train.global_batch_size)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
     return optimizer
 
 
-def _can_fuse(declared: Declared, parameters: Sequence[nn.Parameter], trainee: nn.Module, *, plainly: bool) -> bool:
+def _can_fuse(declared: Declared, trainee: nn.Module, *, plainly: bool) -> bool:
     """Return True if torch has the optimizer fused, and the file doesn't choose an implementation.
 
     ``plainly`` is True if parameters are whole, and no gradient scaler skips steps.
     """
     settings = [declared.arguments, *(group.settings for group in declared.groups)]
-    if declared.target not in _FUSED or any(choice in each for each in settings for choice in _CHOICES):
+    if declared.target not in _FUSED and not (plainly and declared.target == _FUSED_PLAINLY):
         return False
-    if not plainly and not _FUSED[declared.target]:
+    if any(choice in each for each in settings for choice in _CHOICES):
         return False
     if any(each.get("dampening") for each in settings):  # see `_add_momenta`
         return False
     is_sparse = any(getattr(module, "sparse", False) for module in trainee.modules())  # embeddings' gradients
-    return not is_sparse and all(parameter.is_floating_point() for parameter in parameters)
+    return not is_sparse and all(parameter.is_floating_point() for parameter in trainee.parameters())
 
 
 def _add_momenta(optimizer: Optimizer, *_: Any) -> None:
@@ -207,33 +186,15 @@ def _add_momenta(optimizer: Optimizer, *_: Any) -> None:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def _check_settings(optimizer: Optimizer, groups: Sequence[ParameterGroup], *, has_rest: bool) -> None:
-    """Check that the groups' settings are in force: torch keeps unknown ones, and a user's function may drop them."""
-    problems = []
-    built = optimizer.param_groups[has_rest:]
-    known = [one for one in optimizer.defaults if one != "params"]
-    for index, group in enumerate(groups):
-        for name, value in group.settings.items():
-            key = f"optimizer.groups[{index}].{name}"
-            if name not in known:
-                meant = did_you_mean(name, known) or f"; it has {', '.join(known)}"
-                problems.append(Problem(key, f"{type(optimizer).__name__} has no setting {name}{meant}"))
-            elif index >= len(built) or built[index].get(name) != value:
-                message = f"is {value}, but the {type(optimizer).__name__} ignored it; accept parameter groups"
-                problems.append(Problem(key, f"{message} in its constructor, as torch's optimizers do"))
-    if problems:
-        raise ExperimentError(problems)
+def divide(experiment: Experiment, trainee: nn.Module) -> dict[str, list[list[nn.Parameter]]]:
+    """Return the trainable parameters of each optimizer by group; the last group has the rest.
 
-
-def _divide(experiment: Experiment, trainee: nn.Module) -> dict[str, list[list[nn.Parameter]]]:
-    """Return the trainable parameters of each optimizer by group; the last group has the rest."""
+    Only names are read: the model may be on the meta device.
+    """
     everything = named(trainee)
     if not experiment.optimizers:
-        return {
-            "": _group_parameters(everything, experiment.optimizer.groups if experiment.optimizer is not None else ())
-        }
-    chosen = _assign_parameters(everything, experiment.optimizers)
-    divided = {}
+        return {"": _group_parameters(everything, experiment.optimizer.groups if experiment.optimizer else ())}
+    chosen, divided = _assign_parameters(everything, experiment.optimizers), {}
     for name, optimizer in experiment.optimizers.items():
         with keys_of(name):
             own = {each: one for each, one in everything.items() if id(one) in chosen[name]}
@@ -252,12 +213,11 @@ def _group_parameters(parameters: Named, groups: Sequence[ParameterGroup]) -> li
     names, problems = list(parameters), list[Problem]()
     for index, group in enumerate(groups):
         key = f"optimizer.groups[{index}].match"
-        if missing := without_match(group.patterns, names):
-            problems += [Problem(key, unmatched(pattern, names)) for pattern in missing]
-        elif not divided[index]:
-            is_earlier = any(one.requires_grad for name, one in parameters.items() if matches(group.patterns, name))
-            each = f"all parameters that it matches are {'in an earlier group' if is_earlier else 'frozen'}"
-            problems.append(Problem(key, f"is {', '.join(group.patterns)}, but {each}; remove the group"))
+        missing = without_match(group.patterns, names)
+        problems += [Problem(key, unmatched(pattern, names)) for pattern in missing]
+        if not missing and not divided[index]:
+            message = "but all parameters that it matches are frozen or in an earlier group; remove the group"
+            problems.append(Problem(key, f"is {', '.join(group.patterns)}, {message}"))
     if problems:
         raise ExperimentError(problems)
     return divided
@@ -266,27 +226,22 @@ def _group_parameters(parameters: Named, groups: Sequence[ParameterGroup]) -> li
 def _assign_parameters(parameters: Named, optimizers: Mapping[str, NamedOptimizer]) -> dict[str, set[int]]:
     """Divide the trainable parameters among several optimizers: ids of parameters by the optimizer's name."""
     trainable, names = {name: one for name, one in parameters.items() if one.requires_grad}, list(parameters)
-    chosen = {
-        optimizer: {id(one) for name, one in trainable.items() if matches(declared.patterns, name)}
-        for optimizer, declared in optimizers.items()
-    }
-    owners = {name: [own for own in chosen if id(one) in chosen[own]] for name, one in parameters.items()}
-    missing = {own: without_match(declared.patterns, names) for own, declared in optimizers.items()}
-    problems = [
-        Problem(f"optimizers.{own}.params", unmatched(pattern, names))
-        for own, patterns in missing.items()
-        for pattern in patterns
-    ]
+    problems, chosen, owners = list[Problem](), dict[str, set[int]](), dict[int, str]()
     for own, declared in optimizers.items():
         key = f"optimizers.{own}.params"
-        if shared := [name for name, found in owners.items() if own in found[1:]]:
-            message = f"{listed(shared)} {_are(shared)} also in optimizers.{owners[shared[0]][0]}.params"
+        missing = without_match(declared.patterns, names)
+        problems += [Problem(key, unmatched(pattern, names)) for pattern in missing]
+        found = {name: one for name, one in trainable.items() if matches(declared.patterns, name)}
+        chosen[own] = {id(one) for one in found.values()}
+        if shared := [name for name, one in found.items() if id(one) in owners]:
+            message = f"{listed(shared)} {_are(shared)} also in optimizers.{owners[id(found[shared[0]])]}.params"
             problems.append(Problem(key, f"{message}; use patterns that don't overlap"))
-        elif not chosen[own] and not missing[own]:
+        elif not found and not missing:
             message = f"is {', '.join(declared.patterns)}, but all parameters that it matches are frozen"
             problems.append(Problem(key, f"{message}; remove the optimizer"))
-    rest = [name for name in trainable if not owners[name]]
-    if rest and not any(missing.values()):
+        owners |= dict.fromkeys(chosen[own] - owners.keys(), own)
+    rest = [name for name, one in trainable.items() if id(one) not in owners]
+    if rest and not problems:
         message = f"{listed(rest)} {_are(rest)} in none of {', '.join(optimizers)}. Add a pattern to params, or freeze"
         problems.append(Problem("optimizers", f"{message} with train.freeze the parameters that aren't trained."))
     if problems:
@@ -355,16 +310,8 @@ def load_named_state(
     """Load what `named_state` returned: sharded like the parameters, with their memory layout. Collective if sharded.
 
     Fused kernels pair the elements of weights and moments by their place in memory: with channels_last weights and
-    contiguous moments the one for CPUs computes wrong weights, and the one for GPUs raises.
-
-    Args:
-        optimizer: the optimizer.
-        names: names of parameters by id.
-        saved: the saved state; its tensors may be used as they are.
-        keeps_settings: True to keep settings of groups, such as lr, as they are.
-
-    Raises:
-        ExperimentError: the parameters are not those of the checkpoint.
+    contiguous moments the one for CPUs computes wrong weights, and the one for GPUs raises. Tensors of ``saved`` may be
+    used as they are. With ``keeps_settings`` settings of groups, such as lr, stay as they are.
     """
     owners = {names[id(one)]: (one, group) for group in optimizer.param_groups for one in group["params"]}
     numbers = {name: number for number, name in enumerate(owners)}
@@ -379,7 +326,7 @@ def load_named_state(
     counters = optimizer.defaults.keys() - inspect.signature(type(optimizer)).parameters.keys()
     renewed = []
     for group, own in zip(groups, optimizer.param_groups, strict=True):
-        kept = [key for key in own if key in _IMPLEMENTATION or (keeps_settings and key not in counters)]
+        kept = [key for key in own if key in ("fused", "foreach") or (keeps_settings and key not in counters)]
         order = [numbers[names[id(one)]] for one in own["params"]]
         renewed.append({**group, **{key: own[key] for key in kept}, "params": order})
     optimizer.load_state_dict({**saved, "state": {}, "param_groups": renewed})

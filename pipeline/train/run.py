@@ -61,11 +61,7 @@ def complete(s: State) -> TrialResult:
 
 
 def begin(s: State) -> None:
-    """Check what was built, before its first step, and report what there is to train. Collective.
-
-    Raises:
-        ExperimentError: a metric can't be built, or the scheduler contradicts it.
-    """
+    """Check what was built, before its first step, and report what there is to train. Collective."""
     is_training = isinstance(s.trial, Training)
     if is_training and s.batches.has("validation"):  # imports for a second, which would interrupt the pace later
         judges = dict(s.metrics.items()) if s.metrics is not None else {}
@@ -78,9 +74,6 @@ def check_batch(trial: BatchCheck, *, rank: Rank, outbox: Outbox) -> None:
     """Build a trial, take its first steps and evaluate each held-out set, on a few samples of each.
 
     Values are not checked: those of a few samples may be infinite, or too few for a metric.
-
-    Raises:
-        Exception: whatever the same training would raise, in the same words.
     """
     s = build(trial, rank=rank, outbox=outbox)
     begin(s)

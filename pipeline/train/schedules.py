@@ -1,22 +1,13 @@
 """Learning rates that change in a training: scaled with the global batch size, warmed up, and scheduled."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any, Self
 from warnings import catch_warnings, filterwarnings
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CyclicLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from pipeline.errors import ExperimentError
 from pipeline.experiment import lightning_module
@@ -26,12 +17,11 @@ from pipeline.experiment.named_optimizers import own_key, own_problems
 from pipeline.experiment.reported import LEARNING_RATE, OF_GROUP, PREFIX
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.train import LearningRateScaling, Train
-from pipeline.experiment.values import Component, Create
+from pipeline.experiment.values import Create
 from pipeline.train.errors import is_from_torch
 from pipeline.train.metrics import known_direction
 
 _METRIC = "train.scheduler_metric"
-_OPTIMIZERS = str(Path("torch", "optim"))
 _MEMORY = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 """State of a plateau scheduler, as opposed to its settings."""
 
@@ -81,11 +71,7 @@ class Schedules:
         validates: bool,
         steps_per_epoch: int,
     ) -> Self:
-        """Build the schedulers that an experiment has; ``validates`` is True if there is a validation set.
-
-        Raises:
-            ExperimentError: one can't be built, or doesn't fit the training.
-        """
+        """Build the schedulers that an experiment has; ``validates`` is True if there is a validation set."""
         train = experiment.train
         advances = train.steps_of(steps_per_epoch) // (1 if train.scheduler_interval == "step" else steps_per_epoch)
         schedulers = {}
@@ -100,11 +86,7 @@ class Schedules:
         return cls(experiment, optimizers, schedulers)
 
     def check_start(self, judges: Mapping[str, Any]) -> None:
-        """Check the direction of a ReduceLROnPlateau, which the file may not show, as code can return one.
-
-        Raises:
-            ExperimentError: its metric, of ``judges`` by name, improves in the other direction.
-        """
+        """Check the direction of a ReduceLROnPlateau, which the file may not show, as code can return one."""
         for scheduler in self._schedulers.values():
             if isinstance(scheduler, ReduceLROnPlateau):
                 check_plateau(scheduler.mode, self._train, judges=judges)
@@ -114,16 +96,12 @@ class Schedules:
         """Set the rates of a step, counted from 0, around its update; yield the rates by reported name.
 
         The scheduled rates are put back afterwards, so any scheduler works with a warm-up.
-
-        Raises:
-            ExperimentError: an optimizer doesn't take the kind of the gradients.
         """
         factor = self._warmup_factor(step)
         groups = [(name, one.param_groups) for name, one in self._optimizers.items()]
-        scheduled = [group["lr"] for _, own in groups for group in own] if factor != 1 else ()
-        for _, own in groups if factor != 1 else ():
-            for group in own:
-                group["lr"] = group["lr"] * factor
+        scheduled = [(group, group["lr"]) for _, own in groups for group in own] if factor != 1 else ()
+        for group, rate in scheduled:
+            group["lr"] = rate * factor
         rates = {}
         for name, own in groups:
             metric = f"{LEARNING_RATE}_{name}" if name else LEARNING_RATE
@@ -132,20 +110,8 @@ class Schedules:
             for index, rate in enumerate(each[1:], 1):
                 if rate not in each[:index]:
                     rates[f"{metric}{OF_GROUP}{index}"] = rate
-        try:
-            yield rates
-        except RuntimeError as error:
-            *_, (last, _) = walk_tb(error.__traceback__)
-            if _OPTIMIZERS not in last.f_code.co_filename or "sparse" not in str(error).lower():
-                raise
-            names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._optimizers.values()))
-            said = " ".join(str(error).split()).rstrip(".")
-            raise ExperimentError.of(
-                "optimizers" if "" not in self._optimizers else "optimizer",
-                f"{names} does not support the model's gradients: {said}. Use torch.optim.SGD or Adagrad without "
-                "weight_decay, which support dense and sparse gradients, or set sparse: false.",
-            ) from error
-        for group, rate in zip((group for _, own in groups for group in own), scheduled, strict=False):
+        yield rates
+        for group, rate in scheduled:
             group["lr"] = rate
 
     def _warmup_factor(self, step: int) -> float:
@@ -161,20 +127,12 @@ class Schedules:
         return start + (1 - start) * (step + 1) / (scaling.warmup_steps + 1)
 
     def step(self, *, may_skip: bool) -> None:
-        """Follow a step, skipped or not. ``may_skip`` is True if the optimizer left it out, or may have done so.
-
-        Raises:
-            ExperimentError: a scheduler of torch fails, e.g. beyond its last step.
-        """
+        """Follow a step, skipped or not. ``may_skip`` is True if the optimizer left it out, or may have done so."""
         if self.by_step and not self.is_held:
             self._advance(may_skip=may_skip)
 
     def end_epoch(self) -> None:
-        """Follow an epoch.
-
-        Raises:
-            ExperimentError: a scheduler of torch fails, e.g. beyond its last epoch.
-        """
+        """Follow an epoch."""
         if not self.by_step and not self.is_held:
             self._advance(may_skip=True)
 
@@ -194,11 +152,7 @@ class Schedules:
                 raise ExperimentError.of(key_of("scheduler", name), message) from error
 
     def after_evaluation(self, values: Mapping[str, float]) -> None:
-        """Let a ReduceLROnPlateau follow the values of an evaluation, equal on all ranks.
-
-        Raises:
-            ExperimentError: its metric isn't among them.
-        """
+        """Let a ReduceLROnPlateau follow the values of an evaluation, equal on all ranks."""
         for scheduler in self._schedulers.values():
             if isinstance(scheduler, ReduceLROnPlateau):
                 metric = self._train.followed_by_plateau
@@ -216,17 +170,10 @@ class Schedules:
         return {name: one.state_dict() for name, one in self._schedulers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            ExperimentError: an optimizer has a scheduler either here or there.
-        """
+        """Load what `state_dict` returned."""
         for name in sorted(state.keys() ^ self._schedulers.keys()):
-            raise ExperimentError.of(
-                key_of("scheduler", name),
-                "is either in the experiment or in the checkpoint, not in both. Restore the experiment of the "
-                "checkpoint.",
-            )
+            message = "is either in the experiment or in the checkpoint, not in both. Restore the experiment"
+            raise ExperimentError.of(key_of("scheduler", name), f"{message} of the checkpoint.")
         for name, one in self._schedulers.items():
             one.load_state_dict(dict(state[name]))
 
@@ -243,11 +190,7 @@ class Schedules:
 
 
 def check_plateau(mode: str, train: Train, *, judges: Mapping[str, Any]) -> None:
-    """Check that the mode of a ReduceLROnPlateau is the direction of its metric; ``judges`` are metrics by name.
-
-    Raises:
-        ExperimentError: they contradict each other.
-    """
+    """Check that the mode of a ReduceLROnPlateau is the direction of its metric; ``judges`` are metrics by name."""
     metric = train.followed_by_plateau
     direction = known_direction(metric, judges=judges)
     if direction is None or direction == mode:
@@ -277,14 +220,17 @@ def _build(
         return None
     if not isinstance(scheduler, LRScheduler):
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}, not a torch LRScheduler")
-    _refuse_hidden_rates(scheduler, declared, experiment, factor=factor)
-    for part, most in _iter_nested(scheduler, advances):
-        if isinstance(part, OneCycleLR) and part.total_steps < most:  # torch raises an error after its last step
-            raise ExperimentError.of(
-                "scheduler",
-                f"OneCycleLR has total_steps {part.total_steps}, but the training advances it {most} times. "
-                f"Set total_steps to {most} or more. ${{total_steps}} is the number of steps of the training.",
-            )
+    kind, groups = type(scheduler).__name__, experiment.optimizer.groups if experiment.optimizer is not None else ()
+    has_rates = factor != 1 or any("lr" in group.settings for group in groups)
+    if isinstance(scheduler, OneCycleLR | CyclicLR) and declared.target not in OWN_RATES and has_rates:
+        message = f"{declared.target} uses {kind}, whose rates override train.lr_scaling and optimizer.groups. Set "
+        raise ExperimentError.of("scheduler", f"{message}scheduler._target_: torch.optim.lr_scheduler.{kind}.")
+    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < advances:  # torch raises an error at its end
+        raise ExperimentError.of(
+            "scheduler",
+            f"OneCycleLR has total_steps {scheduler.total_steps}, but the training advances it {advances} times. Set "
+            f"total_steps to {advances} or more. ${{total_steps}} is the number of steps of the training.",
+        )
     if not isinstance(scheduler, ReduceLROnPlateau):
         if train.scheduler_metric is not None:
             raise ExperimentError.of(_METRIC, f"{NO_PLATEAU}. Remove this key.")
@@ -303,37 +249,3 @@ def _scale_value(value: Any, factor: float, *, name: str) -> Any:
     if not isinstance(value, int | float):
         raise ExperimentError.of(f"scheduler.{name}", f"is {value!r}, but train.lr_scaling can only scale numbers")
     return value * factor
-
-
-def _refuse_hidden_rates(scheduler: LRScheduler, declared: Component, experiment: Experiment, *, factor: float) -> None:
-    """Refuse a user's function that builds a scheduler whose rates can't be scaled, or replace those of groups."""
-    hidden = [part for part, _ in _iter_nested(scheduler, 0) if isinstance(part, OneCycleLR | CyclicLR)]
-    if not hidden or declared.target in OWN_RATES:
-        return
-    name = "OneCycleLR" if isinstance(hidden[0], OneCycleLR) else "CyclicLR"
-    groups = experiment.optimizer.groups if experiment.optimizer is not None else ()
-    if any("lr" in group.settings for group in groups):
-        remedy = f"Set scheduler._target_ to torch.optim.lr_scheduler.{name}, with a list of rates"
-        message = f"{declared.target} uses {name}, whose rates override optimizer.groups. {remedy}."
-        raise ExperimentError.of("scheduler", message)
-    if factor != 1:
-        raise ExperimentError.of(
-            "scheduler",
-            f"{declared.target} uses {name}, whose rates override the optimizer's, so "
-            "train.lr_scaling would have no effect. Set scheduler._target_ to "
-            f"torch.optim.lr_scheduler.{name}, or set train.lr_scaling.rule: none and scale the "
-            "rates in your code.",
-        )
-
-
-def _iter_nested(scheduler: LRScheduler, advances: int) -> Iterator[tuple[LRScheduler, int]]:
-    """Yield a scheduler and those in it, with the number of times that each is advanced."""
-    yield scheduler, advances
-    inner: Sequence[LRScheduler] = getattr(scheduler, "_schedulers", ())
-    if isinstance(scheduler, SequentialLR):
-        bounds = [0, *(min(milestone, advances + 1) for milestone in scheduler._milestones), advances + 1]
-        for part, start, end in zip(inner, bounds[:-1], bounds[1:], strict=True):
-            yield from _iter_nested(part, max(0, end - start - 1))
-    elif isinstance(scheduler, ChainedScheduler):
-        for part in inner:
-            yield from _iter_nested(part, advances)

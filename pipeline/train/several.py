@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment.reported import GRADIENT_NORM, LEARNING_RATE, LOSS
+from pipeline.experiment.reported import GRADIENT_NORM, LEARNING_RATE, LOSS, OF_GROUP
 from pipeline.protocol.events import Phase
-from pipeline.tasks import Loss, gathering
+from pipeline.tasks import Loss, describe, gathering
 from pipeline.train import errors
+from pipeline.train.checks import check_losses_given
 from pipeline.train.evaluate import share_buffers
 from pipeline.train.ranks import total_norm
 from pipeline.train.seeds import mix, seed_all
@@ -84,19 +85,20 @@ class _Updates:
         self._check(name, loss)
         key, value = f"loss_{name}", (loss.detach() * self._share).to(s.loss_dtype)
         self._sums[key] = self._sums[key] + value if key in self._sums else value
-        declared, own = s.experiment.optimizers[name], s.parameters[name]
+        declared, own, optimizer = s.experiment.optimizers[name], s.parameters[name], s.optimizers[name]
         if not declared.updates_in(self._step):
             return
         mark(Phase.BACKWARD)
-        if not loss.requires_grad:
-            raise _make_independence_error(name)
-        loss = gathering.current.reaching_rows(loss)
+        s.gradients_of = name
+        if loss.requires_grad:
+            loss = gathering.current.reaching_rows(loss)
         factor = loss.new_full((), self._share / part.global_size)
         with torch.autocast(s.device.type, enabled=False):
-            s.scaler.scale(loss).backward(factor, inputs=own)  # type: ignore[no-untyped-call]
-            s.gradients_of = name
-            if not s.gradients:
-                raise _make_independence_error(name)
+            if loss.requires_grad:
+                s.scaler.scale(loss).backward(factor, inputs=own)  # type: ignore[no-untyped-call]
+            if not loss.requires_grad or not s.gradients:
+                message = f"gave a loss that does not depend on any parameter of optimizers.{name}; remove a detach() "
+                raise ExperimentError.of("task", f"{message}or no_grad(), or correct optimizers.{name}.params")
             if self._exchanges:
                 _sum_gradients(own, device=s.device)
             if not self._updates:
@@ -104,47 +106,43 @@ class _Updates:
             mark(Phase.UPDATING)
             limit = declared.clip_grad_norm or s.experiment.train.clip_grad_norm
             if s.hooks or limit is not None:
-                s.scaler.unscale_(s.optimizers[name])
+                s.scaler.unscale_(optimizer)
             call_before_update(s, self._step)
             if limit is not None:
                 self.norms[f"{GRADIENT_NORM}_{name}"] = norm = total_norm(s.gradients, device=s.device)
                 clip(own, limit, norm)
-            s.scaler.step(s.optimizers[name])
-            s.optimizers[name].zero_grad(set_to_none=True)
-        self.rates |= {f"{LEARNING_RATE}_{name}"} | {
-            f"{LEARNING_RATE}_{name}_group_{n}" for n in range(1, len(s.optimizers[name].param_groups))
-        }
+            s.scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        rate = f"{LEARNING_RATE}_{name}"
+        self.rates |= {rate, *(f"{rate}{OF_GROUP}{n}" for n in range(1, len(optimizer.param_groups)))}
         mark(Phase.FORWARD)
 
     def finish(self, found: Loss) -> dict[str, Tensor]:
         """Return the sums of the loss, the optimizers' losses and the task's logs, once the task is over."""
         s = self._s
-        if missing := [name for name in s.experiment.optimizers if name not in self._names]:
-            raise _make_error(
-                f"gave no loss for optimizers.{missing[0]}; call update for each optimizer, for every batch"
-            )
+        check_losses_given(s, self._names)
         s.losses_of = tuple(self._names)
         taken = {f"{metric}_{name}" for metric in (LOSS, LEARNING_RATE, GRADIENT_NORM) for name in self._names}
         if clashing := taken.intersection(found.logs):
-            raise _make_error(f"logs {min(clashing)}, which is already reported; choose another name")
+            message = f"logs {min(clashing)}, which is already reported; choose another name"
+            raise ExperimentError.of("task", message)
         sums = {LOSS: torch.stack(list(self._sums.values())).sum(), **self._sums}
         if self.norms and s.experiment.train.clip_grad_norm is not None:
             self.norms[GRADIENT_NORM] = torch.stack([norm.square() for norm in self.norms.values()]).sum().sqrt()
         return sums | {name: (log.detach() * self._share).to(s.loss_dtype) for name, log in found.logs.items()}
 
     def _check(self, name: str, loss: object) -> None:
-        s = self._s
-        if name not in s.experiment.optimizers:
-            raise _make_error(f"called update for optimizer {name!r}; use one of {', '.join(s.experiment.optimizers)}")
-        if not isinstance(loss, Tensor) or loss.ndim:
-            what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"that is a {type(loss).__name__}"
-            raise _make_error(f"called update with a loss {what}; it must be a scalar, the mean over the samples")
+        s, message = self._s, ""
         self._names.append(name)
-        if s.losses_of and tuple(self._names) != s.losses_of[: len(self._names)]:
-            raise _make_error(
-                f"called update for {', '.join(self._names)}, but for {', '.join(s.losses_of)} in the first batch; "
-                "give the same losses for every batch"
-            )
+        if name not in s.experiment.optimizers:
+            message = f"for optimizer {name!r}; use one of {', '.join(s.experiment.optimizers)}"
+        elif not isinstance(loss, Tensor) or loss.ndim:
+            message = f"with {describe(loss)} as the loss; it must be a scalar, the mean over the samples"
+        elif s.losses_of and tuple(self._names) != s.losses_of[: len(self._names)]:
+            message = f"for {', '.join(self._names)}, but for {', '.join(s.losses_of)} in the first batch; give the "
+            message += "same losses for every batch"
+        if message:
+            raise ExperimentError.of("task", f"called update {message}")
 
 
 @torch.no_grad()
@@ -160,12 +158,3 @@ def _sum_gradients(parameters: list[nn.Parameter], *, device: torch.device) -> N
         for index, (parameter, total) in enumerate(zip(chosen, sums, strict=True)):
             if parameter.grad is not None or seen[index]:
                 parameter.grad = total.view_as(parameter).clone()
-
-
-def _make_independence_error(name: str) -> ExperimentError:
-    message = f"gave a loss that does not depend on any parameter of optimizers.{name}"
-    return _make_error(f"{message}; remove a detach() or no_grad(), or correct optimizers.{name}.params")
-
-
-def _make_error(message: str) -> ExperimentError:
-    return ExperimentError.of("task", message)

@@ -41,9 +41,7 @@ class Facts(NamedTuple):
     """True if it drew from Python's or NumPy's generator; else these aren't seeded in each step."""
     items_per_sample: float
     """About the items that the loss counts in a sample: a power of two, by which sums are divided before backward.
-
-    Such a divisor changes no bits, but without it sums over the tokens of long samples would overflow in fp16.
-    """
+    It changes no bits, but without it sums over the tokens of long samples would overflow in fp16."""
     gathers: bool
     """True if the task compares all samples of a global batch with `pipeline.tasks.gathered`."""
     log_names: tuple[str, ...]
@@ -215,13 +213,9 @@ class State:
 
     def begin_step(self, step: int) -> None:
         """Pass the number of a step, counted from 0, to a task with ``begin_step``."""
-        if self._begin_step is not None:
+        if begin_step := getattr(self.task, "begin_step", None):
             epoch, since = divmod(step, self.order.steps_per_epoch)
-            self._begin_step(step, epoch=epoch, batch=since * self.accumulation)
-
-    @cached_property
-    def _begin_step(self) -> Callable[..., None] | None:
-        return getattr(self.task, "begin_step", None)
+            begin_step(step, epoch=epoch, batch=since * self.accumulation)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of ``train.precision``; none for strategies that cast by themselves."""
@@ -232,11 +226,7 @@ class State:
 
     @cached_property
     def metrics(self) -> "MetricCollection | None":
-        """The metrics of the validation set, built at the first access; None without any.
-
-        Raises:
-            ExperimentError: some of them can't be built.
-        """
+        """The metrics of the validation set, built at the first access; None without any."""
         if not self.experiment.metrics:
             return None
         from pipeline.train.metrics import build_collection  # torchmetrics is slow to import
@@ -244,11 +234,7 @@ class State:
         return build_collection(self.create, self.experiment.metrics, device=self.device)
 
     def direction(self, metric: str, mode: Mode, *, key: str) -> Direction:
-        """Return the direction in which a metric that ``key`` names is better.
-
-        Raises:
-            ExperimentError: ``mode`` is auto, and the metric doesn't know.
-        """
+        """Return the direction in which a metric that ``key`` names is better."""
         from pipeline.train.metrics import direction
 
         asks = mode == "auto" and source_of(metric, ()) != "loss"

@@ -38,13 +38,7 @@ _NOTHING = nullcontext()
 
 
 def train(s: State, meter: Meter, checkpoints: Checkpoints) -> None:
-    """Train to the last step, from step ``s.step`` on: epoch, batch and random numbers follow from it. Collective.
-
-    Raises:
-        ExperimentError: the experiment can't be trained as it is written.
-        TrainingError: training failed, e.g. the loss is not finite.
-        Stopped: the driver asked for it; the newest checkpoint is of the last step.
-    """
+    """Train to the last step, from step ``s.step`` on: epoch, batch and random numbers follow from it. Collective."""
     s.wrapped.train()
     minutes = s.experiment.train.minutes
     first, trains = s.step, isinstance(s.trial, Training)
@@ -114,7 +108,7 @@ def train_step(s: State, stream: Stream, *, step: int, exchange: bool = True, up
             for hook in s.hooks:
                 batch = hook.transform(batch)
             if batch is not placed and facts is None:
-                checks.check_transformed(placed, batch)
+                checks.check_transformed(s, placed, batch)
             gathering.current.begin(s, part, exchange=exchange)
             with _exchange(s, part, exchange=exchange):
                 with s.autocast(), _NOTHING if facts is not None else errors.refuse_broadcasts():
@@ -217,10 +211,11 @@ def observe(s: State, part: MicroBatch, loss: Loss, *, seed: int) -> Facts:
     own = (items, len(part.indices) * part.weight, *has_drawn_since(seed), gathering.current.is_used, tuple(loss.logs))
     counted, found = zip(*gather((loss.count is not None, own), rank=s.rank), strict=True)
     if len(set(counted)) > 1:
-        message = "returns Loss.count on some ranks and None on others; return it always, or never"
-        raise ExperimentError.of("loss" if s.experiment.task is None else "task", message)
+        raise ExperimentError.of(
+            "task", "returns Loss.count on some ranks and None on others; return it for all or none"
+        )
     counts, samples, draws, others, gathers, names = zip(*found, strict=True)
-    checks.check_log_names(names)
+    checks.check_log_names(dict(enumerate(names)))
     per_sample = 2.0 ** round(math.log2(sum(counts) / sum(samples))) if sum(counts) > 0 else 1.0
     return Facts(any(draws) or any(others), any(others), per_sample, any(gathers), names[0])
 

@@ -37,13 +37,9 @@ def data(samples: int) -> dict[str, Any]:
 REFUSED = {
     "one sample for BatchNorm": Refusal(
         {**data(50), "model": BATCH_NORM, "train": {"global_batch_size": 12}},
-        "train.global_batch_size: rank {rank} gets one sample of a global batch of 2 (2 workers), "
-        "but BatchNorm needs at least 2. Set 11, so that each rank gets at least 2, "
-        "or use a layer without batch statistics, e.g. GroupNorm.",
-    ),
-    "too few samples for BatchNorm": Refusal(
-        {**data(2), "model": BATCH_NORM, "train": {"global_batch_size": 2}},
-        "With only 2 samples, use fewer workers",
+        "train.global_batch_size: rank {rank} gets one sample of a global batch of 2, but BatchNorm needs at least 2. "
+        "Set a size that leaves 4 or more to the last batch of 50 samples, use fewer workers or micro-batches, "
+        "or a layer without batch statistics, e.g. GroupNorm.",
     ),
     "order of the process": Refusal(
         {"sampler": {"_target_": "toy_orders.of_the_process"}},
@@ -67,21 +63,21 @@ REFUSED = {
         "the validation loss is nan after epoch 1 (step 3), although",
         steps=("step-00000002",),
     ),
-    "SyncBatchNorm on CPU": Refusal(
-        {"model": {"_target_": "torch.nn.SyncBatchNorm", "num_features": 3}},
-        "model: the model is a SyncBatchNorm, which works on GPUs only. Use torch.nn.BatchNorm1d",
-    ),
     "metric that returns a text": Refusal(
         {"metrics": {"roc": {"_target_": "toy_metrics.Texts"}}},
         "metrics.roc: Texts returned a str. Use a metric that returns a number",
     ),
     "metric with a state outside": Refusal(
         {"metrics": {"count": {"_target_": "toy_metrics.Outside"}}},
-        "metrics.count: Outside updates rows, which is not merged over workers. Declare it with",
+        "metrics.count: Outside keeps rows, which can't be merged over workers. Use add_state with sum, min, max or",
+    ),
+    "metric with an average of ranks": Refusal(
+        {"metrics": {"moving": {"_target_": "toy_metrics.Moving"}}},
+        "metrics.moving: Moving keeps mean, which can't be merged over workers",
     ),
     "metrics in a list": Refusal(
         {"metrics": {"count": {"_target_": "toy_metrics.Listed"}}},
-        "metrics.count: Listed has metrics in the list or dict inner. Put them into torch.nn.ModuleList",
+        "metrics.count: Listed keeps inner, which can't be merged over workers",
     ),
 }
 

@@ -363,8 +363,8 @@ FAULTS = (
         "buffers that ranks update on their own are not compared",
         "what trains otherwise on several workers is told",
         "pipeline/train/checks.py",
-        "        if names := find_differing(buffers, rank=s.rank):",
-        "        if names := list[str]():",
+        "        names = find_differing(buffers, rank=s.rank)",
+        "        names = list[str]()",
         ("tests/contract/test_coupled_ranks.py",),
     ),
     Fault(

@@ -81,17 +81,6 @@ class Turns:
         return Loss(outputs=outputs, targets=batch[1])
 
 
-class Normed(nn.Module):
-    """With batch statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
-
-
 def not_a_module() -> str:
     return "a model"
 

@@ -106,12 +106,6 @@ class ManualLit(Lit):
         self.automatic_optimization = False
 
 
-class StillManualLit(ManualLit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = 1
-
-
 class HookedLit(Lit):
     def on_train_epoch_end(self) -> None:
         pass

@@ -129,13 +129,8 @@ METRICS = {
         "base_metric": {"_target_": f"{OF}MulticlassAUROC", "num_classes": 3},
     },
     "parts": {"_target_": "toy_metrics.Parts"},
-    "each": {"_target_": "toy_metrics.Each"},
-    "stacked": {"_target_": "toy_metrics.Moving"},
-    "averaged": {"_target_": "toy_metrics.Moving", "reduction": "mean"},
 }
-"""List states that are concatenated, list states that aren't, both kinds in one, tensors, and metrics in a metric.
-
-Numbers for each sample, tensors without an exact reduction, and a tensor whose type the first batch changes."""
+"""List states that are concatenated, list states that aren't, both kinds in one, tensors, and metrics in a metric."""
 GATHERED = {
     f"gathered: {name}": Row(sections, stopped=toy_contrastive.STOPPED, whole_batches=True)
     for name, sections in toy_contrastive.CASES.items()
@@ -163,8 +158,7 @@ MEANS = {
             "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
             "data": {"_target_": "toys.classification"},
             "metrics": {
-                name: {**METRICS[name], "on": ["train", "validation"]}
-                for name in ("auroc", "confusion", "parts", "stacked")
+                name: {**METRICS[name], "on": ["train", "validation"]} for name in ("auroc", "confusion", "parts")
             },
             "train": {"global_batch_size": 6, "evaluate_every_steps": 3},  # reports after the same steps each time
         },
@@ -179,7 +173,7 @@ OPTIMIZERS = {
         stopped=toy_gans.STOPPED,
         whole_batches=name == "compared",
         counted="count",
-        warned="model: buffer count changes",
+        warned="model: each part of a batch updates buffer count",
     )
     for name, sections in toy_gans.CASES.items()
 }

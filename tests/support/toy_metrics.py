@@ -110,9 +110,9 @@ class Moving(Metric):
     mean: Tensor
     seen: Tensor
 
-    def __init__(self, reduction: str | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.add_state("mean", default=torch.tensor(0.0), dist_reduce_fx=reduction)
+        self.add_state("mean", default=torch.tensor(0.0), dist_reduce_fx="mean")
         self.add_state("seen", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:

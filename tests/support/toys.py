@@ -289,23 +289,6 @@ class _NoisyPairs(Noisy):
 # Models, losses and other components
 
 
-class Forgetful(torch.optim.SGD):
-    """Has more to forget than gradients."""
-
-    forgotten: ClassVar[int] = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        type(self).forgotten += 1
-        super().zero_grad(set_to_none)
-
-
-class Partial(torch.optim.SGD):
-    """Holds the first parameter only."""
-
-    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
-        super().__init__(list(parameters)[:1], lr=lr)
-
-
 class DrawnScales(nn.Linear):
     """Scales of three generators outside the state_dict."""
 
@@ -765,17 +748,6 @@ class SparseWords(nn.Module):
         return outputs
 
 
-class ComplexLine(nn.Module):
-    """With a parameter that is complex."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (inputs * self.weight).abs().sum(1, keepdim=True)
-
-
 class Switching(nn.Module):
     """A body that learns at first, and from the third step on, as ``learns`` says."""
 
@@ -808,19 +780,6 @@ class LateBloomer(nn.Module):
         self.passes += 1
         outputs: Tensor = self.first(inputs)
         return outputs + self.late(inputs) if self.passes > 3 else outputs
-
-
-class Drawn(nn.Module):
-    """Weights drawn in the ways of torch.nn.init and of scripts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, 3))
-        for draw in (nn.init.normal_, nn.init.xavier_normal_, nn.init.kaiming_normal_):
-            draw(self.weight)
-        nn.init.normal_(tensor=self.weight)
-        with torch.no_grad():
-            self.weight.normal_(std=0.02)
 
 
 class NormedNet(nn.Module):
@@ -861,17 +820,6 @@ def sequences(samples: int = 21, *, column: str = "") -> tuple[Dataset[Any], Dat
     more = {column: 0} if column else {}
     named = Plain({"input_ids": one, "labels": other, **more} for one, other in zip(tokens, labels, strict=True))
     return named, Plain(named.samples[:7])
-
-
-class Expanded(nn.Linear):
-    """Has a buffer whose elements share their memory."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-        self.register_buffer("scale", torch.ones(1).expand(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs * self.scale)
 
 
 def flat_sgd(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.train import State, report
+from pipeline.train import State
 from pipeline.train.build import build
 from pipeline.train.built_in_hooks import Ema
 from pipeline.train.evaluate import evaluate
@@ -97,12 +97,6 @@ def test_a_decay_that_is_too_slow_for_the_training_is_warned_of(decay: float, sh
     build(toys.trial(train={"ema": {"decay": decay}}), rank=Rank(), outbox=outbox)  # six steps
     messages = [event.message for event in outbox.events if isinstance(event, Warned)]
     assert [re.findall(r"[0-9]+%", message) for message in messages] == shares
-
-
-def test_they_are_counted_among_what_is_held() -> None:
-    """Weights and gradients of SGD without momentum; the averages are half as much again."""
-    plain, averaged = (build(toys.trial(train=one), rank=Rank()) for one in ({}, settings()))
-    assert report.measure_held(averaged).mb[0] == pytest.approx(1.5 * report.measure_held(plain).mb[0])
 
 
 def test_a_model_of_several_types_is_averaged() -> None:

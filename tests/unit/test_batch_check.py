@@ -10,7 +10,6 @@ import torch
 import toys
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from torchmetrics import Metric
 
 from pipeline.drive import try_batch
 from pipeline.errors import PipelineError
@@ -23,16 +22,6 @@ from pipeline.tasks import Loss
 
 ALLOWED = (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in toys.KINDS), "lit", __name__)
 OWN = f"{__name__}."
-
-
-class BatchOfFour(nn.Linear):
-    """Code that needs a batch of its size."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs.view(2, 4, 3)).flatten(0, 1)
 
 
 class UnusedPart(nn.Linear):
@@ -48,24 +37,6 @@ class ByName:
         outputs = model(batch["inputs"])
         loss = nn.functional.mse_loss(outputs, batch["targets"], reduction="sum")
         return Loss(loss, None, outputs, batch["targets"])
-
-
-class OfHundred(Metric):
-    """A metric that is computed of a hundred samples or more."""
-
-    higher_is_better = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.samples += len(targets)
-
-    def compute(self) -> Tensor:
-        if self.samples < 100:
-            raise ValueError("too few samples")
-        return self.samples
 
 
 def names() -> tuple[Any, None]:
@@ -106,17 +77,13 @@ CRITICS = {
 WITHOUT_LOSS: dict[str, Any] = {"loss": None}
 RIGHT: dict[str, dict[str, Any]] = {
     "regression": {},
-    "no validation set": {"data": component("toys.regression", validation=0)},
     "a test set": {"data": component("toys.with_test")},
     "an iterable dataset": STREAM | {"train": {"steps": 3, "global_batch_size": 8}},
-    "its own batch size": {"model": component(OWN + "BatchOfFour"), "data": component("toys.regression", samples=24)},
     "a mapping": WITHOUT_LOSS | {"data": component(OWN + "names"), "task": component(OWN + "ByName")},
     "a schedule of one step": {
         "scheduler": component("torch.optim.lr_scheduler.OneCycleLR", max_lr=0.1, total_steps="${total_steps}"),
         "train": {"steps": 1, "global_batch_size": 8},
     },
-    "several micro-batches": {"train": {"epochs": 1, "global_batch_size": 8, "gradient_accumulation": 3}},
-    "a metric of many samples": {"metrics": {"kid": component(OWN + "OfHundred")}},
     "a loss that is not finite": {"optimizer": component("torch.optim.SGD", lr=1e30)},
     "more workers than cores": {"parallel": {"strategy": "ddp", "launcher": "torchrun", "workers": 8}},
     "a GPU": {"parallel": {"strategy": "ddp", "device": "cuda", "launcher": "torchrun", "workers": 2}},
@@ -146,8 +113,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "loss: gets outputs of shape .* 2 classes are numbered 0 to 1",
     ),
     "an argument": ({"optimizer": component("torch.optim.SGD", lr="abc")}, "optimizer.lr: is 'abc'"),
-    "targets of another shape": ({"data": component("toys.triples")}, "targets of shape .* give both the same shape"),
-    "no targets": ({"data": component("toys.singles")}, "data"),
     "a metric": ({"metrics": {"accuracy": ACCURACY}}, "metrics.accuracy: MulticlassAccuracy raised"),
     "the test set": ({"data": component(OWN + "wrong_test_set")}, "shapes cannot be multiplied"),
     "a sample": ({"data": component("toys.unreadable", index=0)}, "no such image"),
@@ -156,9 +121,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "find_unused_parameters: is false, but unused.weight",
     ),
     "the baseline": ({"benchmark": {"baseline": {"strategy": "ddp", "workers": 2}}}, "baseline.workers: is 2, but"),
-    "a launcher of one process": (
-        {"parallel": {"strategy": "ddp", "launcher": "inprocess", "workers": 2}}, "inprocess runs one process"
-    ),
 }  # fmt: skip
 
 

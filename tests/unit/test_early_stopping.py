@@ -84,29 +84,6 @@ def test_a_resumed_training_ends_at_the_same_step(tmp_path: Path) -> None:
         ]
 
 
-def test_more_patience_goes_on_from_the_end(tmp_path: Path) -> None:
-    whole, _ = run(tmp_path / "patient", train=UNTIL_FLAT | {"early_stopping": {"patience": 4, "min_delta": 0.02}})
-    first, _ = run(tmp_path / "short", train=UNTIL_FLAT)
-    again, _ = run(tmp_path / "short", resume=True,
-                   train=UNTIL_FLAT | {"early_stopping": {"patience": 4, "min_delta": 0.02}})  # fmt: skip
-
-    assert first.steps < again.steps == whole.steps
-    assert again.metrics == whole.metrics
-
-
-def test_a_curve_of_the_last_evaluation_is_kept(tmp_path: Path) -> None:
-    roc = {"_target_": "torchmetrics.classification.MulticlassROC", "num_classes": 3}
-    _, kept = run(
-        tmp_path, metrics={"roc": roc}, data={"_target_": "toys.classification"},
-        model={"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 3},
-        loss={"_target_": "torch.nn.CrossEntropyLoss"},
-        train={"epochs": 9, "early_stopping": {"patience": 1, "min_delta": 9.0}},
-    )  # fmt: skip
-
-    assert len(kept.series("validation/loss")) == 2
-    assert "metrics/roc.csv" in kept.files
-
-
 def test_without_a_validation_set_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=r"train\.early_stopping: monitors validation/loss, but there is no"):
         run(tmp_path, train=UNTIL_FLAT, data={"_target_": "toys.regression", "validation": 0})

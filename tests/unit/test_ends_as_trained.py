@@ -10,7 +10,7 @@ import toys
 from samples import finished, spread
 
 from pipeline.drive.execute import execute
-from pipeline.errors import PipelineError, Problem, TrainingError
+from pipeline.errors import PipelineError, TrainingError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.launch import inprocess
 from pipeline.launch.base import Session
@@ -115,11 +115,6 @@ def test_what_fails_in_the_training_fails_it(tmp_path: Path) -> None:
         carried_out(tmp_path, ([failed()], {}))
 
 
-def test_an_experiment_that_can_t_be_measured_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match="is a stream"):
-        carried_out(tmp_path, ([TRAINED, failed(problems=(Problem("data", "is a stream"),))], {}))
-
-
 def test_ranks_that_fail_in_each_other_s_wake_are_one_line(tmp_path: Path) -> None:
     told: list[AnyEvent] = []
     recorder = Recorder(tmp_path, subscribers=[cast(Any, SimpleNamespace(receive=told.append))])
@@ -151,11 +146,6 @@ def test_what_a_training_is_compared_with_is_a_trial_of_its_own_in_the_journal(t
         "1 worker",
         beside[0].time,
     )  # not when it was recorded
-
-
-def test_what_could_not_be_measured_beside_a_training_is_no_trial(tmp_path: Path) -> None:
-    run = carried_out(tmp_path, ([TRAINED, finished("main", spread(190))], {}), trial=with_baseline())
-    assert [event.trial for event in run.journal if isinstance(event, TrialOpened)] == ["main"]
 
 
 def test_a_baseline_that_was_measured_before_a_rank_failed_stays(tmp_path: Path) -> None:

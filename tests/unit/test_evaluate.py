@@ -88,7 +88,6 @@ def test_the_result_is_the_default(run: Path) -> None:
     [
         ("5", (), "--checkpoint 5: {run} has no checkpoint of step 5. Its checkpoints: 3, 6, 9."),
         ("newest", (), "--checkpoint newest: not found. Use best, last, or a step: 3, 6, 9."),
-        ("best", ("checkpoint.best=null",), "without checkpoint.best. Use --checkpoint last, or a step: 3, 6, 9"),
         ("best", ("checkpoint.best=validation/error", ERROR), "a value of validation/error. Use --checkpoint last"),
         (None, ("checkpoint.directory=nowhere",), " has no complete checkpoint"),
         (None, ("checkpoint.directory=nowhere", "checkpoint.keep=0", "checkpoint.best=null"), "checkpoint.keep is 0"),
@@ -100,19 +99,11 @@ def test_a_checkpoint_that_there_is_not(run: Path, wanted: str | None, overrides
     assert said.format(run=run.name) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("role", "said"),
-    [
-        ("sweep", "pipeline evaluate 20260301-000000-x/trial-001"),
-        ("benchmark", "a run of pipeline benchmark, which does not train"),
-    ],
-)
-def test_what_has_no_training_is_refused(run: Path, role: str, said: str) -> None:
+def test_what_has_no_training_is_refused(run: Path) -> None:
     state = read_state(run)
-    other = state.opened.model_copy(update={"tags": {"role": role}})
-    state = state.model_copy(update={"folder": Path("20260301-000000-x"), "opened": other})
-    with pytest.raises(UsageError, match=said):
-        ended_training(state, command="evaluate")
+    other = state.opened.model_copy(update={"tags": {"role": "benchmark"}})
+    with pytest.raises(UsageError, match="a run of pipeline benchmark, which does not train"):
+        ended_training(state.model_copy(update={"opened": other}), command="evaluate")
 
 
 def test_a_run_that_goes_on_is_refused(run: Path) -> None:
@@ -166,10 +157,6 @@ def test_what_does_not_fit_is_refused(run: Path, overrides: list[str], split: An
         evaluated(run, 9, experiment=opened(run, *overrides).experiment, split=split)
 
 
-def test_without_a_test_set_it_is_the_validation_set(run: Path) -> None:
-    assert evaluated(run, 9, experiment=opened(run, "data._target_=toys.regression").experiment).split == "validation"
-
-
 def test_a_damaged_checkpoint_is_told(run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run, tmp_path / run.name)
     (folder / "checkpoints" / folder_name(6) / "state.pt").write_bytes(b"")
@@ -191,20 +178,6 @@ def test_changes_of_what_is_evaluated_are_told(run: Path) -> None:
         "data._target_ was toys.with_test, is now toys.regression", "train.clip_grad_norm was null, is now 7.0"
     )  # fmt: skip
     assert [note.partition(": ")[2] for note in plan.notes] == list(trial.changes)
-
-
-def test_the_report_says_which_set_it_is(run: Path) -> None:
-    found = evaluated(run, 9, split="validation", changes=("seed was 3, is 4",))
-    report = EvaluationReport.of(found, run=run.name, trial=toys.trial(), has_choice=False)
-    assert report.opening == (
-        "Validation set, 10 samples: weights of step 9 (epoch 3)",
-        "The data has no test set, so this is the validation set.",
-        "Not the experiment that was trained: seed was 3, is 4.",
-    )
-    assert [row[0] for row in report.tables[0].rows] == ["validation/loss"]
-    assert report.verdict.endswith(": validation set, 10 samples: weights of step 9 (epoch 3)")
-    chosen_by_hand = EvaluationReport.of(found, run=run.name, trial=toys.trial(), has_choice=True)
-    assert len(chosen_by_hand.opening) == 2
 
 
 # The run stays what it was

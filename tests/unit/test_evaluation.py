@@ -125,12 +125,6 @@ def test_neither_evaluation_nor_probe_trains(model: str, does: str) -> None:
     assert s.wrapped.training
 
 
-def test_training_without_a_validation_set() -> None:
-    result, outbox = toys.trained(data={"_target_": "toys.regression", "validation": 0})
-    assert not outbox.points("validation/loss")
-    assert "validation/loss" not in result.metrics
-
-
 def test_values_of_the_test_set_are_those_of_the_best_step(tmp_path: Path) -> None:
     trial = toys.trial(data={"_target_": "toys.with_test"}, checkpoint={"best": "validation/loss", "mode": "max"})
     outbox = toys.Kept()
@@ -143,8 +137,7 @@ def test_values_of_the_test_set_are_those_of_the_best_step(tmp_path: Path) -> No
     ("workers", "train", "largest"),
     [
         # A whole share at once may not fit, which would show after a whole epoch.
-        (1, {}, 8), (1, {"gradient_accumulation": 4}, 2), (2, {"gradient_accumulation": 2}, 2),
-        (2, {"gradient_accumulation": 8}, 1), (1, {"gradient_accumulation": 4, "evaluation_batch_size": 3}, 3),
+        (1, {"gradient_accumulation": 4}, 2), (2, {"gradient_accumulation": 8}, 1),
         (1, {"evaluation_batch_size": 100}, 10), (2, {"gradient_accumulation": 4, "evaluation_batch_size": 5}, 2),
     ],
 )  # fmt: skip

@@ -10,7 +10,6 @@ import pytest
 import torch
 import toys
 from checkpointed import run
-from torch import nn
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Started
@@ -67,14 +66,6 @@ LSTM = {"_target_": "torch.nn.LSTM", "input_size": 3, "hidden_size": 1, "num_lay
 )
 def test_layers_that_depend_on_the_ranks_are_named(sections: dict[str, Any], expected: tuple[str, ...]) -> None:
     assert find_coupled_buffers(build(toys.trial(**sections), rank=Rank())) == expected
-
-
-def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
-    net = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
-    net["last"].weight = net["first"].weight
-    freeze(net, ["last.weight"])
-
-    assert [name for name, one in net.named_parameters() if one.requires_grad] == ["first.bias", "last.bias"]
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def test_outside_of_a_training_the_batch_is_the_global_batch() -> None:
             {},
             r"task: called pipeline\.tasks\.gathered with .* shape \(16, 4\)\. It needs 8 rows, one for each",
         ),
-        ("InEvaluation", {}, r"task: calls pipeline\.tasks\.gathered in evaluation only"),
-        ("Late", {}, r"task: calls pipeline\.tasks\.gathered in a later batch, but not in the first"),
+        ("InEvaluation", {}, r"task: calls pipeline\.tasks\.gathered, but not in the first batch of training"),
+        ("Late", {}, r"task: calls pipeline\.tasks\.gathered, but not in the first batch of training"),
     ],
 )
 def test_what_has_no_global_batch_is_refused(task: str, sections: dict[str, Any], message: str) -> None:
@@ -62,7 +62,7 @@ PART = MicroBatch(step=0, epoch=0, indices=[1, 3, 5], weight=1, is_last=True, gl
     ("refused", "message"),
     [
         (state(is_stream=True), "data: is iterable, but the task compares all samples .*; use a map-style dataset"),
-        (state(gpus=2), "parallel.strategy: is dp, which divides a batch among GPUs, but .*; use ddp"),
+        (state(gpus=2), "parallel.strategy: is dp, which divides it, but .*; use ddp"),
     ],
 )
 def test_ranks_without_a_part_of_it_are_refused(refused: Any, message: str) -> None:

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from pipeline import registry
-from pipeline.errors import ExperimentError, TrainingError
+from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
 from pipeline.train.built_in_hooks import Ema
-from pipeline.train.evaluate import evaluate
 from pipeline.train.manifest import folder_name
 from pipeline.train.names import named
-from pipeline.train.nonfinite import check_weights
 from pipeline.train.ranks import whole
 from pipeline.train.run import train
 from pipeline.train.state import State
@@ -78,24 +76,9 @@ def test_of_a_loss_without_parameters_nothing_is_sent() -> None:
     assert not {"model/loss.pt", "model/task.pt"} & outbox.files.keys()
 
 
-def test_building_and_evaluating_leave_a_loss_as_it_is() -> None:
-    s = built()
-    loss = s.task.loss
-    assert (loss.calls, loss.training) == (0, True)
-    evaluate(s)
-    assert (loss.calls, loss.training) == (0, True)
-
-
 def test_averages_are_of_all_that_is_trained() -> None:
     s = built(train={"ema": {"decay": 0.5}})
     assert list(toys.hook(s, Ema).averages) == ["model.weight", "model.bias", "task.loss.scale"]
-
-
-def test_a_weight_that_is_not_finite_is_found() -> None:
-    s = built()
-    s.task.loss.scale.data.fill_(float("nan"))
-    with pytest.raises(TrainingError, match="weights are not finite after step 0"):
-        check_weights(s)
 
 
 class Plain:

@@ -32,14 +32,6 @@ def run(
     return train(toys.trial(**sections).model_copy(update=update), rank=Rank(), outbox=kept), kept
 
 
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [({"epochs": 1}, "1 epoch"), ({"epochs": 2}, "2 epochs"), (STEPS | {"steps": 1}, "1 step"), (STEPS, "5 steps")],
-)
-def test_a_length_has_words(sections: dict[str, Any], words: str) -> None:
-    assert toys.experiment(train=sections).train.length == words
-
-
 def test_a_length_in_steps_ends_within_an_epoch(tmp_path: Path) -> None:
     cosine = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"}
     whole, expected = run(tmp_path / "epochs", train={"epochs": 2}, scheduler=cosine | {"T_max": 5})
@@ -93,12 +85,3 @@ def test_a_length_that_is_missing_or_given_twice_is_refused(tmp_path: Path, trai
     with pytest.raises(ExperimentError) as raised:
         load(path)
     assert message in str(raised.value)
-
-
-def test_a_sweep_needs_epochs(tmp_path: Path) -> None:
-    path = tmp_path / "long.yaml"
-    sweep = "sweep: {parameters: {optimizer.lr: {choice: [0.1, 0.2]}}}\n"
-    path.write_text(f"{FILE}train: {{global_batch_size: 16, steps: 9}}\n{sweep}")
-
-    with pytest.raises(ExperimentError, match="a sweep compares trials by epochs"):
-        load(path)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 pytest.importorskip("lightning")
@@ -18,7 +17,6 @@ import toys
 from lit import TASK, trained, trial
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment.jsonschema import experiment_json_schema
 from pipeline.protocol.rank import Rank
 from pipeline.tasks import Lightning
 from pipeline.train.run import train
@@ -125,9 +123,7 @@ def checked(command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mon
     ("module", "more", "message"),
     [
         ("HookedLit", "", r"lit.yaml:3: task.module._target_: HookedLit.on_train_epoch_end isn't supported"),
-        ("HookedLit", "", r"HookedLit.train_dataloader isn't supported. Set data: to a function"),
         ("ManualLit", "", r"ManualLit.automatic_optimization is False. Manual optimization isn't supported"),
-        ("StillManualLit", "", r"StillManualLit.automatic_opt.* For several optimizers, use optimizers: and a task"),
         ("PlainLit", "", r"optimizer: missing. Set it, or add configure_optimizers to PlainLit"),
         (
             "Lit",
@@ -165,14 +161,3 @@ def test_what_isnt_supported_is_refused_when_the_file_is_checked(
 def test_the_plan_names_the_module(checked: Checked) -> None:
     ended = checked("run", "task.module.lr=0.2", "--dry-run")
     assert "module       lit.Lit, with the optimizer that it defines\n" in ended.stdout, ended.output
-
-
-def test_an_editor_asks_for_neither_model_nor_optimizer() -> None:
-    values = {
-        "name": "lit",
-        "data": {"_target_": "toys.classification"},
-        "train": {"epochs": 1, "global_batch_size": 8},
-    }
-    schema = jsonschema.Draft202012Validator(experiment_json_schema())
-    assert schema.is_valid({**values, "task": {"_target_": TASK, "module": {"_target_": "lit.Lit"}}})
-    assert not schema.is_valid({**values, "task": {"_target_": "pipeline.tasks.LanguageModel"}})

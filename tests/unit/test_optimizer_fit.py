@@ -11,10 +11,9 @@ import toys
 from checkpointed import EVERY, Saving, assert_same, until
 from torch import Tensor, nn
 
-from pipeline.errors import ExperimentError, TrainingError
+from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
-from pipeline.train.nonfinite import check_weights
 from pipeline.train.state import State
 
 HERE = "test_optimizer_fit"
@@ -87,11 +86,11 @@ def optimizer(name: str, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"torch.optim.{name}", "lr": 0.05, **arguments}
 
 
-def exact_when_resumed(tmp_path: Path, *, after: int = 2, **sections: Any) -> Saving:
+def exact_when_resumed(tmp_path: Path, **sections: Any) -> Saving:
     """Train; train once more from a checkpoint; compare to the bit."""
     whole = run(tmp_path / "whole", **sections)
-    again = run(until(after, folder=tmp_path / "whole", to=tmp_path / "again"), resume=True, **sections)
-    assert_same(again, whole, after=after)
+    again = run(until(2, folder=tmp_path / "whole", to=tmp_path / "again"), resume=True, **sections)
+    assert_same(again, whole, after=2)
     assert whole.warnings == again.warnings == []
     return whole
 
@@ -99,20 +98,18 @@ def exact_when_resumed(tmp_path: Path, *, after: int = 2, **sections: Any) -> Sa
 WORDS, BAG, ROTATING = "toys.SparseWords", "toys.SparseBag", f"{HERE}.Rotating"
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, in Adagrad
 class TestSparseGradients:
     @pytest.mark.parametrize(
         ("model", "chosen"),
-        [(WORDS, optimizer("SGD", momentum=0.9)), (WORDS, optimizer("Adagrad")), (BAG, optimizer("SparseAdam"))],
-        ids=["SGD", "Adagrad", "SparseAdam"],
+        [(WORDS, optimizer("SGD", momentum=0.9)), (BAG, optimizer("SparseAdam"))],
+        ids=["SGD", "SparseAdam"],
     )
     def test_train_and_resume_with_clipping(self, tmp_path: Path, model: str, chosen: dict[str, Any]) -> None:
         train = {"clip_grad_norm": 0.5, "on_nonfinite": "skip"}
         exact_when_resumed(tmp_path, model=model, optimizer=chosen, train=train)
 
-    @pytest.mark.parametrize("momentum", [0.0, 0.9])
-    def test_train_what_dense_ones_do(self, monkeypatch: pytest.MonkeyPatch, momentum: float) -> None:
-        sections: dict[str, Any] = {"optimizer": optimizer("SGD", momentum=momentum), "train": {"clip_grad_norm": 0.1}}
+    def test_train_what_dense_ones_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sections: dict[str, Any] = {"optimizer": optimizer("SGD", momentum=0.9), "train": {"clip_grad_norm": 0.1}}
         sparse = run(model=BAG, **sections)
         made = nn.EmbeddingBag.__init__
         monkeypatch.setattr(nn.EmbeddingBag, "__init__", lambda self, *a, **k: made(self, *a, **{**k, "sparse": False}))
@@ -121,27 +118,10 @@ class TestSparseGradients:
         for name in ("train/loss", "train/gradient_norm", "validation/loss"):
             assert sparse.series(name) == pytest.approx(dense.series(name), rel=1e-12, abs=1e-14)
 
-    @pytest.mark.parametrize(
-        ("model", "chosen", "said"),
-        [
-            (WORDS, optimizer("AdamW", fused=False), "does not support sparse gradients"),
-            (WORDS, optimizer("SGD", weight_decay=0.1), r"add\(sparse, dense\)"),
-            (WORDS, optimizer("SparseAdam"), "does not support dense gradients"),
-            ("", optimizer("SparseAdam"), "does not support dense gradients"),
-        ],
-    )
-    def test_that_an_optimizer_does_not_take_are_refused(self, model: str, chosen: dict[str, Any], said: str) -> None:
-        with pytest.raises(ExperimentError, match=f"^optimizer: .*{said}.*[^.]\\. Use .* or Adagrad without"):
-            run(model=model, optimizer=chosen)
-
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
-    with pytest.raises(ExperimentError) as refused:
+    with pytest.raises(ExperimentError, match=r"^optimizer: the step\(\) of LBFGS needs a closure, which is not supp"):
         built(optimizer=optimizer("LBFGS"))
-    assert str(refused.value) == (
-        "optimizer: the step() of LBFGS needs a closure, which is not supported. Use an optimizer that needs one "
-        "forward and backward pass, e.g. torch.optim.AdamW."
-    )
 
 
 class TestComplexParameters:
@@ -152,21 +132,10 @@ class TestComplexParameters:
         assert all(own.imag.abs().max() > 0 for own in state.values())
         assert s.batches.place(torch.ones(1, dtype=torch.complex64)).dtype == torch.complex128
 
-    def test_train_in_fp64_what_they_do_in_fp32(self) -> None:
-        exact, usual = (run(model=ROTATING, train={"precision": name}) for name in ("fp64", "fp32"))
-        assert exact.series("train/loss") == pytest.approx(usual.series("train/loss"), rel=1e-5)
-
     def test_are_averaged_and_resumed(self, tmp_path: Path) -> None:
         averaged = exact_when_resumed(tmp_path, model=ROTATING, train={"ema": {"decay": 0.5}}).weights["weight"]
         assert averaged.is_complex()
         assert not torch.equal(averaged, run(model=ROTATING).weights["weight"])
-
-    def test_that_become_nan_are_told(self) -> None:
-        s = built(model={"_target_": ROTATING})
-        with torch.no_grad():
-            s.model.weight[0] = complex("nan")  # type: ignore[index,operator]
-        with pytest.raises(TrainingError, match="weights are not finite"):
-            check_weights(s)
 
 
 FREE: dict[str, Any] = {"optimizer": {"_target_": f"{HERE}.ScheduleFree", "lr": 0.1}}
@@ -192,14 +161,8 @@ class TestOptimizersWithModes:
         for name, own in s.model.state_dict().items():
             assert torch.allclose(own, outbox.weights[name], rtol=1e-12)
 
-    @pytest.mark.parametrize("after", [2, 3])
-    def test_are_resumed_exactly(self, tmp_path: Path, after: int) -> None:
-        exact_when_resumed(tmp_path, after=after, **FREE)
-
-    def test_go_on_when_the_training_is_made_longer(self, tmp_path: Path) -> None:
-        expected = run(**FREE, train={"epochs": 3})
-        run(tmp_path, **FREE)
-        assert_same(run(tmp_path, resume=True, **FREE, train={"epochs": 3}), expected, after=6)
+    def test_are_resumed_exactly(self, tmp_path: Path) -> None:
+        exact_when_resumed(tmp_path, **FREE)
 
     def test_are_not_disturbed_by_evaluation(self) -> None:
         often, once = (run(**FREE, train={"epochs": 4, "evaluate_every_epochs": every}) for every in (1, 4))
@@ -215,7 +178,6 @@ class TestOptimizersWithModes:
 SCALED: dict[str, Any] = {"lr_scaling": {"rule": "linear", "base_batch_size": 2}}
 """To four times what the file has."""
 CYCLES: list[tuple[str, dict[str, Any]]] = [
-    ("OneCycleLR", {"max_lr": 0.1, "total_steps": "${total_steps}"}),
     ("OneCycleLR", {"max_lr": [0.1], "total_steps": "${total_steps}"}),
     ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2}),
 ]
@@ -234,6 +196,6 @@ class TestScaledLearningRates:
 
     def test_that_are_hidden_in_a_function_are_refused(self) -> None:
         hidden = {"_target_": "toys.one_cycle"}
-        with pytest.raises(ExperimentError, match=r"^scheduler: .*train\.lr_scaling would have no effect"):
+        with pytest.raises(ExperimentError, match=r"^scheduler: .* whose rates override train\.lr_scaling"):
             built(scheduler=hidden, train=SCALED)
         built(scheduler=hidden)  # as it is without scaling

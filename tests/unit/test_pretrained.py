@@ -67,7 +67,7 @@ def test_the_task_of_the_model_weighs_by_its_labels(folder: Path) -> None:
     ("arguments", "said"),
     [
         ({"task": "classification"}, "model.task: is 'classification'; did you mean"),
-        ({"path": "/no/folder"}, "model.path: /no/folder is neither a folder nor a name on the Hugging Face hub"),
+        ({"path": "/no/folder"}, "model.path: /no/folder can't be loaded: "),
         ({"num_lables": 3}, "model.num_lables: the configuration .* has no key num_lables; did you mean num_labels?"),
     ],
 )
@@ -79,10 +79,7 @@ def test_arguments_that_cannot_be_meant(folder: Path, arguments: dict[str, Any],
 def test_only_safetensors_are_loaded(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ExperimentError, match="has no safetensors, and other formats can run code"):
-        pretrained(str(tmp_path), task="masked-lm")
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(ExperimentError, match=r"has no config\.json"):
+    with pytest.raises(ExperimentError, match=r"can't be loaded: .*no file named model\.safetensors"):
         pretrained(str(tmp_path), task="masked-lm")
 
 

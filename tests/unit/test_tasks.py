@@ -29,10 +29,6 @@ def test_supervised_is_the_loss_of_the_model(pair: Any) -> None:
     assert model.weight.grad is not None
 
 
-def test_supervised_takes_a_plain_function_as_loss() -> None:
-    assert Supervised(functional.l1_loss)(nn.Identity(), (torch.zeros(2, 3), torch.ones(2, 3))).sum == 2  # samples
-
-
 def test_the_loss_of_a_transformers_model_is_that_of_its_logits() -> None:
     class Model(nn.Linear):
         def forward(self, inputs: Tensor) -> Any:
@@ -48,7 +44,6 @@ def test_the_loss_of_a_transformers_model_is_that_of_its_logits() -> None:
         (nn.CrossEntropyLoss(), torch.tensor([0, 2]), None),
         (nn.CrossEntropyLoss(), torch.tensor([[0, -100, 1], [1, 2, -100]]), 4),
         (nn.CrossEntropyLoss(ignore_index=2), torch.tensor([0, 2]), 1),
-        (nn.CrossEntropyLoss(weight=WEIGHTS), torch.tensor([0, 2]), 1.5),
         (nn.CrossEntropyLoss(weight=WEIGHTS.double()), torch.tensor([0, 2]), 1.5),
         (nn.CrossEntropyLoss(weight=torch.tensor([1, 5, 1])), torch.tensor([0, 1]), 6),
         (nn.CrossEntropyLoss(weight=WEIGHTS), torch.eye(3)[:2], None),
@@ -83,8 +78,7 @@ def test_language_model_is_the_mean_over_all_tokens_but_padding() -> None:
     [
         (torch.zeros(4, 3), r"a batch is a tensor of shape \(4, 3\), not \(inputs, targets\)"),
         ({"pixels": torch.zeros(1), "label": torch.zeros(1)}, r"a batch is a mapping with the keys pixels, label"),
-        ((torch.zeros(1),) * 3, r"a batch has 3 parts, not \(inputs, targets\)"),
-        ("text", r"a batch is of type str"),
+        ((torch.zeros(1),) * 3, r"a batch is a tuple of 3: .*, not \(inputs, targets\)"),
     ],
 )
 @pytest.mark.parametrize("task", [Supervised(nn.CrossEntropyLoss()), LanguageModel()], ids=["supervised", "language"])
@@ -97,11 +91,6 @@ def test_a_batch_that_is_no_pair_is_refused(task: Any, batch: Any, what: str) ->
 def test_a_loss_that_is_no_mean_is_refused(reduction: str) -> None:
     with pytest.raises(ExperimentError, match=f"loss: reduction '{reduction}' .* set reduction: mean"):
         Supervised(nn.CrossEntropyLoss(reduction=reduction))
-
-
-def test_smoothing_with_a_class_that_counts_nothing_is_refused() -> None:
-    with pytest.raises(ExperimentError, match="loss: label_smoothing with a class weight of 0"):
-        Supervised(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0]), label_smoothing=0.1))
 
 
 def test_ignored_labels_must_be_declared() -> None:
@@ -129,8 +118,7 @@ ONE, ROW = torch.ones(()), torch.ones(1)
 @pytest.mark.parametrize(
     ("returned", "what"),
     [
-        (ROW, r"returned a tensor of shape \(1,\); it must be a scalar, the mean over the samples"),
-        (0.5, r"returned a float; return Loss\(sum, count\), or the mean over the samples"),
+        (ROW, r"returned a tensor of shape \(1,\); return Loss\(sum, count\), or a scalar, the mean over the samples"),
         ((ONE, ONE), r"returned a tuple; return Loss"),
         (Loss(ROW), r"returned a tensor of shape \(1,\) as Loss\.sum; it must be a scalar tensor"),
         (Loss(ONE, ROW), r"returned a tensor of shape \(1,\) as Loss\.count; it must be a scalar tensor"),

@@ -5,7 +5,6 @@ That losses and weights are those of a loop by hand is judged by contract/test_b
 
 import io
 import math
-from functools import partial
 from itertools import groupby, pairwise
 from statistics import mean
 from typing import Any
@@ -21,9 +20,7 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.train import LearningRateScaling
 from pipeline.protocol.events import Metrics, ModelExported, ModelSaved, Started
 from pipeline.protocol.rank import Rank
-from pipeline.train import measure, report
 from pipeline.train.build import build
-from pipeline.train.loader import to_device
 from pipeline.train.order import SampleOrder
 from pipeline.train.run import train
 from pipeline.train.schedules import scaling_factor
@@ -31,26 +28,12 @@ from pipeline.train.schedules import scaling_factor
 STEPS = 3
 """Steps in an epoch of toys.regression, with the usual batch of 8."""
 
-INPUTS, TARGETS = toys.regression()[0].tensors  # type: ignore[attr-defined]
-
 SCHEDULERS = "torch.optim.lr_scheduler"
 COSINE = {"_target_": f"{SCHEDULERS}.CosineAnnealingLR", "T_max": "${total_steps}"}
 
 
 def losses(**sections: Any) -> list[float]:
     return toys.trained(**sections)[1].series("train/loss")
-
-
-def test_a_training_only_measures_nothing_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = toys.trained(measures=True)
-    for name in ("probe", "unused_parameters"):
-        monkeypatch.setattr(measure, name, lambda *_, **__: pytest.fail("measured"))
-    result, outbox = toys.trained()
-    assert (result.metrics, result.losses) == (whole.metrics, whole.losses)
-    assert whole.parts.compute_ms is not None
-    assert (result.parts.compute_ms, result.parts.sum_ms) == (None, None)
-    assert result.samples_per_second.median > 0
-    assert "warned" not in outbox.kinds()
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
@@ -119,11 +102,6 @@ def test_a_scheduler_that_fails_in_a_step_is_named() -> None:
         toys.trained(scheduler={**COSINE, "T_max": "ten"})
 
 
-def test_a_scheduler_may_take_exactly_all_steps() -> None:
-    one_cycle = {"_target_": f"{SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": "${total_steps}"}
-    assert len(losses(scheduler=one_cycle)) == 2 * STEPS
-
-
 @pytest.mark.parametrize(
     ("rule", "warmup_steps", "factors"),
     [
@@ -148,19 +126,7 @@ def test_warmup_leaves_no_trace_in_the_schedule() -> None:
     assert rates(scheduler=steps, train={"lr_scaling": {"warmup_steps": 3}}) == pytest.approx(expected, rel=1e-12)
 
 
-def test_warmup_uses_the_rate_that_it_reports() -> None:
-    warm = losses(train={"lr_scaling": {"warmup_steps": 1000}})
-    cold = losses(optimizer={"_target_": "torch.optim.SGD", "lr": 0.0})
-    assert warm[-1] == pytest.approx(cold[-1], rel=0.01)
-
-
 PLATEAU = {"_target_": f"{SCHEDULERS}.ReduceLROnPlateau", "patience": 0}
-
-
-def test_reduce_on_plateau_follows_the_validation_loss() -> None:
-    plateau = {**PLATEAU, "threshold": 1e9, "threshold_mode": "abs"}
-    found = rates(scheduler=plateau, train={"scheduler_interval": "epoch", "epochs": 3})
-    assert found == pytest.approx([0.05] * 2 * STEPS + [0.005] * STEPS, rel=1e-12)
 
 
 def test_reduce_on_plateau_follows_the_metric_that_the_file_names() -> None:
@@ -223,27 +189,6 @@ def test_fp16_clips_the_unscaled_gradient(sections: dict[str, Any]) -> None:
     assert finite[0] == pytest.approx(exact[0], abs=0.01)
 
 
-def test_an_optimizer_forgets_gradients_in_its_own_way() -> None:
-    toys.Forgetful.forgotten = 0
-
-    assert losses(optimizer={"_target_": "toys.Forgetful", "lr": 0.05}) == losses(
-        optimizer={"_target_": "torch.optim.SGD", "lr": 0.05, "fused": False}
-    )
-    assert toys.Forgetful.forgotten == 2 * STEPS
-
-
-def test_clipping_counts_what_the_optimizer_holds() -> None:
-    """Nobody clears the gradients of the others: step by step they would be a larger part of the norm."""
-    sections: dict[str, Any] = {
-        "optimizer": {"_target_": "toys.Partial", "lr": 0.0},
-        "train": {"global_batch_size": toys.SAMPLES, "epochs": 3, "clip_grad_norm": 1.0},
-    }
-    model = build(toys.trial(**sections), rank=Rank()).model
-    loss = nn.functional.mse_loss(model(INPUTS.double()), TARGETS.double())
-    weight, _ = torch.autograd.grad(loss, list(model.parameters()))
-    assert norms(**sections) == pytest.approx([float(weight.norm())] * 3, rel=1e-12)  # before clipping
-
-
 # Random numbers
 
 
@@ -284,18 +229,6 @@ def test_the_loss_of_a_result_is_of_the_last_steps_however_often_it_was_reported
     every = [loss for event in outbox.events if isinstance(event, Metrics) for loss in event.losses]
     assert len(every) == 8 * STEPS
     assert result.metrics["train/loss"] == pytest.approx(mean(every[-20:]), abs=1e-12)
-
-
-def test_the_result_holds_the_latest_metrics() -> None:
-    result, outbox = toys.trained()
-
-    assert result.steps == 2 * STEPS
-    assert result.metrics["train/loss"] == outbox.series("train/loss")[-1]
-    assert result.metrics["validation/loss"] == outbox.series("validation/loss")[-1]
-    assert result.parts.exposed_communication_ms is None
-    assert result.parts.data_wait_ms >= 0
-    assert len(result.peak_memory_mb) == 1
-    assert result.peak_memory_mb[0] > 10
 
 
 def test_the_trained_model_is_sent_with_an_example() -> None:
@@ -340,22 +273,6 @@ def test_the_trained_model_is_exported_last_for_batches_of_any_size() -> None:
     assert outbox.kinds()[-3:] == ["model_saved", "trained", "model_exported"]
 
 
-def test_the_example_of_a_gpu_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device stands for a GPU."""
-    s = build(toys.trial(), rank=Rank())
-    monkeypatch.setattr(s.batches, "place", partial(to_device, device=torch.device("meta"), dtype=None))
-    monkeypatch.setattr(torch.Tensor, "cpu", partial(torch.zeros_like, device="cpu"))
-    monkeypatch.setattr(report, "record", lambda *_, **__: None)  # which computes with it
-    example, _ = report.example_of(s)
-    assert isinstance(example, torch.Tensor)
-    assert example.device.type == "cpu"
-
-
-def test_a_model_that_cannot_be_exported_is_left_to_the_writer() -> None:
-    model = {"_target_": "toys.Undecided", "in_features": 3, "out_features": 1}
-    assert exporting(model=model).kinds()[-2:] == ["model_saved", "trained"]
-
-
 def test_inputs_that_are_not_only_tensors_leave_the_weights_alone() -> None:
     """Without an example there is no signature, so no model."""
     task = {"_target_": "toys.ComparedTask", "more": 2.5}
@@ -365,13 +282,6 @@ def test_inputs_that_are_not_only_tensors_leave_the_weights_alone() -> None:
     assert isinstance(saved, ModelSaved)
     assert saved.example == ""
     assert list(outbox.files) == ["model/weights.pt", "model/reference.pt"]
-
-
-def test_a_model_that_is_not_to_be_logged_is_still_sent() -> None:
-    _, outbox = toys.trained(tracking={"log_model": False})
-
-    assert outbox.kinds()[-2:] == ["metrics", "trained"]
-    assert list(outbox.files) == ["model/weights.pt", "model/example.pt", "model/reference.pt"]
 
 
 # Digest of the data
@@ -419,18 +329,6 @@ def test_a_measurement_takes_exactly_its_steps_as_the_training_does(steps: int) 
     assert result.samples_per_second.median > 0
 
 
-def test_a_measurement_is_not_longer_than_the_training() -> None:
-    result, _ = toys.trained(max_steps=1000)
-    assert result.steps == 2 * STEPS
-
-
-def test_a_measurement_reports_after_warmup_and_each_window() -> None:
-    _, outbox = toys.trained(
-        max_steps=3 + 2 * 4, benchmark={"warmup_steps": 3, "steps": 4, "windows": 2}, train={"global_batch_size": 1}
-    )
-    assert [event.step for event in outbox.events if isinstance(event, Metrics)] == [3, 7, 11]
-
-
 # What is wrong
 
 
@@ -447,46 +345,26 @@ def test_a_nan_stops_training_and_names_step_and_samples() -> None:
     assert math.isnan(outbox.series("train/loss")[1])  # it is reported before training stops
 
 
-def test_a_diverging_training_stops_and_names_a_part_of_a_large_batch() -> None:
-    with pytest.raises(TrainingError, match=r"the loss is inf in step \d+ .*samples (\d+, ){7}\d+ \.\.\. \(22 in all"):
-        toys.trained(
-            data={"_target_": "toys.regression", "validation": 0},  # whose loss would be the first that is infinite
-            optimizer={"_target_": "torch.optim.SGD", "lr": 1e60}, train={"epochs": 50, "global_batch_size": 64},
-        )  # fmt: skip
-
-
-FROM_MODEL = {
-    "model": {"_target_": "toys.LossOfItsOwn"}, "data": {"_target_": "toys.sequences", "column": "idx"},
-    "task": {"_target_": "pipeline.tasks.FromModel"}, "loss": None,
-}  # fmt: skip
 SHORT = {"_target_": f"{SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": 2}
-SEQUENCE = {
-    "_target_": f"{SCHEDULERS}.SequentialLR", "milestones": [3],
-    "schedulers": [{"_target_": f"{SCHEDULERS}.ConstantLR"}, SHORT],
-}  # fmt: skip
 BY_EPOCH = {"train": {"scheduler_interval": "epoch"}}
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"loss": {"_target_": "toys.PerSample"}}, "loss", "is a tensor of shape (8, 1), not a scalar"),
     ({"task": {"_target_": "toys.PerSampleTask"}, "loss": None}, "task", "tensor of shape (8, 1)"),
     ({"loss": {"_target_": "torch.nn.MSELoss", "reduction": "sum"}}, "loss", "set reduction: mean"),
-    ({"model": {"_target_": "torch.nn.Identity"}}, "model", "torch.nn.Identity has no trainable parameters"),
     ({"model": {"_target_": "toys.frozen_net"}}, "model", "toys.frozen_net has no trainable parameters"),
     ({"model": {"_target_": "toys.not_a_model"}}, "model", "returned a dict; it must return a torch.nn.Module"),
     ({"data": {"_target_": "toys.one_set"}}, "data", "returned a Plain. Return a tuple"),
-    ({"data": {"_target_": "toys.singles"}}, "data", "a batch has 1 parts, not (inputs, targets)"),
+    ({"data": {"_target_": "toys.singles"}}, "data", "a batch is a tuple of 1: Tensor (8, 3), not (inputs, targets)"),
     ({"data": {"_target_": "toys.empty"}}, "data", "the training set is empty"),
     ({"data": {"_target_": "toys.stream"}}, "train.epochs", "the training set is iterable and has no length"),
     ({"metrics": {"a": {"_target_": "toys.accuracy_function"}}}, "metrics.a", "a function; use a torchmetrics metric"),
-    (FROM_MODEL, "data", "samples have idx, which LossOfItsOwn does not take as an argument. Remove this from the sam"),
     ({"optimizer": {"_target_": "toys.Stretched"}}, "optimizer", "is a Stretched, not a torch.optim"),
-    ({"scheduler": {"_target_": "toys.Stretched"}}, "scheduler", "is a Stretched, not a torch LRScheduler"),
     ({"scheduler": PLATEAU}, "scheduler", "set train.scheduler_interval: epoch"),
     ({"scheduler": PLATEAU, **BY_EPOCH, "data": regression(validation=0)}, "scheduler", "there is no validation set"),
     (
         {"scheduler": {**SHORT, "total_steps": 5}}, "scheduler",
         "OneCycleLR has total_steps 5, but the training advances it 6 times. Set total_steps to 6 or more.",
     ),
-    ({"scheduler": SEQUENCE}, "scheduler", "OneCycleLR has total_steps 2, but the training advances it 3 times."),
     (
         {"scheduler": COSINE, "train": {"scheduler_metric": "validation/loss"}}, "train.scheduler_metric",
         "only applies to ReduceLROnPlateau",
@@ -501,14 +379,6 @@ def test_what_is_wrong_is_named_with_its_key(sections: dict[str, Any], key: str,
     (problem,) = caught.value.problems
     assert problem.key == key
     assert message in problem.message
-
-
-def test_a_buffer_whose_elements_share_memory_trains() -> None:
-    result, _ = toys.trained(
-        model={"_target_": "toys.Expanded"}, train={"on_nonfinite": "skip"},
-        metrics={"mae": {"_target_": "torchmetrics.MeanAbsoluteError"}},
-    )  # fmt: skip
-    assert math.isfinite(result.metrics["validation/mae"])
 
 
 @pytest.mark.parametrize("index", [0, 5])

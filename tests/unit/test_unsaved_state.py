@@ -12,7 +12,6 @@ import torch
 import toys
 from checkpointed import EVERY, Saving, assert_same, until
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
@@ -84,14 +83,6 @@ class Annealing(nn.Module):
         return nn.functional.mse_loss(outputs, targets) + min(1, self.calls / 20) * outputs.square().mean()
 
 
-class SavedLoss(Annealing):
-    def get_extra_state(self) -> dict[str, int]:
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.calls = state["calls"]
-
-
 class Counting(nn.Linear):
     """A model whose count is extra state."""
 
@@ -110,35 +101,6 @@ class Counting(nn.Linear):
         self.calls = state["calls"]
 
 
-class Distilling(nn.Module):
-    """A loss whose frozen teacher follows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(1, 1, bias=False).requires_grad_(False)
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.training:
-            self.teacher.weight.data.mul_(0.9)
-        return nn.functional.mse_loss(outputs, self.teacher(targets))
-
-
-class Cached(toys.Plain):
-    """A dataset that keeps what was read."""
-
-    def __init__(self, samples: Any) -> None:
-        super().__init__(samples)
-        self.cache: dict[int, Any] = {}
-
-    def __getitem__(self, index: int) -> Any:
-        return self.cache.setdefault(index, super().__getitem__(index))
-
-
-def cached() -> tuple[Dataset[Any], Dataset[Any]]:
-    train, validation = toys.regression()
-    return Cached(train), validation  # type: ignore[return-value]
-
-
 def own(section: str, name: str, **arguments: Any) -> dict[str, Any]:
     return {section: {"_target_": f"{HERE}.{name}", **arguments}, **({"loss": None} if section == "task" else {})}
 
@@ -152,10 +114,6 @@ UNSAVED: dict[str, dict[str, Any]] = {
 SAVED: dict[str, dict[str, Any]] = {
     "extra state": own("model", "Counting"),
     "task in steps": own("task", "Following"),
-    "loss": own("loss", "SavedLoss"),
-    "teacher of a loss": own("loss", "Distilling"),
-    "cache of samples": own("data", "cached"),
-    "metric": {"metrics": {"count": {"_target_": "toy_metrics.Count"}}},
 }
 
 
