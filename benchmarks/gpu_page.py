@@ -52,8 +52,6 @@ TESTS = {
     "test_ranks_under_ray_train_as_one_process": "ddp under Ray trains what one process trains, in fp64",
     "test_a_speedup_is_measured_next_to_the_training": "a speedup is measured, with the baseline on the first GPU",
     "test_a_training_that_fills_the_memory_has_a_speedup": "a training that fills 70% of the memory has a speedup",
-    "test_a_baseline_without_memory_is_measured_after_the_training": "a baseline without memory next to the training "
-    "is measured after it",
 }
 """Claims by the names of the tests in tests/gpu."""
 

@@ -256,8 +256,6 @@ class TrialResult(Recorded):
     """Cores of rank 0's machine that other processes used during these slots, those of the run itself included."""
     micro_batches: int | None = None
     """Micro-batches of a step, if memory had no room for the experiment's larger ones; None otherwise."""
-    is_alone: bool = False
-    """True if it was measured after the training it is compared with, as memory had no room for both; not in turn."""
     parts: StepParts
     communication: Communication | None = None
     """Gradient synchronization while it trained; None with one process, and where the strategy doesn't time it."""

@@ -32,11 +32,7 @@ def find_repeated_blocks(model: nn.Module) -> set[str]:
 
 
 def choose(model: nn.Module, wanted: str | tuple[str, ...]) -> Groups:
-    """Return the modules that form groups, see `pipeline.strategies.fsdp.Options.groups`.
-
-    Raises:
-        ExperimentError: the model has no such class, or its parameters can't be sharded in these groups.
-    """
+    """Return the modules that form groups, see `pipeline.strategies.fsdp.Options.groups`; refuse what can't be one."""
     classes = () if wanted in ("auto", "none") else (wanted,) if isinstance(wanted, str) else wanted
     found = find_repeated_blocks(model) if wanted == "auto" else set()
     for kind in classes:
@@ -48,26 +44,12 @@ def choose(model: nn.Module, wanted: str | tuple[str, ...]) -> Groups:
             raise ExperimentError.of(_KEY, f"{kind} is a container without a forward; name the class of its items")
         found.update(own)
     groups = {name: module for name, module in model.named_modules() if name in found}
-    check(model, groups)
-    return groups
-
-
-def check(module: nn.Module, groups: Groups, *, prefix: str = "") -> None:
-    """Check that the parameters of a module can be sharded in groups; messages have the prefix before their names.
-
-    Raises:
-        ExperimentError: a parameter can't be sharded, or is in two groups, or those of a group have several types.
-    """
     known = {id(one): name for name, one in groups.items()}
     places = {  # a module may be in several
-        place: known[id(one)] for place, one in module.named_modules(remove_duplicate=False) if id(one) in known
+        place: known[id(one)] for place, one in model.named_modules(remove_duplicate=False) if id(one) in known
     }
     first_places: dict[int, tuple[str, str]] = {}
-    types: dict[str, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.is_contiguous():
-            message = f"{prefix}{name} is not contiguous (channels_last?), which can't be sharded"
-            raise ExperimentError.of("model", f"{message}; leave it contiguous")
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         around = [place for place in places if name.startswith(f"{place}.")]
         group = places[max(around, key=len)] if around else ""
         first_group, first_name = first_places.setdefault(id(parameter), (group, name))
@@ -77,13 +59,7 @@ def check(module: nn.Module, groups: Groups, *, prefix: str = "") -> None:
                 f"{first_name} and {name} are one shared parameter, in {_called(first_group)} and in {_called(group)}. "
                 "Set groups: none, or name classes whose modules contain both or neither.",
             )
-        if parameter.requires_grad and parameter.ndim:
-            types.setdefault(group, set()).add(str(parameter.dtype))
-    for group, dtypes in types.items():
-        if len(dtypes) > 1:
-            raise ExperimentError.of(
-                "model", f"parameters in {_called(group)} are {' and '.join(sorted(dtypes))}; use one type per group"
-            )
+    return groups
 
 
 def describe(groups: Groups) -> str:

@@ -111,9 +111,3 @@ class Strategy(ABC):
         """Return all weights and buffers by name, on rank 0. Collective."""
         state: dict[str, Any] = trainee.state_dict()
         return state
-
-
-def sparse_modules(trainee: nn.Module) -> list[str]:
-    """Return the names of the trainable embeddings whose gradients are sparse (``sparse=True``)."""
-    found = ((name, one) for name, one in trainee.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
-    return [name.removeprefix("model.") for name, one in found if one.sparse and one.weight.requires_grad]

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal, cast
 
-import torch
 from pydantic import Field
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from pipeline.errors import ExperimentError
 from pipeline.experiment.values import Section
 from pipeline.strategies import base
 from pipeline.tasks import Trainee
@@ -44,13 +42,6 @@ _TIMED_EVERY = {"cpu": 10, "cuda": 100}
 """Steps of which torch times one. On a GPU, where it waits for the step before, that is torch's default."""
 _TIMED_AT_FIRST = 10
 """First steps, which torch times all."""
-_UNSENT = dict.fromkeys((torch.int16, torch.uint16), torch.int32)
-_UNSENT_ON_CPU = {
-    **dict.fromkeys((torch.uint32, torch.uint64), torch.int64),
-    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.bfloat16),
-}
-"""Types of tensors that neither gloo nor NCCL sends, and those that gloo doesn't send, with what to use instead."""
-
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module with the names of what DDP neither broadcasts nor synchronizes."""
 _HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -79,11 +70,9 @@ class Strategy(base.Strategy):
     @override
     @classmethod
     def refuse_several(cls, options: Section) -> str | None:
-        default = cls.Options()
-        changed = sorted(name for name in options.model_fields_set if getattr(options, name) != getattr(default, name))
-        ignored = next((name for name in changed if name != "sync_batch_norm"), None)
+        changed = options.model_dump(exclude={"sync_batch_norm"}, exclude_defaults=True)
         message = "is an option of torch's DDP, which is not used with several optimizers; remove it"
-        return f"{ignored} {message}" if ignored else None
+        return f"{min(changed)} {message}" if changed else None
 
     @override
     def prepare(self, trainee: Trainee) -> nn.Module:
@@ -94,24 +83,11 @@ class Strategy(base.Strategy):
     @override
     def wrap(self, trainee: Trainee) -> nn.Module:
         options = cast(Options, self.options)
-        how = f"communication_hook: {options.communication_hook}"
-        if options.communication_hook != "none" and (names := base.sparse_modules(trainee)):
-            raise ExperimentError.of(
-                "model",
-                f"{names[0]} has sparse gradients, which {how} does not support; set sparse: false, or remove {how}",
-            )
         ignored = [f"model.{name}" for name in getattr(trainee.model, _IGNORED, ())]
         for name, module in trainee.task.named_modules(prefix="task"):
             if type(module).__module__ == "torch.nn.modules.loss":  # weights of classes, which no step changes
                 ignored += [f"{name}.{own}" for own, _ in module.named_buffers(recurse=False)]
         setattr(trainee, _IGNORED, ignored)
-        unsent = _UNSENT if self.device.type == "cuda" else {**_UNSENT, **_UNSENT_ON_CPU}
-        for name, buffer in trainee.named_buffers():
-            is_dense = buffer.layout == torch.strided
-            if name not in ignored and (not is_dense or buffer.dtype in unsent):
-                kind, other = (buffer.dtype, unsent[buffer.dtype]) if is_dense else (buffer.layout, "a dense tensor")
-                message = f"the buffer {name.removeprefix('model.')} is {kind}, which DDP cannot send to other workers"
-                raise ExperimentError.of("model", f"{message}. Use {other}, or an attribute that is not a buffer.")
         # Without device_ids torch doesn't search each batch for tensors to move: they are on the device.
         wrapped = DistributedDataParallel(
             self.prepare(trainee),

@@ -22,7 +22,7 @@ from typing_extensions import override
 from pipeline.errors import ExperimentError
 from pipeline.experiment.values import Section
 from pipeline.strategies import base
-from pipeline.strategies._blocks import check, choose, describe
+from pipeline.strategies._blocks import choose, describe
 from pipeline.tasks import Trainee
 
 # Before torch 2.13: other names, no gradients of zero, no public reset.
@@ -80,17 +80,15 @@ class Strategy(base.Strategy):
     @override
     def wrap(self, trainee: Trainee) -> nn.Module:
         options, model = cast(Options, self.options), trainee.model
-        if names := base.sparse_modules(trainee):
-            raise ExperimentError.of(
-                "model",
-                f"{names[0]} has sparse gradients, which fsdp does not support; set sparse: false, or use ddp",
-            )
+        for name, one in trainee.named_modules():
+            if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse and one.weight.requires_grad:
+                message = "has sparse gradients, which fsdp does not support; set sparse: false, or use ddp"
+                raise ExperimentError.of("model", f"{name.removeprefix('model.')} {message}")
         if names := [name for name, one in trainee.named_parameters() if one.is_complex()]:
             # fully_shard's gradients of them are wrong: losses differ from those of ddp from the second step on
             message = f"fsdp does not support complex weights such as {names[0].removeprefix('model.')}; use ddp"
             raise ExperimentError.of("parallel.strategy", message)
         groups = choose(model, options.groups)
-        check(trainee.task, {}, prefix="task.")
         self.groups = tuple(groups.values())
         self._description = describe(groups) if self.world_size > 1 else ""
         self._whole = [one for one in trainee.parameters() if not one.ndim]
@@ -210,7 +208,6 @@ class _Exchange:
     is_on = True
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the memory of an operation."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -77,7 +77,6 @@ def build(trial: Trial, *, rank: Rank, outbox: Outbox = NOBODY, datasets: Datase
         compiling = compilation.compile_parts(
             strategy.groups or [model],
             train.compile,
-            device=device,
             threads=trial.cpus_per_worker,
             # torch can't split a graph in which activations are recomputed
             overlaps=not train.activation_checkpointing,

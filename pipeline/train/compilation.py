@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from pipeline.errors import ExperimentError
@@ -34,8 +33,8 @@ class Stopwatch:
         self._since = 0.0
 
     def start(self, _: "CallbackArgs") -> None:
-        """Start timing, and mark a phase in which the watchdog allows any duration."""
-        mark(Phase.BUILDING)
+        """Start timing."""
+        mark(Phase.BUILDING)  # in which the watchdog allows any duration
         self._since = time.perf_counter()
 
     def stop(self, _: "CallbackArgs") -> None:
@@ -47,37 +46,20 @@ def compile_parts(
     parts: Iterable[nn.Module],
     how: Compile,
     *,
-    device: torch.device,
     threads: int,
     overlaps: bool,
     keeps_compiled: bool = False,
 ) -> Stopwatch:
-    """Compile modules at their first call, and return the stopwatch of these compilations.
+    """Compile modules in place at their first call, and return the stopwatch of these compilations.
 
-    Args:
-        parts: the modules, changed in place.
-        how: the section ``train.compile``.
-        device: the modules' device.
-        threads: compiler threads to use.
-        overlaps: true to split the graph at the buckets of DistributedDataParallel, to overlap communication.
-        keeps_compiled: true if an earlier trial of this process keeps its compiled code, as it is still to take steps.
-
-    Raises:
-        ExperimentError: there is no C++ compiler.
+    ``overlaps`` splits the graph at the buckets of DistributedDataParallel, to overlap communication. With
+    ``keeps_compiled`` an earlier trial of this process keeps its compiled code, as it is still to take steps.
     """
     # These imports take seconds.
     import torch._dynamo
     import torch._inductor.config
     from torch._dynamo.callback import callback_handler
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
 
-    if device.type == "cpu":
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            message = "needs a C++ compiler on the CPU, but none was found; install g++, or set CXX to a compiler"
-            raise ExperimentError.of(_KEY, message) from error
     if not keeps_compiled:
         torch._dynamo.reset()  # of an earlier trial in this process
     torch._dynamo.config.recompile_limit = _SIZES
@@ -95,11 +77,7 @@ def compile_parts(
 
 @contextmanager
 def explained(how: Compile | None) -> Iterator[None]:
-    """Translate the compiler's exceptions in the block.
-
-    Raises:
-        ExperimentError: the compiler can't compile the model; says what to write.
-    """
+    """Translate the compiler's exceptions in the block into ExperimentErrors that say what to write."""
     if how is None:
         yield
         return

@@ -17,17 +17,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.errors import ExperimentError, Stopped
 from pipeline.protocol import estimates
 from pipeline.protocol.events import ArtifactSaved, Trained, Warned
 from pipeline.protocol.trial import Baseline, CellMeasurement, Measurement, Reference, Training, Trial
-from pipeline.protocol.trial_result import StepParts, TrialResult
-from pipeline.train import checks, flops, report
-from pipeline.train.costs import alternate, costs
+from pipeline.protocol.trial_result import Held, StepParts, TrialResult
+from pipeline.train import checks, report
+from pipeline.train.costs import alternate, costs, count_operations
 from pipeline.train.kept import (
     HeldStep,
     clear_gradients,
@@ -38,7 +38,7 @@ from pipeline.train.kept import (
     keep_buffers,
     suspend_updates,
 )
-from pipeline.train.ranks import barrier, gather, matmul_precision, synchronize
+from pipeline.train.ranks import TF32_CAPABILITY, barrier, gather, matmul_precision, synchronize
 from pipeline.train.state import State
 from pipeline.train.turns import Complete, estimate_seconds, measure_in_turn
 from pipeline.wording import first_line
@@ -46,22 +46,29 @@ from pipeline.wording import first_line
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-ROUNDS = 7
-SLOT_SECONDS = 0.2  # long enough for the clock
-BUDGET_SHARE = 0.1  # of a training's time; long steps are measured in fewer rounds
-BUDGET_SECONDS = (1.0, 8.0)  # least and most
-BUDGET_OF_MEASUREMENT_SECONDS = 4.0  # a measurement is shorter than a training itself
-FEWEST_ROUNDS = 3
+_ROUNDS, _FEWEST_ROUNDS = 7, 3
+_SLOT_SECONDS = 0.2  # long enough for the clock
+_BUDGET_SHARE = 0.1  # of a training's time; long steps are measured in fewer rounds
+_BUDGET_SECONDS = (1.0, 8.0)  # least and most
+_BUDGET_OF_MEASUREMENT_SECONDS = 4.0  # a measurement is shorter than a training itself
 TRACED_STEPS = 3
-_AGREEMENT_S = 10.0
-"""Seconds in which all ranks fail if the failure is common, such as too little memory."""
-_POLL_S = 0.1
 _SETTLING_STEPS = 2  # which absorb the profiler's start and what the measurement before has left running
 
 
 def result_of(s: State, *, start: int) -> TrialResult:
     """Return what was measured while the trial ran from step ``start`` on. Collective."""
-    trial, meter, steady = s.trial, s.meter, s.meter.clock.steady
+    trial, meter, steady, gpus = s.trial, s.meter, s.meter.clock.steady, s.strategy.gpus
+    own = (
+        s.rank.node,
+        s.compiling.seconds if s.compiling is not None else 0.0,
+        report.held_mb(s),
+        report.peaks_mb(s),
+        meter.gauge.means(),
+        [torch.cuda.get_device_name(gpu) for gpu in gpus],
+        [torch.cuda.get_device_capability(gpu) >= TF32_CAPABILITY for gpu in gpus],
+    )
+    nodes, compile_s, held, *of_devices = zip(*gather(own, rank=s.rank), strict=True)
+    peaks, utilization, names, tf32 = (tuple(chain(*each)) for each in of_devices)
     return TrialResult(
         trial=trial.name,
         repeat=trial.repeat,
@@ -71,19 +78,17 @@ def result_of(s: State, *, start: int) -> TrialResult:
         whole_training=s.order.samples_in(s.step if isinstance(trial, Training) else s.total_steps),
         samples_per_second=estimates.spread([lap.samples_per_second for lap in steady]),
         step_ms=estimates.spread([lap.step_ms for lap in steady]),
-        parts=StepParts(
-            data_wait_ms=median(lap.data_wait_ms for lap in steady), nodes=tuple(gather(s.rank.node, rank=s.rank))
-        ),
+        parts=StepParts(data_wait_ms=median(lap.data_wait_ms for lap in steady), nodes=nodes),
         communication=meter.communication.result,
-        peak_memory_mb=report.peak_memory_mb(s),
-        held=report.measure_held(s),
-        gpu_utilization=tuple(chain.from_iterable(gather(meter.gauge.means(), rank=s.rank))),
+        peak_memory_mb=peaks,
+        held=Held(mb=held, cut=s.strategy.describe()),
+        gpu_utilization=utilization,
         energy=meter.energy.of(s.order.samples_in(s.step) - s.order.samples_in(start)),
-        gpus=report.gpus(s),
-        has_tf32=report.has_tf32(s),
+        gpus=names,
+        has_tf32=bool(tf32) and all(tf32),
         matmul_precision=matmul_precision(),
-        compile_s=report.compile_s(s),
-        gradient_mb=report.gradient_mb(s),
+        compile_s=max(compile_s) if s.compiling is not None else None,
+        gradient_mb=sum(one.numel() * one.element_size() for one in s.trainable.values()) / 2**20,
         coupling=checks.find_coupled_buffers(s),
         data_notes=s.batches.notes,
         losses=meter.first_losses,
@@ -92,15 +97,12 @@ def result_of(s: State, *, start: int) -> TrialResult:
 
 
 def add_measurements(s: State, result: TrialResult, *, complete: Complete) -> TrialResult:
-    """Return the result with what is measured after the training; failures there never cost the result. Collective.
-
-    ``complete`` runs the first steps of a trial that the training is compared with. Raises what `Afterwards` does.
-    """
+    """Return the result with what is measured after the training; failures there never cost the result. Collective."""
     trial, since, step_ms = s.trial, time.monotonic(), result.step_ms.median
     is_measured = not (isinstance(trial, Training) and trial.train_only)
-    compares = is_measured and isinstance(trial, Training) and bool(trial.compared_with)
-    estimate_s = None
-    if compares and isinstance(trial, Training):
+    compares, estimate_s = False, None
+    if is_measured and isinstance(trial, Training) and trial.compared_with:
+        compares = True
         variants = 3 if trial.workers > 1 else 2
         *_, parts_s = plan_rounds(trial, variants=variants, step_s=step_ms / 1000, total_steps=s.steps)
         estimate_s = parts_s + estimate_seconds(trial, step_s=step_ms / 1000)
@@ -112,7 +114,7 @@ def add_measurements(s: State, result: TrialResult, *, complete: Complete) -> Tr
     if parts := afterwards.measure("the parts of a step", lambda: probe(s, known=result.parts)):
         more["parts"] = parts
     if isinstance(trial, Training | CellMeasurement):  # what runs next to a training computes what it computes
-        more["flops"] = afterwards.measure("the operations of a step", lambda: flops.count(s, held()))
+        more["flops"] = afterwards.measure("the operations of a step", lambda: count_operations(s, held()))
     more["unused_parameters"] = afterwards.measure("unused parameters", lambda: unused_parameters(s, held())) or 0
     if isinstance(trial, Measurement) and trial.measures_costs:
         more["costs"] = afterwards.measure("what a prediction needs", lambda: costs(s))
@@ -127,21 +129,15 @@ def add_measurements(s: State, result: TrialResult, *, complete: Complete) -> Tr
 class Afterwards:
     """A series of collective measurements; a rank that fails skips the rest, and ends with the training's result.
 
-    With gloo the other ranks find its connections closed and do the same. A kernel of NCCL would wait on: there, unless
-    all ranks fail, the rank ends with its error. The driver, which has the result by then, ends the others.
+    With gloo the other ranks find its connections closed and do the same. A kernel of NCCL would wait on: there the
+    rank ends with its error. The driver, which has the result by then, ends the others.
     """
 
     def __init__(self, s: State) -> None:
         self._s, self._has_failed = s, False
 
     def measure(self, what: str, measurement: Callable[[], T]) -> T | None:
-        """Return a collective measurement's result; None, with a warning that names it, if it fails.
-
-        Raises:
-            ExperimentError: the experiment doesn't allow this measurement, on any rank.
-            Stopped: the driver asked for it.
-            Exception: the measurement's own error, while other ranks wait for this one in a kernel.
-        """
+        """Return a collective measurement's result; None, with a warning that names it, if it fails."""
         if self._has_failed:
             return None
         try:
@@ -149,39 +145,26 @@ class Afterwards:
         except (ExperimentError, Stopped):
             raise
         except Exception as error:  # no error may cost the result of the training
-            if not self._can_continue(what):
+            rank = self._s.rank
+            if rank.world_size > 1 and dist.get_backend() != "gloo":
                 raise
             _log.warning("%s could not be measured", what, exc_info=error)
-            rank = self._s.rank
             where = f" on {rank.place}" if rank.world_size > 1 else ""
             message = f"{what} could not be measured{where}, the training is not affected: {first_line(error)}"
             self._s.outbox.event(Warned(trial=self._s.trial.name, message=message, subject="measuring"))
             self._has_failed = rank.world_size > 1
             return None
 
-    def _can_continue(self, what: str) -> bool:
-        """Return True if no other rank waits for this one, which has failed."""
-        world_size = self._s.rank.world_size
-        if world_size == 1 or dist.get_backend() == "gloo":
-            return True
-        store, key = dist.distributed_c10d._get_default_store(), f"{self._s.trial.name}: {what} failed"
-        deadline = time.monotonic() + _AGREEMENT_S
-        failed: int = store.add(key, 1)
-        while failed < world_size and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-            failed = store.add(key, 0)
-        return failed == world_size
-
 
 def plan_rounds(trial: Trial, *, variants: int, step_s: float, total_steps: int) -> tuple[int, int, float]:
     """Return rounds, timed steps of each variant in a round, and seconds of all rounds, for a trial with such steps."""
-    budget_s = BUDGET_OF_MEASUREMENT_SECONDS
+    budget_s = _BUDGET_OF_MEASUREMENT_SECONDS
     if isinstance(trial, Training):
-        least, most = BUDGET_SECONDS
-        budget_s = min(most, max(least, BUDGET_SHARE * total_steps * step_s))
-    steps = max(1, min(10, int(SLOT_SECONDS / step_s)))
+        least, most = _BUDGET_SECONDS
+        budget_s = min(most, max(least, _BUDGET_SHARE * total_steps * step_s))
+    steps = max(1, min(10, int(_SLOT_SECONDS / step_s)))
     round_s = variants * (steps + 1) * step_s
-    rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(budget_s / round_s)))
+    rounds = max(_FEWEST_ROUNDS, min(_ROUNDS, int(budget_s / round_s)))
     return rounds, steps, rounds * round_s
 
 
@@ -192,19 +175,6 @@ def probe(s: State, *, known: StepParts) -> StepParts:
     rounds, steps, _ = plan_rounds(
         s.trial, variants=2 + (s.rank.world_size > 1), step_s=step_ms / 1000, total_steps=s.steps
     )
-
-    norms = [one for one in s.wrapped.modules() if isinstance(one, nn.SyncBatchNorm)]  # which send in each pass
-    groups = [one.process_group for one in norms]
-    alone = dist.new_subgroups(group_size=1)[0] if norms and dist.is_initialized() else None  # type: ignore[no-untyped-call]
-
-    def compute() -> None:
-        for norm in norms:
-            norm.process_group = alone
-        try:
-            compute_gradients(s, iter(held), exchange=False)
-        finally:
-            for norm, group in zip(norms, groups, strict=True):
-                norm.process_group = group
 
     def timed(step: Callable[[], object]) -> float:
         step()  # the first after a change of variant includes what the variant before has left running
@@ -221,7 +191,7 @@ def probe(s: State, *, known: StepParts) -> StepParts:
     with suspend_updates(s):
         held = held_step(s)
         variants = {
-            "computed": lambda: timed(compute),
+            "computed": lambda: timed(lambda: compute_gradients(s, iter(held), exchange=False)),
             "whole": lambda: timed(lambda: s.train_step(s, iter(held), step=0)),
         }
         if s.rank.world_size > 1:

@@ -18,8 +18,7 @@ from pipeline.errors import ExperimentError
 from pipeline.experiment.reported import GRADIENT_NORM, LEARNING_RATE, LOSS, TRAIN
 from pipeline.protocol.events import Metrics, Point
 from pipeline.protocol.trial import Measurement, Training
-from pipeline.train.clock import Clock, DataWait, Lap, Stream
-from pipeline.train.communication import CommunicationMeter, EnergyMeter, GpuGauge
+from pipeline.train.gauges import Clock, CommunicationMeter, DataWait, EnergyMeter, GpuGauge, Lap, Stream
 from pipeline.train.hooks import name_of
 from pipeline.train.nonfinite import Finiteness
 from pipeline.train.watch import waiting
@@ -61,7 +60,7 @@ class Meter:
         self._sent = deque[Metrics](maxlen=_SENT_AGAIN)
 
     def timed(self, stream: Stream) -> Stream:
-        """Yield the same micro-batches, and record how long steps wait for them."""
+        """Yield the same micro-batches, and record the wait for each."""
         return self._waits.timed(stream)
 
     def resume(self) -> None:
@@ -86,12 +85,7 @@ class Meter:
         return step >= self._due or self.finiteness.is_exhausted
 
     def flush(self) -> None:
-        """Report all steps since the last flush. Collective.
-
-        Raises:
-            TrainingError: a loss or gradient is NaN or infinite. All ranks see the same sums and raise together.
-            ExperimentError: a hook reports what it may not.
-        """
+        """Report all steps since the last flush. Collective; all ranks see the same sums and raise together."""
         s, stepped = self._s, self._stepped
         assert s.facts is not None
         count, step = len(stepped), s.step
@@ -153,7 +147,7 @@ class Meter:
 
     @property
     def reached(self) -> dict[str, float]:
-        """Latest value of every metric, without those of single windows, which the result summarizes itself."""
+        """Latest value of every metric but those of single windows."""
         found = {name: value for name, value in self.latest.items() if not name.startswith(WINDOWS)}
         if self._last_losses and self._s.experiment.train.log_every_steps == "auto":
             found[f"{TRAIN}{LOSS}"] = fmean(self._last_losses)
@@ -203,10 +197,9 @@ class Meter:
             self.clock.laps.append(Lap(*state["lap"]))
 
     def _find_next(self, *, interval: int) -> int:
-        """Return the steps after which the next report is due: by time after ``interval`` more, or before that.
+        """Return the steps after which the next report is due: at most ``interval`` more.
 
-        It is also due at the end of an epoch, and before an evaluation or a checkpoint. A measurement reports after its
-        warm-up and after each of its windows.
+        A measurement reports after its warm-up and after each of its windows.
         """
         s, measure = self._s, self._s.experiment.benchmark
         ends: list[int | None] = [s.order.steps_per_epoch]
@@ -221,7 +214,6 @@ class Meter:
         return min(due, *regular, max(s.steps, s.step + 1))
 
     def _gather_ranks(self, own: Tensor) -> Tensor:
-        """Gather each rank's values, shape (ranks, values), in double precision on the CPU."""
         if self._s.rank.world_size == 1:
             return own.double().cpu()[None]
         parts = [torch.empty_like(own) for _ in range(self._s.rank.world_size)]
@@ -230,11 +222,7 @@ class Meter:
             return torch.stack(parts).double().cpu()
 
     def _add_reports(self, columns: dict[str, dict[int, float]], *, step: int) -> None:
-        """Add what the hooks report of the steps until ``step``. Collective.
-
-        Raises:
-            ExperimentError: it does not map names to numbers, or a name is taken.
-        """
+        """Add what the hooks report of the steps until ``step``. Collective."""
         for hook in self._s.hooks:
             found = hook.report(self._s)
             try:
@@ -243,8 +231,6 @@ class Meter:
                 message = f"{name_of(hook)}.report returned {type(found).__name__}; return numbers by name, or {{}}"
                 raise ExperimentError.of("hooks", message) from None
             for name, value in values.items():
-                if not isinstance(name, str):
-                    raise ExperimentError.of("hooks", f"{name_of(hook)} reports {name!r}; a name is a text")
                 if name in columns:
                     raise ExperimentError.of("hooks", f"{name_of(hook)} reports {name}, which is taken")
                 columns[name] = {step: value}
@@ -259,8 +245,6 @@ def _read_numbers(values: Sequence[Tensor | None]) -> list[float | None]:
 
 def group_steps(first: int, last: int, *, size: int | None) -> list[range]:
     """Split the steps of a report, counted from 1, into groups that end at multiples of ``size``; None: one group."""
-    if last < first:
-        return []
     ends = [last] if size is None else sorted({*range(first + -first % size, last, size), last})
     starts = [first, *(end + 1 for end in ends[:-1])]
     return [range(start, end + 1) for start, end in zip(starts, ends, strict=True)]

@@ -1,15 +1,10 @@
-"""Model, task and strategy of a training, built from the experiment and checked for their type.
+"""Model, task and strategy of a training, built from the experiment and checked for their type."""
 
-All functions raise ExperimentError with the key of the part that is wrong.
-"""
-
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from pipeline import registry
 from pipeline.errors import ExperimentError
@@ -49,7 +44,7 @@ def seeded_model(create: Create, experiment: Experiment) -> nn.Module:
 
 
 def model_seed(experiment: Experiment) -> int:
-    """Return the seed of the random numbers that the model's constructor draws."""
+    """Return the seed of the model's constructor."""
     return mix(experiment.seed, "model")
 
 
@@ -86,33 +81,14 @@ def build_trainee(create: Create, experiment: Experiment, model: nn.Module) -> T
 
 
 def outline(create: Create, experiment: Experiment, *, with_task: bool) -> nn.Module:
-    """Build model and task on the meta device: names and shapes of the parameters, without memory for them.
-
-    Returns the trainee; without the task's parameters unless ``with_task``.
-
-    Raises:
-        Exception: whatever a model or task raises that can't be built so, or has no parameters.
-    """
-    with keep_generators(), torch.device("meta"), _NothingDrawn():
+    """Build model and, if asked, task on the meta device: the parameters' names and shapes, without memory for them."""
+    with keep_generators(), torch.device("meta"):
         model = seeded_model(create, experiment)
         if with_task:
             return build_trainee(create, experiment, model)
         holder = nn.Module()
         holder.model = model
         return holder
-
-
-class _NothingDrawn(TorchFunctionMode):
-    """Mode in which ``normal_`` leaves a tensor as it is: on the meta device torch imports modules for a second."""
-
-    @override
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
-    ) -> Any:
-        named = named or {}
-        if getattr(function, "__name__", "") == torch.Tensor.normal_.__name__:  # that of torch.nn.init, too
-            return arguments[0] if arguments else named["tensor"]
-        return function(*arguments, **named)
 
 
 def build_strategy(trial: Trial, *, device: torch.device, rank: Rank, compute_dtype: torch.dtype | None) -> Strategy:

@@ -50,11 +50,7 @@ def _send(s: "State", path: Path, place: str) -> None:
 
 
 def arrange(images: Tensor) -> Tensor:
-    """Arrange images (images, channels, height, width) of values from 0 to 1 in a grid: bytes (height, width, 3).
-
-    Raises:
-        ValueError: they have another shape.
-    """
+    """Arrange images (images, channels, height, width) of values from 0 to 1 in a grid: bytes (height, width, 3)."""
     if images.ndim != 4 or images.shape[1] not in (1, 3) or not len(images):
         raise ValueError(f"images have the shape {tuple(images.shape)}, not (images, 1 or 3 channels, height, width)")
     factor = max(1, -(-_LEAST_PIXELS // images.shape[2]))

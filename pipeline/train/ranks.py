@@ -5,6 +5,7 @@ Every rank must call a collective. A rank that fails tells the other ranks, whic
 
 import gc
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.nn.utils import get_total_norm
 
 from pipeline.errors import PipelineError, ResourceError, TrainingError
@@ -23,9 +23,9 @@ from pipeline.protocol.trial import Trial
 from pipeline.train.watch import mark, waiting
 
 T = TypeVar("T")
-_POLLS_S = 0.01, 0.5
-"""Seconds between two questions to the store, at first and at most."""
-_DONE = "done"
+_POLL_S = 0.1
+_HEAD_START_S = 0.5
+"""Seconds in which a rank that failed reports its error first, with its traceback."""
 TF32_CAPABILITY = (8, 0)
 """First compute capability with TF32, Ampere's: CUDA C++ Programming Guide, "Compute Capabilities"."""
 
@@ -48,11 +48,7 @@ def barrier(rank: Rank) -> None:
 
 
 def broadcast_from_first(produce: Callable[[], T], *, rank: Rank) -> T:
-    """Call ``produce`` on rank 0, and return its result or raise its error on every rank.
-
-    Raises:
-        PipelineError: rank 0's error; errors of other types become a TrainingError on the other ranks.
-    """
+    """Call ``produce`` on rank 0, and return its result or raise its error on every rank."""
     if rank.world_size == 1:
         return produce()
     if not rank.is_first:
@@ -65,47 +61,46 @@ def broadcast_from_first(produce: Callable[[], T], *, rank: Rank) -> T:
     try:
         value = produce()
     except Exception as error:
-        told = error if isinstance(error, PipelineError) else TrainingError(f"{type(error).__name__}: {error}")
-        dist.broadcast_object_list([told], src=0)
+        dist.broadcast_object_list([_as_told(error, rank)], src=0)
         raise
     dist.broadcast_object_list([value], src=0)
     return value
 
 
-def call_on_first(do: Callable[[], None], *, what: str, rank: Rank) -> None:
-    """Call ``do`` on rank 0, however long it takes, see `call_on_ranks`."""
-    call_on_ranks(do, callers=(0,), what=what, rank=rank)
-
-
-def call_on_ranks(do: Callable[[], None], *, callers: Iterable[int], what: str, rank: Rank) -> None:
+def call_on_ranks(do: Callable[[], T], *, what: str, rank: Rank, callers: Sequence[int] = (0,)) -> T:
     """Call ``do`` on some ranks, however long it takes: ranks wait without a collective, which would time out.
 
-    ``what`` names the call to all ranks.
-
-    Raises:
-        TrainingError: on the other ranks, with a caller's error.
+    ``what`` names the call. Returns the first caller's result, or raises a caller's error, on every rank.
     """
     if rank.world_size == 1:
-        do()
-        return
+        return do()
     store = dist.distributed_c10d._get_default_store()
     keys = {caller: f"{what} (rank {caller})" for caller in callers}
-    if (own := keys.pop(rank.rank, None)) is not None:
+    if rank.rank in keys:
         try:
-            do()
+            value = do()
         except BaseException as error:  # an outer launcher's store outlives the rank: the others would ask it for ever
-            store.set(own, f"{type(error).__name__}: {error}")
+            store.set(keys[rank.rank], pickle.dumps((None, _as_told(error, rank))))  # type: ignore[arg-type] # bytes, too
             raise
-        store.set(own, _DONE)
-    pause_s, longest_s = _POLLS_S
-    while keys and not store.check(list(keys.values())):
+        store.set(keys[rank.rank], pickle.dumps((value, None)))  # type: ignore[arg-type] # bytes, too
+    while not store.check(list(keys.values())):
         mark(Phase.WAITING)
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, longest_s)
-    for caller, key in keys.items():
-        if (answer := store.get(key).decode()) != _DONE:
-            time.sleep(longest_s)  # the caller reports its error first, with its traceback
-            raise TrainingError(f"rank {caller} failed: {answer}")
+        time.sleep(_POLL_S)
+    values = []
+    for key in keys.values():
+        value, told = pickle.loads(store.get(key))  # noqa: S301 (from ranks of this training)
+        if told is not None:
+            time.sleep(_HEAD_START_S)
+            raise told
+        values.append(value)
+    return values[0]
+
+
+def _as_told(error: BaseException, rank: Rank) -> PipelineError:
+    """Return what other ranks raise for an error of this rank."""
+    if isinstance(error, PipelineError):
+        return error
+    return TrainingError(f"rank {rank.rank} failed: {type(error).__name__}: {error}")
 
 
 @torch.no_grad()
@@ -122,11 +117,7 @@ def copy_from_first(tensors: Iterable[Tensor], *, rank: Rank, device: torch.devi
 
 
 def call_on_all_ranks(do: Callable[[], T], *, rank: Rank, group: dist.ProcessGroup | None) -> list[T]:
-    """Call ``do`` on each rank of the group and return the results of all ranks.
-
-    Raises:
-        OSError: a rank failed; raised on all ranks.
-    """
+    """Call ``do`` on each rank of the group and return the results of all; all raise OSError if one fails."""
     if group is None:
         return [do()]
     own: Exception | None = None
@@ -190,11 +181,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_of(trial: Trial, *, rank: Rank) -> torch.device:
-    """Return the device of a rank; the ranks of a node take its GPUs in order.
-
-    Raises:
-        ResourceError: CUDA shows fewer GPUs than ranks of this node.
-    """
+    """Return the device of a rank; the ranks of a node take its GPUs in order."""
     if trial.device == "cpu":
         return torch.device("cpu")
     count, own = torch.cuda.device_count(), max(1, trial.devices_per_worker)
@@ -224,26 +211,6 @@ def uuid_of(device: int) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def check_own_gpu(device: torch.device, *, rank: Rank, store: Store) -> None:
-    """Check before NCCL does, whose error names no rank, that no ranks share a GPU. Collective.
-
-    Raises:
-        ResourceError: ranks of a node have the same GPU; raised on all ranks.
-    """
-    if device.type == "cpu":
-        return
-    store.set(f"gpu/{rank.rank}", f"{rank.node}: {uuid_of(device.index)}")  # containers of a machine are nodes to NCCL
-    ranks: dict[str, list[str]] = {}
-    for number, value in enumerate(store.multi_get([f"gpu/{each}" for each in range(rank.world_size)])):
-        ranks.setdefault(value.decode(), []).append(str(number))
-    for place, sharing in ranks.items():
-        if len(sharing) > 1:
-            raise ResourceError(
-                f"{place}: ranks {', '.join(sharing)} have the same GPU. Start at most one rank per GPU, or show each "
-                "rank only its own GPU (srun: --gpus-per-task=1)."
-            )
-
-
 def matmul_precision() -> str:
     """Return the precision of fp32 matrix products: "highest", "high" (TF32) or "medium".
 
@@ -256,24 +223,15 @@ def matmul_precision() -> str:
 
 
 @contextmanager
-def set_matmul_precision(precision: str | None) -> Iterator[None]:
-    """Set the precision in the block, if one is given, and restore the earlier one after it."""
-    before = matmul_precision()
+def set_backends(*, precision: str | None, times_cudnn: bool) -> Iterator[None]:
+    """Set the precision of products, if given, and let cuDNN time its kernels; restore both after the block."""
+    cudnn: Any = torch.backends.cudnn
+    before, timed_before = matmul_precision(), cudnn.benchmark
     if precision is not None:
         torch.set_float32_matmul_precision(precision)
+    cudnn.benchmark = times_cudnn or timed_before
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def set_cudnn_benchmark(*, enabled: bool) -> Iterator[None]:
-    """Let cuDNN choose kernels by timing them in the block, if enabled, and restore the earlier setting after it."""
-    cudnn: Any = torch.backends.cudnn
-    before = cudnn.benchmark
-    cudnn.benchmark = enabled or before
-    try:
-        yield
-    finally:
-        cudnn.benchmark = before
+        cudnn.benchmark = timed_before

@@ -1,8 +1,7 @@
 """Activation checkpointing: modules that discard their activations, and recompute them in the backward pass.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. torch.utils.checkpoint implements
-it, and draws the same dropout masks again. A module keeps its name, its place and the name of its class, so that
-checkpoints, strategies and loops over modules see the same model with and without.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. A module keeps its name, its place
+and the name of its class, so that checkpoints, strategies and loops over modules see the same model with and without.
 """
 
 from collections.abc import Iterator
@@ -25,33 +24,18 @@ from pipeline.wording import did_you_mean
 _KEY = "train.activation_checkpointing"
 
 
-def apply(model: nn.Module, wanted: Patterns, *, is_compiled: bool) -> tuple[str, ...]:
-    """Make modules of a model recompute their activations, and return the names of these modules.
-
-    Args:
-        model: the model, changed in place.
-        wanted: see `pipeline.experiment.train.Train.activation_checkpointing`.
-        is_compiled: True if the model will be compiled; the compiler then prevents a second update of buffers.
-
-    Raises:
-        ExperimentError: a module doesn't exist, or can't be recomputed.
-    """
-    names = choose(model, wanted)
-    for name in names:
+def apply(model: nn.Module, wanted: Patterns, *, is_compiled: bool) -> None:
+    """Make the modules of a model that match ``activation_checkpointing`` recompute their activations, in place."""
+    for name in choose(model, wanted):
         module = model.get_submodule(name)
         if is_compiled and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
             message = f"{name} has batch statistics, which a compiled model updates twice; remove train.compile"
             raise ExperimentError.of(_KEY, message)
         module.__class__ = _recomputing(type(module), is_compiled=is_compiled)  # type: ignore[arg-type]
-    return names
 
 
 def choose(model: nn.Module, wanted: Patterns) -> tuple[str, ...]:
-    """Return the names of the outermost modules that match.
-
-    Raises:
-        ExperimentError: a pattern matches nothing, or a container that is never called itself.
-    """
+    """Return the names of the outermost modules that match."""
     modules = {name: module for name, module in model.named_modules() if name}
     found = find_repeated_blocks(model) if wanted is True else set()
     for pattern in (wanted,) if isinstance(wanted, str) else () if isinstance(wanted, bool) else wanted:
@@ -88,11 +72,7 @@ def _recomputing(kind: type[nn.Module], *, is_compiled: bool) -> type[nn.Module]
 
 @contextmanager
 def _again(module: nn.Module) -> Iterator[None]:
-    """Prevent the recomputation in the block from updating batch statistics again.
-
-    Raises:
-        ExperimentError: the recomputation has changed a buffer all the same.
-    """
+    """Prevent the recomputation in the block from updating batch statistics again; refuse other buffers it changes."""
     norms = [norm for norm in module.modules() if isinstance(norm, _NormBase)]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     counted = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}

@@ -57,16 +57,12 @@ class Reference(NamedTuple):
     """Values of ``${total_steps}`` and the like, by name."""
 
     def save(self, path: Path) -> None:
-        """Save it, so that torch can load it without running code."""
+        """Save the reference."""
         torch.save({**self._asdict(), "call": self.call and tuple(self.call)}, path)
 
     @classmethod
     def load(cls, folder: Path) -> "Reference":
-        """Load the reference of a run's folder.
-
-        Raises:
-            Exception: whatever torch raises for a damaged file.
-        """
+        """Load the reference of a run's folder."""
         values = torch.load(folder / REFERENCE, map_location="cpu", weights_only=True)
         return cls(**{**values, "call": ModelCall(*values["call"]) if values["call"] else None})
 
@@ -74,10 +70,7 @@ class Reference(NamedTuple):
 def record(
     module: nn.Module, call: ModelCall | None, *, device: torch.device, is_exact: bool, runtime: Mapping[str, int]
 ) -> Reference:
-    """Call the model, in evaluation mode, and record its outputs; without a ``call`` only its attributes.
-
-    ``is_exact`` if a CPU computes in the precision of the weights.
-    """
+    """Call the model, in evaluation mode, and record its outputs; without a ``call`` only its attributes."""
     is_exact = is_exact and all(one.dtype.itemsize >= 4 for one in module.parameters() if one.is_floating_point())
     before, plain, changing = _fingerprint(module), None, list[str]()
     outputs: list[Tensor] | None = None
@@ -96,11 +89,7 @@ def record(
 
 
 def check(module: nn.Module, reference: Reference) -> None:
-    """Compare a model that was built again, in evaluation mode, with the evaluated one.
-
-    Raises:
-        ExperimentError: it computes something else; names the attributes and buffers that differ.
-    """
+    """Refuse a model that was built again, in evaluation mode, if it computes something else than the evaluated one."""
     why = ""
     if reference.changing:
         why = f"Each call changes {listed(reference.changing, most=4)}, and the outputs depend on it. {_REMEDY}"
@@ -121,7 +110,7 @@ def check(module: nn.Module, reference: Reference) -> None:
 
 
 def _fingerprint(module: nn.Module) -> Mapping[str, str]:
-    """Return fingerprints of what a state_dict lacks. They only name what differs: without them, names are missing."""
+    """Return fingerprints of what a state_dict lacks, which only name what differs."""
     try:
         kept = module.state_dict(keep_vars=True).keys()
         buffers = {name: one for name, one in module.named_buffers(remove_duplicate=False) if name not in kept}
@@ -137,7 +126,6 @@ def _find_differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[st
 
 @torch.no_grad()
 def _compute_outputs(module: nn.Module, call: ModelCall, *, device: torch.device, seed: int) -> list[Tensor]:
-    """Return the tensors among the outputs of a call, on the CPU."""
     with keep_generators():
         seed_all(seed, device)
         output = module(*call.args, **call.kwargs)

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipeline.protocol import progress
 from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, FirstStep, ModelExported, ModelSaved, Outbox, Started
 from pipeline.protocol.trial import Training
-from pipeline.protocol.trial_result import Best, Held
+from pipeline.protocol.trial_result import Best
 from pipeline.tasks import FromModel
 from pipeline.train.evaluate import callable_model, forward, full_state_dict, resulting_weights, share_buffers
 from pipeline.train.exported import Example, check_memory, export, trained_model
 from pipeline.train.kept import keep_buffers
 from pipeline.train.names import TASK
-from pipeline.train.ranks import TF32_CAPABILITY, call_on_first, gather, local, matmul_precision, synchronize
+from pipeline.train.ranks import call_on_ranks, gather, local, matmul_precision, synchronize
 from pipeline.train.reference import ModelCall, Reference, record
 from pipeline.train.seeds import keep_generators
 from pipeline.train.state import DTYPES, State
@@ -83,57 +83,25 @@ def report_matmul_precision(s: State) -> None:
         )
 
 
-def compile_s(s: State) -> float | None:
-    """Return the compile time of the slowest rank in seconds; None if nothing is compiled. Collective."""
-    return max(gather(s.compiling.seconds, rank=s.rank)) if s.compiling is not None else None
-
-
-def peak_memory_mb(s: State) -> tuple[float, ...]:
-    """Gather the peak memory of all devices in MiB, in rank order: allocated on GPUs, resident on CPU. Collective."""
+def peaks_mb(s: State) -> list[float]:
+    """Return the peak memory of this rank's devices in MiB: allocated on GPUs, resident on CPU."""
     if s.device.type == "cuda":
-        own = [torch.cuda.max_memory_allocated(device) / 2**20 for device in s.strategy.gpus]
-    else:
-        unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, in KiB on Linux
-        own = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit]
-    return tuple(peak for peaks in gather(own, rank=s.rank) for peak in peaks)
+        return [torch.cuda.max_memory_allocated(device) / 2**20 for device in s.strategy.gpus]
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit]
 
 
-def measure_held(s: State) -> Held:
-    """Gather the size of the tensors that each rank keeps between steps, in MiB. Collective."""
+def held_mb(s: State) -> float:
+    """Return the size of the tensors that this rank keeps between steps, in MiB."""
     parameters = list(s.trainee.parameters())
     gradients = [one for one in parameters if one.requires_grad]
     states = [list(one.state.values()) for one in s.optimizers.values()], [hook.state_dict() for hook in s.hooks]
     tensors = [*parameters, *gradients, *(one for one in tree_leaves(states) if isinstance(one, Tensor))]
-    own = sum(part.numel() * part.element_size() for part in map(local, tensors)) / 2**20
-    return Held(mb=tuple(gather(own, rank=s.rank)), cut=s.strategy.describe())
-
-
-def gpus(s: State) -> tuple[str, ...]:
-    """Gather the names of all GPUs, in rank order; none on CPU. Collective."""
-    own = [torch.cuda.get_device_name(device) for device in s.strategy.gpus]
-    return tuple(name for names in gather(own, rank=s.rank) for name in names)
-
-
-def has_tf32(s: State) -> bool:
-    """Return True if each GPU has tensor cores for TF32, from compute capability 8.0 on. Collective."""
-    own = [torch.cuda.get_device_capability(device) >= TF32_CAPABILITY for device in s.strategy.gpus]
-    found = [each for ranks in gather(own, rank=s.rank) for each in ranks]
-    return bool(found) and all(found)
-
-
-def gradient_mb(s: State) -> float:
-    """Return the size of a replica's gradients in MiB."""
-    return float(sum(one.numel() * one.element_size() for one in s.trainable.values()) / 2**20)
-
-
-# The trained model
+    return float(sum(part.numel() * part.element_size() for part in map(local, tensors)) / 2**20)
 
 
 def model(s: State, *, folder: Path, best: Best | None = None) -> None:
-    """Send the trained weights, example inputs, and the model's outputs for them; keep all in ``folder``. Collective.
-
-    ``best`` is the step that the weights are of; None for the last.
-    """
+    """Send weights, example inputs, and the outputs for them; keep all in ``folder``. Collective."""
     weights, outbox = folder / WEIGHTS, s.outbox
     weights.parent.mkdir()
     assert outbox is not None
@@ -144,7 +112,7 @@ def model(s: State, *, folder: Path, best: Best | None = None) -> None:
 
     with resulting_weights(s):
         state = full_state_dict(s)
-        call_on_first(send, what=f"{s.trial.name}: weights sent", rank=s.rank)
+        call_on_ranks(send, what=f"{s.trial.name}: weights sent", rank=s.rank)
         inputs, computed = example_of(s)
     if not s.rank.is_first:
         return
@@ -194,8 +162,7 @@ def exported_model(trial: Training, outbox: Outbox | None, *, folder: Path) -> N
 def example_of(s: State) -> tuple[Example | None, Reference]:
     """Return the model's inputs for two training samples, on the CPU, and what it computes for them. Collective.
 
-    Inputs are those that the task calls the model with: a tensor; or several tensors, or any given by keyword, by their
-    names; None if they aren't tensors. Outputs are those of the weights that the model has now.
+    Inputs are those that the task calls the model with: a tensor, or tensors by name; None if they aren't tensors.
     """
     share_buffers(s)
     s.trainee.eval()
@@ -247,8 +214,6 @@ def _call_of(s: State) -> ModelCall | None:
 def _name_arguments(model: torch.nn.Module, call: ModelCall) -> Example | None:
     """Return a single positional tensor as it is, and several by name; those that are None are left out."""
     args, kwargs = call.args, {name: one for name, one in call.kwargs.items() if one is not None}
-    while args and args[-1] is None:
-        args = args[:-1]
     if len(args) == 1 and not kwargs:
         return args[0] if isinstance(args[0], Tensor) and len(args[0]) else None
     try:

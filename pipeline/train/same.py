@@ -1,7 +1,4 @@
-"""Fingerprints of values, and checks that all ranks build equal datasets and models.
-
-Ranks exchange fingerprints in place of values. With a single rank, nothing is computed.
-"""
+"""Fingerprints of values, and checks that all ranks build equal datasets and models."""
 
 import hashlib
 import os
@@ -54,37 +51,22 @@ def attribute_prints(module: nn.Module) -> Prints:
     return found
 
 
-def iter_leaves(value: Any, place: str, *, with_text: bool) -> Iterator[tuple[str, Tensor | npt.NDArray[Any] | str]]:
-    """Yield all tensors and arrays in a value, and the numbers as text; with ``with_text`` texts, too."""
+def _iter_prints(value: Any, place: str, *, with_text: bool, but: Collection[int] = ()) -> Iterator[tuple[str, str]]:
+    """Yield fingerprints of all tensors, arrays and numbers in a value, of texts if asked."""
     if isinstance(value, Tensor):
         is_shard = hasattr(value, "device_mesh")  # as the weights that an LSTM lists in an attribute, under fsdp
-        if value.device.type != "meta" and value.layout is torch.strided and not is_shard:
-            yield place, value
+        if id(value) not in but and value.device.type != "meta" and value.layout is torch.strided and not is_shard:
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            yield place, _digest(str(value.dtype), tuple(value.shape), content)
     elif isinstance(value, Number | np.generic) or (with_text and isinstance(value, str | bytes)):
         yield place, str(value)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from iter_leaves(item, f"{place}[{key!r}]", with_text=with_text)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from iter_leaves(item, f"{place}[{index}]", with_text=with_text)
+    elif isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _iter_prints(item, f"{place}[{key!r}]", with_text=with_text, but=but)
     elif isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):  # also images of PIL
         array = np.asarray(value)
         if not array.dtype.hasobject:
-            yield place, array
-
-
-def _iter_prints(value: Any, place: str, *, with_text: bool, but: Collection[int] = ()) -> Iterator[tuple[str, str]]:
-    for where, leaf in iter_leaves(value, place, with_text=with_text):
-        if id(leaf) in but:
-            continue
-        if isinstance(leaf, Tensor):
-            content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            yield where, _digest(str(leaf.dtype), tuple(leaf.shape), content)
-        elif isinstance(leaf, np.ndarray):
-            yield where, _digest(str(leaf.dtype), leaf.shape, np.ascontiguousarray(leaf).tobytes())
-        else:
-            yield where, leaf
+            yield place, _digest(str(array.dtype), array.shape, np.ascontiguousarray(array).tobytes())
 
 
 def _digest(kind: str, shape: Sequence[int], content: bytes) -> str:
@@ -94,15 +76,8 @@ def _digest(kind: str, shape: Sequence[int], content: bytes) -> str:
 def check_data(sets: Mapping[str, tuple[Callable[[list[int]], Any], int, int]], *, rank: Rank) -> None:
     """Compare the sizes and some samples of the datasets over the ranks. Collective.
 
-    Samples that differ each time they are read, e.g. by a private generator or the clock, differ between ranks by
-    intention, and are not compared.
-
-    Args:
-        sets: by name: function that reads samples, number of samples, and of those that can be read by index.
-        rank: this rank.
-
-    Raises:
-        ExperimentError: ranks have different datasets.
+    ``sets`` has by name: a function that reads samples, their number, and that of those that can be read by index.
+    Samples that differ each time they are read differ between ranks by intention.
     """
     if rank.world_size == 1:
         return
@@ -128,11 +103,7 @@ def check_data(sets: Mapping[str, tuple[Callable[[list[int]], Any], int, int]], 
 
 
 def check_order(indices: npt.NDArray[np.int64], *, rank: Rank) -> None:
-    """Compare the order of an epoch, shape (samples,), over the ranks. Collective.
-
-    Raises:
-        ExperimentError: it differs.
-    """
+    """Compare the order of an epoch, shape (samples,), over the ranks. Collective."""
     ranks = [{"": one} for one in gather(_digest("order", indices.shape, indices.tobytes()), rank=rank)]
     if _find_differing(ranks):
         raise ExperimentError.of(
@@ -147,9 +118,6 @@ def check_module(module: nn.Module, *, key: str, rank: Rank, is_sharded: bool) -
 
     Parameters and buffers are broadcast from rank 0, unless the model ``is_sharded``: then some values of each are
     compared, too. An attribute that holds the rank may differ.
-
-    Raises:
-        ExperimentError: an attribute differs.
     """
     if rank.world_size == 1:
         return
@@ -175,7 +143,7 @@ def find_differing(values: Mapping[str, Tensor], *, rank: Rank) -> list[str]:
 
 
 def hash_hint() -> str:
-    """Return what to do about the order of sets, for messages; empty where all processes have the same hashes."""
+    """Return what to do about the order of sets; empty where all processes have the same hashes."""
     if os.environ.get("PYTHONHASHSEED", "random") != "random":
         return ""
     return ". If the code iterates over a set of strings, sort them, or set PYTHONHASHSEED to a number in all processes"

@@ -2,9 +2,7 @@
 
 Baseline and training are alive at the same time and take short slots alternately (A B B A A B ...), so that whatever
 else the machine does slows both. What runs in one process is built by rank 0 next to its part of the training; the
-other ranks wait meanwhile, blocked. A trial that runs out of memory there is built again with smaller micro-batches. If
-memory still runs out, it is measured by itself, once the training has freed its memory: a process of its own would have
-no more memory, and outer launchers can't start one.
+other ranks wait meanwhile, blocked. A trial that runs out of memory there is built again with smaller micro-batches.
 
 See docs/decisions/0019-speedups-in-turn.md.
 """
@@ -13,7 +11,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipeline.errors import Stopped
 from pipeline.protocol import estimates
@@ -35,23 +32,21 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.system.other_load import OtherLoad
 from pipeline.train.build import build
 from pipeline.train.errors import is_out_of_memory
-from pipeline.train.kept import clear_gradients, endless, suspend_updates
+from pipeline.train.kept import endless, suspend_updates
 from pipeline.train.ranks import forget_memory, gather, synchronize
 from pipeline.train.state import State
 from pipeline.train.watch import mark, waiting
-from pipeline.wording import duration, first_line
+from pipeline.wording import first_line
 
 SLOT_S = 0.75
 """Shortest slot in seconds: long for the clock, but no longer than the bursts of load that two neighbors share."""
 LEAST_STEPS = 2
 """Fewest timed steps of the slowest trial in a slot: more slots give a narrower interval than longer ones."""
 FEWEST_PAIRS = 2
-"""Fewest rounds, whatever they take: one has no interval. Within `PATIENCE` times the budget, there are at least
-`LEAST_PAIRS`."""
+"""Fewest rounds, whatever they take: one has no interval."""
 PATIENCE = 1.5
-"""Multiple of the budget, see `Schedule.limit_s`."""
+"""Multiple of the budget that `LEAST_PAIRS` rounds may take, and beyond which no further round starts."""
 _SETTLING_S = 0.2
-_MOST_TIMES = 2.0  # the planned time, after which a slot ends early, with fewer steps: a machine may get busy
 _FIRST_STEPS, _FIRST_STEPS_S = 3, 10.0  # fewest, whose losses are compared, and seconds that more of them may take
 _SHORTEST_S = 1e-5  # of a step, against a division by next to nothing
 _OTHER_S = 2.0  # which the estimate leaves out: building the trials, counting operations, the end
@@ -70,9 +65,8 @@ class Schedule(NamedTuple):
     """Rounds in which each trial has one slot."""
     steps: Mapping[str, int]
     """Timed steps in a slot of each trial, by its name."""
-    slot_s: Mapping[str, float]
-    """Expected duration of a slot of each trial, as ``seconds`` is of all slots."""
     seconds: float
+    """Expected duration of all slots."""
     limit_s: float
     """Seconds beyond which no further round starts."""
 
@@ -87,8 +81,7 @@ class Schedule(NamedTuple):
         round_s = sum((steps[name] + 1) * seconds for name, seconds in step_s.items())
         least = max(FEWEST_PAIRS, min(LEAST_PAIRS, int(PATIENCE * budget_s / round_s)))
         rounds = max(least, min(most, int(budget_s / round_s)))
-        slots = {name: steps[name] * seconds for name, seconds in step_s.items()}
-        return cls(rounds, steps, slots, rounds * round_s, PATIENCE * budget_s)
+        return cls(rounds, steps, rounds * round_s, PATIENCE * budget_s)
 
     @classmethod
     def of(cls, trial: Trial, step_s: Mapping[str, float], *, passed_s: float) -> "Schedule":
@@ -139,83 +132,50 @@ def over(slots: Sequence[float], *, batch: int) -> dict[str, Any]:
 def measure_in_turn(s: State, *, step_ms: float, since: float, complete: Complete) -> dict[str, Any]:
     """Measure the trials that a training is compared with, in turn with it, once it is over. Collective.
 
-    Returns what the training's slots change in its result; nothing if no other trial could be measured in turn. Rank 0
-    sends the events of the others, a `Finished` each included. Weights and buffers of the training don't change, but
-    rank 0 frees them if another trial does not fit into memory next to them: nothing may use the model afterwards.
+    Returns what the training's slots change in its result; nothing if no other trial could be measured. Rank 0 sends
+    the events of the others, a `Finished` each included.
 
-    Args:
-        s: the training, which is over.
-        step_ms: milliseconds of a step of the training on this rank.
-        since: `time.monotonic` of the first measurement after the training.
-        complete: runs such a trial's first steps, which have the losses to compare.
-
-    Raises:
-        Stopped: the driver asked for it.
+    ``step_ms`` is a step of the training on this rank, ``since`` the `time.monotonic` of its end.
     """
-    wait = _make_queue(s.rank, timeout_s=s.experiment.parallel.timeout_s)
-    forget_memory(s.device)
-    with ExitStack() as kept:
-        main = Player(s.trial.name, s, kept=kept)
-        main.settle(max(gather(step_ms / 1000, rank=s.rank)))  # all ranks need the same number of steps
-        others = ComparedTrials(s, step_s=main.expected_s, complete=complete, kept=kept)
-        found = _measure_in_turn(s, main, others, wait=wait, since=since)
-    del main  # its stream holds batches
-    others.players.clear()
-    torch.set_num_threads(s.trial.cpus_per_worker)
-    if gather(bool(others.too_large), rank=s.rank)[0]:
-        if s.rank.is_first:
-            others.measure_alone()
-            torch.set_num_threads(s.trial.cpus_per_worker)
-        wait()
-        _stop_if_asked(s)
-    return found
-
-
-def _measure_in_turn(
-    s: State, main: "Player", others: "ComparedTrials", *, wait: Callable[[], None], since: float
-) -> dict[str, Any]:
-    """Build the other trials, let all take their slots, and send the results of the others. Collective."""
     trial, rank = s.trial, s.rank
     assert isinstance(trial, Training)
-    for other in trial.compared_with:
-        if rank.is_first:
-            others.build(other)
-        wait()  # after each, as no rank may wait longer than parallel.timeout_s
-    _stop_if_asked(s)
-    known = {name: one.expected_s for name, one in others.players.items()}
-    ranks = gather((main.expected_s, known, time.monotonic() - since), rank=rank)
-    step_s = {trial.name: max(own for own, _, _ in ranks), **ranks[0][1]}
-    if len(step_s) == 1:
-        return {}
-    players = {name: others.players.get(name, Player(name)) for name in step_s} | {main.name: main}
-    schedule = Schedule.of(trial, step_s, passed_s=ranks[0][2])
-    if schedule.seconds > PATIENCE * s.experiment.benchmark.time_budget_s:
-        s.warn(
-            f"measuring the speedup takes about {duration(schedule.seconds)}, longer than benchmark.time_budget_s, "
-            f"because steps are long. There are {schedule.rounds} rounds. To save this time, use --no-baseline"
-        )
-    load, start, planned = OtherLoad(), time.monotonic(), schedule.rounds
-    with ProgressReporter("measuring the speedup", total=planned, unit="rounds", silent=not rank.is_first) as progress:
-        for index, order in enumerate(turns(list(players), rounds=planned, seed=s.seed)):
-            _stop_if_asked(s)
-            passed_s = gather(time.monotonic() - start, rank=rank)[0]
-            if index >= FEWEST_PAIRS and passed_s * (index + 1) / index > schedule.limit_s:
-                s.warn(
-                    f"stopped the speedup measurement after {index} of {planned} rounds: another round would take too "
-                    f"long ({duration(passed_s)} so far, {duration(schedule.seconds)} planned for all). The confidence "
-                    "interval is wider than planned"
-                )
-                break
-            for name in order:
-                wait()
-                players[name].take(steps=schedule.steps[name], planned_s=schedule.slot_s[name])
-            progress.by(1)
-    slots_s = load.seconds
-    own_s = sum(seconds for node, seconds in gather((rank.node, load.own_s), rank=rank) if node == rank.node)
-    other_cores = max(0.0, load.busy_s - own_s) / load.seconds
-    size, ranks_s = s.experiment.train.global_batch_size, gather(main.step_s, rank=rank)
-    for name, later in others.measured.items():
-        later.finish(**over([size / seconds for seconds in others.players[name].step_s], batch=size))
+    wait = _make_queue(rank, timeout_s=s.experiment.parallel.timeout_s)
+    forget_memory(s.device)
+    with ExitStack() as kept:
+        main = Player(s, kept)
+        main.settle(max(gather(step_ms / 1000, rank=rank)))  # all ranks need the same number of steps
+        players = {trial.name: main}
+        for other in trial.compared_with:
+            if rank.is_first and (player := _try_to_build(other, main, complete=complete, kept=kept)):
+                players[other.name] = player
+            wait()  # after each, as no rank may wait longer than parallel.timeout_s
+        _stop_if_asked(s)
+        expected_s = {name: one.expected_s for name, one in players.items()}
+        ranks = gather((expected_s, time.monotonic() - since), rank=rank)
+        step_s = ranks[0][0] | {trial.name: max(own[trial.name] for own, _ in ranks)}
+        if len(step_s) == 1:
+            return {}
+        schedule = Schedule.of(trial, step_s, passed_s=ranks[0][1])
+        load, start, rounds = OtherLoad(), time.monotonic(), schedule.rounds
+        with ProgressReporter("measuring the speedup", total=rounds, unit="rounds", silent=not rank.is_first) as shown:
+            for index, order in enumerate(turns(list(step_s), rounds=rounds, seed=s.seed)):
+                _stop_if_asked(s)
+                passed_s = gather(time.monotonic() - start, rank=rank)[0]
+                if index >= FEWEST_PAIRS and passed_s * (index + 1) / index > schedule.limit_s:
+                    break  # a machine that slows down has fewer rounds, and a wider interval
+                for name in order:
+                    wait()
+                    if name in players:
+                        players[name].take(steps=schedule.steps[name])
+                shown.by(1)
+        slots_s = load.seconds
+        own_s = sum(seconds for node, seconds in gather((rank.node, load.own_s), rank=rank) if node == rank.node)
+        other_cores = max(0.0, load.busy_s - own_s) / load.seconds
+        size, ranks_s = s.experiment.train.global_batch_size, gather(main.step_s, rank=rank)
+        for player in players.values():
+            if player.later is not None:
+                player.later.finish(**over([size / seconds for seconds in player.step_s], batch=size))
+    torch.set_num_threads(trial.cpus_per_worker)
     slots = [size / max(times) for times in zip(*ranks_s, strict=True)]
     return {**over(slots, batch=size), "slots_s": slots_s, "other_cores": other_cores}
 
@@ -239,40 +199,38 @@ def _make_queue(rank: Rank, *, timeout_s: float) -> Callable[[], None]:
 
 
 class Player:
-    """A trial that takes slots; ``s`` is None on ranks that only wait for it."""
+    """A trial that takes slots."""
 
-    def __init__(self, name: str, s: State | None = None, *, kept: ExitStack | None = None) -> None:
+    def __init__(self, s: State, kept: ExitStack, *, later: "_Later | None" = None) -> None:
         """Open the stream of batches; weights and buffers are kept until ``kept`` is closed."""
-        self.name, self._s = name, s
+        self.s, self.later = s, later
         self.step_s: list[float] = []
         """Seconds of a step in each slot."""
         self.expected_s = 0.0
-        """Seconds of a step, as `settle` found it."""
-        if s is not None and kept is not None:
-            kept.enter_context(suspend_updates(s))
-            self._stream: Iterator[Any] = endless(s)
+        self.passing_bytes = 0
+        """What a step needs besides what is in use between steps, on a GPU."""
+        kept.enter_context(suspend_updates(s))
+        self._stream = endless(s)
 
-    def take(self, *, steps: int, planned_s: float = math.inf) -> None:
+    def take(self, *, steps: int) -> None:
         """Take one slot; its first step isn't timed, as it finds the caches of another trial."""
-        if (s := self._s) is None:
-            return
+        s = self.s
         torch.set_num_threads(s.trial.cpus_per_worker)
         s.train_step(s, self._stream, step=0)
         synchronize(s.device)
-        # Others wait for a single process, whose slot ends once it takes far longer than planned.
-        limit_s = math.inf if s.rank.world_size > 1 else _MOST_TIMES * planned_s
-        start, done = time.perf_counter(), 0
-        while done < LEAST_STEPS or (done < steps and time.perf_counter() - start < limit_s):
+        start = time.perf_counter()
+        for _ in range(steps):
             s.train_step(s, self._stream, step=0)
-            done += 1
         synchronize(s.device)
-        self.step_s.append((time.perf_counter() - start) / done)
+        self.step_s.append((time.perf_counter() - start) / steps)
 
     def settle(self, step_s: float) -> None:
         """Start the loaders, warm the caches up, and find the seconds of a step: another number than the known one."""
-        steps = max(LEAST_STEPS, math.ceil(_SETTLING_S / max(step_s, _SHORTEST_S)))
-        self.take(steps=steps, planned_s=2 * _SETTLING_S)
+        self.take(steps=max(LEAST_STEPS, math.ceil(_SETTLING_S / max(step_s, _SHORTEST_S))))
         self.expected_s = max(self.step_s.pop(), _SHORTEST_S)
+        if self.s.device.type == "cuda":
+            peak, used = torch.cuda.max_memory_allocated(self.s.device), torch.cuda.memory_allocated(self.s.device)
+            self.passing_bytes = peak - used
 
 
 @dataclass
@@ -304,100 +262,48 @@ class _Later:
             self.outbox.event(event)
 
 
-class ComparedTrials:
-    """The trials on rank 0 that a training is compared with; on other ranks there are none."""
-
-    def __init__(self, training: State, *, step_s: float, complete: Complete, kept: ExitStack) -> None:
-        """Prepare to build trials next to a training with steps of ``step_s``; ``kept`` is closed after all turns."""
-        self.players: dict[str, Player] = {}
-        """Trials that have taken their first steps, by name."""
-        self.measured: dict[str, _Later] = {}
-        """Their events."""
-        self.too_large: list[Compared] = []
-        """Trials for `measure_alone`."""
-        self._training, self._step_s, self._complete, self._kept = training, step_s, complete, kept
-        self._rank = training.rank.model_copy(update={"world_size": 1, "local_world_size": 1})
-        self._passing_bytes = 0
-        if (device := training.device).type == "cuda":  # what a step needs besides what is in use now
-            self._passing_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-
-    def build(self, trial: Compared) -> None:
-        """Build a trial and take its first steps; leave it to `measure_alone` if it does not fit; warn if it fails."""
-        failure, is_too_large = self._try(trial, self._start)
-        if is_too_large:
-            self.too_large.append(trial)
-        elif failure:
-            self._training.warn(
-                f"The {trial.role} ({trial.title}) could not be measured next to the training: {failure}"
-            )
-
-    def measure_alone(self) -> None:
-        """Measure the trials that did not fit next to the training, which loses its weights."""
-        training = self._training
-        free_training(training)
-
-        def measure(attempt: Compared) -> None:
-            self._first_steps(attempt)[1].finish(is_alone=True)
-
-        for trial in self.too_large:
-            what = f"The {trial.role} ({trial.title})"
-            training.warn(
-                f"{what} does not fit into memory next to the training. It is measured after the training has freed "
-                "its memory. The speedup then has the range of its windows instead of an interval"
-            )
-            # It has its usual windows, as far as the other ranks may wait for it.
-            fitting = int(training.experiment.parallel.timeout_s / 2 / self._estimate_seconds(trial))
-            most = max(trial.max_steps, min(trial.experiment.benchmark.total_steps, fitting))
-            failure, _ = self._try(trial.model_copy(update={"max_steps": most}), measure)
-            if failure:
-                training.warn(f"{what} could not be measured, although the training was over: {failure}")
-
-    def _try(self, trial: Compared, measure: Callable[[Compared], None]) -> tuple[str, bool]:
-        """Measure a trial, in smaller micro-batches if memory runs out.
-
-        Return why its whole batch failed, if all do, and whether for lack of memory.
-        """
-        failures: list[tuple[str, bool]] = []
-        for attempt in (trial, *_split_micro_batches(trial, training=self._training.trial)):
-            torch.set_num_threads(trial.cpus_per_worker)
-            try:
-                measure(attempt)
-            except Stopped:  # all ranks agree on it later
-                return "", False
-            except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
-                # As text: the error's traceback refers to the memory that the next attempt needs.
-                _log.warning("%s could not be measured\n%s", trial.title, "".join(traceback.format_exception(error)))
-                failures.append((first_line(error), is_out_of_memory(error)))
-            else:
-                return "", False
-            if not failures[-1][1]:
+def _try_to_build(trial: Compared, main: Player, *, complete: Complete, kept: ExitStack) -> Player | None:
+    """Build a trial next to the training, in smaller micro-batches if memory runs out; None if that fails, too."""
+    failures = []
+    for attempt in (trial, *_split_micro_batches(trial, training=main.s.trial)):
+        torch.set_num_threads(trial.cpus_per_worker)
+        try:
+            return _build(attempt, main, complete=complete, kept=kept)
+        except Stopped:  # all ranks agree on it later
+            return None
+        except Exception as error:  # noqa: BLE001 - the training is over, and other trials may do
+            # As text: the error's traceback refers to the memory that the next attempt needs.
+            _log.warning("%s could not be measured\n%s", trial.title, "".join(traceback.format_exception(error)))
+            has_no_memory = is_out_of_memory(error)
+            alone = ". Measure it by itself: pipeline benchmark FILE" if has_no_memory else ""
+            failures.append(f"{first_line(error)}{alone}")
+            if not has_no_memory:
                 break
-        return failures[0]
+    main.s.warn(f"The {trial.role} ({trial.title}) could not be measured next to the training: {failures[0]}")
+    return None
 
-    def _start(self, trial: Compared) -> None:
-        """Build a trial, and take its first steps and its first slot."""
-        with ExitStack() as kept:
-            steps = find_first_steps(trial, step_s=self._estimate_seconds(trial))
-            s, later, step_s = self._first_steps(trial.model_copy(update={"max_steps": steps}))
-            player = Player(trial.name, s, kept=kept)
-            player.settle(step_s)
-            check_free_memory(s.device, needed=self._passing_bytes)
-            self._kept.push(kept.pop_all())
-        self.players[trial.name], self.measured[trial.name] = player, later
 
-    def _first_steps(self, trial: Compared) -> tuple[State, _Later, float]:
-        """Run a trial, and return it with its events, which have its result, and the seconds of a step."""
-        later = _Later(self._training.outbox)
-        mark(Phase.BUILDING)  # which may take any time; this rank's last phase may be a step's
-        s = build(trial, rank=self._rank, outbox=later, datasets=self._training.batches.datasets)
-        result = self._complete(s)
-        if s.accumulation != self._training.accumulation:
-            result = result.model_copy(update={"micro_batches": s.accumulation})
-        later.result = result
-        return s, later, result.step_ms.median / 1000
-
-    def _estimate_seconds(self, trial: Trial) -> float:
-        return expect_step_s(trial, training=self._training.trial, step_s=self._step_s)
+def _build(trial: Compared, main: Player, *, complete: Complete, kept: ExitStack) -> Player:
+    """Build a trial, and take its first steps and its first slot."""
+    training = main.s
+    steps = find_first_steps(trial, step_s=expect_step_s(trial, training=training.trial, step_s=main.expected_s))
+    later = _Later(training.outbox)
+    mark(Phase.BUILDING)  # which may take any time; this rank's last phase may be a step's
+    s = build(
+        trial.model_copy(update={"max_steps": steps}),
+        rank=training.rank.model_copy(update={"world_size": 1, "local_world_size": 1}),
+        outbox=later,
+        datasets=training.batches.datasets,
+    )
+    later.result = result = complete(s)
+    if s.accumulation != training.accumulation:
+        later.result = result.model_copy(update={"micro_batches": s.accumulation})
+    with ExitStack() as own:
+        player = Player(s, own, later=later)
+        player.settle(result.step_ms.median / 1000)
+        check_free_memory(s.device, needed=main.passing_bytes)
+        kept.push(own.pop_all())
+    return player
 
 
 def _split_micro_batches(trial: Compared, *, training: Trial) -> tuple[Compared, ...]:
@@ -412,44 +318,10 @@ def _split_micro_batches(trial: Compared, *, training: Trial) -> tuple[Compared,
 
 
 def check_free_memory(device: torch.device, *, needed: int) -> None:
-    """Check that a GPU has memory for a training's next step, in which a rank that fails leaves the others waiting.
-
-    Raises:
-        torch.OutOfMemoryError: it has less than ``needed`` bytes.
-    """
+    """Check that a GPU has memory for a training's next step, in which a rank that fails leaves the others waiting."""
     if device.type == "cpu":
         return
-    reserved = torch.cuda.memory_reserved(device)
-    free, total = torch.cuda.mem_get_info(device)
-    # The driver does not know the limit that a process has set itself.
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
-    if (free := min(free, allowed) + reserved - torch.cuda.memory_allocated(device)) < needed:
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if (free := torch.cuda.mem_get_info(device)[0] + cached) < needed:
         message = f"the next training step needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free"
         raise torch.OutOfMemoryError(message)
-
-
-def free_training(s: State) -> None:
-    """Free weights, gradients, averages and optimizer state of a training that takes no further step.
-
-    Shards stay: torch keeps references to them. Buffers and frozen weights are taken out of the model, not emptied:
-    user code may share them, such as a constant or a cached teacher that the next model gets.
-    """
-    clear_gradients(s)
-    for optimizer in s.optimizers.values():
-        optimizer.state.clear()
-    s.hooks, s.wrapped = (), s.trainee  # averages of the weights, and DDP's buckets of gradients
-    s.outputs.clear()
-    for module in s.trainee.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.new_empty(0)
-        for name, parameter in module._parameters.items():
-            if parameter is None or hasattr(parameter, "device_mesh"):
-                continue
-            if parameter.requires_grad:
-                parameter.data = parameter.new_empty(0)
-            else:
-                module._parameters[name] = nn.Parameter(parameter.new_empty(0), requires_grad=False)
-    if s.compiling is not None:
-        torch._dynamo.reset()  # CUDA graphs keep memory
-    forget_memory(s.device)

@@ -1,14 +1,12 @@
 """Heartbeats of this rank, and a watchdog that ends it when training stalls.
 
-A hanging rank can't report itself, so a thread beside training does: it sends heartbeats with the training thread's
-stack, which also move the progress bar, and ends the process when training has made no progress for
-``parallel.timeout_s``. A stopped process (SIGSTOP) sends nothing, which the launcher detects, see
-`pipeline.launch._hang_detector`.
+A thread beside training sends heartbeats with the training thread's stack, which also move the progress bar, and ends
+the process when training has made no progress for ``parallel.timeout_s``. A stopped process (SIGSTOP) sends nothing,
+which the launcher detects, see `pipeline.launch._hang_detector`.
 
-Progress is marked by training: each micro-batch read, each pass, each evaluated batch. A step or an evaluation may take
-any time, as long as no single batch takes ``parallel.timeout_s``. Building, the first step (which may compile) and
-saving may take longer, unless another rank waits for ``parallel.timeout_s``: gloo's collectives time out then, NCCL's
-don't raise an error.
+Progress is marked by training: each micro-batch read, each pass, each evaluated batch. Building, the first step (which
+may compile) and saving may take longer, unless another rank waits for ``parallel.timeout_s``: gloo's collectives time
+out then, NCCL's don't raise an error.
 """
 
 import os
@@ -18,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Self
 
@@ -37,17 +36,18 @@ _WARNED_OF = _MUST_GO_ON | {Phase.BUILDING}
 _FEW = 3  # frames
 
 
+@dataclass(slots=True)
 class _Activity:
     """Progress of the training thread, written by it alone and read by the watchdog, without lock or system call."""
 
-    __slots__ = ("has_failed", "is_waiting", "marks", "phase", "step", "steps")
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.phase, self.step, self.steps, self.marks = Phase.BUILDING, 0, 0, 0
-        self.is_waiting = self.has_failed = False
+    phase: Phase = Phase.BUILDING
+    step: int = 0
+    """Number of the step, counted from 1."""
+    steps: int = 0
+    """Steps begun in this process."""
+    marks: int = 0
+    is_waiting: bool = False
+    has_failed: bool = False
 
 
 _now = _Activity()  # one process is one rank
@@ -85,31 +85,22 @@ def mark_failure() -> None:
 class Watchdog:
     """A watchdog of the thread that enters this context.
 
-    Args:
-        trial: name of the trial.
-        rank: this rank.
-        outbox: receives heartbeats and warnings.
-        timeout_s: ``parallel.timeout_s``.
-        end: ends this process, which also sends heartbeats. None in the driver's process, where a user may be in a
-            debugger: a stall gives a warning instead.
+    ``end`` ends this process. It is None in the driver's process, where a user may be in a debugger: a stall gives a
+    warning instead.
     """
 
     def __init__(
         self, trial: str, *, rank: Rank, outbox: Outbox, timeout_s: float, end: Callable[[], None] | None
     ) -> None:
-        self._trial = trial
-        self._rank = rank
-        self._outbox = outbox
-        self._end = end
-        self._timeout_s = timeout_s
-        self._interval_s = min(FIRST_HEARTBEAT_S if rank.is_first else HEARTBEAT_S, self._timeout_s / 10)
-        self._idle_s = 0.0
-        self._warned = False
+        self._trial, self._rank, self._outbox, self._end, self._timeout_s = trial, rank, outbox, end, timeout_s
+        self._interval_s = min(FIRST_HEARTBEAT_S if rank.is_first else HEARTBEAT_S, timeout_s / 10)
+        self._idle_s, self._warned = 0.0, False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
-        _now.reset()  # a process may train more than once
+        for one in fields(_Activity):  # a process may train more than once
+            setattr(_now, one.name, one.default)
         self._watched = threading.get_ident()
         self._depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))  # frames outside, e.g. of the command line
         self._process_started = seconds_after_boot(psutil.Process())
@@ -168,12 +159,8 @@ class Watchdog:
         )
 
     def _stack(self) -> str:
+        """Format the stack from the first frame of user code; else the innermost few frames."""
         frame = sys._current_frames().get(self._watched)
         stack = traceback.extract_stack(frame)[self._depth :] if frame is not None else []
-        return _from_user_code(stack)
-
-
-def _from_user_code(stack: list[traceback.FrameSummary]) -> str:
-    """Format a stack from the first frame of user code; else the innermost few frames."""
-    users = (i for i, entry in enumerate(stack) if not entry.filename.startswith((OURS, TORCH)))
-    return "".join(traceback.format_list(stack[next(users, -_FEW) :]))
+        users = (i for i, entry in enumerate(stack) if not entry.filename.startswith((OURS, TORCH)))
+        return "".join(traceback.format_list(stack[next(users, -_FEW) :]))

@@ -43,7 +43,7 @@ from pipeline.system.process import raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.train import compilation, errors
 from pipeline.train.loader import close_new_loaders
-from pipeline.train.ranks import set_cudnn_benchmark, set_matmul_precision
+from pipeline.train.ranks import set_backends
 from pipeline.train.restored import evaluate_checkpoint
 from pipeline.train.run import check_batch, train
 from pipeline.train.watch import Watchdog, mark_failure
@@ -75,12 +75,12 @@ def run(trial: Trial, *, rank: Rank, outbox: Outbox, end: Callable[[], None] | N
     torch.set_num_threads(trial.cpus_per_worker)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
     samples = rank.local_rank == 0 and isinstance(trial, Training)
+    declared = trial.experiment.train
     report = partial(_failure_reported, trial, rank=rank, outbox=outbox)
     try:
         with (
             report(),
-            set_matmul_precision(trial.experiment.train.matmul_precision),
-            set_cudnn_benchmark(enabled=trial.experiment.train.cudnn_benchmark),
+            set_backends(precision=declared.matmul_precision, times_cudnn=declared.cudnn_benchmark),
             allocator.huge_pages(),
             allocator.keep_freed_memory(),
             report_progress_to(outbox.event, trial=trial.name),

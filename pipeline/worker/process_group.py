@@ -16,7 +16,7 @@ from pipeline import registry
 from pipeline.errors import Stopped
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
-from pipeline.train.ranks import check_own_gpu, device_of
+from pipeline.train.ranks import device_of
 from pipeline.worker import rendezvous
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ def process_group(trial: Trial, *, rank: Rank, end: Callable[[], None] | None) -
     device = device_of(trial, rank=rank)
     uses_gpus = device.type == "cuda"
     store = rendezvous.store(rank, timeout=timeout)
-    check_own_gpu(device, rank=rank, store=store)
     dist.init_process_group(
         backend="nccl" if uses_gpus else "gloo",
         timeout=timeout + timedelta(seconds=_NCCL_LATER_S) if uses_gpus else timeout,

@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from pipeline.train.state import State
 
 SLOT_S = 0.1
 MEASURE = {"rounds": 5, "time_budget_s": 60, "warmup_steps": 1, "steps": 2}
-CASES = ("ddp", "fsdp", "broken baseline", "large baseline")
+CASES = ("ddp", "fsdp", "broken baseline")
 
 
 class Broken(nn.Module):
@@ -36,31 +36,12 @@ class Broken(nn.Module):
         raise MemoryError("no room")
 
 
-class Large(nn.Module):
-    """Runs out of memory, unless the training, which is built first, has freed its weights."""
-
-    _trained: ClassVar[list[nn.Module]] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = toys.wide_net()
-        self._trained.append(self)
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        first = self._trained[0]
-        if self is not first and any(weights.numel() for weights in first.parameters()):
-            raise torch.OutOfMemoryError("no room")
-        return self.layers(inputs)
-
-
 def trial(case: str) -> Training:
     """A training on two ranks, with a baseline in one process."""
     sections: dict[str, Any] = {
         "benchmark": MEASURE, "model": {"_target_": "toys.wide_net"},
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01},
     }  # fmt: skip
-    if case == "large baseline":
-        sections["model"] = {"_target_": "test_in_turn.Large"}
     baseline = toys.trial(max_steps=3, kind=Baseline, **sections)
     if case == "broken baseline":
         baseline = toys.trial(max_steps=3, kind=Baseline, **{**sections, "model": {"_target_": "test_in_turn.Broken"}})
@@ -160,31 +141,28 @@ def test_all_ranks_stop_in_the_same_slot_if_one_is_asked(ranks: Ranks) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_slots_in_turn_leave_the_training_as_it_was(ranks: Ranks, case: str) -> None:
     kept: list[Kept] = ranks.call(_train, case)
-    for rank, own in enumerate(kept):
+    for own in kept:
         before, after = own.weights
         assert before.keys() == after.keys() != set()
-        is_same = all(torch.equal(before[name], after[name]) for name in before)
-        assert is_same == (rank == 1 or case != "large baseline")  # where rank 0 has freed its own
+        assert all(torch.equal(before[name], after[name]) for name in before)
         assert (own.result.steps, len(own.result.losses)) == (6, 6)
 
     first, second = kept
     slots = first.result.slots
     assert slots == second.result.slots  # of the slower rank
-    assert len(slots) == (0 if case.endswith("baseline") else 5)
+    assert len(slots) == (0 if case == "broken baseline" else 5)
     assert (second.ends, second.warnings) == ([], [])  # only rank 0 speaks of the baseline
-    said = {
-        "broken baseline": "could not be measured next to the training: model: test_in_turn.Broken raised MemoryError: "
-        "no room",
-        "large baseline": "does not fit into memory next to the training. It is measured after the training has freed "
-        "its memory. The speedup then has the range of its windows instead of an interval",
-    }
-    assert first.warnings == ([f"The baseline (1 worker) {said[case]}"] if case in said else [])
-    assert len(first.ends) == (case != "broken baseline")
-    for baseline in first.ends:
-        assert (baseline.trial, baseline.is_alone) == ("baseline", case == "large baseline")
-        assert len(baseline.slots) == len(slots)
-        assert baseline.losses[:3] == pytest.approx(first.result.losses[:3])
-        assert all(rate > 0 for rate in (*slots, *baseline.slots))
-    if slots:  # a rank that waits is blocked in the operating system: spinning would take a core from the baseline
-        assert second.wall_s > SLOT_S  # the baseline's slots, and its start
-        assert second.cpu_s < 0.1 * second.wall_s
+    if case == "broken baseline":
+        assert first.warnings == [
+            "The baseline (1 worker) could not be measured next to the training: model: test_in_turn.Broken raised "
+            "MemoryError: no room"
+        ]
+        assert first.ends == []
+        return
+    (baseline,) = first.ends
+    assert (first.warnings, baseline.trial, len(baseline.slots)) == ([], "baseline", 5)
+    assert baseline.losses[:3] == pytest.approx(first.result.losses[:3])
+    assert all(rate > 0 for rate in (*slots, *baseline.slots))
+    # A rank that waits is blocked in the operating system: spinning would take a core from the baseline.
+    assert second.wall_s > SLOT_S  # the baseline's slots, and its start
+    assert second.cpu_s < 0.1 * second.wall_s

@@ -30,18 +30,10 @@ def _pairs(order: Any) -> tuple[Dataset[Any], Dataset[Any]]:
     return TensorDataset(values[:34], values[:34]), TensorDataset(values[34:], values[34:])
 
 
-def permuted_by_numpy() -> Any:
-    return _pairs(np.random.permutation(SAMPLES))
-
-
-def shuffled_by_python() -> Any:
-    order = list(range(SAMPLES))
+def split_by_all_generators() -> Any:
+    order = list(torch.randperm(SAMPLES))
     random.shuffle(order)
-    return _pairs(order)
-
-
-def split_by_torch() -> Any:
-    return _pairs(torch.randperm(SAMPLES).numpy())
+    return _pairs([int(index) for index in np.random.permutation(order)])
 
 
 def split_without_seed() -> Any:
@@ -97,8 +89,6 @@ class Keeps(nn.Module):
             self.inner.kept = [torch.tensor(own.random())]  # type: ignore[assignment]
         elif what == "array":
             self.kept = own.random(2)
-        elif what == "number":
-            self.kept = float(own.random())  # type: ignore[assignment]
         elif what == "rank":
             self.number, self.is_speaker = torch.distributed.get_rank(), torch.distributed.get_rank() == 0
         elif what == "weights":
@@ -123,7 +113,7 @@ class Margins(nn.Module):
 
 
 def _trial(
-    *, data: str = "split_by_torch", model: str = "nothing", strategy: str = "ddp", seeded_loss: bool = True
+    *, data: str = "split_by_all_generators", model: str = "nothing", strategy: str = "ddp", seeded_loss: bool = True
 ) -> Trial:
     sections = {
         "model": {"_target_": f"{HERE}.Keeps", "what": model},
@@ -147,14 +137,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "labels": ({"data": "noisy_and_shuffled"}, "data", "of the training set differs"),
     "tensor": ({"model": "tensor"}, "model", "inner.kept[0] differs between rank 0 and rank 1"),
     "array": ({"model": "array"}, "model", "kept differs"),
-    "number": ({"model": "number"}, "model", "kept differs"),
     "loss": ({"seeded_loss": False}, "loss", "margin differs"),
     "shards": ({"model": "weights", "strategy": "fsdp"}, "model", "layer.weight differs"),
 }
 ACCEPTED: dict[str, dict[str, Any]] = {
-    "NumPy": {"data": "permuted_by_numpy"},
-    "Python": {"data": "shuffled_by_python"},
-    "torch": {"data": "split_by_torch"},
+    "seeded": {},
     "noise on purpose": {"data": "noisy_on_purpose"},
     "drawn": {"model": "drawn"},
     "rank": {"model": "rank"},
@@ -193,7 +180,7 @@ def test_ranks_draw_alike_or_are_refused(tmp_path: Path) -> None:
     for name in ACCEPTED:
         first, second = (torch.load(tmp_path / f"{name} {rank}") for rank in range(2))
         assert first == second, name
-    for name in ("NumPy", "Python", "torch", "drawn"):  # one worker draws what two draw
+    for name in ("seeded", "drawn"):  # one worker draws what two draw
         alone = _drawn(build(_trial(**ACCEPTED[name], strategy="single"), rank=Rank()))
         assert torch.load(tmp_path / f"{name} 0") == alone, name
     assert len(torch.load(tmp_path / "drawn 0")["kept"]) == 3

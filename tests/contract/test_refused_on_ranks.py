@@ -23,7 +23,6 @@ class Refusal(NamedTuple):
     sections: dict[str, Any]
     said: str
     strategy: str = "ddp"
-    options: dict[str, Any] = {}
     initial: str = ""
     """File of weights that rank 0 can't read."""
     steps: tuple[str, ...] = ()
@@ -55,9 +54,6 @@ REFUSED = {
         initial="lost.safetensors",
     ),
     "sparse gradients, fsdp": Refusal({"model": SPARSE}, "sparse gradients, which fsdp does not support", "fsdp"),
-    "sparse gradients, fp16": Refusal(
-        {"model": SPARSE}, "communication_hook: fp16", options={"communication_hook": "fp16"}
-    ),
     "nan in the validation set": Refusal(
         {"data": {"_target_": "toys.poisoned_validation"}, "checkpoint": {"every_steps": 2}},
         "the validation loss is nan after epoch 1 (step 3), although",
@@ -91,7 +87,7 @@ def ranks() -> Iterator[Ranks]:
 def _error(rank: Rank, refusal: Refusal, folder: Path) -> str:
     given = toys.trial(**refusal.sections)
     update: dict[str, Any] = {
-        "strategy": refusal.strategy, "options": refusal.options, "workers": 2, "checkpoints": str(folder)
+        "strategy": refusal.strategy, "workers": 2, "checkpoints": str(folder)
     }  # fmt: skip
     if refusal.initial and rank.is_first:
         update["initial"] = Weights(path=str(folder / refusal.initial), source="lost")

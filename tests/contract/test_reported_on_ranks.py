@@ -23,7 +23,7 @@ from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Flops
 from pipeline.train import meter as meters
 from pipeline.train.build import build
-from pipeline.train.flops import count
+from pipeline.train.costs import count_operations
 from pipeline.train.kept import held_step
 from pipeline.train.measure import TRACED_STEPS
 from pipeline.train.meter import Meter
@@ -109,7 +109,7 @@ def _count(trial: Trial, rank: Rank) -> tuple[Flops | None, list[str]]:
     outbox = toys.Kept()
     s = build(trial, rank=rank, outbox=outbox)
     s.facts = FACTS
-    counted = count(s, held_step(s))
+    counted = count_operations(s, held_step(s))
     barrier(rank)
     return counted, [event.message if isinstance(event, Warned) else event.kind for event in outbox.events]
 

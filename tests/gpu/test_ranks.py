@@ -6,7 +6,6 @@ the folder of `make gpu-bundle` runs it, with `--noconftest`; without Ray, which
 
 # promise: what a GPU proves, and a table that says what has not run
 
-import gc
 import importlib.util
 import time
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from gpu_trials import (
     GPUS,
     IS_REHEARSAL,
-    NEEDS_CUDA,
     NEEDS_GPU,
     NEEDS_TWO_GPUS,
     RANKS,
@@ -194,25 +192,3 @@ def test_a_training_that_fills_the_memory_has_a_speedup(tmp_path: Path, ranks: i
     assert speedup_of(outcome) > 0
     assert IS_REHEARSAL or min(result_of(outcome).peak_memory_mb) * 2**20 > FILLED * memory
     assert baseline_of(outcome).micro_batches == (2 if ranks == 2 else None)
-
-
-@NEEDS_CUDA
-def test_a_baseline_without_memory_is_measured_after_the_training(tmp_path: Path) -> None:
-    """A step needs twice the memory of the weights; next to those of the other trial, three times."""
-    weights = 800 * 2**20
-    made = trial(
-        train_only=False,
-        model={"_target_": "test_one_gpu.Large", "megabytes": weights // 2**20},
-        benchmark=BRIEFLY,
-        train={"precision": "fp32", "epochs": 1},
-    )
-    gc.collect()
-    torch.cuda.empty_cache()
-    limit = torch.cuda.memory_allocated() + int(2.7 * weights)
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        outcome, _ = launch(with_baseline(made), tmp_path)  # not under ddp, whose buckets are a copy more
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert speedup_of(outcome) > 0
-    assert baseline_of(outcome).is_alone

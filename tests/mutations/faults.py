@@ -283,8 +283,8 @@ FAULTS = (
         "measuring the speedup trains on",
         "the training's results are the same with and without a baseline",
         "pipeline/train/turns.py",
-        "            kept.enter_context(suspend_updates(s))\n",
-        "            del kept\n",
+        "        kept.enter_context(suspend_updates(s))\n",
+        "        del kept\n",
         ("tests/unit/test_turns.py",),
     ),
     Fault(

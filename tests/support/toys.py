@@ -363,15 +363,6 @@ class Exponential(nn.Module):
         return Loss(loss, count, outputs, batch[1])
 
 
-class Normed(nn.SyncBatchNorm):
-    """Notes which process group it would send statistics to; torch's own refuses CPU."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.groups = [*getattr(self, "groups", []), self.process_group]
-        assert self.weight is not None
-        return inputs * self.weight
-
-
 def tf32_model() -> nn.Module:
     torch.set_float32_matmul_precision("high")
     return nn.Linear(3, 1)
@@ -694,19 +685,14 @@ def counting_net() -> nn.Module:
 
 
 class Hungry(nn.Linear):
-    """Runs out of memory with more than ``most`` samples; also next to the weights of ``_first``, if it is crowded."""
+    """Runs out of memory with more than ``most`` samples."""
 
-    _first: ClassVar[Any] = ref(nn.Identity())
-
-    def __init__(self, most: int, is_crowded: bool = False, is_first: bool = False) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__(3, 1)
-        self.most, self.is_crowded = most, is_crowded
-        if is_first:
-            Hungry._first = ref(self)
+        self.most = most
 
     def forward(self, inputs: Tensor) -> Tensor:
-        first = Hungry._first()
-        if len(inputs) > self.most or (self.is_crowded and first is not None and first.weight.numel()):
+        if len(inputs) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return super().forward(inputs)
 

@@ -32,22 +32,22 @@ LARGER_TODAY = {
     "drive": 1_905,
     "experiment": 4_340,
     "launch": 4_001,
-    "models": 434,
+    "models": 408,
     "plan": 1_042,
-    "protocol": 2_095,
+    "protocol": 2_093,
     "record": 2_302,
-    "report": 6_550,
-    "strategies": 725,
+    "report": 6_544,
+    "strategies": 668,
     "system": 1_034,
-    "tasks": 1_016,
+    "tasks": 930,
     "tracking": 2_926,
-    "train": 10_149,
-    "worker": 507,
+    "train": 9_256,
+    "worker": 506,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 370
+FILES = 368
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 50_867
+TEST_LINES = 49_773
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -17,8 +17,7 @@ from pipeline.report.numbers.row import Row
 from pipeline.report.text.sentences import describe_communication
 from pipeline.strategies.ddp import timed_of
 from pipeline.train.build import build
-from pipeline.train.clock import Lap
-from pipeline.train.communication import CommunicationMeter
+from pipeline.train.gauges import CommunicationMeter, Lap
 
 STEPS = 10
 CALM = [(20.0, 22.0)] * 6

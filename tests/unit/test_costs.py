@@ -10,7 +10,6 @@ import torch.distributed as dist
 import toys
 from torch import nn
 
-from pipeline.errors import ExperimentError
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import CellMeasurement
 from pipeline.train.build import build
@@ -85,11 +84,6 @@ def test_batches_are_copied_before_the_clock_starts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pipeline.train.costs.synchronize", lambda _: told.append("clock"))
     costs(s)
     assert told[:6] == ["read", "clock", "placed", "clock", "clock", "clock"]
-
-
-def test_a_dataset_smaller_than_the_batch_is_refused() -> None:
-    with pytest.raises(ExperimentError, match="22 samples, fewer than the global batch of 23"):
-        costs(built(train={"global_batch_size": 23}))
 
 
 def test_backward_is_spread_evenly_over_matrices() -> None:

@@ -4,6 +4,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -25,8 +26,8 @@ from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
 from pipeline.report.text import device
 from pipeline.train.build import build
-from pipeline.train.communication import EnergyMeter, GpuGauge
-from pipeline.train.flops import count
+from pipeline.train.costs import count_operations
+from pipeline.train.gauges import EnergyMeter, GpuGauge
 from pipeline.train.kept import held_step
 
 A100 = "NVIDIA A100-SXM4-40GB"
@@ -41,7 +42,7 @@ def counted(**sections: Any) -> tuple[Flops | None, list[str]]:
     trial = toys.trial(**sections)
     trial = trial.model_copy(update={"allowed": (*trial.allowed, "test_device")})
     s = build(trial, rank=Rank(), outbox=outbox)
-    flops = count(s, held_step(s))
+    flops = count_operations(s, held_step(s))
     return flops, [event.message for event in outbox.events if isinstance(event, Warned)]
 
 
@@ -212,10 +213,7 @@ class TestUtilization:
         assert gauge.means() == [50.0, 80.0]
 
     def test_there_is_none_where_the_driver_does_not_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def unsupported(device: int) -> int:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-        monkeypatch.setattr(torch.cuda, "utilization", unsupported)
+        monkeypatch.setattr(torch.cuda, "utilization", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)))
         gauge = GpuGauge([0])
         gauge.read()
         assert gauge.means() == []
@@ -288,13 +286,10 @@ class TestEnergy:
         assert metered([0, 1]).of(90) is None
         assert nvml.open == 0
 
-    def test_only_trainings_read_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_trainings_on_gpus_read_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeNvml(monkeypatch, GPU_a=5_000)
         assert metered([0], is_training=False).of(90) is None
-
-    def test_without_gpus_there_is_none(self) -> None:
         assert metered([]).of(90) is None
-        assert toys.trained()[0].energy is None
 
     def test_a_training_has_that_of_the_samples_that_it_trained_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(EnergyMeter, "of", lambda self, samples: Energy(joules=1.0, samples=samples))
@@ -329,33 +324,21 @@ class TestPrice:
             "this training costs 2.5 with 1 worker, 2.5 with 2 workers (ddp), at 2.5 per core and hour",
         )
 
-    def test_its_start_is_paid_too(self) -> None:
+    def test_its_start_is_paid_too_and_there_is_none_without_a_price_or_a_time(self) -> None:
         rows = [row(price=1.0, rate=1000.0, start_s=start) for start in (0.0, 3600.0)]
         assert [each.cost for each in rows] == [pytest.approx(2.0), pytest.approx(4.0)]
+        assert (reported(None).devices, row(price=None).cost) == ((), None)
+        assert Report.of([samples.MAIN], [finished("main", spread(200))], hardware=HARDWARE).main.cost is None
 
-    def test_there_is_none_without_a_price_or_a_time(self) -> None:
-        assert reported(None).devices == ()
-        assert row(price=None).cost is None
-        unknown = Report.of([samples.MAIN], [finished("main", spread(200))], hardware=HARDWARE)
-        assert unknown.main.cost is None
-
-    def test_programs_get_it(self) -> None:
-        report = reported(2.5, flops=flops(fp32=1e6))
+    def test_programs_people_and_comparisons_get_it(self) -> None:
+        report = reported(2.5, flops=flops(fp32=1e6), energy=Energy(joules=30.0, samples=10))
         cell = build_cell(report.main)
         assert (cell["cost"], cell["tflops"], cell["mfu"]) == (pytest.approx(2.5), pytest.approx(2e-4), None)
         assert columns(report.entries)["cost"] == [pytest.approx(2.5)] * 2
-        again = Report.model_validate_json(report.to_json())
-        assert again.devices == report.devices
-
-    def test_two_runs_are_compared_by_it(self) -> None:
-        own = reported(2.5, energy=Energy(joules=30.0, samples=10)).main
-        known = dict(measured(own))
-        assert known["cost"] == Figure(pytest.approx(2.5), "min")
-        assert known["energy, J/sample"] == Figure(3.0, "min")
+        assert Report.model_validate_json(report.to_json()).devices == report.devices
+        known = dict(measured(report.main))
+        assert (known["cost"], known["energy, J/sample"]) == (Figure(pytest.approx(2.5), "min"), Figure(3.0, "min"))
         assert not {"cost", "energy, J/sample"} & dict(measured(reported(None).main)).keys()
-
-    def test_people_read_it_in_every_form_of_the_report(self) -> None:
-        report = reported(2.5)
-        _, line = next(block for block in report.blocks if block[0] == "Compute utilization")
-        assert line.startswith("this training costs")
+        lines = next(lines for title, *lines in report.blocks if title == "Compute utilization")
+        (line,) = [line for line in lines if line.startswith("this training costs")]
         assert line in report.markdown()

@@ -20,8 +20,8 @@ from pipeline.experiment.consistency import contradictions
 from pipeline.protocol.events import Metrics
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
-from pipeline.train.clock import Lap
 from pipeline.train.evaluate import evaluate
+from pipeline.train.gauges import Lap
 from pipeline.train.measure import probe
 from pipeline.train.meter import Meter
 from pipeline.train.order import evaluation_batches

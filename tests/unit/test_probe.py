@@ -11,19 +11,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 import toys
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from pipeline.launch.base import DirectOutbox, Session
 from pipeline.protocol.events import AnyEvent, ArtifactSaved
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import StepParts
 from pipeline.train.build import build
-from pipeline.train.clock import Lap
-from pipeline.train.costs import costs
-from pipeline.train.flops import count
+from pipeline.train.costs import costs, count_operations
+from pipeline.train.gauges import Lap
 from pipeline.train.kept import held_step
 from pipeline.train.measure import TRACED_STEPS, probe, record_trace, unused_parameters
 from pipeline.train.meter import Meter
@@ -106,22 +103,8 @@ def test_each_part_is_found_and_they_add_up(parts: int) -> None:
 
 def test_the_wait_is_that_of_the_slowest_rank_in_the_median_of_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     laps = [Lap(1, BATCH, 0.2, data_wait_ms=ms, own_wait_ms=1.0) for ms in (10.0, 30.0, 14.0)]
-    monkeypatch.setattr("pipeline.train.clock.Clock.steady", laps)
+    monkeypatch.setattr("pipeline.train.gauges.Clock.steady", laps)
     assert toys.trained()[0].parts.data_wait_ms == 14.0
-
-
-@watched
-def test_communication_of_synced_statistics_is_left_out_of_computing() -> None:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        s = built(model={"_target_": "toys.Normed", "num_features": 3}, data={"_target_": "toys.triples"})
-        s.model.groups = []  # type: ignore[assignment]
-        measured(s)
-    finally:
-        dist.destroy_process_group()
-    alone, *_, last = groups = s.model.groups  # type: ignore[misc]
-    assert alone is not None
-    assert (last, groups.count(None)) == (None, groups.count(alone))  # of computing and of whole steps
 
 
 @watched
@@ -188,7 +171,13 @@ def test_a_trace_shows_forward_backward_and_optimizer_of_each_step(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "measurement",
-    [measured, record_trace, costs, lambda s: count(s, held_step(s)), lambda s: unused_parameters(s, held_step(s))],
+    [
+        measured,
+        record_trace,
+        costs,
+        lambda s: count_operations(s, held_step(s)),
+        lambda s: unused_parameters(s, held_step(s)),
+    ],
     ids=["parts", "trace", "costs", "operations", "unused parameters"],
 )
 def test_what_is_measured_leaves_the_training_as_it_is(

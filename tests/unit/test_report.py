@@ -346,20 +346,6 @@ def test_a_baseline_in_micro_batches_says_so_wherever_its_row_is_read(tmp_path: 
     assert (record["baseline"]["title"], record["remarks"]) == (title, list(result.remarks))
 
 
-@pytest.mark.parametrize("parts", [None, 2])
-def test_a_baseline_that_was_measured_after_the_training_resolves_nothing(parts: int | None) -> None:
-    ends = [finished("main", spread(190, noise=2))]
-    ends += [finished("baseline", spread(100, noise=5), is_alone=True, micro_batches=parts)]
-    result = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
-    assert (result.main.is_resolved, result.main.speedup_rounds) == (False, 0)
-    title = "1 worker (2 micro-batches)" if parts else "1 worker"
-    assert result.remarks[0] == (
-        f"{title} did not fit into memory next to the training. It was measured after the training had freed its "
-        "memory, so not alternately with it."
-    )
-    assert result.remarks[-1].endswith("so they were not measured alternately.")
-
-
 @pytest.mark.parametrize(("operations", "tolerance"), [("tf32", 1e-2), ("fp32", 1e-3)])
 def test_losses_may_differ_by_the_rounding_of_tf32_where_it_was_used(operations: str, tolerance: float) -> None:
     """The operations that were counted show it, whatever the GPU is able to do."""

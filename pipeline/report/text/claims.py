@@ -156,7 +156,7 @@ def _explain_missing_interval(row: Row, baseline: Row) -> Doubt:
         return Doubt(
             "It was measured once, so the noise is unknown", "Measure several times:", "benchmark FILE --repeats 5"
         )
-    if baseline.micro_batches is not None or baseline.is_alone:  # which pipeline benchmark has no memory for
+    if baseline.micro_batches is not None:  # which pipeline benchmark has no memory for
         return Doubt("The baseline did not fit into memory next to the training, so they were not measured alternately")
     return Doubt(
         "The baseline was not measured alternately with the training", "Measure both in rounds:", "benchmark FILE"

@@ -181,18 +181,12 @@ def _iter_unsaved(main: Row) -> Iterator[str]:
 def _iter_memory_notes(rows: Sequence[Row]) -> Iterator[str]:
     """Yield how trials were measured that did not fit into memory next to the training."""
     for row in rows:
-        if row.is_alone:
-            yield (
-                f"{name_row(row)} did not fit into memory next to the training. It was measured after the training had "
-                "freed its memory, so not alternately with it."
-            )
         if row.micro_batches is not None:
-            where = "" if row.is_alone else " next to the training"
             statistics = find_statistics(row)
             told = f" {' and '.join(statistics)} took the statistics of each micro-batch." if statistics else ""
             yield (
-                f"{name_row(row)}: {counted(row.global_batch_size, 'sample')} at once did not fit into memory{where}. "
-                f"Each step has {row.micro_batches} micro-batches, as large as a worker's.{told}"
+                f"{name_row(row)}: {counted(row.global_batch_size, 'sample')} at once did not fit into memory next to "
+                f"the training. Each step has {row.micro_batches} micro-batches, as large as a worker's.{told}"
             )
 
 
