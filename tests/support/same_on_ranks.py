@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from pipeline.protocol.events import Resumed, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation, Trial, Weights
+from pipeline.train import meter
 from pipeline.train.manifest import folder_name
 from pipeline.train.restored import evaluate_checkpoint
 from pipeline.train.run import train
@@ -82,7 +84,7 @@ class Found(NamedTuple):
 def train_row(rank: Rank, row: Row, folder: Path, *, resume: bool = False, micro_batches: int = 1) -> Found:
     """Train a row with checkpoints in a folder."""
     kept = toys.Kept()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), patch.object(meter, "REPORT_MS", 1e9):  # none by time, which a busy machine shifts
         warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)  # torchmetrics, of a class
         result = train(_trial(row, rank, folder, resume=resume, micro_batches=micro_batches), rank=rank, outbox=kept)
     _check_events(kept, row, resumed=[row.stopped] * (resume and rank.is_first))
