@@ -8,7 +8,7 @@ import typer
 
 from pipeline.cli.arguments import Json, interruptible, problems_of, show
 from pipeline.errors import PipelineError, UsageError
-from pipeline.experiment.extras import lacking
+from pipeline.experiment.targets import lacking
 from pipeline.system import stages
 
 
@@ -114,7 +114,7 @@ def doctor(
 
     from pipeline.commands.doctor.examination import examine, show
     from pipeline.experiment.load import load
-    from pipeline.experiment.parallel import Parallel
+    from pipeline.experiment.schema import Parallel
 
     experiment = load(file).experiment if file is not None else None
     parallel = experiment.parallel if experiment else Parallel(launcher="ray")

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.experiment import components
-from pipeline.experiment.loader_section import DEFAULT_COLLATE
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment import components, references
+from pipeline.experiment.schema import DEFAULT_COLLATE, Experiment
 from pipeline.experiment.values import Component
 from pipeline.protocol import progress
 from pipeline.protocol.labels import Split
@@ -56,7 +55,7 @@ def build_data(experiment: Experiment, *, allowed: tuple[str, ...]) -> Datasets:
         ExperimentError: the data function fails, or returns no tuple of two or three.
     """
     seed_all(mix(experiment.seed, "data"))
-    splits = components.build(experiment.data, key="data", allowed=allowed)
+    splits = components.build(references.fill_in(experiment).data, key="data", allowed=allowed)
     if not isinstance(splits, tuple) or len(splits) not in (2, 3):
         kind = f"tuple of {len(splits)}" if isinstance(splits, tuple) else type(splits).__name__
         raise ExperimentError.of(
@@ -144,7 +143,7 @@ class Batches:
         def built(own: Component | None, key: str) -> Collation:
             if own is None or own.target == DEFAULT_COLLATE:
                 return Collation()
-            return Collation(components.build(own, key=key, allowed=trial.allowed, runtime=self.runtime), key=key)
+            return Collation(components.build(own, key=key, allowed=trial.allowed), key=key)
 
         def loader(dataset: Any, what: str, samples: int, collate: Collation) -> BatchLoader | IterableLoader:
             is_train, seed = what == "training", experiment.seed
@@ -169,10 +168,11 @@ class Batches:
                 keeps_state=is_train and saves,
             )
 
-        self._collate = built(options.collate, "loader.collate")
+        filled = references.fill_in(experiment, self.runtime).loader
+        self._collate = built(filled.collate, "loader.collate")
         evaluates = Collation(self._collate.function, is_fixed=True)
-        if options.evaluation_collate is not None:
-            evaluates = built(options.evaluation_collate, "loader.evaluation_collate")
+        if filled.evaluation_collate is not None:
+            evaluates = built(filled.evaluation_collate, "loader.evaluation_collate")
         self._train = loader(datasets[0], "training", order.set_size, self._collate)
         self._held_out = {
             split: loader(dataset, split, sizes[split], evaluates)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError, Problem
 from pipeline.experiment.reported import PREFIX, mlflow_name, source_of
-from pipeline.experiment.schema import followed
 from pipeline.protocol.events import Phase, Point
 from pipeline.protocol.labels import Split
 from pipeline.protocol.progress import ProgressReporter
@@ -169,7 +168,7 @@ def evaluate(
             )
     values |= {f"{split}/{name}": value for name, value in own_values.items()}
     if hasattr(s.task, "own_evaluation") and split == "validation":  # whose logs no check could know
-        for key, metric in followed(s.experiment).items():
+        for key, metric in s.experiment.followed.items():
             if metric not in values:
                 raise ExperimentError.of(key, f"{metric} is not reported; name one of {', '.join(values)}")
     s.wrapped.train()
@@ -263,7 +262,7 @@ def prepare(s: State) -> None:
         problems = list(dict.fromkeys(one for part in gather(problems, rank=s.rank) for one in part))
         if not problems:
             compute_alone(collection)  # of a batch that all ranks have
-            problems = list(_find_misnamed(collection, logged=tuple(loss.logs), follows=followed(s.experiment)))
+            problems = list(_find_misnamed(collection, logged=tuple(loss.logs), follows=s.experiment.followed))
     if problems:
         raise ExperimentError(problems)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from pipeline.experiment.loader_section import Loader
+from pipeline.experiment.schema import Loader
 from pipeline.system.signals import sigterm_blocked, sigterm_only_from
 from pipeline.train.order import MicroBatch
 from pipeline.train.reader import (

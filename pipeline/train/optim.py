@@ -18,11 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
 from pipeline.errors import ExperimentError, Problem
-from pipeline.experiment import lightning_module
-from pipeline.experiment.finetuning import Optimizer as Declared
-from pipeline.experiment.finetuning import ParameterGroup
-from pipeline.experiment.named_optimizers import NamedOptimizer
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import LIGHTNING_OPTIMIZER, Experiment
+from pipeline.experiment.train import NamedOptimizer, ParameterGroup
+from pipeline.experiment.train import Optimizer as Declared
 from pipeline.experiment.values import Create
 from pipeline.system.imports import undisturbed
 from pipeline.tasks import Trainee
@@ -152,7 +150,7 @@ def _build(
     is_scaled = experiment.train.precision == "fp16"
     if _can_fuse(declared, parameters, trainee, plainly=not (is_sharded or is_scaled)):
         declared = declared.model_copy(update={"fused": True})
-    is_of_module = declared.target == lightning_module.OPTIMIZER
+    is_of_module = declared.target == LIGHTNING_OPTIMIZER
     optimizer: Optimizer = create(
         declared, trainee.model if is_of_module else groups if settings else rest, key="optimizer"
     )

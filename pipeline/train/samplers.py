@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment import components
-from pipeline.experiment.component_arguments import parameters_of
+from pipeline.experiment import components, references
+from pipeline.experiment.components import parameters_of
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.progress import report_progress_to
 from pipeline.train.order import Indices, SampleOrder
@@ -29,14 +29,15 @@ def order_of(
         ExperimentError: the sampler fails, returns no indices of samples, or others when it is called again.
         TrainingError: ``set_epoch`` of the dataset failed.
     """
-    seed, component, size = experiment.seed, experiment.sampler, experiment.train.global_batch_size
+    seed, size = experiment.seed, experiment.train.global_batch_size
+    component = references.fill_in(experiment).sampler
     new_order = partial(SampleOrder, set_size=samples, global_batch_size=size, seed=seed)
     if component is None:
         return new_order(samples=samples)
     parameters = parameters_of(components.resolve(component, key="sampler", allowed=allowed))
     if "batch_size" in parameters and "batch_size" not in component.arguments:
         component = component.model_copy(update={"batch_size": size})
-    call, target = components.bound(component, key="sampler", allowed=allowed), component.target
+    call, target = components.bind(component, key="sampler", allowed=allowed), component.target
     # Files that a sampler opens in a dataset must not be open in forked loader processes.
     dataset = copy_dataset(dataset) if experiment.loader.num_workers else dataset
     datasets = find_datasets_with_epoch(dataset)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from checkpointed import EVERY, STEPS, Saving, assert_equal, trial, until
 from ranks import Ranks
 
-from pipeline.experiment.finetuning import StartFrom
+from pipeline.experiment.train import StartFrom
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Weights
 from pipeline.train import ranks as collectives

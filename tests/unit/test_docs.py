@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.experiment.extras import OPTIONAL_PACKAGES
+from pipeline.experiment.targets import OPTIONAL_PACKAGES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import MOST_PROBLEMS, ExperimentError, Problem, UsageError
-from pipeline.experiment.dialect import Dumper
 from pipeline.experiment.load import load
 from pipeline.experiment.schema import Experiment
+from pipeline.experiment.yaml_text import Dumper
 
 GOOD = """\
 name: good

@@ -16,7 +16,7 @@ from pipeline.data.csv_rows import read_csv
 from pipeline.data.padding import padded
 from pipeline.drive.parameters import problems
 from pipeline.errors import ExperimentError
-from pipeline.experiment import components, extras
+from pipeline.experiment import components, targets
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.models import pretrained
 from pipeline.tasks import FromModel
@@ -109,7 +109,7 @@ def test_names_are_checked_before_anything_starts(folder: Path) -> None:
 
 
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets, "find_spec", lambda name: None)
     model = {"_target_": "pipeline.models.pretrained", "path": str(folder), "task": "features"}
     (problem,) = components.check(experiment(model=model), allowed=(*BUILT_IN, "toys")).problems
 
