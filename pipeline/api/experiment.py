@@ -13,7 +13,7 @@ from torch import nn
 from pipeline.drive import initial_weights
 from pipeline.drive.execute import explained
 from pipeline.errors import ExperimentError, UsageError
-from pipeline.experiment import keys, references
+from pipeline.experiment import references
 from pipeline.experiment.load import ExperimentFile, from_mapping, load
 from pipeline.experiment.summary import to_yaml
 from pipeline.experiment.targets import allowed_packages
@@ -69,9 +69,7 @@ class Experiment:
         return self.file.experiment.name
 
     def arguments(self, section: str) -> Mapping[str, Any]:
-        """Return the arguments of a component by the name of its section, such as "data".
-
-        They have the values of environment variables.
+        """Return the arguments of a component, with values of the environment, by its section, such as "data".
 
         Raises:
             ExperimentError: an environment variable is not set.
@@ -80,9 +78,8 @@ class Experiment:
         component = getattr(references.fill_in(self.file.experiment), section, None)
         if not isinstance(component, Component):
             raise UsageError(f"{section}: {self.name} has no component with this name. Use model or data.")
-        for parts, text in keys.walk(component.arguments):
-            if isinstance(text, str) and references.variables_in(text):
-                raise ExperimentError.of(f"{section}.{keys.join(parts)}", references.explain_unknown(text))
+        if unset := references.variables_in(str(component.arguments)):
+            raise ExperimentError.of(section, references.explain_unset(unset[0]))
         return component.arguments
 
     def to_yaml(self) -> str:

@@ -15,7 +15,7 @@ from pipeline.system import stages
 def check(
     files: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="Experiment files (YAML).", show_default=False),
+        typer.Argument(metavar="FILE... [KEY=VALUE]...", help="Experiment files; values for all.", show_default=False),
     ],
     *,
     data: Annotated[
@@ -33,14 +33,13 @@ def check(
     from pipeline.record.terminal.console import progress_on
 
     errors: dict[str, PipelineError] = {}
-    for word in files:
-        if "=" in word and not Path(word).exists():
-            raise UsageError(
-                f"{word}: pipeline check takes files only. To try a value, use: pipeline run FILE {word} --quick"
-            )
+    overrides = [word for word in files if "=" in word and not Path(word).exists()]
+    files = [word for word in files if word not in overrides]
+    if not files:
+        raise UsageError(f"name an experiment file, too: pipeline check FILE {overrides[0]}")
     console = rich.console.Console(highlight=False, stderr=True, quiet=quiet)
     with interruptible(), waiting.shown_on(rich.console.Console(quiet=True) if as_json else console):
-        for file, check_file in iter_checks(files, with_data=data):
+        for file, check_file in iter_checks(files, overrides, with_data=data):
             with progress_on(console):
                 found = check_file()
             stages.end()

@@ -32,7 +32,7 @@ _PASSED = {
 }
 """Positional arguments that components are called with, by their key or target."""
 _CALLED_LATER = {
-    "loss": "write a class whose forward(outputs, targets) calls it",
+    "loss": "name a class such as torch.nn.CrossEntropyLoss, or write one whose forward(outputs, targets) calls it",
     "task": "write a class whose __call__(model, batch) calls it",
     "metrics": "write a subclass of torchmetrics.Metric",
     "loader": "write a function that returns it",

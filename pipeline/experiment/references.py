@@ -161,7 +161,7 @@ class _Resolver:
             message = f"is {cut(value)}, an incomplete ${{...}}. Close the brackets, or write \\${{ for a literal ${{."
             self.problems.append(Problem(key, message))
             return None
-        return _with_own_names(value, "fill" if key == _URI else "read")
+        return _with_own_names(value, "read")
 
     def section(self, config: DictConfig | ListConfig, raw: Any, parts: tuple[keys.Part, ...]) -> Any:
         if id(config) in self._open:
@@ -184,6 +184,8 @@ class _Resolver:
             is_missing = isinstance(error, MissingMandatoryValue)
             self.problems.append(Problem(key, reason if is_missing else f"is {cut(raw)}; {reason}"))
             return None
+        if key == _URI and isinstance(value, str):
+            value = _VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), value)
         is_kept = isinstance(raw, str) and "${" in raw and _keeps_references(parts)
         if isinstance(value, DictConfig | ListConfig):
             inner = raw if not isinstance(raw, str) else _with_public_names(OmegaConf.to_container(value))
@@ -266,7 +268,7 @@ def _find_misplaced(value: str, raw: Any, parts: tuple[keys.Part, ...], *, is_ke
         return f"{said}Use it only in the arguments of scheduler, optimizer and other components."
     if found is None or (found[2] in os.environ and not is_secret(found[2])):
         return f"is {cut(raw)}. Only arguments of components may contain ${{ after all references are resolved."
-    if is_secret(found[2]) and keys.join(parts) != _URI:
+    if is_secret(found[2]) and found[2] in os.environ:
         return f"{found[2]} is a secret by its name, but this key is stored in files. Rename the variable."
     return f"is {cut(raw)}; {explain_unset(found[2])}"
 

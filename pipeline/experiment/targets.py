@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
@@ -58,22 +58,6 @@ _RUN_CODE = (
     "torchvision.datasets.utils",  # download and unpack files
 )
 """Modules of built-in packages that can run or fetch code: at most 20."""
-_WITH_CLASSES = ("torch.nn", "torchmetrics", "torchvision.transforms")
-"""Packages with functions in "functional", and classes that call them."""
-OPTIONAL_PACKAGES: Mapping[str, str] = {
-    "cookiecutter": "pipeline new",
-    "lightning": "pipeline.tasks.Lightning",
-    "onnx": "pipeline export --onnx",
-    "onnxscript": "pipeline export --onnx",
-    "optuna": "sweep: {search: optuna}",
-    "s3fs": "checkpoint.directory: s3://...",
-    "tensorboard": "tracking.loggers: [tensorboard]",
-    "transformers": "pipeline.models.pretrained, pipeline.data.texts",
-    "wandb": "tracking.loggers: [wandb]",
-}
-"""Features that need an optional package, by the name of the package on the package index.
-
-This project is on no index: a command that names it or its extras would run the code of whoever registers the name."""
 _NEEDS = "_pipeline_needs"
 _FILE = "pyproject.toml"
 
@@ -168,8 +152,10 @@ def lacking(what: str, package: str) -> str:
 
 
 def install_command(*packages: str) -> str:
-    """Return the command that installs optional packages."""
-    assert OPTIONAL_PACKAGES.keys() >= {*packages}
+    """Return the command that installs optional packages.
+
+    This project is on no index: a command that names it or its extras would run the code of whoever registers the name.
+    """
     return f"pip install {shlex.join(packages)}"
 
 
@@ -294,8 +280,6 @@ class _Search(NamedTuple):
             self._fail(f"{self.target} is not a class or function")
         if self.target in self.allowed:  # allowed by its own name, wherever it is defined
             return found
-        if instead := _class_of_function(self.target):
-            self._fail(f"{self.target} is a function, which cannot be named here. Write {instead}, a class.")
         home, own = str(getattr(found, "__module__", None)), set(self.allowed) - set(BUILT_IN)
         remedy = (
             f"To use it, call {self.target} in a function of your package, and name that function here. "
@@ -326,20 +310,6 @@ class _Search(NamedTuple):
 
     def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
         raise ExperimentError.of(self.key, message) from cause
-
-
-def _class_of_function(target: str) -> str:
-    """Return the class that does what a function does, e.g. torch.nn.MSELoss for torch.nn.functional.mse_loss."""
-    package, _, name = target.rpartition(".")
-    owner = ".".join(part for part in package.split(".") if part != "functional")
-    module = sys.modules.get(owner) if owner != package and owner.startswith(_WITH_CLASSES) else None
-
-    def letters(text: str) -> str:
-        return text.lower().replace("_", "").removesuffix("loss")
-
-    wanted = letters(name.replace("binary_cross_entropy", "bce"))
-    names = vars(module) if module is not None else ()
-    return next((f"{owner}.{one}" for one in names if one[:1].isupper() and letters(one) == wanted), "")
 
 
 def _format_allowed(allowed: tuple[str, ...]) -> str:

@@ -79,11 +79,7 @@ class Schedules:
         validates: bool,
         steps_per_epoch: int,
     ) -> Self:
-        """Build the schedulers that an experiment has; ``validates`` is True if there is a validation set.
-
-        Raises:
-            ExperimentError: one can't be built, or doesn't fit the training.
-        """
+        """Build the schedulers that an experiment has; ``validates`` is True if there is a validation set."""
         train = experiment.train
         advances = train.steps_of(steps_per_epoch) // (1 if train.scheduler_interval == "step" else steps_per_epoch)
         schedulers = {}
@@ -98,11 +94,7 @@ class Schedules:
         return cls(experiment, optimizers, schedulers)
 
     def check_start(self, judges: Mapping[str, Any]) -> None:
-        """Check the direction of a ReduceLROnPlateau, which the file may not show, as code can return one.
-
-        Raises:
-            ExperimentError: its metric, of ``judges`` by name, improves in the other direction.
-        """
+        """Check the direction of a ReduceLROnPlateau, which the file may not show, as code can return one."""
         for scheduler in self._schedulers.values():
             if isinstance(scheduler, ReduceLROnPlateau):
                 check_plateau(scheduler.mode, self._train, judges=judges)

@@ -25,15 +25,15 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 573,
-    "cli": 1_471,
-    "commands": 6_124,
+    "api": 572,
+    "cli": 1_470,
+    "commands": 6_112,
     "data": 1_031,
-    "drive": 1_905,
-    "experiment": 4_340,
-    "launch": 4_001,
+    "drive": 1_899,
+    "experiment": 3_695,
+    "launch": 4_000,
     "models": 434,
-    "plan": 1_042,
+    "plan": 1_038,
     "protocol": 2_095,
     "record": 2_302,
     "report": 6_550,
@@ -41,13 +41,13 @@ LARGER_TODAY = {
     "system": 1_034,
     "tasks": 1_016,
     "tracking": 2_926,
-    "train": 10_711,
+    "train": 10_707,
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 374
+FILES = 356
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_479
+TEST_LINES = 51_399
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

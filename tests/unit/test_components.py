@@ -385,22 +385,9 @@ class TestCheck:
         }
 
     @pytest.mark.parametrize(
-        ("function", "instead"),
-        [
-            ("torch.nn.functional.cross_entropy", "torch.nn.CrossEntropyLoss"),
-            ("torch.nn.functional.binary_cross_entropy_with_logits", "torch.nn.BCEWithLogitsLoss"),
-            ("torch.nn.functional.gelu", "torch.nn.GELU"),
-        ],
-    )
-    def test_for_a_function_of_torch_its_class_is_named(self, function: str, instead: str) -> None:
-        assert checked(loss={"_target_": function}) == {
-            "loss._target_": f"{function} is a function, which cannot be named here. Write {instead}, a class."
-        }
-
-    @pytest.mark.parametrize(
         ("section", "parameters", "remedy"),
         [
-            ("loss", "outputs, targets, gain=1", "write a class whose forward(outputs, targets) calls it."),
+            ("loss", "outputs, targets, gain=1", "or write one whose forward(outputs, targets) calls it."),
             ("task", "model, batch", "write a class whose __call__(model, batch) calls it."),
         ],
     )
