@@ -182,7 +182,7 @@ def _check(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
     """Validate what was read, with overrides, which are written into it. Raises as `load` does."""
     tree, places = read.tree, Places(name, read.entries)
     rejected = apply_overrides(overrides, tree, read.entries)
-    rejected += _refer_to_tracking_variable(tree)
+    rejected += _refer_to_mlflow_variables(tree)
     if "extends" in tree:
         rejected.append(Problem("extends", "works only in files. Set it in the experiment file."))
     resolved, found = references.resolve(tree)
@@ -201,19 +201,21 @@ def _check(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
     return file
 
 
-def _refer_to_tracking_variable(tree: dict[str, Any]) -> Iterator[Problem]:
-    """Have ``tracking.uri`` refer to the variable if the file does not set the key; yield what is wrong with it.
+def _refer_to_mlflow_variables(tree: dict[str, Any]) -> Iterator[Problem]:
+    """Have keys of ``tracking`` that the file does not set refer to MLflow's variables; yield what is wrong with them.
 
-    It is a reference, as a file may have one, so that a job on a cluster reads the variable too.
+    They are references, as a file may have them, so that a job on a cluster reads the variables too.
     """
-    section, uri = tree.get("tracking", {}), os.environ.get(TRACKING_VARIABLE)
-    if not uri or not isinstance(section, dict) or "uri" in section:
-        return
-    if problem := problem_of(uri):
-        message = f"not set, so {TRACKING_VARIABLE} is used. It is {without_credentials(uri)}; {problem}"
-        yield Problem("tracking.uri", message)
-    else:
-        tree["tracking"] = {**section, "uri": f"${{oc.env:{TRACKING_VARIABLE}}}"}
+    section = tree.get("tracking", {})
+    for name, variable in (("uri", TRACKING_VARIABLE), ("experiment", "MLFLOW_EXPERIMENT_NAME")):
+        value = os.environ.get(variable)
+        if not value or not isinstance(section, dict) or name in section:
+            continue
+        if name == "uri" and (problem := problem_of(value)):
+            message = f"not set, so {variable} is used. It is {without_credentials(value)}; {problem}"
+            yield Problem("tracking.uri", message)
+            continue
+        tree["tracking"] = section = {**section, name: f"${{oc.env:{variable}}}"}
 
 
 def _copied(value: Any) -> Any:

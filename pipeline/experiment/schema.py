@@ -246,7 +246,8 @@ class Tracking(Section):
     """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server. Without it, the environment variable
     MLFLOW_TRACKING_URI is used, then the default."""
     experiment: Writable | None = None
-    """Name of the MLflow experiment; default: the name of this experiment."""
+    """Name of the MLflow experiment. Without it, the environment variable MLFLOW_EXPERIMENT_NAME is used, then the name
+    of this experiment."""
     directory: FilePath = "runs"
     """Folder for the run folders. Each run folder contains the run's event log, worker logs and report."""
     log_model: bool = True

@@ -22,6 +22,10 @@ _STRING = f"{_TAG}str"
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _TIME = re.compile(r"^[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?$")
 _ONLY_1_1 = re.compile(r"[-+]?0[0-7_]+|[-+]?0b[01_]+|[-+.]?[0-9].*_.*|yes|no|on|off", re.IGNORECASE)
+_HASH = re.compile(r"0[0-9]+[eE][0-9]+|(?=.{5})[0-9]+[eE][0-9]+")
+"""Number that is probably the hash of a commit, such as 695e0514."""
+_BREAK = re.compile("[\x85\u2028\u2029]")
+"""Characters that end a line in YAML unless they are escaped."""
 _KINDS = {
     _STRING: "a string that UTF-8 can encode",
     f"{_TAG}int": "an integer of at most 64 bits",
@@ -73,6 +77,11 @@ class Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         """Write repeated values in full instead of as aliases, for readability."""
         return True
+
+
+Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_STRING, text, style='"' if _BREAK.search(text) else None)
+)
 
 
 def written(value: object) -> str:
@@ -142,6 +151,9 @@ class _Reader:
             self._add(
                 key, f"is {node.value}, which is {written(value)} in YAML 1.1 and not in YAML 1.2. {either}", node
             )
+        if _HASH.fullmatch(node.value):
+            either = f"Write {written(value)}, or {self.quote(node.value)} for the text."
+            self._add(key, f"is {node.value}, which is the number {written(value)} in YAML. {either}", node)
         mark = node.start_mark
         if not node.value and mark.buffer and (comment := _COLOR_OR_MARK.match(mark.buffer, mark.pointer)):
             message = f"is empty, since # starts a comment. Write {self.quote(comment[1])}, or null."

@@ -182,6 +182,11 @@ class TestNotYaml:
                 "a: 1\nb: [0, no]",
                 "e.yaml:2: b[1]: is no, which is false in YAML 1.1 and not in YAML 1.2. Write false, ",
             ),
+            (
+                "a: 695e0514",
+                "e.yaml:1: a: is 695e0514, which is the number .inf in YAML. Write .inf, or '695e0514' for",
+            ),
+            ("a: 00e1", "e.yaml:1: a: is 00e1, which is the number 0.0 in YAML. Write 0.0, or '00e1' for the text."),
             ("a: {cat:2, b: 1}", "e.yaml:1: a.cat:2: has no value. Put a space after the colon: cat: 2"),
             ("a: " + "[" * 1000, "e.yaml:1: nested deeper than 40 levels"),
         ],
@@ -597,7 +602,20 @@ class TestSummary:
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12) | st.sampled_from(
-    ["1e-3", "2020-01-01", "no", "${seed}", "\\${seed}", "${total_steps}", "<<", "017", "1:30", "~"]
+    [
+        "1e-3",
+        "695e0514",
+        "a\x85b\u2028c",
+        "2020-01-01",
+        "no",
+        "${seed}",
+        "\\${seed}",
+        "${total_steps}",
+        "<<",
+        "017",
+        "1:30",
+        "~",
+    ]
 )
 scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | texts
 names = st.text(string.ascii_lowercase, min_size=1, max_size=6)
