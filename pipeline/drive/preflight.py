@@ -21,7 +21,7 @@ from pipeline.experiment.problems import find_problems
 from pipeline.experiment.reported import PREFIX, source_of
 from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.sweep import Sweep
-from pipeline.experiment.targets import allowed_packages, list_once
+from pipeline.experiment.targets import allowed_packages
 from pipeline.experiment.values import Direction, Mode
 from pipeline.plan.describe import DataSizes
 from pipeline.system.imports import undisturbed
@@ -50,8 +50,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems += _temporary_folder_problems(file.experiment)
     problems += named_trackers.problems(file.experiment.tracking.loggers)
     if rejected := rejected or _find_wrong_values(file, allowed=allowed):
-        error = file.explain(dict.fromkeys([*problems, *rejected]))
-        raise ExperimentError(list_once(error.problems, allowed=allowed))
+        raise file.explain(dict.fromkeys([*problems, *rejected]))
     if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
         problems += _task_problems(file.experiment, allowed=allowed)
     wrong = {problem.key.partition(".")[0] for problem in problems}

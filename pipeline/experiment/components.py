@@ -109,8 +109,8 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> Checked:
         passed = next((_PASSED[one] for one in keys_of if one in _PASSED), ())
         for found in _iter_found(component, key=key, allowed=allowed):
             if isinstance(found, Problem):
-                problems.append(found)
-                rejected.append(found)
+                if found.message not in {one.message for one in rejected}:  # a module that fails is named once
+                    rejected.append(found)
                 continue
             functions[found.key] = found.function
             is_nested = found.key != key and not (
@@ -120,6 +120,7 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> Checked:
             if needed := targets.find_missing_package(found.function):
                 problems.append(Problem(f"{found.key}._target_", needed))
         problems += _find_unset(component, key=key)
+    problems += rejected
     wrong = {problem.key.partition(".")[0] for problem in problems}
     if experiment.task is not None and not experiment.optimizers and "task" not in wrong:
         problems += _check_task(experiment.task, functions["task"])

@@ -18,13 +18,12 @@ from traceback import walk_tb
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from pipeline.errors import ExperimentError, Problem, UnguardedScriptError, UsageError
+from pipeline.errors import ExperimentError, UnguardedScriptError, UsageError
 from pipeline.system.imports import undisturbed
 from pipeline.wording import did_you_mean, nearest
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
-_NAMES = ("torch.arange", "torch.full", "torch.linspace", "torch.ones", "torch.tensor", "torch.zeros")
 BUILT_IN = (
     "torch.nn",
     "torch.optim",
@@ -39,7 +38,7 @@ BUILT_IN = (
     "pipeline.models",
     "pipeline.data",
     "pipeline.tasks",
-    *_NAMES,
+    *("torch.arange", "torch.full", "torch.linspace", "torch.ones", "torch.tensor", "torch.zeros"),
 )
 """Packages that are always allowed, and single functions and classes of other packages."""
 _RUN_CODE = (
@@ -171,17 +170,6 @@ def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., An
     return _Search(target, f"{key}._target_", allowed).result()
 
 
-def list_once(problems: Iterable[Problem], *, allowed: tuple[str, ...]) -> list[Problem]:
-    """Leave the list of allowed packages and a failed import in the first of the problems that has it."""
-    by_cause = dict[object, Problem]()
-    for problem in problems:
-        by_cause.setdefault(problem.message if problem.message.startswith("importing ") else problem, problem)
-    listed, found = _format_allowed(allowed), list(by_cause.values())
-    first = next((n for n, problem in enumerate(found) if listed in problem.message), len(found))
-    rest = (problem._replace(message=problem.message.replace(listed, "")) for problem in found[first + 1 :])
-    return [*found[: first + 1], *rest]
-
-
 def own_place(error: BaseException, root: str) -> str:
     """Return the last line of a package's own code in the traceback, e.g. " (model.py:3)"; empty without one."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -228,7 +216,7 @@ class _Search(NamedTuple):
         own = "myproject" if root in roots or root in sys.stdlib_module_names else root
         packages = json.dumps([*(package for package in self.allowed if package not in BUILT_IN), own])
         self._fail(
-            f"{self.target} is not in an allowed package{_format_allowed(self.allowed)}. "
+            f"{self.target} is not in an allowed package. "
             f"To allow your package, write packages = {packages} below [tool.pipeline] in pyproject.toml."
         )
 
@@ -310,11 +298,6 @@ class _Search(NamedTuple):
 
     def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
         raise ExperimentError.of(self.key, message) from cause
-
-
-def _format_allowed(allowed: tuple[str, ...]) -> str:
-    """Return the allowed packages in brackets, without the single functions of others."""
-    return f" ({', '.join(package for package in allowed if package not in _NAMES)})"
 
 
 def _under(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:

@@ -175,14 +175,6 @@ class TestResolve:
         assert "is not in an allowed package" in refusal(f"{name}.other.net", f"{name}.nets")
         assert f"{name}.other" not in sys.modules
 
-    def test_the_allowed_packages_are_listed_once(self) -> None:
-        values = {"name": "x", "model": {"_target_": "os.system"}, "data": {"_target_": "subprocess.run"}}
-        values |= {"loss": {"_target_": "torch.nn.MSELoss"}, "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1}}
-        with pytest.raises(ExperimentError) as caught:
-            preflight.check(from_mapping(values | {"train": {"epochs": 1, "global_batch_size": 8}}))
-        assert str(caught.value).count("torch.utils.data, torchmetrics") == 1
-        assert str(caught.value).count("is not in an allowed package") == 2
-
     def test_a_module_that_cannot_be_imported_is_reported_once_with_its_line(
         self, package: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -196,14 +188,13 @@ class TestResolve:
         (problem,) = caught.value.problems
         assert problem.message == f"importing {name}.nets failed: SyntaxError: '(' was never closed (nets.py:2)"
 
-    def test_the_allowed_packages_are_listed(self) -> None:
-        message = refusal("os.system")
-        assert message.startswith("os.system is not in an allowed package (torch.nn, torch.optim, ")
-        assert 'write packages = ["myproject"]' in message
-
     @pytest.mark.parametrize(
         ("target", "expected"),
         [
+            (
+                "os.system",
+                'os.system is not in an allowed package. To allow your package, write packages = ["myproject"]',
+            ),
             ("torch.nn.Linera", "torch.nn has no Linera; did you mean Linear?"),
             ("torch.optim.lr_schedular.StepLR", "torch.optim has no lr_schedular; did you mean lr_scheduler?"),
             ("torch.SGD", "torch has no SGD; did you mean torch.optim.SGD?"),
