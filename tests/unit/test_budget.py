@@ -29,8 +29,8 @@ LARGER_TODAY = {
     "cli": 1_470,
     "commands": 6_112,
     "data": 1_031,
-    "drive": 1_899,
-    "experiment": 3_695,
+    "drive": 1_898,
+    "experiment": 3_672,
     "launch": 4_000,
     "models": 434,
     "plan": 1_038,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 356
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_399
+TEST_LINES = 51_408
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
