@@ -41,7 +41,7 @@ _UNKNOWN = re.compile(
     rf"\$\{{(?:({'|'.join(RUNTIME_VALUES)})|oc\.(?:decode:\$\{{oc\.)?env:([^\s{{}},']+)[^{{}}]*\}}?)\}}"
 )
 """Run-time value or variable that has stayed a reference."""
-_VARIABLE = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,[^{}]*)?\}")
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,([^{}]*))?\}")
 _OWN = re.compile(r"(?<!\\)((?:\\\\)*\$\{\s*)oc\.(env|decode)\s*:")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?", re.IGNORECASE)
 _SECRET_NAME = re.compile(r"\w*(?:KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL)S?(?:_\w*)?", re.IGNORECASE)
@@ -185,7 +185,9 @@ class _Resolver:
             self.problems.append(Problem(key, reason if is_missing else f"is {cut(raw)}; {reason}"))
             return None
         if key == _URI and isinstance(value, str):
-            value = _VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), value)
+            value = _VARIABLE.sub(
+                lambda found: os.environ.get(found[1], found[0] if found[2] is None else found[2]), value
+            )
         is_kept = isinstance(raw, str) and "${" in raw and _keeps_references(parts)
         if isinstance(value, DictConfig | ListConfig):
             inner = raw if not isinstance(raw, str) else _with_public_names(OmegaConf.to_container(value))
@@ -268,7 +270,7 @@ def _find_misplaced(value: str, raw: Any, parts: tuple[keys.Part, ...], *, is_ke
         return f"{said}Use it only in the arguments of scheduler, optimizer and other components."
     if found is None or (found[2] in os.environ and not is_secret(found[2])):
         return f"is {cut(raw)}. Only arguments of components may contain ${{ after all references are resolved."
-    if is_secret(found[2]) and found[2] in os.environ:
+    if is_secret(found[2]) and keys.join(parts) != _URI:
         return f"{found[2]} is a secret by its name, but this key is stored in files. Rename the variable."
     return f"is {cut(raw)}; {explain_unset(found[2])}"
 

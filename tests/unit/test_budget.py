@@ -30,7 +30,7 @@ LARGER_TODAY = {
     "commands": 6_112,
     "data": 1_031,
     "drive": 1_898,
-    "experiment": 3_672,
+    "experiment": 3_674,
     "launch": 4_000,
     "models": 434,
     "plan": 1_038,
