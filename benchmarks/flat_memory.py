@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pipeline.data import Splits, arrays, tokens
-from pipeline.experiment.loader_section import Loader
+from pipeline.experiment.schema import Loader
 from pipeline.train.loader import BatchLoader
 from pipeline.train.order import SampleOrder
 from pipeline.train.reader import Collation

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.signal import lfilter
 
-from pipeline.experiment.benchmark_section import Benchmark
+from pipeline.experiment.schema import Benchmark
 from pipeline.protocol.estimates import Estimate, ratio
 from pipeline.train.turns import Schedule, turns
 

@@ -28,9 +28,8 @@ from pydantic import BaseModel
 
 from pipeline.commands.benchmark.predicted_rows import workload_of
 from pipeline.errors import PipelineError, TrainingError, UsageError
-from pipeline.experiment.benchmark_section import Configuration
 from pipeline.experiment.load import load
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.targets import allowed_packages
 from pipeline.plan import resources
 from pipeline.plan.layout import Planner

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from pipeline import registry
-from pipeline.experiment.jsonschema import SUGGESTED, Shape, describes_component
+from pipeline.experiment.jsonschema import SUGGESTED, at, fields, follow, is_component, schema_of
 from pipeline.experiment.schema import Experiment
 
 BEGIN = """# Experiment file reference (YAML)
@@ -72,68 +74,67 @@ HEAD = "| key | value | default | |\n|---|---|---|---|"
 def page() -> Iterator[str]:
     """Yield the page in pieces."""
     yield BEGIN
-    shape = Shape.of(Experiment)
     yield "## At the top\n"
-    yield from _keys(shape, ())
+    yield from _keys(())
     yield from _options()
 
 
-def _section(shape: Shape, path: tuple[Any, ...]) -> Iterator[str]:
+def _section(path: tuple[Any, ...]) -> Iterator[str]:
     yield f"\n## `{'.'.join(part for part in path if part != 0)}`\n"
-    yield _text(shape.at(path)) + "\n"
-    yield from _keys(shape, path)
+    yield _text(at(path)) + "\n"
+    yield from _keys(path)
 
 
-def _keys(shape: Shape, path: tuple[Any, ...]) -> Iterator[str]:
+def _keys(path: tuple[Any, ...]) -> Iterator[str]:
     """Yield the keys with values as a table, then the sections."""
-    names = shape.fields(path)
-    yield from _table(shape, path, [name for name in names if not _is_only_section(shape, (*path, name))])
+    names = fields(path)
+    yield from _table(Experiment, path, [name for name in names if not _is_only_section((*path, name))])
     for inner in ((*path, name, *entry) for name in names for entry in ((), (0,), (_ANY,))):
-        if _is_section(shape, inner):
-            yield from _section(shape, inner)
+        if _is_section(inner):
+            yield from _section(inner)
         elif inner == _GROUPS[:1]:  # the only component with a section
-            yield from _section(shape, _GROUPS)
+            yield from _section(_GROUPS)
 
 
 def _options() -> Iterator[str]:
     for name in registry.names("strategies"):
-        shape = Shape.of(registry.load("strategies", name).Strategy.Options)
-        if shape.fields(()):
+        options = registry.load("strategies", name).Strategy.Options
+        if fields((), options):
             yield f"\n## `parallel.options` of {name}\n"
-            yield from _table(shape, (), list(shape.fields(())))
+            yield from _table(options, (), list(fields((), options)))
     yield "\nThe other strategies have no options. [Your own strategy](extend.md) may have options."
 
 
-def _table(shape: Shape, path: tuple[Any, ...], names: list[str]) -> Iterator[str]:
-    section = shape.at(path)
+def _table(model: type[BaseModel], path: tuple[Any, ...], names: list[str]) -> Iterator[str]:
+    section, root = at(path, model), schema_of(model)
     yield HEAD
     for name in names:
         own = section["properties"][name]
         default = "required" if name in section.get("required", ()) else _default(own)
-        yield f"| `{name}` | {_value(shape, own, path, name)} | {default} | {_text(shape.at((*path, name)))} |"
+        yield f"| `{name}` | {_value(root, own, path, name)} | {default} | {_text(at((*path, name), model))} |"
 
 
-def _value(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+def _value(root: Mapping[str, Any], schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
     """Return the allowed values of a key in words."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_value(shape, each, path, name) for each in _choices(schema)))
+        return " or ".join(dict.fromkeys(_value(root, each, path, name) for each in _choices(schema)))
     if "$ref" in schema:
-        return _referred(shape, schema, path, name)
+        return _referred(root, schema, path, name)
     if "enum" in schema:
         return ", ".join(f"`{each}`" for each in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
-    return _plain(shape, schema, path, name)
+    return _plain(root, schema, path, name)
 
 
-def _plain(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+def _plain(root: Mapping[str, Any], schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
     match schema.get("type"):
         case "array":
-            return f"list of: {_value(shape, schema['items'], path, name)}"
+            return f"list of: {_value(root, schema['items'], path, name)}"
         case "object":
             inner = schema.get("additionalProperties")
             return (
-                f"names with: {_value(shape, inner, (*path, name), _ANY)}"
+                f"names with: {_value(root, inner, (*path, name), _ANY)}"
                 if isinstance(inner, Mapping) and inner
                 else "mapping"
             )
@@ -146,8 +147,8 @@ def _plain(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name:
     return "any value"
 
 
-def _referred(shape: Shape, schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
-    if not describes_component(shape.follow(schema)):
+def _referred(root: Mapping[str, Any], schema: Mapping[str, Any], path: tuple[Any, ...], name: str) -> str:
+    if not is_component(follow(schema, root)):
         return f"[section](#{''.join([*map(str, path), name]).lower()})"  # as mkdocs names a heading
     examples = SUGGESTED.get(name, ()) if not path else ()
     return f"component, e.g. `{examples[0]}`" if examples else "component"
@@ -175,13 +176,13 @@ def _text(schema: Mapping[str, Any]) -> str:
     return " ".join(schema.get("description", "").split()).replace("``", "`").replace("|", "\\|").replace("*", "\\*")
 
 
-def _is_section(shape: Shape, path: tuple[Any, ...]) -> bool:
-    return bool(shape.fields(path)) and not shape.is_component(path)
+def _is_section(path: tuple[Any, ...]) -> bool:
+    return bool(fields(path)) and not is_component(at(path))
 
 
-def _is_only_section(shape: Shape, path: tuple[Any, ...]) -> bool:
+def _is_only_section(path: tuple[Any, ...]) -> bool:
     """Tell if the key takes a section only, not also ``true`` or ``false``."""
-    return _is_section(shape, path) and "anyOf" not in shape.at(path)
+    return _is_section(path) and "anyOf" not in at(path)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pipeline.commands.benchmark.matrix import MatrixRequest
 from pipeline.commands.benchmark.predicted_rows import parse_request
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.experiment.load import ExperimentFile
-from pipeline.experiment.user_modules import check_not_importing
+from pipeline.experiment.targets import check_not_importing
 from pipeline.launch import _head_start
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.record.terminal import waiting

@@ -12,8 +12,8 @@ from torch import nn
 
 from pipeline.drive import initial_weights
 from pipeline.drive.execute import explained
-from pipeline.errors import UsageError
-from pipeline.experiment.environment import fill_in_all
+from pipeline.errors import ExperimentError, UsageError
+from pipeline.experiment import references
 from pipeline.experiment.load import ExperimentFile, from_mapping, load
 from pipeline.experiment.summary import to_yaml
 from pipeline.experiment.targets import allowed_packages
@@ -69,19 +69,18 @@ class Experiment:
         return self.file.experiment.name
 
     def arguments(self, section: str) -> Mapping[str, Any]:
-        """Return the arguments of a component by the name of its section, such as "data".
-
-        They have the values of environment variables.
+        """Return the arguments of a component, with values of the environment, by its section, such as "data".
 
         Raises:
             ExperimentError: an environment variable is not set.
             UsageError: the section does not exist, or is not a component.
         """
-        component = getattr(self.file.experiment, section, None)
+        component = getattr(references.fill_in(self.file.experiment), section, None)
         if not isinstance(component, Component):
             raise UsageError(f"{section}: {self.name} has no component with this name. Use model or data.")
-        arguments: Mapping[str, Any] = fill_in_all(component.arguments, key=section)
-        return arguments
+        if unset := references.variables_in(str(component.arguments)):
+            raise ExperimentError.of(section, references.explain_unset(unset[0]))
+        return component.arguments
 
     def to_yaml(self) -> str:
         """Return the experiment as YAML, with defaults, without credentials."""

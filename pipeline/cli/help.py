@@ -125,9 +125,9 @@ def _key(option: str, *, file: Path | None) -> str:
     key = option.lstrip("-").replace("-", "_")
     if "." in key:  # if it is also unknown without dashes, the next message says so
         return key
-    from pipeline.experiment import vocabulary
+    from pipeline.experiment import load
 
-    known = [each for each in vocabulary.all_keys(file) if "[" not in each]
+    known = [each for each in load.known_keys(file) if "[" not in each]
     if any(each == key or each.startswith(f"{key}.") for each in known):
         return key
     meant = [each for each in known if each.rpartition(".")[2] == key]

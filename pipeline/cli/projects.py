@@ -8,14 +8,14 @@ import typer
 
 from pipeline.cli.arguments import Json, interruptible, problems_of, show
 from pipeline.errors import PipelineError, UsageError
-from pipeline.experiment.extras import lacking
+from pipeline.experiment.targets import lacking
 from pipeline.system import stages
 
 
 def check(
     files: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="Experiment files (YAML).", show_default=False),
+        typer.Argument(metavar="FILE... [KEY=VALUE]...", help="Experiment files; values for all.", show_default=False),
     ],
     *,
     data: Annotated[
@@ -33,14 +33,13 @@ def check(
     from pipeline.record.terminal.console import progress_on
 
     errors: dict[str, PipelineError] = {}
-    for word in files:
-        if "=" in word and not Path(word).exists():
-            raise UsageError(
-                f"{word}: pipeline check takes files only. To try a value, use: pipeline run FILE {word} --quick"
-            )
+    overrides = [word for word in files if "=" in word and not Path(word).exists()]
+    files = [word for word in files if word not in overrides]
+    if not files:
+        raise UsageError(f"name an experiment file, too: pipeline check FILE {overrides[0]}")
     console = rich.console.Console(highlight=False, stderr=True, quiet=quiet)
     with interruptible(), waiting.shown_on(rich.console.Console(quiet=True) if as_json else console):
-        for file, check_file in iter_checks(files, with_data=data):
+        for file, check_file in iter_checks(files, overrides, with_data=data):
             with progress_on(console):
                 found = check_file()
             stages.end()
@@ -114,7 +113,7 @@ def doctor(
 
     from pipeline.commands.doctor.examination import examine, show
     from pipeline.experiment.load import load
-    from pipeline.experiment.parallel import Parallel
+    from pipeline.experiment.schema import Parallel
 
     experiment = load(file).experiment if file is not None else None
     parallel = experiment.parallel if experiment else Parallel(launcher="ray")

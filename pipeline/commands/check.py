@@ -44,9 +44,11 @@ def check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
         return CheckResult(TrainingError(f"{file.path}: the check crashed: its process {error.how}", error.output))
 
 
-def iter_checks(names: Sequence[str], *, with_data: bool) -> Iterator[tuple[str, Callable[[], CheckResult]]]:
+def iter_checks(
+    names: Sequence[str], overrides: Sequence[str] = (), *, with_data: bool
+) -> Iterator[tuple[str, Callable[[], CheckResult]]]:
     """Yield experiment files with a function that checks them, see `check`; torch is imported if one can be read."""
-    loaded = {name: _load(name) for name in names}
+    loaded = {name: _load(name, overrides) for name in names}
     _preload([file for file in loaded.values() if isinstance(file, ExperimentFile)])
     for name, file in loaded.items():
         if isinstance(file, ExperimentFile):
@@ -55,9 +57,9 @@ def iter_checks(names: Sequence[str], *, with_data: bool) -> Iterator[tuple[str,
             yield name, partial(CheckResult, file)
 
 
-def _load(name: str) -> ExperimentFile | PipelineError:
+def _load(name: str, overrides: Sequence[str]) -> ExperimentFile | PipelineError:
     try:
-        return load(name)
+        return load(name, overrides)
     except PipelineError as error:
         return error
 

@@ -7,8 +7,8 @@ from pipeline.commands.invocation import invoked
 from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.drive import resume
 from pipeline.drive.checkpoint_choice import choose, ended_training
-from pipeline.experiment.benchmark_section import Configuration
 from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.schema import Configuration
 from pipeline.plan.layout import Planner
 from pipeline.plan.plan import Plan
 from pipeline.protocol.labels import Split

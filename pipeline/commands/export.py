@@ -10,9 +10,9 @@ from pipeline.drive import preflight
 from pipeline.drive.checkpoint_choice import choose, ended_training
 from pipeline.drive.execute import explained
 from pipeline.errors import UsageError
-from pipeline.experiment.extras import install_command
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.schema import Experiment
+from pipeline.experiment.targets import install_command
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, Started
 from pipeline.protocol.trial import Evaluation
 from pipeline.protocol.trial_result import TrialResult

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.commands.export_readme import format_readme
 from pipeline.errors import ResourceError
-from pipeline.experiment import deferred
+from pipeline.experiment import references
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.summary import to_yaml
 from pipeline.experiment.values import Frozen
@@ -85,22 +85,13 @@ def _describe_export(experiment: Experiment, model: "PortableModel", *, run: str
         weights=weights,
         inputs=inputs,
         precision=experiment.train.precision,
-        model=_filled(experiment.model.model_dump(mode="json"), model.runtime),
+        model=references.fill_in(experiment, model.runtime, mode="show").model.model_dump(mode="json"),
         torch=torch.__version__,
     )
 
 
 def _inputs(example: "Tensor") -> Inputs:
     return Inputs(shape=(None, *example.shape[1:]), dtype=str(example.dtype).removeprefix("torch."))
-
-
-def _filled(value: Any, known: Mapping[str, int]) -> Any:
-    """Replace run-time values such as ``${total_steps}`` by their numbers. Environment variables stay references."""
-    if isinstance(value, str):
-        return deferred.fill_in_runtime(value, known, key="model")
-    if isinstance(value, Mapping):
-        return {name: _filled(inner, known) for name, inner in value.items()}
-    return [_filled(inner, known) for inner in value] if isinstance(value, Sequence) else value
 
 
 def write_files(

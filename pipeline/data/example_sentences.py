@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_model
 
-from pipeline.experiment.extras import needs
+from pipeline.experiment.targets import needs
 from pipeline.protocol.progress import ProgressReporter, note
 from pipeline.system.imports import quiet_transformers
 from pipeline.system.lock_file import LockFile

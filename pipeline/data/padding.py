@@ -14,7 +14,7 @@ from typing_extensions import override
 from pipeline.data.csv_rows import read_csv
 from pipeline.data.splits import check_fraction
 from pipeline.errors import ExperimentError
-from pipeline.experiment.extras import needs
+from pipeline.experiment.targets import needs
 from pipeline.wording import did_you_mean
 
 IGNORED = -100

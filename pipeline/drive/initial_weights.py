@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from pipeline.errors import ExperimentError, PipelineError, UsageError
-from pipeline.experiment.finetuning import StartFrom
 from pipeline.experiment.schema import Experiment
+from pipeline.experiment.train import StartFrom
 from pipeline.protocol.events import WEIGHTS, Finished
 from pipeline.protocol.trial import Weights
 from pipeline.record import journal, runs

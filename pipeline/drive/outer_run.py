@@ -16,8 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError, Terminated, TrainingError, UsageError
-from pipeline.experiment.parallel import Parallel
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.experiment.summary import flatten
 from pipeline.plan.outer_launcher import OuterLauncher, outer_launcher
 from pipeline.plan.plan import Plan

@@ -8,7 +8,7 @@ from functools import partial
 
 from pipeline.drive import initial_weights
 from pipeline.errors import ExperimentError, Problem, refusals
-from pipeline.experiment import components
+from pipeline.experiment import components, references
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.trial import Weights
 from pipeline.system.imports import undisturbed
@@ -48,7 +48,7 @@ def _mismatches(experiment: Experiment, initial: Weights | None, *, allowed: tup
     create = partial(components.build, allowed=allowed)
     start = experiment.train.start_from
     try:
-        trainee = parts.outline(create, experiment, with_task=_names_parameters(experiment))
+        trainee = parts.outline(create, references.fill_in(experiment), with_task=_names_parameters(experiment))
     except Exception as error:  # noqa: BLE001 - user code; the workers raise what remains
         _log.info("the model can't be built without memory, so its parameters are checked later", exc_info=error)
         return []

@@ -15,13 +15,13 @@ from pydantic import ValidationError
 from pipeline import registry
 from pipeline.drive import parameters
 from pipeline.errors import ExperimentError, Problem, refusals
-from pipeline.experiment import components, deferred, messages, sweep
-from pipeline.experiment.benchmark_section import Configuration
+from pipeline.experiment import components, references, sweep
 from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.problems import find_problems
 from pipeline.experiment.reported import PREFIX, source_of
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.sweep import Sweep
-from pipeline.experiment.targets import allowed_packages, list_once
+from pipeline.experiment.targets import allowed_packages
 from pipeline.experiment.values import Direction, Mode
 from pipeline.plan.describe import DataSizes
 from pipeline.system.imports import undisturbed
@@ -50,8 +50,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems += _temporary_folder_problems(file.experiment)
     problems += named_trackers.problems(file.experiment.tracking.loggers)
     if rejected := rejected or _find_wrong_values(file, allowed=allowed):
-        error = file.explain(dict.fromkeys([*problems, *rejected]))
-        raise ExperimentError(list_once(error.problems, allowed=allowed))
+        raise file.explain(dict.fromkeys([*problems, *rejected]))
     if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
         problems += _task_problems(file.experiment, allowed=allowed)
     wrong = {problem.key.partition(".")[0] for problem in problems}
@@ -79,8 +78,9 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
     with undisturbed():
         from pipeline.train import metrics
 
-    late = {name for name, one in experiment.metrics.items() if deferred.runtime_values_in(one.model_dump_json())}
-    early = {name: one for name, one in experiment.metrics.items() if name not in late}
+    filled = references.fill_in(experiment).metrics
+    late = {name for name, one in filled.items() if "${" in one.model_dump_json()}
+    early = {name: one for name, one in filled.items() if name not in late}
     built: dict[str, Any] = dict(metrics.build(partial(components.build, allowed=allowed), early))
     for name in late:
         built[name] = components.resolve(experiment.metrics[name], key=f"metrics.{name}", allowed=allowed)
@@ -193,7 +193,8 @@ def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
         key = "train.early_stopping.metric"
         problems += refusals(lambda: _direction(stopping.metric, stopping.mode, key=key, judges=built))
     if experiment.scheduler is not None and experiment.scheduler.target.endswith(".ReduceLROnPlateau"):
-        mode = str(experiment.scheduler.arguments.get("mode", "min"))
+        filled = references.fill_in(experiment).scheduler
+        mode = str(filled.arguments.get("mode", "min")) if filled is not None else "min"
         problems += refusals(lambda: _check_plateau(mode, experiment, judges=built))
     if sweep is not None:
         problems += refusals(lambda: sweep_direction(sweep, built))
@@ -230,5 +231,5 @@ def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
             if experiment.optimizers and (reason := strategy.refuse_several(options)):
                 yield Problem(f"{key}.options" if entry.options else f"{key}.strategy", reason)
         except ValidationError as error:
-            for problem in messages.problems(error, strategy.Options, entry.options):
+            for problem in find_problems(error, strategy.Options, entry.options):
                 yield problem._replace(key=f"{key}.options.{problem.key}")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pipeline.drive.longer import differences, is_longer, refuse_finished
 from pipeline.errors import Problem, UsageError
-from pipeline.experiment import environment
+from pipeline.experiment import references
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.summary import flatten
 from pipeline.protocol.events import RunOpened
@@ -208,18 +208,10 @@ def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | Non
     """Return the changed values by key: before and now."""
     # Other credentials or addresses of the tracking server are not a change.
     before = state.experiment.model_copy(update={"tracking": file.experiment.tracking})
-    now, then = flatten(file.experiment), flatten(before)
-    return {key: (then.get(key), now.get(key)) for key in now | then if not _is_same(then.get(key), now.get(key))}
-
-
-def _is_same(before: str | None, now: str | None) -> bool:
-    """Return True for equal values; the values of environment variables are resolved."""
-    if before == now or before is None or now is None:
-        return before == now
-    try:
-        return environment.resolve_references(now) == before
-    except KeyError:  # a variable is not set
-        return False
+    now, then, built = flatten(file.experiment), flatten(before), flatten(references.fill_in(file.experiment))
+    return {
+        key: (then.get(key), now.get(key)) for key in now | then if then.get(key) not in (now.get(key), built.get(key))
+    }
 
 
 def _is_of_another(file: ExperimentFile, source: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.drive import initial_weights
 from pipeline.drive.execute import explained
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.experiment import components
+from pipeline.experiment import components, references
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.schema import Experiment
 from pipeline.launch.base import Session
@@ -111,7 +111,8 @@ def _needed_bytes(experiment: Experiment, *, allowed: tuple[str, ...]) -> int:
         from pipeline.train import parts
 
     try:
-        model = parts.outline(partial(components.build, allowed=allowed), experiment, with_task=False)
+        filled = references.fill_in(experiment)
+        model = parts.outline(partial(components.build, allowed=allowed), filled, with_task=False)
     except Exception as error:  # noqa: BLE001 - user code; the try raises what remains
         _log.info("the model can't be built without memory, so a batch is tried whatever its size", exc_info=error)
         return 0

@@ -1,14 +1,13 @@
 """Contradictions between keys of an experiment, which no single section can find. `_TABLE` has those of two keys."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 from pipeline.errors import Problem
-from pipeline.experiment import finetuning, keys, lightning_module
-from pipeline.experiment.named_optimizers import own_key
+from pipeline.experiment import keys
 from pipeline.experiment.reported import OF_TRAINING, name_problems, source_of
-from pipeline.experiment.schema import Experiment, followed
+from pipeline.experiment.schema import LIGHTNING, LIGHTNING_OPTIMIZER, LIGHTNING_SCHEDULER, Experiment
 from pipeline.experiment.sweep import misused
 from pipeline.experiment.values import Component
 from pipeline.wording import counted, did_you_mean
@@ -22,6 +21,11 @@ OWN_TAGS = frozenset(
     )
 )
 """Names of tags that runs in MLflow get in any case."""
+OWN_RATES: Mapping[str, tuple[str, ...]] = {
+    "torch.optim.lr_scheduler.OneCycleLR": ("max_lr",),
+    "torch.optim.lr_scheduler.CyclicLR": ("base_lr", "max_lr"),
+}
+"""Schedulers that replace the optimizer's learning rate, and the arguments with their rates."""
 NO_PLATEAU = "only applies to ReduceLROnPlateau, and this experiment does not use it as its scheduler"
 _RESERVED = ("mlflow.", "pipeline.", "best.", "changed.")
 
@@ -30,7 +34,7 @@ _SKIPS_SEVERAL = "One optimizer may have updated its parameters before the next 
 _UNSHARDED = "fsdp cannot shard channels_last parameters. Set ddp, or train.memory_format: contiguous."
 _COPIED = "dp copies the module to each GPU, so its logs would be lost. Set ddp."
 _PLACED = "has no effect with launcher: {other}. Set launcher: ray, or remove this key."
-_LIGHTNING = f"task: {lightning_module.TASK}"
+_LIGHTNING = f"task: {LIGHTNING}"
 _TABLE = (
     ("loss: None", "task: None", "missing. Set a loss, or a task that computes the loss."),
     ("loss", "task", "loss and task cannot be combined: a task computes its own loss. Remove one of them."),
@@ -84,16 +88,19 @@ def contradictions(experiment: Experiment) -> Iterator[Problem]:
         if _has(experiment, key) and _has(experiment, with_key):
             value, other = _value(experiment, key), _value(experiment, with_key)
             yield Problem(key.partition(":")[0], message.format(value=value, other=other, first=first))
-    yield from _batch_sizes(experiment)
-    yield from name_problems(experiment.metrics)
-    yield from _check_trained_metrics(experiment)
-    yield from _check_measured(experiment)
-    yield from _taken_tags(experiment)
-    for key, message in finetuning.misused(experiment.train.start_from, experiment.optimizer, experiment.scheduler):
-        yield Problem(key, message)
-    yield from _check_several_optimizers(experiment)
+    start = experiment.train.start_from
+    if start is not None and (start.run is None) == (start.file is None):
+        given = "has neither run nor file. Set" if start.run is None else "has both run and file. Keep"
+        yield Problem("train.start_from", f"{given} one of them.")
+    for name in experiment.tracking.tags:
+        if name in OWN_TAGS or name.startswith(_RESERVED):
+            yield Problem(f"tracking.tags.{name}", "pipeline or MLflow sets this tag. Choose another name.")
+    yield from _check_batch_sizes(experiment)
+    yield from _check_optimizers(experiment)
     yield from _check_lightning_module(experiment)
-    yield from _swept(experiment)
+    yield from name_problems(experiment.metrics)
+    yield from _check_metrics(experiment)
+    yield from _check_sweep(experiment)
 
 
 def _has(experiment: Experiment, condition: str) -> bool:
@@ -111,137 +118,120 @@ def _value(experiment: Experiment, condition: str) -> Any:
     return attrgetter(condition.partition(":")[0])(experiment)
 
 
-def _check_several_optimizers(experiment: Experiment) -> Iterator[Problem]:
-    """Find schedulers of unknown optimizers, and settings that one of several optimizers doesn't support."""
-    names = list(experiment.optimizers)
-    for name in experiment.schedulers:
-        if name not in names:
-            hint = did_you_mean(name, names) or f"; optimizers has {', '.join(names) or 'no entries'}"
-            yield Problem(keys.child("schedulers", name), f"is not a name in optimizers{hint}")
-    for name, own in experiment.by_optimizer.items():
-        for key, message in finetuning.misused(None, own.optimizer, own.scheduler):
-            yield Problem(own_key(key, name), message)
-        if own.scheduler is not None and own.scheduler.target.endswith(".ReduceLROnPlateau"):
-            message = (
-                "ReduceLROnPlateau follows one validation loss, but each optimizer has its own loss. "
-                "Use another scheduler."
-            )
-            yield Problem(own_key("scheduler", name), message)
-    if names and all(one.every not in (None, 1) for one in experiment.optimizers.values()):
-        message = (
-            "each optimizer skips steps (every), so some steps would train nothing. Remove every from one of them."
-        )
-        yield Problem("optimizers", message)
-
-
-def _check_lightning_module(experiment: Experiment) -> Iterator[Problem]:
-    """Find a model next to a module, and a scheduler of the file for an optimizer of the module."""
-    task, optimizer, scheduler = experiment.task, experiment.optimizer, experiment.scheduler
-    if task is None or not lightning_module.is_named(task):
-        return
-    if "module" in task.arguments:
-        yield Problem("model", f"model and {lightning_module.MODULE} cannot be combined. Remove one of them.")
-    is_modules = optimizer is not None and optimizer.target == lightning_module.OPTIMIZER
-    if is_modules and scheduler is not None and scheduler.target != lightning_module.SCHEDULER:
-        message = "needs an optimizer: here the module's configure_optimizers returns the optimizer"
-        yield Problem("scheduler", f"{message}. Return the scheduler there, or set optimizer and remove the method.")
-
-
-def _check_trained_metrics(experiment: Experiment) -> Iterator[Problem]:
-    """Find metrics of training steps that can't be computed or reported, and metrics without the validation set."""
-    for name, metric in experiment.metrics.items():
-        key = keys.child(f"metrics.{name}", "on")
-        if "validation" not in metric.on:
-            message = "Metrics always have the validation set. Set on: [train, validation], or remove this key."
-            yield Problem(key, f"is [{', '.join(metric.on)}]. {message}")
-        elif metric.is_trained and experiment.optimizers:
-            message = (
-                "train is not supported with several optimizers, whose steps have several outputs. Remove this key."
-            )
-            yield Problem(key, message)
-        elif metric.is_trained and name in OF_TRAINING:
-            yield Problem(key, f"train/{name} is already reported. Choose another name for this metric.")
-
-
-def _check_measured(experiment: Experiment) -> Iterator[Problem]:
-    """Find keys that follow a metric which the experiment doesn't have, or whose direction isn't known."""
-    options = {
-        "checkpoint.best": experiment.checkpoint,
-        "train.early_stopping.metric": experiment.train.early_stopping,
-    }
-    for key, metric in followed(experiment).items():
-        if source_of(metric, experiment.metrics) is not None:
-            continue
-        section = options.get(key)
-        if not lightning_module.is_named(experiment.task):
-            known = ", ".join(f"validation/{name}" for name in ("loss", *experiment.metrics))
-            yield Problem(key, f"{metric} is not measured. Choose one of {known}.")
-        elif section is not None and section.mode == "auto":
-            message = (
-                f"{metric} is logged by the LightningModule, so pipeline cannot determine whether higher is better"
-            )
-            yield Problem(key, f"{message}. Set {key.rpartition('.')[0]}.mode to max or min.")
-
-
-def _batch_sizes(experiment: Experiment) -> Iterator[Problem]:
+def _check_batch_sizes(experiment: Experiment) -> Iterator[Problem]:
     """Find a global batch that is given twice or not at all, or too small, and elastic training without checkpoints."""
     train, workers, parallel = experiment.train, experiment.parallel.workers, experiment.parallel
     if parallel.is_elastic and not experiment.checkpoint.keep:
-        yield Problem(
-            "parallel.workers",
-            f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0. Training needs a checkpoint to continue "
-            "with another number of workers. Set checkpoint.keep: 1, or set one number of workers.",
-        )
+        message = "Training needs a checkpoint to continue with another number of workers. Set checkpoint.keep: 1, or"
+        counts = f"is {list(parallel.worker_counts)}, but checkpoint.keep is 0."
+        yield Problem("parallel.workers", f"{counts} {message} set one number of workers.")
     size, by_worker = train.global_batch_size, train.batch_size_per_worker
     if not size:
         message = "missing. Set the samples per optimizer step over all workers, or set train.batch_size_per_worker."
         yield Problem("train.global_batch_size", message)
         return
     if by_worker is not None and "global_batch_size" in train.model_fields_set:
-        yield Problem(
-            "train.batch_size_per_worker",
-            f"is {by_worker}, and global_batch_size is {size}. Remove one of them. In an override, write "
-            "train.global_batch_size=null.",
-        )
+        remedy = "Remove one of them. In an override, write train.global_batch_size=null."
+        message = f"is {by_worker}, and global_batch_size is {size}. {remedy}"
+        yield Problem("train.batch_size_per_worker", message)
         return
     if size < workers:
-        yield Problem(
-            "train.global_batch_size",
-            f"{size} samples cannot be split over {workers} workers. Use at least {workers}, or fewer workers.",
-        )
+        message = f"{size} samples cannot be split over {workers} workers. Use at least {workers}, or fewer workers."
+        yield Problem("train.global_batch_size", message)
     if workers > (evaluated := train.evaluation_batch_size or workers):
         message = f"{counted(evaluated, 'sample')} cannot be split over {workers} workers. Use at least {workers}."
         yield Problem("train.evaluation_batch_size", message)
     if size < (baseline := experiment.benchmark.baseline.workers or 1):
-        yield Problem(
-            "benchmark.baseline.workers",
-            f"a global batch of {size} samples cannot be split over {baseline} workers. Use at most {size}.",
-        )
+        message = f"a global batch of {size} samples cannot be split over {baseline} workers. Use at most {size}."
+        yield Problem("benchmark.baseline.workers", message)
     share = size // workers
     if share and train.gradient_accumulation > share:
-        yield Problem(
-            "train.gradient_accumulation",
-            f"is {train.gradient_accumulation}, but each worker has only {counted(share, 'sample')} per step. "
-            f"Use at most {share}.",
-        )
+        only = f"each worker has only {counted(share, 'sample')} per step. Use at most {share}."
+        yield Problem("train.gradient_accumulation", f"is {train.gradient_accumulation}, but {only}")
 
 
-def _taken_tags(experiment: Experiment) -> Iterator[Problem]:
-    """Find tags whose names this project or MLflow gives to its own."""
-    for name in experiment.tracking.tags:
-        if name in OWN_TAGS or name.startswith(_RESERVED):
-            yield Problem(f"tracking.tags.{name}", "pipeline or MLflow sets this tag. Choose another name.")
+def _check_optimizers(experiment: Experiment) -> Iterator[Problem]:
+    """Find schedulers of unknown optimizers, and groups and schedulers that don't go together."""
+    names = list(experiment.optimizers)
+    for name in experiment.schedulers:
+        if name not in names:
+            hint = did_you_mean(name, names) or f"; optimizers has {', '.join(names) or 'no entries'}"
+            yield Problem(keys.child("schedulers", name), f"is not a name in optimizers{hint}")
+    for name, own in (experiment.by_optimizer or {"": experiment}).items():
+        yield from keys.own_problems(_check_groups(own), name)
+        if name and own.scheduler is not None and own.scheduler.target.endswith(".ReduceLROnPlateau"):
+            follows = "ReduceLROnPlateau follows one validation loss, but each optimizer has its own loss"
+            yield from keys.own_problems([Problem("scheduler", f"{follows}. Use another scheduler.")], name)
+    if names and all(one.every not in (None, 1) for one in experiment.optimizers.values()):
+        message = "each optimizer skips steps (every), so some steps would train nothing"
+        yield Problem("optimizers", f"{message}. Remove every from one of them.")
 
 
-def _swept(experiment: Experiment) -> Iterator[Problem]:
-    """Find a sweep's metric that isn't measured, and settings that have no effect."""
-    sweep = experiment.sweep
-    if sweep is None:
+def _check_groups(experiment: Experiment) -> Iterator[Problem]:
+    """Find groups without a setting or with nested ones, and rates that a scheduler with one of its own replaces."""
+    groups, scheduler = getattr(experiment.optimizer, "groups", ()), experiment.scheduler
+    for index, group in enumerate(groups):
+        key = f"optimizer.groups[{index}]"
+        if not group.settings:
+            yield Problem(key, "has no setting besides match. Add one, e.g. weight_decay: 0")
+        for name, value in group.settings.items():
+            if isinstance(value, Mapping):
+                yield Problem(f"{key}.{name}", f"is {value}; write a number, true or false, or a list of them")
+        for name in OWN_RATES.get(scheduler.target, ()) if scheduler is not None and "lr" in group.settings else ():
+            rates = scheduler.arguments.get(name) if scheduler is not None else None
+            if not isinstance(rates, list | tuple) and "${" not in str(rates):
+                message = f"has no effect, because scheduler.{name} replaces it. Set a list there, one rate per group."
+                yield Problem(f"{key}.lr", message)
+
+
+def _check_lightning_module(experiment: Experiment) -> Iterator[Problem]:
+    """Find a model next to a module, and a scheduler of the file for an optimizer of the module."""
+    task, optimizer, scheduler = experiment.task, experiment.optimizer, experiment.scheduler
+    if task is None or not experiment.is_lightning:
         return
-    if source_of(sweep.metric, experiment.metrics) is None:
-        known = [f"validation/{name}" for name in ("loss", *experiment.metrics)]
-        hint = did_you_mean(sweep.metric, known) or f"; choose one of {', '.join(known)}"
-        yield Problem("sweep.metric", f"{sweep.metric} is not measured{hint}")
+    if "module" in task.arguments:
+        yield Problem("model", "model and task.module cannot be combined. Remove one of them.")
+    is_modules = optimizer is not None and optimizer.target == LIGHTNING_OPTIMIZER
+    if is_modules and scheduler is not None and scheduler.target != LIGHTNING_SCHEDULER:
+        message = "needs an optimizer: here the module's configure_optimizers returns the optimizer"
+        yield Problem("scheduler", f"{message}. Return the scheduler there, or set optimizer and remove the method.")
+
+
+def _check_metrics(experiment: Experiment) -> Iterator[Problem]:
+    """Find metrics of training that can't be computed, and keys that follow a metric that there is not."""
+    for name, metric in experiment.metrics.items():
+        message = ""
+        if "validation" not in metric.on:
+            message = f"is [{', '.join(metric.on)}]. Metrics always have the validation set. "
+            message += "Set on: [train, validation], or remove this key."
+        elif metric.is_trained and experiment.optimizers:
+            message = "train is not supported with several optimizers, whose steps have several outputs"
+            message += ". Remove this key."
+        elif metric.is_trained and name in OF_TRAINING:
+            message = f"train/{name} is already reported. Choose another name for this metric."
+        if message:
+            yield Problem(f"metrics.{name}.on", message)
+    known = [f"validation/{name}" for name in ("loss", *experiment.metrics)]
+    modes = {"checkpoint.best": experiment.checkpoint, "train.early_stopping.metric": experiment.train.early_stopping}
+    for key, metric_name in experiment.followed.items():
+        section = modes.get(key)
+        if source_of(metric_name, experiment.metrics) is not None:
+            continue
+        if not experiment.is_lightning:
+            yield Problem(key, f"{metric_name} is not measured. Choose one of {', '.join(known)}.")
+        elif section is not None and section.mode == "auto":
+            logged = f"{metric_name} is logged by the LightningModule"
+            message = f"{logged}, so pipeline cannot determine whether higher is better"
+            yield Problem(key, f"{message}. Set {key.rpartition('.')[0]}.mode to max or min.")
+    if experiment.sweep is not None and source_of(experiment.sweep.metric, experiment.metrics) is None:
+        hint = did_you_mean(experiment.sweep.metric, known) or f"; choose one of {', '.join(known)}"
+        yield Problem("sweep.metric", f"{experiment.sweep.metric} is not measured{hint}")
+
+
+def _check_sweep(experiment: Experiment) -> Iterator[Problem]:
+    """Find settings of a sweep that have no effect."""
+    if (sweep := experiment.sweep) is None:
+        return
     for key, message in misused(sweep):
         yield Problem(f"sweep.{key}", message)
     if experiment.train.epochs is None:
@@ -250,8 +240,6 @@ def _swept(experiment: Experiment) -> Iterator[Problem]:
     varied = sweep.parameters.get("train.epochs")
     epochs = max([experiment.train.epochs, *(n for n in (varied.candidates if varied else ()) if isinstance(n, int))])
     if sweep.asha is not None and sweep.asha.grace_epochs >= epochs:
-        message = (
-            f"is {sweep.asha.grace_epochs}, but trials have {counted(epochs, 'epoch')}, so no trial would stop early. "
-            f"Use fewer than {epochs}."
-        )
+        given = f"is {sweep.asha.grace_epochs}, but trials have {counted(epochs, 'epoch')}"
+        message = f"{given}, so no trial would stop early. Use fewer than {epochs}."
         yield Problem("sweep.asha.grace_epochs", message)

@@ -1,21 +1,19 @@
 """JSON Schema of the experiment file, for editors and error messages, with suggested components."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from pipeline import registry
-from pipeline.experiment import keys, lightning_module
+from pipeline.experiment import keys
 from pipeline.experiment.keys import Part
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import LIGHTNING, Experiment
 
 Schema = Mapping[str, Any]
 
-_NAMED: dict[str, registry.Kind] = {"strategy": "strategies", "launcher": "launchers"}
 _OPTIMIZERS = (
     "torch.optim.SGD",
     "torch.optim.AdamW",
@@ -77,36 +75,10 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
     "scheduler": (*_SCHEDULERS, "torch.optim.lr_scheduler.ReduceLROnPlateau"),
     "schedulers": _SCHEDULERS,
 }
-"""Components that editors and shells offer, by section; any other name is valid, too.
+"""Components that editors offer, by section; any other name is valid, too.
 
-A test holds that they exist, and that all built-in models, data, samplers and tasks are listed.
+A test holds that all built-in ones are listed.
 """
-
-
-def experiment_json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of the experiment file, with a description of every key.
-
-    A file that extends another may leave out what is required.
-    """
-    schema = copy.deepcopy(dict(Shape.of(Experiment).root))
-    complete = _required(schema, Shape.of(Experiment))
-    complete |= lightning_module.required(complete["required"])
-    for section in (schema, *schema["$defs"].values()):
-        section.pop("required", None)
-    return {**schema, "if": {"not": {"required": ["extends"]}}, "then": complete}
-
-
-def _required(schema: Schema, shape: "Shape") -> dict[str, Any]:
-    """Return a schema that demands the required keys of a section, and of those inside, and nothing else."""
-    section = shape.follow(schema)
-    inner = {name: found for name, value in section.get("properties", {}).items() if (found := _required(value, shape))}
-    each = {
-        name: found
-        for name in ("items", "additionalProperties")
-        if isinstance(section.get(name), Mapping) and (found := _required(section[name], shape))
-    }
-    own = {"required": section["required"]} if "required" in section else {}
-    return {**own, **({"properties": inner} if inner else {}), **each}
 
 
 class _WithoutTitles(GenerateJsonSchema):
@@ -117,102 +89,92 @@ class _WithoutTitles(GenerateJsonSchema):
         return False
 
 
-def describes_component(schema: Schema) -> bool:
-    """Tell if a schema, with its reference followed, is that of a component; a section may do without a target."""
+@cache
+def schema_of(model: type[BaseModel]) -> Schema:
+    """Return the JSON Schema of a section."""
+    return model.model_json_schema(by_alias=True, schema_generator=_WithoutTitles)
+
+
+def follow(schema: Schema, root: Schema) -> Schema:
+    """Follow a schema's reference, and drop its other choices: "or null", "or boolean", "or a name".
+
+    Its own description, default and choices stay.
+    """
+    choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
+    sections = [choice for choice in choices if "$ref" in choice]
+    inner = (sections or choices)[0] if sections or len(choices) == 1 else schema
+    if "$ref" in inner:
+        inner = root["$defs"][inner["$ref"].rpartition("/")[2]]
+    return {**inner, **{name: schema[name] for name in ("description", "default", "anyOf") if name in schema}}
+
+
+def at(parts: Iterable[Part], model: type[BaseModel] = Experiment) -> Schema:
+    """Return the schema of one key; empty if any value is allowed."""
+    root = schema_of(model)
+    schema: Schema = root
+    for part in parts:
+        inner = schema.get("properties", {}).get(part, schema.get("additionalProperties"))
+        inner = schema.get("items") if isinstance(part, int) else inner
+        schema = follow(inner, root) if isinstance(inner, Mapping) else {}
+    return schema
+
+
+def fields(parts: Iterable[Part], model: type[BaseModel] = Experiment) -> tuple[str, ...]:
+    """Return the keys of a section."""
+    return tuple(at(parts, model).get("properties", {}))
+
+
+def is_component(schema: Schema) -> bool:
+    """Tell if a schema, with its reference followed, is that of a component."""
     return "_target_" in schema.get("required", ())
 
 
-class Shape:
-    """A JSON Schema that is looked up by key, with its references followed."""
-
-    def __init__(self, root: Schema) -> None:
-        self.root = root
-
-    @staticmethod
-    @cache
-    def of(model: type[BaseModel]) -> "Shape":
-        """Return the shape of a model; strategies and launchers are limited to the installed ones."""
-        described = model.model_json_schema(by_alias=True, schema_generator=_WithoutTitles)
-        root = {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
-        for name, targets in SUGGESTED.items() if model is Experiment else ():
-            _suggest(root["properties"][name], targets)
-        for section in (root, *root.get("$defs", {}).values()):
-            for name, kind in _NAMED.items():
-                if name in section.get("properties", {}):
-                    section["properties"][name]["enum"] = list(registry.names(kind))
-        return Shape(root)
-
-    def at(self, parts: Iterable[Part]) -> Schema:
-        """Return the schema of one key; empty if any value is allowed."""
-        schema = self.follow(self.root)
-        for part in parts:
-            schema = self._step(schema, part)
-        return schema
-
-    def fields(self, parts: Iterable[Part]) -> tuple[str, ...]:
-        """Return the keys of a section."""
-        return tuple(self.at(parts).get("properties", {}))
-
-    def is_component(self, parts: Iterable[Part]) -> bool:
-        """Tell if the key holds a component."""
-        return describes_component(self.at(parts))
-
-    def in_component(self, parts: tuple[Part, ...]) -> bool:
-        """Tell if the key is an argument of a component."""
-        return any(self.is_component(parts[:n]) and parts[n] != "_target_" for n in range(len(parts)))
-
-    def in_arguments(self, parts: tuple[Part, ...]) -> bool:
-        """Return True if user code gets the key: a section takes arguments besides its declared keys."""
-        if not parts or parts[-1] == "_target_":
-            return False
-        return any(self._takes(self.at(parts[:n]), parts[n]) for n in range(len(parts)))
-
-    def _takes(self, schema: Schema, part: Part) -> bool:
-        """Return True if a section, or one that a key may hold, takes other keys than its declared ones."""
-        sections = (schema, *map(self.follow, schema.get("anyOf", ())))
-        return any(
-            section.get("additionalProperties") is True and part not in section.get("properties", {part: None})
-            for section in sections
-        )
-
-    def all_keys(self, parts: tuple[Part, ...] = ()) -> Iterator[str]:
-        """Yield the dotted keys of all sections, but none inside lists and components."""
-        if self.is_component(parts):
-            return
-        for name in self.fields(parts):
-            yield keys.join((*parts, name))
-            yield from self.all_keys((*parts, name))
-
-    def follow(self, schema: Schema) -> Schema:
-        """Follow a schema's reference and drop its "or null"; its own description and default stay.
-
-        The "or boolean" of a section that can be switched on and off is dropped, too, and the "or string" of a section
-        that can be written as its name.
-        """
-        choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
-        if any("$ref" in choice for choice in choices):
-            choices = [choice for choice in choices if choice.get("type") not in ("boolean", "string")]
-        inner = choices[0] if len(choices) == 1 else schema
-        if "$ref" in inner:
-            inner = self.root["$defs"][inner["$ref"].rpartition("/")[2]]
-        elif inner is schema:
-            return schema
-        own = {name: schema[name] for name in ("description", "default", "anyOf") if name in schema}
-        return {**inner, **own}
-
-    def _step(self, schema: Schema, part: Part) -> Schema:
-        inner = schema.get("items") if isinstance(part, int) else schema.get("properties", {}).get(part)
-        if inner is None and isinstance(part, str):
-            inner = schema.get("additionalProperties")
-        return self.follow(inner) if isinstance(inner, Mapping) else {}
+def is_argument(parts: tuple[Part, ...]) -> bool:
+    """Return True if user code gets a key of an experiment: a section around it takes other keys than its own."""
+    sections = ((at(parts[:n]), part) for n, part in enumerate(parts) if parts[-1] != "_target_")
+    return any(
+        s.get("additionalProperties") is True and part not in s.get("properties", {part: 0}) for s, part in sections
+    )
 
 
-def _suggest(schema: dict[str, Any], targets: Sequence[str]) -> None:
-    """Add examples of components to a key that takes one, directly, in an "or null", or in a mapping of them."""
-    inner = schema.get("additionalProperties")
-    for choice in (schema, *schema.get("anyOf", ()), *([inner] if isinstance(inner, dict) else [])):
-        if "$ref" in choice:
-            description = f"Dotted name of a class or function in an allowed package, e.g. {targets[0]}."
-            choice["properties"] = {
-                "_target_": {"type": "string", "description": description, "examples": list(targets)}
-            }
+def all_keys(parts: tuple[Part, ...] = ()) -> Iterator[str]:
+    """Yield the dotted keys of an experiment and its sections, but none inside lists and components."""
+    for name in () if is_component(at(parts)) else fields(parts):
+        yield keys.join((*parts, name))
+        yield from all_keys((*parts, name))
+
+
+def experiment_json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of the experiment file, with a description of every key.
+
+    A file that extends another may leave out what is required.
+    """
+    root = copy.deepcopy(dict(schema_of(Experiment)))
+    for name, targets in SUGGESTED.items():
+        key = root["properties"][name]
+        for choice in (key, *key.get("anyOf", ()), key.get("additionalProperties", {})):
+            if "$ref" in choice:
+                description = f"Dotted name of a class or function in an allowed package, e.g. {targets[0]}."
+                target = {"type": "string", "description": description, "examples": list(targets)}
+                choice["properties"] = {"_target_": target}
+    complete = _required(root, root)
+    own = [name for name in complete["required"] if name in ("model", "optimizer")]
+    complete["required"] = [name for name in complete["required"] if name not in own]
+    task = {"properties": {"_target_": {"const": LIGHTNING}}, "required": ["_target_"]}  # whose module brings them
+    complete["anyOf"] = [{"required": own}, {"required": ["task"], "properties": {"task": task}}]
+    for section in (root, *root["$defs"].values()):
+        section.pop("required", None)
+    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return {**draft, **root, "if": {"not": {"required": ["extends"]}}, "then": complete}
+
+
+def _required(schema: Schema, root: Schema) -> dict[str, Any]:
+    """Return a schema that demands the required keys of a section, and of those inside, and nothing else."""
+    section = follow(schema, root)
+    parts = {
+        name: section[name] for name in ("items", "additionalProperties") if isinstance(section.get(name), Mapping)
+    }
+    found = {name: inner for name, value in parts.items() if (inner := _required(value, root))}
+    names = {name: inner for name, value in section.get("properties", {}).items() if (inner := _required(value, root))}
+    own = {"required": section["required"]} if "required" in section else {}
+    return {**own, **({"properties": names} if names else {}), **found}

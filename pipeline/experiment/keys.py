@@ -3,10 +3,13 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from pipeline.errors import Problem
+
 Part = str | int
 
 _WHOLE = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d{1,9}\])*")
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
+_OF_SINGLE = re.compile(r"^(optimizer|scheduler)(?=[.\[]|$)")
 _DOTTED_INDEX = re.compile(r"\.(\d+)(?=[.\[]|$)")
 
 
@@ -51,3 +54,13 @@ def ancestors(key: str) -> Iterator[str]:
     while key:
         yield key
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
+
+
+def own_key(key: str, name: str) -> str:
+    """Return a key of one of several optimizers, e.g. "optimizers.critic.lr" for "optimizer.lr"."""
+    return _OF_SINGLE.sub(rf"\1s.{name}", key) if name else key
+
+
+def own_problems(problems: Iterable[Problem], name: str) -> list[Problem]:
+    """Return problems with the keys of one of several optimizers."""
+    return [problem._replace(key=own_key(problem.key, name)) for problem in problems]

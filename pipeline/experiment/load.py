@@ -1,6 +1,8 @@
 """Loading: from a YAML file or a mapping, and overrides, to an `Experiment`; start reading at `load`.
 
-Every problem is collected and reported at once, with its file and line.
+The keys of a file win over those of the file that it extends. Sections are merged key by key. Lists, plain values,
+sweep parameters and components with a ``_target_`` of their own are replaced as a whole. Every problem is collected and
+reported at once, with its file and line.
 """
 
 import os
@@ -8,29 +10,86 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from pipeline.errors import ExperimentError, Problem
-from pipeline.experiment import (
-    deferred,
-    interpolation,
-    keys,
-    lightning_module,
-    messages,
-    source,
-    sweep,
-    tracking_address,
-)
+from pipeline.errors import ExperimentError, PipelineError, Problem, UsageError
+from pipeline.experiment import jsonschema, keys, references, sweep, yaml_text
 from pipeline.experiment.consistency import contradictions
-from pipeline.experiment.lines import Places
-from pipeline.experiment.overrides import apply_overrides, override
+from pipeline.experiment.problems import find_problems, shown
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.source import Source
+from pipeline.experiment.sweep import Parameter
+from pipeline.experiment.uris import TRACKING_VARIABLE, problem_of, without_credentials, without_credentials_in
+from pipeline.wording import nearest
 
 _IN_PYTHON = "experiment"  # instead of a file name in messages
 _PLAIN = (str, int, float, bool, type(None))
+_USUAL = "experiments"
+"""Folder of a project that has its experiments."""
+_MOST_NAMED = 5
+_MOST_BYTES = 2**20
+_REPLACED = "benchmark.baseline"
+"""A section that is a single choice, not several settings."""
+_SWEPT = ("sweep", "parameters")
+"""Section whose names are dotted keys themselves."""
+_COMMAND_LINE = "command line: "
+_LONGEST = 200  # characters of an override in a message
+
+
+class Line(NamedTuple):
+    """Line of a file, counted from 1."""
+
+    file: str
+    """Path of the file, as the user wrote it."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Origin of each key: its line in a file, or the override that set it."""
+
+    name: str
+    """Path of the file, as the user wrote it."""
+    entries: Mapping[str, Line | str]
+
+    def locate(self, key: str) -> str:
+        """Return "file:line" of a key or of the nearest section around it, or "command line: train.epochs=3"."""
+        entry = self.entries.get(self._known(key))
+        return _of_override(entry) if isinstance(entry, str) else str(entry or self.name)
+
+    def explain(self, found: Iterable[Problem]) -> ExperimentError:
+        """Return an error with the places of problems in the order of their keys, those of overrides last."""
+        rank = {key: n for n, key in enumerate(self.entries, 1)}
+        ordered = []
+        for problem in found:
+            if problem.key.split(".")[0] == "model" and "model" not in self.entries and "task.module" in self.entries:
+                problem = problem._replace(
+                    key=f"task.module{problem.key.removeprefix('model')}"
+                )  # of a LightningModule
+            problem = problem if problem.place else problem._replace(place=self.locate(problem.key))
+            known = self._known(problem.key)
+            entry = self.entries.get(known)
+            is_in_base = isinstance(entry, Line) and entry.file != self.name
+            ordered.append((problem.place.startswith(_COMMAND_LINE), is_in_base, rank.get(known, 0), problem))
+        return ExperimentError([problem for *_, problem in sorted(ordered, key=lambda one: one[:3])])
+
+    def _known(self, key: str) -> str:
+        return next((near for near in keys.ancestors(key) if near in self.entries), "")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Values of a file before overrides are applied and ``${...}`` is resolved."""
+
+    tree: dict[str, Any]
+    entries: dict[str, Line | str] = field(default_factory=dict)
+    """Line of each key."""
+    bases: tuple[Path, ...] = ()
+    """Files that it extends, the nearest first."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +123,11 @@ class ExperimentFile:
         tree = deepcopy(dict(self.tree))
         tree.pop("sweep", None)
         read = Source(tree, dict(self.places.entries), self.bases)
-        return checked(self.places.name, read, [override(key, values[key]) for key in values])
+        return _check(self.places.name, read, [override(key, values[key]) for key in values])
 
-    def explain(self, problems: Iterable[Problem]) -> ExperimentError:
+    def explain(self, found: Iterable[Problem]) -> ExperimentError:
         """Return an error with the places of all problems, in the order of the file."""
-        return _explain(problems, self.places)
+        return self.places.explain(found)
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
@@ -78,7 +137,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentFile:
         UsageError: the file can't be read, or an override is malformed.
         ExperimentError: the file is wrong; holds every problem that was found.
     """
-    return checked(str(path), source.read(str(path)), overrides)
+    return _check(str(path), _read(str(path)), overrides)
 
 
 def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> ExperimentFile:
@@ -89,48 +148,74 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
         ExperimentError: a value is wrong; holds every problem that was found.
     """
     try:
-        problems = list(_not_plain(values, ()))
+        found = list(_find_not_plain(values, ()))
     except RecursionError:
         raise ExperimentError([Problem("", "contains itself. Write out its values.", _IN_PYTHON)]) from None
-    if problems:
-        raise ExperimentError(problems)
-    own = source.Source(_copied(values))
-    return checked(_IN_PYTHON, source.extended(own, name=_IN_PYTHON, folder=Path()), overrides)
+    if found:
+        raise ExperimentError(found)
+    return _check(_IN_PYTHON, _extended(Source(_copied(values)), name=_IN_PYTHON, folder=Path()), overrides)
 
 
-def checked(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
+def known_keys(file: Path | None = None) -> list[str]:
+    """Return the dotted keys of all values in the schema, and in a file, whose components have arguments."""
+    known = [
+        f"{k}._target_" if jsonschema.is_component(jsonschema.at(keys.split(k))) else k for k in jsonschema.all_keys()
+    ]
+    try:
+        tree = _read(str(file)).tree if file is not None else {}
+    except PipelineError:
+        tree = {}
+    known += [keys.join(parts) for parts, _ in keys.walk(tree) if parts and all(isinstance(p, str) for p in parts)]
+    sections = {key for inner in known for key in list(keys.ancestors(inner))[2:]}  # the first two are the key itself
+    return [key for key in dict.fromkeys(known) if key not in sections]
+
+
+def override(key: str, value: object) -> str:
+    """Return the override that sets a value, e.g. "optimizer.lr=0.1"."""
+    return f"{key}={yaml_text.written(value)}"
+
+
+# Checking
+
+
+def _check(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
     """Validate what was read, with overrides, which are written into it. Raises as `load` does."""
-    tree = read.tree
+    tree, places = read.tree, Places(name, read.entries)
     rejected = apply_overrides(overrides, tree, read.entries)
-    rejected += tracking_address.fill_in(tree)
-    places = Places(name, read.entries)
-    if source.EXTENDS in tree:
-        rejected.append(Problem(source.EXTENDS, "works only in files. Set it in the experiment file."))
-    resolved, problems = interpolation.resolve(tree)
-    problems += [*deferred.early_values(resolved), *deferred.exposed_secrets(tree)]
+    rejected += _refer_to_mlflow_variables(tree)
+    if "extends" in tree:
+        rejected.append(Problem("extends", "works only in files. Set it in the experiment file."))
+    resolved, found = references.resolve(tree)
     try:
         experiment = Experiment.model_validate(resolved, by_alias=True, by_name=False)
+        more = list(contradictions(experiment))
     except ValidationError as error:
-        problems += _unreported(messages.problems(error, Experiment, resolved), problems)
-    else:
-        problems += _unreported(contradictions(experiment), problems)
-    if problems or rejected:
-        raise _explain([*problems, *rejected], places)
+        more = find_problems(error, Experiment, resolved)
+    reported = {problem.key for problem in found}  # what follows from them is no news
+    found += [problem for problem in more if reported.isdisjoint(keys.ancestors(problem.key))]
+    if found or rejected:
+        raise places.explain([*found, *rejected])
     file = ExperimentFile(Path(name), experiment, places, tree, read.bases)
     if wrong := sweep.problems(experiment.sweep, file.varied):
         raise file.explain(wrong)
     return file
 
 
-def _explain(problems: Iterable[Problem], places: Places) -> ExperimentError:
-    problems = [p._replace(key=lightning_module.as_written(p.key, places.entries)) for p in problems]
-    return ExperimentError([p if p.place else p._replace(place=places.locate(p.key)) for p in places.sorted(problems)])
+def _refer_to_mlflow_variables(tree: dict[str, Any]) -> Iterator[Problem]:
+    """Have keys of ``tracking`` that the file does not set refer to MLflow's variables; yield what is wrong with them.
 
-
-def _unreported(problems: Iterable[Problem], reported: Sequence[Problem]) -> list[Problem]:
-    """Drop the problems that follow from one already reported for the same key or a section around it."""
-    known = {problem.key for problem in reported}
-    return [problem for problem in problems if known.isdisjoint(keys.ancestors(problem.key))]
+    They are references, as a file may have them, so that a job on a cluster reads the variables too.
+    """
+    section = tree.get("tracking", {})
+    for name, variable in (("uri", TRACKING_VARIABLE), ("experiment", "MLFLOW_EXPERIMENT_NAME")):
+        value = os.environ.get(variable)
+        if not value or not isinstance(section, dict) or name in section:
+            continue
+        if name == "uri" and (problem := problem_of(value)):
+            message = f"not set, so {variable} is used. It is {without_credentials(value)}; {problem}"
+            yield Problem("tracking.uri", message)
+            continue
+        tree["tracking"] = section = {**section, name: f"${{oc.env:{variable}}}"}
 
 
 def _copied(value: Any) -> Any:
@@ -140,20 +225,181 @@ def _copied(value: Any) -> Any:
     return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _not_plain(value: object, parts: tuple[keys.Part, ...]) -> Iterator[Problem]:
+def _find_not_plain(value: object, parts: tuple[keys.Part, ...]) -> Iterator[Problem]:
     """Find values that no YAML file could hold."""
+    key = keys.join(parts)
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if isinstance(name, str):
-                yield from _not_plain(inner, (*parts, name))
+                yield from _find_not_plain(inner, (*parts, name))
             else:
-                yield Problem(keys.join(parts), f"the key {name!r} is not a string; put it in quotes", _IN_PYTHON)
+                yield Problem(key, f"the key {name!r} is not a string; put it in quotes", _IN_PYTHON)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _not_plain(inner, (*parts, index))
+            yield from _find_not_plain(inner, (*parts, index))
     elif callable(value) and hasattr(value, "__qualname__"):
-        written = f'write its dotted name, "{value.__module__}.{value.__qualname__}"'
-        yield Problem(keys.join(parts), f"is the object {value.__qualname__}; {written}", _IN_PYTHON)
+        named = f'write its dotted name, "{value.__module__}.{value.__qualname__}"'
+        yield Problem(key, f"is the object {value.__qualname__}; {named}", _IN_PYTHON)
     elif type(value) not in _PLAIN:
         message = f"is of type {type(value).__name__}; write strings, numbers, lists and dicts"
-        yield Problem(keys.join(parts), message, _IN_PYTHON)
+        yield Problem(key, message, _IN_PYTHON)
+
+
+# Files
+
+
+def _read(name: str, *, extending: tuple[Path, ...] = ()) -> Source:
+    """Read the file at a path and those that it extends; ``extending`` are resolved paths of files that extend it."""
+    path = Path(name)
+    tree, lines = yaml_text.parse(_read_text(path), place=lambda line: f"{name}:{line}")
+    if tree is None:
+        raise ExperimentError([Problem("", "is empty. An experiment starts with name: my-experiment", name)])
+    if not isinstance(tree, dict):
+        raise ExperimentError([Problem("", f"is {shown(tree)}; write sections such as model: and data:", name)])
+    own = Source(tree, {key: Line(name, number) for key, number in lines.items()})
+    return _extended(own, name=name, folder=path.parent, extending=(*extending, path.resolve()))
+
+
+def _extended(own: Source, *, name: str, folder: Path, extending: tuple[Path, ...] = ()) -> Source:
+    """Merge a source called ``name`` with the file that it extends, relative to ``folder``."""
+    if "extends" not in own.tree:
+        return own
+    value, place = own.tree["extends"], str(own.entries.get("extends", name))
+    if not isinstance(value, str) or not value or "${" in value:
+        message = f"is {shown(value)}; write the path of a file, relative to this one, such as base.yaml"
+        raise ExperimentError([Problem("extends", message, place)])
+    path = folder / value
+    if path.resolve() in extending:
+        files = [os.path.relpath(file) for file in (*extending[extending.index(path.resolve()) :], path)]
+        message = f"the files extend each other: {' extends '.join(files)}. Remove one of them."
+        raise ExperimentError([Problem("extends", message, place)])
+    try:
+        base = _read(str(path), extending=extending)
+    except UsageError as error:
+        raise ExperimentError([Problem("extends", f"is {value}; {error}", place)]) from None
+    replaced = {"extends"}
+    tree = _merge(base.tree, own.tree, key="", replaced=replaced)
+    del tree["extends"]
+    kept = {key: line for key, line in base.entries.items() if replaced.isdisjoint(keys.ancestors(key))}
+    return Source(tree, {**kept, **own.entries}, (path, *base.bases))
+
+
+def _merge(base: Mapping[str, Any], own: Mapping[str, Any], *, key: str, replaced: set[str]) -> dict[str, Any]:
+    """Merge two sections at ``key``; add the keys of the base that are replaced as a whole to ``replaced``."""
+    result = dict(base)
+    for name, value in own.items():
+        there, before = keys.child(key, name), base.get(name)
+        are_sections = isinstance(value, Mapping) and isinstance(before, Mapping) and "_target_" not in value
+        if are_sections and key != ".".join(_SWEPT) and there != _REPLACED:
+            result[name] = _merge(base[name], value, key=there, replaced=replaced)
+        else:
+            result[name] = value
+            replaced.add(there)
+    return result
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:  # limited: it may be a device or a checkpoint
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            message = f"is larger than {_MOST_BYTES // 2**20} MiB. Experiment files cannot be larger."
+            raise ExperimentError([Problem("", message, str(path))])
+        return content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file{_suggest(path.parent, meant=path.name)}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder, not an experiment file{_suggest(path)}") from None
+    except UnicodeDecodeError as error:
+        message = f"is not UTF-8 text (byte {error.start + 1}); save it as UTF-8"
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ExperimentError([Problem("", message, f"{path}:{line}")]) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path}: can't be read: {reason}") from None
+
+
+def _suggest(folder: Path, *, meant: str = "") -> str:
+    """Suggest the experiment file that was probably meant, or list those of a folder and of its experiments/."""
+    if not folder.is_dir():
+        return f"; the folder {folder} does not exist"
+    there = [*sorted(folder.glob("*.y*ml")), *sorted((folder / _USUAL).glob("*.y*ml"))]
+    by_name = {file.name: file for file in reversed(there)}  # of equal names that of the folder itself
+    if near := nearest(meant, by_name, cutoff=0.7):
+        return f"; did you mean {by_name[near]}?"
+    if not there:
+        return f"; there is no YAML file in {folder}"
+    more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
+    return f"; there are {', '.join(map(str, there[:_MOST_NAMED]))}{more}"
+
+
+# Overrides
+
+
+def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, Line | str]) -> list[Problem]:
+    """Set each override in ``tree``, and record it in ``entries`` as the origin of its key.
+
+    A value replaces a whole section. Returns the problems of the overrides that can't be set.
+
+    Raises:
+        UsageError: an override is not ``key=value``.
+    """
+    found = []
+    for each in overrides:
+        key, equals, text = each.partition("=")
+        if equals and key.startswith("-"):
+            raise UsageError(f"{each}: not an option. Write {each.lstrip('-')}, without dashes.")
+        try:
+            parts = keys.split(key)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise UsageError(f"{each!r} is not an override. Write key=value without spaces, e.g. train.epochs=3.")
+        try:
+            value = yaml_text.parse(text, place=lambda _: "", depth=len(parts), in_shell=True)[0]
+            if len(parts) > 2 and parts[:2] == _SWEPT:  # the name of a parameter keeps its dots, and it has one kind
+                *rest, kind = parts[2:]
+                if rest and kind in Parameter.model_fields and not isinstance(value, Mapping):
+                    key, value = keys.join((*_SWEPT, *rest)), {str(kind): value}
+                    parts = (*_SWEPT, *rest)
+                parts = (*_SWEPT, keys.join(parts[2:]))
+            _set(tree, parts, value)
+        except ExperimentError as error:
+            for problem in error.problems:
+                dot = "." if problem.key and not problem.key.startswith("[") else ""
+                found.append(Problem(f"{key}{dot}{problem.key}", problem.message, _of_override(each)))
+            continue
+        normal = list(keys.ancestors(key))[1]
+        for known in [known for known in entries if known.startswith((f"{normal}.", f"{normal}["))]:
+            del entries[known]
+        entries[normal] = each
+        for section in list(keys.ancestors(normal))[1:]:
+            entries.setdefault(section, each)
+    return found
+
+
+def _set(tree: dict[str, Any], parts: tuple[keys.Part, ...], value: object) -> None:
+    """Set the value; create the sections on the way that the file lacks."""
+    section: Any = tree
+    for n, part in enumerate(parts):
+        is_last, index = n == len(parts) - 1, str(part)
+        if isinstance(section, dict):
+            if section.get(index) is None and not is_last:
+                section[index] = {}
+        elif not isinstance(section, list):
+            message = f"{keys.join(parts[:n])} is {shown(section)}. Keys inside it cannot be set."
+            raise ExperimentError([Problem("", message)])
+        elif not index.isdecimal() or int(index) >= len(section):
+            has = f"It has {len(section)} entries, counted from 0."
+            raise ExperimentError([Problem("", f"{keys.join(parts[:n])} has no entry {part}. {has}")])
+        at: Any = index if isinstance(section, dict) else int(index)
+        if is_last:
+            section[at] = value
+        else:
+            section = section[at]
+
+
+def _of_override(text: str) -> str:
+    """Return the place of a problem that an override caused."""
+    text = without_credentials_in(text)
+    return f"{_COMMAND_LINE}{text if len(text) <= _LONGEST else f'{text[:_LONGEST]}...'}"

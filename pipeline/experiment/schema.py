@@ -1,28 +1,35 @@
 """The experiment file as frozen, strict types; their docstrings are the descriptions in JSON Schema and docs/keys.md.
 
-The larger sections have files of their own: `benchmark_section`, `loader_section`,
-`parallel`, `sweep`, `tracking_section` and `train`.
+Two large sections have files of their own: `train`, with the optimizers, and `sweep`.
 """
 
+import json
+import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
+    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
+    PlainSerializer,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    field_serializer,
+    field_validator,
     model_validator,
 )
 
-from pipeline.experiment import lightning_module
-from pipeline.experiment.benchmark_section import Benchmark
-from pipeline.experiment.finetuning import Optimizer
-from pipeline.experiment.loader_section import Loader
-from pipeline.experiment.named_optimizers import NamedOptimizer
-from pipeline.experiment.parallel import Parallel
+from pipeline import registry
 from pipeline.experiment.sweep import Sweep
-from pipeline.experiment.tracking_section import Tracking
-from pipeline.experiment.train import Train
+from pipeline.experiment.train import NamedOptimizer, Optimizer, Train
+from pipeline.experiment.uris import expand_home, problem_of, without_credentials
 from pipeline.experiment.values import (
+    NAMED,
+    OR_NAME,
     Component,
     FilePath,
     Mode,
@@ -30,7 +37,256 @@ from pipeline.experiment.values import (
     Positive,
     PositiveFloat,
     Section,
+    Writable,
 )
+
+LIGHTNING = "pipeline.tasks.Lightning"
+"""Task of a LightningModule, which is the model, and brings its own optimizer and scheduler."""
+LIGHTNING_OPTIMIZER = "pipeline.tasks.lightning.configured_optimizer"
+LIGHTNING_SCHEDULER = "pipeline.tasks.lightning.configured_scheduler"
+
+
+DEFAULT_COLLATE = "torch.utils.data.default_collate"
+"""A collate function itself, as a component for ``loader``; others build one."""
+
+
+class Loader(Section):
+    """DataLoader of each worker."""
+
+    num_workers: NotNegative = 0
+    """DataLoader worker processes per training worker; 0 loads in the training process."""
+    pin_memory: bool | Literal["auto"] = "auto"
+    """Copy batches to page-locked memory; auto: true on a GPU."""
+    persistent_workers: bool = True
+    """Keep the DataLoader worker processes between epochs."""
+    prefetch_factor: Positive = 2
+    """Batches that each DataLoader worker process prefetches."""
+    random: bool | None = None
+    """Seed the global random generators for each sample: true for a dataset that draws random numbers, e.g. to augment
+    images. By default, a few samples of each dataset show it once, and a dataset that draws only later is an error.
+    false never seeds samples, and does not check. Samples of an iterable dataset are always seeded."""
+    collate: Component | None = None
+    """Component that builds the collate_fn; default: torch's default_collate."""
+    evaluation_collate: Component | None = None
+    """Component that builds the collate_fn of validation and test sets; default: ``collate``. Required if ``collate``
+    draws random numbers and there is such a set."""
+
+
+def _known(kind: registry.Kind) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in (known := registry.names(kind)):
+            raise ValueError(f"unknown; choose one of {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _list_names(kind: registry.Kind) -> Any:
+    return Field(json_schema_extra=lambda schema: schema.update(enum=[*registry.names(kind)]))
+
+
+StrategyName = Annotated[str, _known("strategies"), _list_names("strategies")]
+LauncherName = Annotated[str, _known("launchers"), _list_names("launchers")]
+
+
+def _least_and_most(value: object) -> object:
+    """Expand ``4`` to ``[4, 4]``."""
+    both = [value, value] if isinstance(value, int) else value
+    if not isinstance(both, list | tuple) or len(both) != 2 or any(type(n) is not int or n < 1 for n in both):
+        where = f", instead of {json.dumps(value)}" if isinstance(value, list | tuple) else ""
+        raise ValueError(f"write an integer greater than 0, or [minimum, maximum]{where}")
+    if both[0] > both[1]:
+        raise ValueError(f"write the smaller number first: [{both[1]}, {both[0]}]")
+    return both
+
+
+_COUNT = {"type": "integer", "exclusiveMinimum": 0}
+WorkerCounts = Annotated[
+    tuple[int, int],
+    BeforeValidator(_least_and_most),
+    PlainSerializer(lambda counts: counts[1] if counts[0] == counts[1] else list(counts), when_used="always"),
+    WithJsonSchema({"anyOf": [_COUNT, {"type": "array", "items": _COUNT, "minItems": 2, "maxItems": 2}]}),
+]
+"""The minimum and the maximum number of workers; a single integer stands for both."""
+
+
+class Parallel(Section):
+    """Parallel strategy, launcher, workers and their resources."""
+
+    strategy: StrategyName = "single"
+    """Parallel strategy: single, dp, ddp, fsdp, or the name of another package's strategy."""
+    launcher: LauncherName = "inprocess"
+    """Program that starts the workers: inprocess, torchrun, ray, or the name of another package's launcher."""
+    worker_counts: Annotated[WorkerCounts, Field(alias="workers", json_schema_extra={"default": 1})] = (1, 1)
+    """Worker processes, one device each. [1, 4] is elastic: 1 to 4 workers, depending on the free resources. Training
+    continues with fewer workers if a node is lost, and with more workers once resources are free again."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on. auto uses GPUs if there are any, otherwise the CPU. The plan shows the device."""
+    cpus_per_worker: Positive | None = None
+    """Cores and threads per worker. Default: the cores of this machine divided by the number of workers."""
+    gpus_per_worker: Positive | None = None
+    """GPUs per worker, for a strategy that uses several GPUs in one process, such as dp. Default: all GPUs of a node.
+    With other strategies, a worker uses one GPU."""
+    placement: Literal["pack", "spread", "strict_spread"] = "pack"
+    """Placement of the workers by Ray. pack: on few nodes. spread: on many nodes. strict_spread: each on a separate
+    node."""
+    address: Writable | None = None
+    """Address of a running Ray cluster, e.g. HOST:6379. Default: RAY_ADDRESS; without it, a local Ray is started."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Maximum time to wait for free resources on a busy cluster, and then until all workers have started and joined the
+    process group. Imports on many nodes take minutes."""
+    timeout_s: PositiveFloat = 300.0
+    """Timeout of collective operations: after this time, a missing rank is reported."""
+    max_failures: NotNegative = 0
+    """Maximum number of restarts from the latest checkpoint after workers were lost, e.g. killed. Nodes that Ray drains
+    do not count."""
+    grace_s: PositiveFloat = 25.0
+    """Maximum time to wait for a checkpoint after SIGTERM. Batch systems kill a job about 30 s after SIGTERM."""
+    options: Mapping[str, Any] = {}
+    """Options of the strategy; ddp: sync_batch_norm, bucket_cap_mb, gradient_as_bucket_view, static_graph,
+    find_unused_parameters, communication_hook (none, fp16, bf16);
+    fsdp: groups, reshard_after_forward, cpu_offload, reduce_each_micro_batch, zero_unused_gradients."""
+
+    @property
+    def workers(self) -> int:
+        """Worker processes, one device each; the maximum if training is elastic."""
+        return self.worker_counts[1]
+
+    @property
+    def least_workers(self) -> int:
+        """Least number of workers that training continues with."""
+        return self.worker_counts[0]
+
+    @property
+    def cluster(self) -> str | None:
+        """Address of the Ray cluster that ``address`` or RAY_ADDRESS names; None: a local Ray."""
+        return self.address or os.environ.get("RAY_ADDRESS") or None
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the number of workers may change during training."""
+        return self.least_workers < self.workers
+
+
+class Configuration(Section):
+    """Strategy, workers and options to use instead of the values in ``parallel``."""
+
+    strategy: StrategyName
+    """Parallel strategy of this configuration."""
+    workers: Positive | None = None
+    """Workers of this configuration; default: parallel.workers if the strategy runs several processes, else 1."""
+    options: Mapping[str, Any] = {}
+    """Options of the strategy."""
+
+
+class Benchmark(Section):
+    """Measurement of the speedup over a baseline, and of throughput."""
+
+    baseline: Configuration = Configuration(strategy="single")
+    """Configuration that the speedup is measured against. Default: one worker without a strategy."""
+    rounds: Annotated[int, Field(ge=5)] = 16
+    """Maximum number of rounds of a speedup measurement. A round times the baseline and the training run once each."""
+    time_budget_s: PositiveFloat = 30.0
+    """Time budget for these rounds, in seconds. At least 5 rounds run, or at least 2 if 5 rounds would take more than
+    1.5 times the budget. All measurements after the training take about twice the budget at most."""
+    confidence_level: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Confidence level of the confidence interval of a speedup."""
+    warmup_steps: NotNegative = 3
+    """Steps before the first timed window."""
+    steps: Positive = 5
+    """Steps in one timed window."""
+    windows: Positive = 3
+    """Number of timed windows; the throughput is the median over the windows."""
+    price_per_device_hour: PositiveFloat | None = None
+    """Price of one GPU hour, or of one core hour on the CPU, in any currency. The report then includes the cost of the
+    training with each strategy."""
+
+    @property
+    def limit_s(self) -> float:
+        """Time limit in seconds for all measurements after a training."""
+        return 2 * self.time_budget_s
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of one measurement, warm-up included."""
+        return self.warmup_steps + self.steps * self.windows
+
+
+class RegisteredModel(Section):
+    """Model in MLflow's registry that gets the trained model as a new version."""
+
+    name: Annotated[str, Field(pattern=r"^[^\s/:'\"]([^/:'\"]*[^\s/:'\"])?$", max_length=250)]
+    """Name of the registered model, without slash, colon and quotes. The model is created if it does not exist."""
+    alias: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=250)] | None = None
+    """Alias that the version gets, e.g. champion: letters, digits, dash and underscore."""
+
+    @field_validator("alias")
+    @classmethod
+    def _is_free(cls, alias: str | None) -> str | None:
+        if alias is not None and (alias.lower() == "latest" or (alias[0] in "vV" and alias[1:].isdecimal())):
+            raise ValueError("MLflow reserves this word for versions. Use another alias.")
+        return alias
+
+
+def _logger(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return handler(value)
+    except ValidationError:
+        raise ValueError(f"write {', '.join(get_args(LoggerName))}, or _target_: package.name") from None
+
+
+LoggerName = Literal["tensorboard", "wandb"]
+Logger = Annotated[LoggerName | Component, WrapValidator(_logger)]
+
+
+class Tracking(Section):
+    """Destinations of the results: MLflow, a folder for each run, and other trackers."""
+
+    uri: Writable = "sqlite:///mlflow.db"
+    """MLflow tracking URI: sqlite:///FILE or the http(s) address of a server. Without it, the environment variable
+    MLFLOW_TRACKING_URI is used, then the default."""
+    experiment: Writable | None = None
+    """Name of the MLflow experiment. Without it, the environment variable MLFLOW_EXPERIMENT_NAME is used, then the name
+    of this experiment."""
+    directory: FilePath = "runs"
+    """Folder for the run folders. Each run folder contains the run's event log, worker logs and report."""
+    log_model: bool = True
+    """Log the trained model to MLflow. The run's folder always contains the weights."""
+    register_model: Annotated[RegisteredModel | None, NAMED, OR_NAME] = None
+    """Registered model that gets the trained model of a completed run as a new version: its name, or a section with an
+    alias. A run is registered once. Of a sweep, only the best trial is registered."""
+    run_name: Annotated[str, Field(min_length=1, max_length=250)] | None = None
+    """Name of the run in MLflow. Default: strategy and workers, e.g. "ddp, 2 workers". Trials of a sweep have other
+    names."""
+    tags: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./ -]*$", max_length=250)], str] = {}
+    """Additional tags of the run in MLflow, e.g. {team: vision}. The names of pipeline's tags cannot be used."""
+    loggers: tuple[Logger, ...] = ()
+    """Destinations in addition to MLflow: tensorboard, wandb, or components. tensorboard and wandb write into the run's
+    folder; wandb also sends the results to Weights & Biases. Their packages must be installed. A component is built
+    with the run's folder and receives every event."""
+
+    @property
+    def named_loggers(self) -> tuple[str, ...]:
+        """Loggers that are given by name."""
+        return tuple(logger for logger in self.loggers if isinstance(logger, str))
+
+    @property
+    def custom_loggers(self) -> dict[str, Component]:
+        """Components among the loggers, by key."""
+        loggers = enumerate(self.loggers)
+        return {f"tracking.loggers[{i}]": logger for i, logger in loggers if isinstance(logger, Component)}
+
+    @field_serializer("uri")
+    def _written_without_credentials(self, uri: str) -> str:
+        """Remove credentials: only the driver needs them, not files, MLflow parameters or worker processes."""
+        return without_credentials(uri)
+
+    @field_validator("uri")
+    @classmethod
+    def _is_usable(cls, uri: str) -> str:
+        if problem := problem_of(uri):
+            raise ValueError(problem)
+        return expand_home(uri)
 
 
 class Checkpoint(Section):
@@ -129,8 +385,22 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_module(cls, value: Any) -> Any:
-        """Fill in the model, optimizer and scheduler that a LightningModule stands for."""
-        return lightning_module.completed(value)
+        """Fill in the model of a LightningModule and, unless the file names one, its optimizer and scheduler."""
+        task = value.get("task") if isinstance(value, Mapping) else None
+        if not isinstance(task, Mapping) or task.get("_target_") != LIGHTNING:
+            return value
+        filled = dict(value)
+        if "module" in task and filled.get("model") is None:
+            filled["model"] = task["module"]
+            filled["task"] = {name: argument for name, argument in task.items() if name != "module"}
+        if filled.get("optimizer") is None and not filled.get("optimizers"):
+            filled["optimizer"] = {"_target_": LIGHTNING_OPTIMIZER, "total_steps": "${total_steps}"}
+            if filled.get("scheduler") is None:
+                train = value["train"] if isinstance(value.get("train"), Mapping) else {}
+                metric = {"metric": train["scheduler_metric"]} if train.get("scheduler_metric") else {}
+                interval = train.get("scheduler_interval", "step")
+                filled["scheduler"] = {"_target_": LIGHTNING_SCHEDULER, "interval": interval, **metric}
+        return filled
 
     @model_validator(mode="wrap")
     @classmethod
@@ -143,6 +413,11 @@ class Experiment(Section):
         filled = train.model_copy(update={"global_batch_size": share * experiment.parallel.workers})
         filled.model_fields_set.discard("global_batch_size")  # the file doesn't give it
         return experiment.model_copy(update={"train": filled})
+
+    @property
+    def is_lightning(self) -> bool:
+        """True for an experiment with a LightningModule."""
+        return self.task is not None and self.task.target == LIGHTNING
 
     @property
     def by_optimizer(self) -> Mapping[str, "Experiment"]:
@@ -163,13 +438,13 @@ class Experiment(Section):
             return {"train.batch_size_per_worker": None, "train.global_batch_size": global_batch_size}
         return {"train.batch_size_per_worker": share}
 
-
-def followed(experiment: Experiment) -> dict[str, str]:
-    """Return the validation metrics that decide something in a training, by the key that names them."""
-    stopping = experiment.train.early_stopping
-    named = {
-        "checkpoint.best": experiment.checkpoint.best,
-        "train.early_stopping.metric": stopping.metric if stopping is not None else None,
-        "train.scheduler_metric": experiment.train.scheduler_metric,
-    }
-    return {key: metric for key, metric in named.items() if metric is not None}
+    @property
+    def followed(self) -> dict[str, str]:
+        """Validation metrics that decide something in a training, by the key that names them."""
+        stopping = self.train.early_stopping
+        named = {
+            "checkpoint.best": self.checkpoint.best,
+            "train.early_stopping.metric": stopping.metric if stopping is not None else None,
+            "train.scheduler_metric": self.train.scheduler_metric,
+        }
+        return {key: metric for key, metric in named.items() if metric is not None}

@@ -3,13 +3,12 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import yaml
 
-from pipeline.experiment import interpolation, keys
-from pipeline.experiment.dialect import Dumper
+from pipeline.experiment import keys, references
 from pipeline.experiment.schema import Experiment
+from pipeline.experiment.yaml_text import Dumper
 
 
 def flatten(experiment: Experiment) -> dict[str, str]:
@@ -18,27 +17,26 @@ def flatten(experiment: Experiment) -> dict[str, str]:
     A list of plain values, such as an optimizer's betas, is one parameter.
     """
     flat: dict[str, str] = {}
-    _flatten(_plain(experiment), "", flat)
+    _flatten(_shown(experiment), "", flat)
     return flat
 
 
 def config_hash(experiment: Experiment) -> str:
     """Return 12 hexadecimal digits (SHA-256) that are equal for equal experiments, however their files are written."""
-    canonical = json.dumps(_plain(experiment), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(_shown(experiment), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """Return the resolved experiment with all defaults as YAML; loading it gives the same experiment."""
-    plain = _plain(experiment)
+    """Return the experiment with all defaults as YAML; loading it gives the same experiment."""
+    plain = experiment.model_dump(mode="json")
     if experiment.train.batch_size_per_worker is not None:
         del plain["train"]["global_batch_size"]  # that follows from it
-    escaped = _escaped(plain)
-    return yaml.dump(escaped, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(plain, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _plain(experiment: Experiment) -> dict[str, Any]:
-    return experiment.model_dump(mode="json")
+def _shown(experiment: Experiment) -> dict[str, object]:
+    return references.fill_in(experiment, mode="show").model_dump(mode="json")
 
 
 def _flatten(value: object, key: str, into: dict[str, str]) -> None:
@@ -46,15 +44,7 @@ def _flatten(value: object, key: str, into: dict[str, str]) -> None:
         for name, inner in value.items():
             _flatten(inner, keys.child(key, name), into)
     elif isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
-        for i, inner in enumerate(value):
-            _flatten(inner, keys.child(key, i), into)
+        for index, inner in enumerate(value):
+            _flatten(inner, keys.child(key, index), into)
     else:
         into[key] = value if isinstance(value, str) else json.dumps(value)
-
-
-def _escaped(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {name: _escaped(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_escaped(inner) for inner in value]
-    return interpolation.escape(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The section ``sweep`` of an experiment: parameters, metric and early stopping, and a check of all values."""
+"""The section ``sweep`` of an experiment: parameters, metric and early stopping, and the check of all their values."""
 
 import json
 import math
@@ -9,14 +9,13 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, With
 
 from pipeline.errors import ExperimentError, Problem
 from pipeline.experiment import keys
-from pipeline.experiment.dialect import written
 from pipeline.experiment.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, Section
+from pipeline.experiment.yaml_text import written
 
 Varied = TypeVar("Varied")
 """Type of an experiment with other values."""
 
-MOST_TRIALS = 10_000
-"""Limit on the trials of a sweep; larger numbers are taken for typing errors."""
+_MOST_TRIALS = 10_000
 _FIXED = ("name", "tracking", "sweep", "benchmark", "parallel", "checkpoint")
 """Sections that don't change how well a model is trained, or that all trials share."""
 _ALLOWED = "parallel.options"  # communication_hook changes the training
@@ -24,20 +23,20 @@ _ALLOWED = "parallel.options"  # communication_hook changes the training
 
 def _range(kind: type, *, example: str, least: float = -math.inf) -> BeforeValidator:
     """Return a validator of two finite numbers in ascending order, above ``least``."""
+    noun, allowed = ("numbers", (int, float)) if kind is float else ("integers", (int,))
 
     def check(value: object) -> object:
-        allowed = (int, float) if kind is float else (int,)
-        where = f", instead of {json.dumps(value, default=str)}" if isinstance(value, list | tuple) else ""
-        noun = "numbers" if kind is float else "integers"
+        where = f", e.g. {example}"
+        if isinstance(value, list | tuple):
+            where += f", instead of {json.dumps(value, default=str)}"
         if not isinstance(value, list | tuple) or len(value) != 2 or any(type(end) not in allowed for end in value):
-            raise ValueError(f"write two {noun}, the lowest and the highest, e.g. {example}{where}")
-        low, high = value
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise ValueError(f"write two finite {noun}, e.g. {example}{where}")
-        if low >= high:
-            raise ValueError(f"write the lowest first, then one that is higher, e.g. {example}{where}")
-        if low <= least:
-            raise ValueError(f"a logarithm needs {noun} greater than 0, e.g. {example}{where}")
+            raise ValueError(f"write two {noun}, the lowest and the highest{where}")
+        if not all(map(math.isfinite, value)):
+            raise ValueError(f"write two finite {noun}{where}")
+        if value[0] >= value[1]:
+            raise ValueError(f"write the lowest first, then one that is higher{where}")
+        if value[0] <= least:
+            raise ValueError(f"a logarithm needs {noun} greater than 0{where}")
         return value
 
     return BeforeValidator(check)
@@ -139,25 +138,24 @@ class Sweep(Section):
 
 def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
     """Find contradictions between keys of the section; yield each key inside it with a message."""
-    for key, parameter in sweep.parameters.items():
-        if len(parameter.kinds) != 1:
-            names = ", ".join(Parameter.model_fields)
-            given = f"combines {' and '.join(parameter.kinds)}" if parameter.kinds else "has no values"
-            yield f"parameters.{key}", f"{given}. Set one of {names}, e.g. {{choice: [1, 2]}}"
-        elif parameter.grid is not None and sweep.search == "optuna":
+    wrong = {key: one for key, one in sweep.parameters.items() if len(one.kinds) != 1}
+    for key, parameter in wrong.items():
+        given = f"combines {' and '.join(parameter.kinds)}" if parameter.kinds else "has no values"
+        names = ", ".join(Parameter.model_fields)
+        yield f"parameters.{key}", f"{given}. Set one of {names}, e.g. {{choice: [1, 2]}}"
+    for key in sweep.grids if sweep.search == "optuna" else ():
+        if key not in wrong:
             yield f"parameters.{key}.grid", "optuna cannot search a grid. Set choice, or search: random."
-    if any(len(parameter.kinds) != 1 for parameter in sweep.parameters.values()):
-        return
     drawn = [key for key in sweep.parameters if key not in sweep.grids]
+    if wrong:
+        return
     if sweep.trials == 1 and drawn and "trials" not in sweep.model_fields_set:
         yield "trials", f"missing. Set the number of random draws of {', '.join(drawn)}."
     if not drawn and sweep.trials > 1:
         yield "trials", f"is {sweep.trials}, but all parameters are grids, without random draws. Remove this key."
-    if sweep.total > MOST_TRIALS:
-        yield (
-            "parameters",
-            f"result in {sweep.total:,} trials. Use fewer values or draws: at most {MOST_TRIALS:,} trials.",
-        )
+    if sweep.total > _MOST_TRIALS:  # taken for typing errors
+        most = f"at most {_MOST_TRIALS:,} trials"
+        yield "parameters", f"result in {sweep.total:,} trials. Use fewer values or draws: {most}."
 
 
 def problems(
@@ -172,19 +170,24 @@ def problems(
         vary: makes the experiment with other values by dotted key; raises ExperimentError if they are refused.
         check: called with each of these experiments; raises ExperimentError if it is refused.
     """
-    if sweep is None:
-        return []
-    found: list[Problem] = []
-    for key, parameter in sweep.parameters.items():
-        wrong = list(_key_problems(key, among=list(sweep.parameters)))
-        if not wrong:
-            refusals = (reason for value in parameter.candidates for reason in _refusals(key, value, vary, check))
-            wrong = list(dict.fromkeys(refusals))
-        found += [Problem(f"sweep.parameters.{key}", message) for message in wrong]
-    return found
+    found: dict[Problem, None] = {}
+    for key, parameter in sweep.parameters.items() if sweep is not None else ():
+        where = f"sweep.parameters.{key}"
+        assert sweep is not None
+        if wrong := list(_find_wrong_key(key, among=sweep.parameters)):
+            found |= dict.fromkeys(Problem(where, message) for message in wrong)
+            continue
+        for value in parameter.candidates:
+            try:
+                check(vary({key: value}))
+            except ExperimentError as error:
+                for one in error.problems:
+                    said = one.message if one.key == key else f"with {written(value)}: {one.key}: {one.message}"
+                    found[Problem(where, said)] = None
+    return list(found)
 
 
-def _key_problems(key: str, *, among: list[str]) -> Iterator[str]:
+def _find_wrong_key(key: str, *, among: Mapping[str, Parameter]) -> Iterator[str]:
     try:
         section = str(keys.split(key)[0])
     except ValueError:
@@ -195,14 +198,3 @@ def _key_problems(key: str, *, among: list[str]) -> Iterator[str]:
     around = set(keys.ancestors(key)) - {key}
     if inside := next((other for other in among if other in around), None):
         yield f"is inside {inside}, which is also varied. Remove one of them."
-
-
-def _refusals(
-    key: str, value: object, vary: Callable[[Mapping[str, Any]], Varied], check: Callable[[Varied], object]
-) -> Iterator[str]:
-    """Return the reasons why the experiment can't have a value."""
-    try:
-        check(vary({key: value}))
-    except ExperimentError as error:
-        for problem in error.problems:
-            yield problem.message if problem.key == key else f"with {written(value)}: {problem.key}: {problem.message}"

@@ -2,12 +2,13 @@
 
 A file that names a callable runs code. So the name must start with an allowed package, a built-in one or one of the
 project's pyproject.toml, before anything is imported. The callable must be defined in an allowed package:
-``torch.nn.modules.module.torch.hub.load`` is not. Of built-in packages some names are rejected: see `built_in`.
+``torch.nn.modules.module.torch.hub.load`` is not. Of built-in packages, `_RUN_CODE` is refused.
 """
 
 import importlib
 import inspect
 import json
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterable
@@ -15,22 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from pipeline.errors import ExperimentError, Problem, UnguardedScriptError, UsageError
-from pipeline.experiment import built_in
-from pipeline.experiment.user_modules import record_import
+from pipeline.errors import ExperimentError, UnguardedScriptError, UsageError
 from pipeline.system.imports import undisturbed
 from pipeline.wording import did_you_mean, nearest
 
-_NAMES = (
-    "torch.arange",
-    "torch.full",
-    "torch.linspace",
-    "torch.ones",
-    "torch.tensor",
-    "torch.zeros",
-)
+Target = TypeVar("Target", bound=Callable[..., Any])
+
 BUILT_IN = (
     "torch.nn",
     "torch.optim",
@@ -45,10 +38,30 @@ BUILT_IN = (
     "pipeline.models",
     "pipeline.data",
     "pipeline.tasks",
-    *_NAMES,
+    *("torch.arange", "torch.full", "torch.linspace", "torch.ones", "torch.tensor", "torch.zeros"),
 )
 """Packages that are always allowed, and single functions and classes of other packages."""
-_NAME = "pyproject.toml"
+_RUN_CODE = (
+    "timm.models._helpers",  # unpickle checkpoints
+    "timm.models._hub",
+    "torch.utils.data.datapipes",  # write files, and unpickle what they read
+    "torchmetrics.functional.multimodal.clip_iqa",  # set trust_remote_code for some names of models
+    "torchmetrics.functional.multimodal.clip_score",
+    "torchmetrics.functional.text.bert",  # load any model by its name, and ask on the terminal whether to run its code
+    "torchmetrics.functional.text.infolm",
+    "torchmetrics.multimodal.clip_iqa",
+    "torchmetrics.multimodal.clip_score",
+    "torchmetrics.text.bert",
+    "torchmetrics.text.infolm",
+    "torchvision.datasets.lsun",  # unpickles a cache file
+    "torchvision.datasets.utils",  # download and unpack files
+)
+"""Modules of built-in packages that can run or fetch code: at most 20."""
+_NEEDS = "_pipeline_needs"
+_FILE = "pyproject.toml"
+
+_importing: list[str] = []
+"""Modules of components that are being imported."""
 
 
 def allowed_packages(start: Path | None = None) -> tuple[str, ...]:
@@ -57,9 +70,22 @@ def allowed_packages(start: Path | None = None) -> tuple[str, ...]:
     Raises:
         UsageError: the pyproject.toml or its ``[tool.pipeline]`` is malformed.
     """
-    file = project_file(start)
-    own = _packages(file) if file else ()
-    return (*BUILT_IN, *(package for package in own if package not in BUILT_IN))
+    if (file := project_file(start)) is None:
+        return BUILT_IN
+    right, section = 'write packages = ["myproject"]', _tools(file)["pipeline"]
+    if not isinstance(section, dict):
+        raise UsageError(f"{file}: tool.pipeline is {section!r}, not a section; below [tool.pipeline] {right}")
+    for key in section:
+        if key != "packages":
+            hint = did_you_mean(key, ["packages"]) or f"; {right}"
+            raise UsageError(f"{file}: [tool.pipeline] has an unknown key {key}{hint}")
+    packages = section.get("packages", [])
+    if not isinstance(packages, list):
+        raise UsageError(f"{file}: [tool.pipeline] packages is {packages!r}, not a list; {right}")
+    for package in packages:
+        if not (isinstance(package, str) and all(part.isidentifier() for part in package.split("."))):
+            raise UsageError(f"{file}: [tool.pipeline] packages has {package!r}, not the name of a package; {right}")
+    return tuple(dict.fromkeys((*BUILT_IN, *packages)))
 
 
 def project_file(start: Path | None = None) -> Path | None:
@@ -69,7 +95,7 @@ def project_file(start: Path | None = None) -> Path | None:
         UsageError: a pyproject.toml on the way is malformed.
     """
     folder = (start or Path.cwd()).resolve()
-    candidates = (parent / _NAME for parent in (folder, *folder.parents))
+    candidates = (parent / _FILE for parent in (folder, *folder.parents))
     return next((file for file in candidates if file.is_file() and "pipeline" in _tools(file)), None)
 
 
@@ -81,22 +107,58 @@ def _tools(file: Path) -> dict[str, object]:
     return tools if isinstance(tools, dict) else {}
 
 
-def _packages(file: Path) -> tuple[str, ...]:
-    section = _tools(file)["pipeline"]
-    right = 'write packages = ["myproject"]'
-    if not isinstance(section, dict):
-        raise UsageError(f"{file}: tool.pipeline is {section!r}, not a section; below [tool.pipeline] {right}")
-    for key in section:
-        if key != "packages":
-            hint = did_you_mean(key, ["packages"])
-            raise UsageError(f"{file}: [tool.pipeline] has an unknown key {key}{hint or f'; {right}'}")
-    packages = section.get("packages", [])
-    if not isinstance(packages, list):
-        raise UsageError(f"{file}: [tool.pipeline] packages is {packages!r}, not a list; {right}")
-    for package in packages:
-        if not (isinstance(package, str) and all(part.isidentifier() for part in package.split("."))):
-            raise UsageError(f"{file}: [tool.pipeline] packages has {package!r}, not the name of a package; {right}")
-    return tuple(packages)
+def check_not_importing() -> None:
+    """Check that neither a component's module nor the script of a parent process is being imported now.
+
+    Raises:
+        UnguardedScriptError: a script would train again when it is imported.
+    """
+    import multiprocessing
+
+    # as multiprocessing itself checks, in a process that it spawned
+    is_spawned = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if _importing or is_spawned:
+        name = _importing[-1] if _importing else sys.argv[0]
+        raise UnguardedScriptError(
+            f"{name}: run() or compare() is called while this module is imported. Put the call below "
+            'if __name__ == "__main__": so that an import does not start another training.'
+        )
+
+
+# Optional packages
+
+
+def needs(package: str) -> Callable[[Target], Target]:
+    """Declare that a component needs one of the optional packages."""
+
+    def declare(target: Target) -> Target:
+        setattr(target, _NEEDS, package)
+        return target
+
+    return declare
+
+
+def find_missing_package(target: object) -> str:
+    """Return the message on the package that a component needs and that is not installed; empty if there is none."""
+    package = getattr(target, _NEEDS, None)
+    name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+    return lacking(name, package) if isinstance(package, str) else ""
+
+
+def lacking(what: str, package: str) -> str:
+    """Return the message that ``what`` needs an optional package; empty if it is installed."""
+    return "" if find_spec(package) else f"{what} needs {package}, which is not installed: {install_command(package)}"
+
+
+def install_command(*packages: str) -> str:
+    """Return the command that installs optional packages.
+
+    This project is on no index: a command that names it or its extras would run the code of whoever registers the name.
+    """
+    return f"pip install {shlex.join(packages)}"
+
+
+# Names
 
 
 def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
@@ -108,15 +170,16 @@ def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., An
     return _Search(target, f"{key}._target_", allowed).result()
 
 
-def list_once(problems: Iterable[Problem], *, allowed: tuple[str, ...]) -> list[Problem]:
-    """Leave the list of allowed packages and a failed import in the first of the problems that has it."""
-    by_cause = dict[object, Problem]()
-    for problem in problems:
-        by_cause.setdefault(problem.message if problem.message.startswith("importing ") else problem, problem)
-    listed, found = _format_allowed(allowed), list(by_cause.values())
-    first = next((n for n, problem in enumerate(found) if listed in problem.message), len(found))
-    rest = (problem._replace(message=problem.message.replace(listed, "")) for problem in found[first + 1 :])
-    return [*found[: first + 1], *rest]
+def own_place(error: BaseException, root: str) -> str:
+    """Return the last line of a package's own code in the traceback, e.g. " (model.py:3)"; empty without one."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({Path(error.filename).name}:{error.lineno})"
+    own = [
+        (frame.f_code.co_filename, line)
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == root
+    ]
+    return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""
 
 
 class _Search(NamedTuple):
@@ -125,7 +188,7 @@ class _Search(NamedTuple):
     allowed: tuple[str, ...]
 
     def result(self) -> Callable[..., Any]:
-        self._refuse_by_name()
+        self._refuse_name()
         root, *rest = self.target.split(".")
         found: object = self._import(root)
         in_class = False
@@ -134,7 +197,7 @@ class _Search(NamedTuple):
             found = self._step(found, part, ".".join([root, *rest[:n]]))
         return self._accept(found, in_class=in_class)
 
-    def _refuse_by_name(self) -> None:
+    def _refuse_name(self) -> None:
         root, *rest = self.target.split(".")
         if root == "__main__":
             self._fail(
@@ -153,44 +216,49 @@ class _Search(NamedTuple):
         own = "myproject" if root in roots or root in sys.stdlib_module_names else root
         packages = json.dumps([*(package for package in self.allowed if package not in BUILT_IN), own])
         self._fail(
-            f"{self.target} is not in an allowed package{_format_allowed(self.allowed)}. "
+            f"{self.target} is not in an allowed package. "
             f"To allow your package, write packages = {packages} below [tool.pipeline] in pyproject.toml."
         )
 
     def _step(self, found: object, part: str, name: str) -> object:
         if isinstance(found, ModuleType):
-            self._refuse_module(found)
-            return self._in_module(found, part, name)
-        if inspect.isclass(found):
+            if not _under(found.__name__, self.allowed, or_around=True):
+                self._fail(f"{self.target} leads to the module {found.__name__}, which is not in an allowed package")
+            try:
+                inner = getattr(found, part, None)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - lazy modules import when asked, which runs any code
+                self._import_failed(name, error)
+            if inner is None and hasattr(found, "__path__") and _under(name, self.allowed, or_around=True):
+                return self._import(name)
+        elif inspect.isclass(found):
             inner = getattr(found, part, None)
-            return self._not_there(found, part) if inner is None else inner
-        return self._fail(f"{self.target}: {name.rpartition('.')[0]} is not a module or a class")
-
-    def _in_module(self, module: ModuleType, part: str, name: str) -> object:
-        try:
-            found = getattr(module, part, None)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - lazy modules import when asked, which runs any code
-            self._import_failed(name, error)
-        if found is None and hasattr(module, "__path__") and _under(name, self.allowed, or_around=True):
-            return self._import(name)
-        return self._not_there(module, part) if found is None else found
-
-    def _refuse_module(self, module: ModuleType) -> None:
-        if not _under(module.__name__, self.allowed, or_around=True):
-            self._fail(f"{self.target} leads to the module {module.__name__}, which is not in an allowed package")
+        else:
+            self._fail(f"{self.target}: {name.rpartition('.')[0]} is not a module or a class")
+        return self._not_there(found, part) if inner is None else inner
 
     def _import(self, name: str) -> ModuleType:
+        _importing.append(name)
         try:
-            with undisturbed(), record_import(name):
+            with undisturbed():
                 return importlib.import_module(name)
         except UnguardedScriptError:  # one sentence, rather than one for each component
             raise
         except ModuleNotFoundError as error:
             if error.name != name:
                 self._import_failed(name, error)
-            self._no_module(name)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - importing runs the user's code
             self._import_failed(name, error)
+        finally:
+            _importing.pop()
+        return self._not_found(name)
+
+    def _not_found(self, name: str) -> NoReturn:
+        parent, _, part = name.rpartition(".")
+        if parent:
+            self._not_there(sys.modules[parent], part)
+        if any(package not in BUILT_IN and _under(package, (name,)) for package in self.allowed):
+            self._fail(f"package {name} not found. Run in your project's folder, or install it: pip install -e .")
+        self._fail(f"{name} is not installed. Install it, or name another package.")
 
     def _accept(self, found: object, *, in_class: bool) -> Callable[..., Any]:
         if isinstance(found, ModuleType):
@@ -198,36 +266,22 @@ class _Search(NamedTuple):
             self._fail(f"{self.target} is a module, not a class or function. It defines {inside}.")
         if not callable(found) or not isinstance(getattr(found, "__qualname__", None), str):
             self._fail(f"{self.target} is not a class or function")
-        home = str(getattr(found, "__module__", None))
         if self.target in self.allowed:  # allowed by its own name, wherever it is defined
             return found
-        if instead := built_in.class_of_function(self.target):
-            self._fail(f"{self.target} is a function, which cannot be named here. Write {instead}, a class.")
+        home, own = str(getattr(found, "__module__", None)), set(self.allowed) - set(BUILT_IN)
+        remedy = (
+            f"To use it, call {self.target} in a function of your package, and name that function here. "
+            'To allow your package, write packages = ["myproject"] below [tool.pipeline] in pyproject.toml.'
+        )
         if not _under(home, self.allowed):
-            self._fail(f"{self.target} is defined in {home}, which is not allowed. {_remedy(self.target)}")
-        if not self._is_built_in(found):
+            self._fail(f"{self.target} is defined in {home}, which is not allowed. {remedy}")
+        if _under(home, own):
             return found
         if in_class or inspect.ismethod(found):
             self._fail(f"{self.target} is a method. Only methods of the project's packages can be used.")
-        if built_in.can_run_code(found):
-            self._fail(f"{self.target} can load and run code. {_remedy(self.target)}")
+        if _under(home, _RUN_CODE):
+            self._fail(f"{self.target} can load and run code. {remedy}")
         return found
-
-    @property
-    def _own(self) -> set[str]:
-        return set(self.allowed) - set(BUILT_IN)
-
-    def _is_built_in(self, found: object) -> bool:
-        """Return True if a class or function belongs to a built-in package, not to one of the project's own."""
-        return self.target not in self._own and not _under(str(getattr(found, "__module__", None)), self._own)
-
-    def _no_module(self, name: str) -> NoReturn:
-        parent, _, part = name.rpartition(".")
-        if parent:
-            self._not_there(sys.modules[parent], part)
-        if any(package not in BUILT_IN and _under(package, (name,)) for package in self.allowed):
-            self._fail(f"package {name} not found. Run in your project's folder, or install it: pip install -e .")
-        self._fail(f"{name} is not installed. Install it, or name another package.")
 
     def _not_there(self, where: ModuleType | type, part: str) -> NoReturn:
         loaded = {package: sys.modules[package] for package in self.allowed if package in sys.modules}
@@ -239,23 +293,11 @@ class _Search(NamedTuple):
 
     def _import_failed(self, name: str, error: BaseException) -> NoReturn:
         cause = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:200]
-        place = _place(error, name.partition(".")[0])
+        place = own_place(error, name.partition(".")[0])
         self._fail(f"importing {name} failed: {type(error).__name__}: {cause}{place}", cause=error)
 
     def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
         raise ExperimentError.of(self.key, message) from cause
-
-
-def _format_allowed(allowed: tuple[str, ...]) -> str:
-    """Return the allowed packages in brackets, without the single functions of others."""
-    return f" ({', '.join(package for package in allowed if package not in _NAMES)})"
-
-
-def _remedy(target: str) -> str:
-    return (
-        f"To use it, call {target} in a function of your package, and name that function here. "
-        'To allow your package, write packages = ["myproject"] below [tool.pipeline] in pyproject.toml.'
-    )
 
 
 def _under(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:
@@ -272,15 +314,3 @@ def _own(module: ModuleType | type) -> list[str]:
     """Return the public names that are defined in a module or in its submodules."""
     homes = {name: str(getattr(vars(module).get(name), "__module__", "")) for name in _public(module)}
     return [name for name, home in homes.items() if _under(home, [module.__name__])]
-
-
-def _place(error: BaseException, root: str) -> str:
-    """Return the last line of the package's own code in the traceback, e.g. " (model.py:3)"."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({Path(error.filename).name}:{error.lineno})"
-    own = [
-        (frame.f_code.co_filename, line)
-        for frame, line in walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] == root
-    ]
-    return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""

@@ -1,18 +1,15 @@
-"""The section ``train`` of an experiment: batches, precision, learning-rate scaling, torch.compile, weight averages."""
+"""The section ``train`` of an experiment, and the optimizers: length and method of training, weights to start from."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import ConfigDict, Field, WrapValidator
 
-from pipeline.experiment.finetuning import Pattern, StartFrom
 from pipeline.experiment.values import (
     OR_BOOLEAN,
     SWITCH,
     Component,
+    FilePath,
     Mode,
     NotNegative,
     Positive,
@@ -20,6 +17,80 @@ from pipeline.experiment.values import (
     Section,
 )
 from pipeline.wording import counted
+
+Pattern = Annotated[str, Field(min_length=1)]
+PatternOrPatterns = Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1)]
+Patterns = bool | str | tuple[str, ...]
+"""Module names; ``*`` matches any part between two dots. true: the repeated blocks of the model."""
+
+
+class StartFrom(Section):
+    """Initial weights of the model, from the result of a run or from a safetensors file."""
+
+    run: FilePath | None = None
+    """Run to load the weights from: a unique part of its id, or its folder. Loads the best weights if the run sets
+    ``checkpoint.best``, otherwise the last weights."""
+    file: FilePath | None = None
+    """Path of a safetensors file, relative to the working directory, instead of ``run``."""
+    strict: bool = True
+    """Require weights with exactly the names and shapes of the model. false: parameters that are missing or have
+    another shape keep their initial values, and weights that the model does not have are ignored. Both are reported."""
+    rename: Mapping[str, str] = {}
+    """Mapping of old to new name prefixes, up to a dot. ``backbone: encoder`` renames backbone.0.weight to
+    encoder.0.weight, ``"": encoder`` adds a prefix, and ``module: ""`` removes a prefix. The longest match counts."""
+
+
+class ParameterGroup(Section):
+    """Parameters with separate settings: ``match``, and any argument of the optimizer, such as lr."""
+
+    model_config = ConfigDict(extra="allow")
+
+    match: PatternOrPatterns
+    """Name or names of parameters. An asterisk matches any characters, including dots. A parameter belongs to the first
+    group that matches it. Parameters that no group matches use the optimizer's arguments."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns as a tuple."""
+        return (self.match,) if isinstance(self.match, str) else self.match
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings as written in the file, such as lr."""
+        return self.model_extra or {}
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        return f"{', '.join(self.patterns)} with {settings}"
+
+
+class Optimizer(Component):
+    """Optimizer: ``_target_: package.name`` with keyword arguments, and groups of parameters with other arguments."""
+
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with other arguments, such as ``{match: "*.bias", weight_decay: 0}``."""
+
+
+class NamedOptimizer(Optimizer):
+    """Optimizer with a name: ``_target_: package.name`` with keyword arguments, and the parameters that it trains."""
+
+    params: PatternOrPatterns
+    """Name or names of the parameters that it trains. An asterisk matches any characters, including dots. Each
+    trainable parameter belongs to exactly one optimizer. Names of the task's parameters start with ``task.``."""
+    every: Positive | None = None
+    """Steps between two updates. 5 updates in the first step and in every fifth step after it. The loss is computed and
+    reported in all steps. Default: update in each step. Schedulers count all steps."""
+    clip_grad_norm: PositiveFloat | None = None
+    """Maximum norm of its gradients, instead of train.clip_grad_norm."""
+
+    def updates_in(self, step: int) -> bool:
+        """Return True if a step, counted from 0, updates its parameters."""
+        return step % (self.every or 1) == 0
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns as a tuple."""
+        return (self.params,) if isinstance(self.params, str) else self.params
 
 
 class Compile(Section):
@@ -69,21 +140,14 @@ class EarlyStopping(Section):
         return f"once {counted(self.patience, 'evaluation')} in a row did not improve {self.metric}{least}"
 
 
-def _none_yet(value: object, handler: ValidatorFunctionWrapHandler) -> int:
-    size: int = 0 if value is None else handler(value)
-    return size
-
-
 def _or_null(schema: dict[str, Any]) -> None:
     limits = {name: schema.pop(name) for name in ("type", "exclusiveMinimum")}
     schema.pop("default", None)
     schema["anyOf"] = [limits, {"type": "null"}]
 
 
-BatchSize = Annotated[Positive, WrapValidator(_none_yet)]
+BatchSize = Annotated[Positive, WrapValidator(lambda value, handler: 0 if value is None else handler(value))]
 """Positive number that another key may replace; 0 if it isn't given."""
-Patterns = bool | str | tuple[str, ...]
-"""Module names; ``*`` matches any part between two dots. true: the repeated blocks of the model."""
 
 
 class LearningRateScaling(Section):

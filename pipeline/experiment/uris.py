@@ -1,10 +1,13 @@
 """URIs of tracking stores and checkpoints: which ones can be used, and how they are shown without credentials."""
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import unquote_plus, urlsplit
 
 SQLITE = "sqlite:///"
+TRACKING_VARIABLE = "MLFLOW_TRACKING_URI"
+"""Variable with the address of the tracking store of experiments that don't set ``tracking.uri``."""
 _SECRET = re.compile(r"pass|pwd|secret|token|key|odbc_connect", re.IGNORECASE)
 """Query parameters whose values are secret; that of odbc_connect is a list of parameters."""
 _DATABASE = r"(?:postgres|mysql|mssql)[\w+]*://"
@@ -18,6 +21,18 @@ _CLOSING = ")]}>'\"`,.;:"
 """Characters that belong to the text around a URI."""
 _URI = re.compile(rf"(?<![\w+.-])[\w+.-]+://(?:[^\s:/\[]*:(?!\d+[{re.escape(_CLOSING)}]*(?:[/\s]|$))\S[^@\n]*@)?\S*")
 """A URI in a text. Its password may contain spaces, unless it looks like a port."""
+
+
+def default_address() -> str:
+    """Return the address of the tracking store for an experiment without ``tracking.uri``."""
+    return os.environ.get(TRACKING_VARIABLE) or f"{SQLITE}mlflow.db"
+
+
+def describe_origin(uri: str, *, is_set: bool) -> str:
+    """Describe where an address comes from; ``is_set`` is True if ``tracking.uri`` has a value."""
+    if uri == os.environ.get(TRACKING_VARIABLE):
+        return TRACKING_VARIABLE
+    return "tracking.uri" if is_set else "default"
 
 
 def expand_home(path: str) -> str:
@@ -71,21 +86,14 @@ def problem_of(uri: str) -> str:
     if scheme == "sqlite" and not uri.rpartition(":")[2].strip("/"):
         return f"this has no file name. Use {SQLITE}mlflow.db."
     if scheme == "sqlite" and not uri.startswith(SQLITE):
-        return f"a SQLite URI has three slashes before a relative path, four before an absolute one. Use {_mended(uri)}"
+        path = uri.partition(":")[2]
+        mended = f"{SQLITE}{path.removeprefix('///' if path.startswith('///') else '//')}"
+        return f"a SQLite URI has three slashes before a relative path, four before an absolute one. Use {mended}"
     if "://" not in uri or scheme == "file":
         return f"MLflow no longer stores runs in plain folders. Use {SQLITE}mlflow.db or a server's http address."
     if scheme in ("http", "https") and not _is_address(uri):
         return "this is not an address. Use http://HOST:PORT."
     return ""
-
-
-def _mended(uri: str) -> str:
-    """Return the SQLite URI that was probably meant."""
-    _, _, path = uri.partition(":")
-    for separator in ("///", "//"):
-        if path.startswith(separator):
-            return f"{SQLITE}{path.removeprefix(separator)}"
-    return f"{SQLITE}{path}"
 
 
 def _is_address(uri: str) -> bool:

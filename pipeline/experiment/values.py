@@ -17,11 +17,7 @@ class Frozen(BaseModel):
     """Immutable model that rejects unknown keys and survives a round trip through JSON, NaN and infinity included."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        populate_by_name=True,
-        serialize_by_alias=True,
-        ser_json_inf_nan="constants",
+        frozen=True, extra="forbid", populate_by_name=True, serialize_by_alias=True, ser_json_inf_nan="constants"
     )
 
     # pydantic's core reports any exception raised inside it, even a KeyboardInterrupt, as a serializer's error.
@@ -91,7 +87,7 @@ class Component(Section):
 
 
 Create = Callable[..., Any]
-"""Function that builds a component, given its key: `pipeline.experiment.components.build` with the rest filled in."""
+"""Function that builds a component, given its key: `components.build` with the allowed packages filled in."""
 
 
 def _writable(text: str) -> str:
@@ -105,18 +101,11 @@ Writable = Annotated[str, AfterValidator(_writable)]
 
 
 def _expand_home(text: str) -> str:
-    """Expand ``~`` at the start of a path.
-
-    Raises:
-        ValueError: the user has no home directory, or the path names an environment variable.
-    """
     if "://" in text:
         return text
     if variable := _VARIABLE.search(text):
-        raise ValueError(
-            f"{variable[0]} is not expanded in paths. To insert this environment variable, use "
-            f"${{oc.env:{variable[1]}}}."
-        )
+        instead = f"To insert this environment variable, use ${{oc.env:{variable[1]}}}."
+        raise ValueError(f"{variable[0]} is not expanded in paths. {instead}")
     return expand_home(text)
 
 
@@ -130,27 +119,16 @@ Direction = Literal["min", "max"]
 Mode = Literal["auto", Direction]
 
 
-def _switched(value: object) -> object:
-    """Replace ``true`` by a section of defaults, and ``false`` by None."""
-    return {} if value is True else None if value is False else value
+def _or(kind: str) -> Any:
+    def add(schema: dict[str, Any]) -> None:
+        schema["anyOf"] = [{"type": kind}, *schema["anyOf"]]
+
+    return Field(json_schema_extra=add)
 
 
-def _or_boolean(schema: dict[str, Any]) -> None:
-    schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
-
-
-def _named(value: object) -> object:
-    """Replace a string by a section with this name."""
-    return {"name": value} if isinstance(value, str) else value
-
-
-def _or_name(schema: dict[str, Any]) -> None:
-    schema["anyOf"] = [{"type": "string"}, *schema["anyOf"]]
-
-
-NAMED = BeforeValidator(_named)
+NAMED = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 """Validator of a section that may also be its ``name`` alone."""
-OR_NAME = Field(json_schema_extra=_or_name)
-SWITCH = BeforeValidator(_switched)
+OR_NAME = _or("string")
+SWITCH = BeforeValidator(lambda value: {} if value is True else None if value is False else value)
 """Validator of a section that may also be ``true`` (its defaults) or ``false`` (none)."""
-OR_BOOLEAN = Field(json_schema_extra=_or_boolean)
+OR_BOOLEAN = _or("boolean")

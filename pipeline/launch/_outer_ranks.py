@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.errors import ResourceError
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.experiment.values import Frozen
 from pipeline.launch._outer_group import OuterGroup, joined
 from pipeline.plan.outer_launcher import OuterLauncher

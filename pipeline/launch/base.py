@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch._hang_detector import HangDetector
 from pipeline.launch._shutdown import StopRequest
 from pipeline.plan.resources import Resources, UnfitNode

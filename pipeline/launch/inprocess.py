@@ -3,7 +3,7 @@
 import socket
 from contextlib import suppress
 
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch import base
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources

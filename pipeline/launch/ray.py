@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 
 from pipeline.errors import ResourceError
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch import base
 from pipeline.launch._ray import local
 from pipeline.launch._ray.early import local_ray

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Self
 
 from pipeline.errors import terminate
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch import _head_start, base
 from pipeline.launch._forks import Forks, Process
 from pipeline.launch._outer_group import joined

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment.extras import needs
+from pipeline.experiment.targets import needs
 from pipeline.protocol.progress import note
 from pipeline.system.imports import quiet_transformers
 from pipeline.wording import did_you_mean

@@ -4,11 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline.experiment import lightning_module
-from pipeline.experiment.schema import Experiment
-from pipeline.experiment.tracking_address import describe_origin
-from pipeline.experiment.tracking_section import RegisteredModel, Tracking
-from pipeline.experiment.uris import without_credentials
+from pipeline.experiment.schema import LIGHTNING_OPTIMIZER, Experiment, RegisteredModel, Tracking
+from pipeline.experiment.uris import describe_origin, without_credentials
 from pipeline.plan.plan import Plan
 from pipeline.protocol.trial import Training, Trial
 from pipeline.wording import counted
@@ -66,8 +63,8 @@ def describe(plan: Plan, sizes: DataSizes) -> str:
 
 def _describe_module(experiment: Experiment) -> Iterator[str]:
     """Describe a LightningModule, which stands for model, loss and, unless the file has one, optimizer."""
-    if lightning_module.is_named(experiment.task):
-        has_optimizer = experiment.optimizer is not None and experiment.optimizer.target == lightning_module.OPTIMIZER
+    if experiment.is_lightning:
+        has_optimizer = experiment.optimizer is not None and experiment.optimizer.target == LIGHTNING_OPTIMIZER
         yield f"module       {experiment.model.target}{', with the optimizer that it defines' if has_optimizer else ''}"
 
 

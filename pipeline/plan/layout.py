@@ -5,8 +5,7 @@ from typing import Any, Literal, TypeVar
 
 from pipeline import registry
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.experiment.benchmark_section import Configuration
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Reference, Trial
 from pipeline.wording import counted

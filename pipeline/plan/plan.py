@@ -6,9 +6,7 @@ from itertools import chain
 from typing import Literal
 
 from pipeline import registry
-from pipeline.experiment.benchmark_section import Configuration
-from pipeline.experiment.parallel import Parallel
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Configuration, Experiment, Parallel
 from pipeline.experiment.values import Frozen
 from pipeline.plan.layout import Planner
 from pipeline.plan.outer_launcher import find_ignored_ranks

@@ -6,6 +6,7 @@ same numbers then end the schedule within the first epoch, and the rest of the t
 
 from collections.abc import Iterator
 
+from pipeline.experiment import references
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Component
 
@@ -20,6 +21,7 @@ def scheduler_units(experiment: Experiment) -> Iterator[str]:
     train = experiment.train
     if train.scheduler_interval != "step" or train.epochs is None:
         return
+    experiment = references.fill_in(experiment, mode="show")
     declared = {"scheduler": experiment.scheduler}
     declared |= {f"schedulers.{name}": one for name, one in experiment.schedulers.items()}
     for key, scheduler in declared.items():

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from pipeline.errors import ExperimentError, Problem
-from pipeline.experiment.lightning_module import OPTIMIZER
+from pipeline.experiment.schema import LIGHTNING_OPTIMIZER
 from pipeline.tasks.trainee import Loss, Task, count_samples
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Lightning(Task):
             return
         yield from (Problem("model._target_", message) for message in refused_hooks(model))
         configures = overrides(model, "configure_optimizers")
-        own = experiment.optimizer is not None and experiment.optimizer.target == OPTIMIZER
+        own = experiment.optimizer is not None and experiment.optimizer.target == LIGHTNING_OPTIMIZER
         if own and not configures:
             yield Problem("optimizer", f"missing. Set it, or add configure_optimizers to {model.__name__}.")
         if configures and not own:

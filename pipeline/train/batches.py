@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.experiment import components
-from pipeline.experiment.component_arguments import parameters_of
-from pipeline.experiment.loader_section import DEFAULT_COLLATE
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment import components, references
+from pipeline.experiment.components import parameters_of
+from pipeline.experiment.schema import DEFAULT_COLLATE, Experiment
 from pipeline.experiment.values import Component
 from pipeline.protocol import progress
 from pipeline.protocol.labels import Split
@@ -53,7 +52,7 @@ class _Sets(tuple[Any, Any, Any]):
 def build_data(experiment: Experiment, *, allowed: tuple[str, ...]) -> Datasets:
     """Build the training set, the validation set or None, and the test set or None."""
     seed_all(mix(experiment.seed, "data"))
-    splits = components.build(experiment.data, key="data", allowed=allowed)
+    splits = components.build(references.fill_in(experiment).data, key="data", allowed=allowed)
     if not isinstance(splits, tuple) or len(splits) not in (2, 3):
         kind = f"tuple of {len(splits)}" if isinstance(splits, tuple) else type(splits).__name__
         raise ExperimentError.of(
@@ -75,14 +74,14 @@ def train_order(experiment: Experiment, train: Any, *, allowed: tuple[str, ...],
     """
     if is_iterable(train):
         return iterable.order_of(train, experiment)
-    samples, seed, component = _length(train, what="training"), experiment.seed, experiment.sampler
+    samples, seed, component = _length(train, what="training"), experiment.seed, references.fill_in(experiment).sampler
     new_order = partial(SampleOrder, set_size=samples, global_batch_size=experiment.train.global_batch_size, seed=seed)
     if component is None:
         return new_order(samples=samples)
     parameters = parameters_of(components.resolve(component, key="sampler", allowed=allowed))
     if "batch_size" in parameters and "batch_size" not in component.arguments:
         component = component.model_copy(update={"batch_size": experiment.train.global_batch_size})
-    call, target = components.bound(component, key="sampler", allowed=allowed), component.target
+    call, target = components.bind(component, key="sampler", allowed=allowed), component.target
     # Files that a sampler opens in a dataset must not be open in forked loader processes.
     dataset = copy_dataset(train) if experiment.loader.num_workers else train
     datasets = find_datasets_with_epoch(dataset)
@@ -193,7 +192,7 @@ class Batches:
         def built(own: Component | None, key: str) -> Collation:
             if own is None or own.target == DEFAULT_COLLATE:
                 return Collation()
-            return Collation(components.build(own, key=key, allowed=trial.allowed, runtime=self.runtime), key=key)
+            return Collation(components.build(own, key=key, allowed=trial.allowed), key=key)
 
         def loader(dataset: Any, what: str, samples: int, collate: Collation) -> BatchLoader | IterableLoader:
             is_train, seed = what == "training", experiment.seed
@@ -218,10 +217,11 @@ class Batches:
                 keeps_state=is_train and saves,
             )
 
-        self._collate = built(options.collate, "loader.collate")
+        filled = references.fill_in(experiment, self.runtime).loader
+        self._collate = built(filled.collate, "loader.collate")
         evaluates = Collation(self._collate.function, is_fixed=True)
-        if options.evaluation_collate is not None:
-            evaluates = built(options.evaluation_collate, "loader.evaluation_collate")
+        if filled.evaluation_collate is not None:
+            evaluates = built(filled.evaluation_collate, "loader.evaluation_collate")
         self._train = loader(datasets[0], "training", order.set_size, self._collate)
         self._held_out = {
             split: loader(dataset, split, self._sizes[split], evaluates)

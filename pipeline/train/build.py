@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.experiment import components
+from pipeline.experiment import components, references
 from pipeline.protocol.events import AnyEvent, Outbox
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
@@ -44,11 +44,12 @@ def build(trial: Trial, *, rank: Rank, outbox: Outbox = NOBODY, datasets: Datase
     Raises:
         ExperimentError: a component can't be built, has the wrong type, or differs between ranks.
     """
-    experiment, train = trial.experiment, trial.experiment.train
+    train = trial.experiment.train
     device = device_of(trial, rank=rank)
     forget_memory(device)
     batches = Batches(trial, rank=rank, device=device, datasets=datasets)
-    create = partial(components.build, allowed=trial.allowed, runtime=batches.runtime)
+    experiment = references.fill_in(trial.experiment, batches.runtime)
+    create = partial(components.build, allowed=trial.allowed)
     strategy = build_strategy(trial, device=device, rank=rank, compute_dtype=DTYPES.get(train.precision))
     batches.use(strategy)
 

@@ -46,7 +46,7 @@ def find_hooks(s: State) -> tuple[Hook, ...]:
             raise ExperimentError.of(_STOPPING, message)
         direction = s.direction(train.early_stopping.metric, train.early_stopping.mode, key=f"{_STOPPING}.metric")
         found.append(EarlyStopping(train.early_stopping, direction=direction))
-    for number, component in enumerate(s.experiment.hooks):
+    for number, component in enumerate(s.filled.hooks):
         key = keys.child("hooks", number)
         hook = s.create(component, key=key)
         if not isinstance(hook, Hook):
@@ -173,7 +173,7 @@ class BatchTransform(Hook):
     """Transformation of whole batches, such as MixUp and CutMix, with random numbers from the micro-batch's seed."""
 
     def __init__(self, s: State) -> None:
-        component = s.experiment.train.batch_transform
+        component = s.filled.train.batch_transform
         assert component is not None
         transform = s.create(component, key=_TRANSFORM)
         if not callable(transform):
@@ -214,7 +214,7 @@ class TrainedMetrics(Hook):
     """
 
     def __init__(self, s: State) -> None:
-        declared = {name: metric for name, metric in s.experiment.metrics.items() if metric.is_trained}
+        declared = {name: metric for name, metric in s.filled.metrics.items() if metric.is_trained}
         self._metrics = build_collection(s.create, declared, device=s.device)
         self._key = f"metrics.{next(iter(declared))}" if len(declared) == 1 else "metrics"
         self._mixes = s.experiment.train.batch_transform is not None

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError, Problem
 from pipeline.experiment.reported import PREFIX, mlflow_name, source_of
-from pipeline.experiment.schema import followed
 from pipeline.protocol.events import Phase, Point
 from pipeline.protocol.labels import Split
 from pipeline.protocol.progress import ProgressReporter
@@ -158,7 +157,7 @@ def evaluate(
             )
     values |= {f"{split}/{name}": value for name, value in own_values.items()}
     if hasattr(s.task, "own_evaluation") and split == "validation":  # whose logs no check could know
-        for key, metric in followed(s.experiment).items():
+        for key, metric in s.experiment.followed.items():
             if metric not in values:
                 raise ExperimentError.of(key, f"{metric} is not reported; name one of {', '.join(values)}")
     s.wrapped.train()
@@ -276,7 +275,7 @@ def _try_metrics(s: State, collection: "MetricCollection", loss: Loss) -> Iterat
                 yield Problem(key, f"reports {PREFIX}{value}, and so does {taken[written]}; rename one of them")
             elif not has_names:
                 taken[written] = key
-        for follower, followed_metric in followed(s.experiment).items():
+        for follower, followed_metric in s.experiment.followed.items():
             if source_of(followed_metric, metrics) == name and followed_metric.removeprefix(PREFIX) not in values:
                 known = ", ".join(f"{PREFIX}{value}" for value in list(values)[:8]) or "no number"
                 yield Problem(follower, f"{followed_metric} is not reported; {key} reports {known}")

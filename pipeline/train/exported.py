@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from pipeline.errors import ResourceError
-from pipeline.experiment import components
+from pipeline.experiment import components, references
 from pipeline.experiment.schema import Experiment
 from pipeline.system.memory_limits import find_memory_limits
 from pipeline.train.names import TASK
@@ -37,7 +37,8 @@ def trained_model(
 ) -> nn.Module:
     """Build the model again with these weights, without those of the task: on the CPU, in evaluation mode."""
     with keep_generators():
-        module = seeded_model(partial(components.build, allowed=allowed, runtime=reference.runtime), experiment)
+        filled = references.fill_in(experiment, reference.runtime)
+        module = seeded_model(partial(components.build, allowed=allowed), filled)
     own = module.state_dict().keys()
     module.load_state_dict({name: one for name, one in weights.items() if name in own or not name.startswith(TASK)})
     module.eval()

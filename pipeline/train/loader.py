@@ -21,7 +21,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pipeline.experiment.loader_section import Loader
+from pipeline.experiment.schema import Loader
 from pipeline.system.signals import sigterm_blocked, sigterm_only_from
 from pipeline.train.order import MicroBatch
 from pipeline.train.reader import (

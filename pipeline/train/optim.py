@@ -17,11 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
 from pipeline.errors import ExperimentError, Problem
-from pipeline.experiment import lightning_module
-from pipeline.experiment.finetuning import Optimizer as Declared
-from pipeline.experiment.finetuning import ParameterGroup
-from pipeline.experiment.named_optimizers import NamedOptimizer
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import LIGHTNING_OPTIMIZER, Experiment
+from pipeline.experiment.train import NamedOptimizer, ParameterGroup
+from pipeline.experiment.train import Optimizer as Declared
 from pipeline.experiment.values import Create
 from pipeline.system.imports import undisturbed
 from pipeline.tasks import Trainee
@@ -125,7 +123,7 @@ def _build(
     if _can_fuse(declared, trainee, plainly=not is_sharded and train.precision != "fp16"):
         declared = declared.model_copy(update={"fused": True})
     given: Any = groups if settings else rest
-    if declared.target == lightning_module.OPTIMIZER:
+    if declared.target == LIGHTNING_OPTIMIZER:
         given = trainee.model
     optimizer: Optimizer = create(declared, given, key="optimizer")
     if not isinstance(optimizer, Optimizer):

@@ -10,12 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment import lightning_module
-from pipeline.experiment.consistency import NO_PLATEAU
-from pipeline.experiment.finetuning import OWN_RATES
-from pipeline.experiment.named_optimizers import own_key, own_problems
+from pipeline.experiment.consistency import NO_PLATEAU, OWN_RATES
+from pipeline.experiment.keys import own_key, own_problems
 from pipeline.experiment.reported import LEARNING_RATE, OF_GROUP, PREFIX
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import LIGHTNING_SCHEDULER, Experiment
 from pipeline.experiment.train import LearningRateScaling, Train
 from pipeline.experiment.values import Create
 from pipeline.train.errors import is_from_torch
@@ -216,7 +214,7 @@ def _build(
     own = {name: value for name in OWN_RATES.get(declared.target, ()) if (value := declared.arguments.get(name))}
     scaled = {name: _scale_value(value, factor, name=name) for name, value in own.items()}
     scheduler = create(declared.model_copy(update=scaled), optimizer, key="scheduler")
-    if scheduler is None and declared.target == lightning_module.SCHEDULER:
+    if scheduler is None and declared.target == LIGHTNING_SCHEDULER:
         return None
     if not isinstance(scheduler, LRScheduler):
         raise ExperimentError.of("scheduler", f"is a {type(scheduler).__name__}, not a torch LRScheduler")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeline.experiment import references
 from pipeline.experiment.reported import source_of
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Create, Direction, Mode
@@ -113,6 +114,11 @@ class State:
     def experiment(self) -> Experiment:
         """The experiment of the trial."""
         return self.trial.experiment
+
+    @property
+    def filled(self) -> Experiment:
+        """The experiment with values in place of references, to build components; never to write down."""
+        return references.fill_in(self.trial.experiment, self.batches.runtime)
 
     @property
     def seed(self) -> int:
@@ -231,7 +237,7 @@ class State:
             return None
         from pipeline.train.metrics import build_collection  # torchmetrics is slow to import
 
-        return build_collection(self.create, self.experiment.metrics, device=self.device)
+        return build_collection(self.create, self.filled.metrics, device=self.device)
 
     def direction(self, metric: str, mode: Mode, *, key: str) -> Direction:
         """Return the direction in which a metric that ``key`` names is better."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline.errors import ExperimentError, PipelineError, Problem
-from pipeline.experiment.finetuning import StartFrom
+from pipeline.experiment.train import StartFrom
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation, Training, Trial, Weights

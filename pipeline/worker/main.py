@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from pipeline.errors import ExperimentError, PipelineError, Stopped
-from pipeline.experiment import environment
+from pipeline.experiment import references
 from pipeline.protocol.channel.outbox import ChannelOutbox
 from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import (
@@ -109,7 +109,7 @@ def warning_of(rank: Rank, *, trial: Trial, outbox: Outbox) -> Callable[[str], N
 
 def log_traceback() -> None:
     """Write the traceback of the current exception to this rank's log file, without values of the environment."""
-    sys.stderr.write(environment.redact(traceback.format_exc()))
+    sys.stderr.write(references.redact(traceback.format_exc()))
 
 
 def end_process(close: Callable[[], None]) -> None:
@@ -165,7 +165,7 @@ def _failure_reported(trial: Trial, *, rank: Rank, outbox: Outbox) -> Iterator[N
 def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     # The user gets a part of the traceback, or one line. The rank's log has the whole.
     if error.__cause__ is not None or not isinstance(error, PipelineError):
-        _log.warning("%s", environment.redact("".join(traceback.format_exception(error)).rstrip()))
+        _log.warning("%s", references.redact("".join(traceback.format_exception(error)).rstrip()))
     problems = error.problems if isinstance(error, ExperimentError) else ()
     if isinstance(error, PipelineError):
         message, details = str(error), getattr(error, "details", "")
@@ -174,9 +174,9 @@ def _failed(trial: Trial, *, rank: Rank, error: BaseException) -> Failed:
     return Failed(
         trial=trial.name,
         rank=rank,
-        error=environment.redact(message),
-        traceback=environment.redact(details),
-        problems=tuple(each._replace(message=environment.redact(each.message)) for each in problems),
+        error=references.redact(message),
+        traceback=references.redact(details),
+        problems=tuple(each._replace(message=references.redact(each.message)) for each in problems),
         is_out_of_memory=errors.is_out_of_memory(error),
         origin=errors.origin(error),
     )

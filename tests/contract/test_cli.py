@@ -122,13 +122,13 @@ def test_the_experiments_are_right(command: Command, path: Path) -> None:
     assert re.fullmatch(rf"{re.escape(str(path))}: ok(; sweep of .*)?\n", ended.stdout)
 
 
-def test_check_with_a_value_names_the_command_that_takes_it(command: Command) -> None:
-    ended = command("check", MLP, "optimizer.lr=abc")
+def test_check_takes_values_for_its_files(command: Command) -> None:
+    ended = command("check", MLP, "optimizer.lr=abc", "--no-data")
 
     assert ended.code == 2
     assert ended.stdout == ""
-    assert "check takes files only" in ended.stderr
-    assert "pipeline run FILE optimizer.lr=abc --quick" in ended.stderr
+    assert ended.stderr.endswith("command line: optimizer.lr=abc: optimizer.lr: is 'abc' (a string). Write a number.\n")
+    assert "name an experiment file, too: pipeline check FILE seed=1" in command("check", "seed=1").stderr
 
 
 def test_check_reports_all_files_and_all_problems(command: Command, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import toys
 from outer import outer_torchrun
 
 from pipeline.experiment.load import load
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.launch import _head_start, torchrun
 from pipeline.launch._forks import Forks, Process

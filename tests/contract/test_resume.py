@@ -13,7 +13,7 @@ from checkpointed import EVERY, STEPS, Saving, assert_equal, trial, until
 from ranks import Ranks
 
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.experiment.finetuning import StartFrom
+from pipeline.experiment.train import StartFrom
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Weights
 from pipeline.train import storage as storage_module

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pipeline.experiment.loader_section import Loader
+from pipeline.experiment.schema import Loader
 from pipeline.train.loader import BatchLoader
 from pipeline.train.order import MicroBatch, SampleOrder
 from pipeline.train.reader import Collation

@@ -1,8 +1,7 @@
 """Trials and what they measured, made up so that ratios can be worked out by hand."""
 
-from pipeline.experiment.finetuning import Optimizer
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.train import Train
+from pipeline.experiment.train import Optimizer, Train
 from pipeline.experiment.values import Component
 from pipeline.protocol.events import Finished
 from pipeline.protocol.labels import Role

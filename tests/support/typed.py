@@ -79,8 +79,10 @@ def _as_pipeline(words: list[str]) -> None:
     if name not in _CLI.commands:
         raise NotThere(f"pipeline {name}")
     given = _CLI.commands[name].make_context(name, rest, parent=None).params
-    for file in (path for key in ("file", "files") for path in _listed(given.get(key))):
-        load(file, _listed(given.get("overrides")))
+    words = [word for key in ("file", "files", "overrides") for word in _listed(given.get(key))]
+    values = [word for word in words if "=" in word]  # of `check`, among the files
+    for file in (word for word in words if word not in values):
+        load(file, values)
     if given.get("strategies"):
         strategies_of(given["strategies"])
     if name == "benchmark" and given.get("workers"):

@@ -11,7 +11,7 @@ import samples
 import yaml
 from samples import ALL_CORES, BASELINE, DDP_2, HARDWARE, LARGER, MAIN, in_turn, spread
 
-from pipeline.experiment.overrides import apply_overrides
+from pipeline.experiment.load import apply_overrides
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.estimates import spread as values
 from pipeline.protocol.events import Finished

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch import _outer_group as outer_group
 from pipeline.launch import _outer_workers, torchrun
 from pipeline.launch._outer_workers import OtherWorker, OuterWorkers

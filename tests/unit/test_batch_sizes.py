@@ -12,7 +12,7 @@ import yaml
 from samples import HARDWARE, in_turn, spread
 
 from pipeline.commands.benchmark.matrix import Cell, MatrixRequest, batch_cell, make_matrix
-from pipeline.experiment.overrides import apply_overrides
+from pipeline.experiment.load import apply_overrides
 from pipeline.experiment.schema import Experiment
 from pipeline.plan.resources import Resources
 from pipeline.report.advice import advise

@@ -25,15 +25,15 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 573,
-    "cli": 1_471,
-    "commands": 6_124,
+    "api": 572,
+    "cli": 1_470,
+    "commands": 6_112,
     "data": 1_027,
-    "drive": 1_905,
-    "experiment": 4_340,
-    "launch": 4_001,
+    "drive": 1_898,
+    "experiment": 3_674,
+    "launch": 4_000,
     "models": 408,
-    "plan": 1_042,
+    "plan": 1_038,
     "protocol": 2_093,
     "record": 2_302,
     "report": 6_544,
@@ -41,13 +41,13 @@ LARGER_TODAY = {
     "system": 1_034,
     "tasks": 930,
     "tracking": 2_926,
-    "train": 9_256,
+    "train": 9_259,
     "worker": 506,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 368
+FILES = 350
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 49_773
+TEST_LINES = 49_731
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
-from pipeline.experiment import built_in
+from pipeline.experiment import targets
 from pipeline.experiment.components import resolve
 from pipeline.experiment.load import from_mapping
 from pipeline.experiment.targets import BUILT_IN
@@ -44,7 +44,7 @@ def test_the_reason_and_the_remedy(target: str) -> None:
 
 
 def test_the_list_stays_short() -> None:
-    assert len(built_in._RUN_CODE) <= 20
+    assert len(targets._RUN_CODE) <= 20
 
 
 class TestNothingIsBuilt:

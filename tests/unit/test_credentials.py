@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sqlalchemy import make_url
 
 from pipeline.errors import ExperimentError
-from pipeline.experiment.tracking_section import Tracking
+from pipeline.experiment.schema import Tracking
 from pipeline.experiment.uris import has_password, without_credentials, without_credentials_in
 from pipeline.train.storage import Storage
 

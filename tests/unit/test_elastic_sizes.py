@@ -13,7 +13,7 @@ from outer import outer_torchrun
 from pipeline.drive import elastic
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.experiment.load import load
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.experiment.summary import flatten, to_yaml
 from pipeline.launch import inprocess, torchrun
 from pipeline.launch.base import Session

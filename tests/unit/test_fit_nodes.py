@@ -14,7 +14,7 @@ from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from pipeline.errors import ResourceError
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch.cluster import checks, fit_nodes, join, nodes, placement
 from pipeline.launch.cluster.code import Code
 from pipeline.launch.cluster.fit_nodes import Check, FitNodes

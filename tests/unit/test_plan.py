@@ -12,7 +12,7 @@ import pytest
 import toys
 
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch.cluster import join, placement
 from pipeline.plan.describe import DataSizes, describe, record
 from pipeline.plan.plan import Plan, make_plan

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from toys import experiment
 
 from pipeline.data import texts
 from pipeline.data.csv_rows import read_csv
 from pipeline.data.padding import padded
+from pipeline.drive.parameters import problems
 from pipeline.errors import ExperimentError
+from pipeline.experiment import components, targets
+from pipeline.experiment.targets import BUILT_IN
 from pipeline.models import pretrained
 from pipeline.tasks import FromModel
 
@@ -88,6 +92,28 @@ def test_code_beside_the_weights_is_never_run(folder: Path, tmp_path: Path) -> N
     (tmp_path / "own.py").write_text("raise SystemExit('run')")
     with pytest.raises(ExperimentError, match=r"model\.path: .* can't be loaded"):
         pretrained(str(tmp_path), task="masked-lm", weights=False)
+
+
+def test_names_are_checked_before_anything_starts(folder: Path) -> None:
+    found = problems(
+        experiment(
+            model={"_target_": "pipeline.models.pretrained", "path": str(folder), "task": "sequence-classification"},
+            train={"freeze": ["bert.embedings.*"]},
+        ),
+        allowed=BUILT_IN,
+    )
+    assert "did you mean bert.embeddings.*?" in str(found)
+
+
+def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(targets, "find_spec", lambda name: None)
+    model = {"_target_": "pipeline.models.pretrained", "path": str(folder), "task": "features"}
+    (problem,) = components.check(experiment(model=model), allowed=(*BUILT_IN, "toys")).problems
+
+    assert str(problem) == (
+        "model._target_: pipeline.models.pretrained.pretrained needs transformers, which is not installed: "
+        "pip install transformers"
+    )
 
 
 def test_texts_become_padded_batches(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import rich.console
 import samples
 from samples import HARDWARE, in_turn, spread, trial
 
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
 from pipeline.record.terminal.console import print_report

@@ -18,7 +18,7 @@ from torch import nn
 from pipeline.drive import initial_weights
 from pipeline.drive.parameters import problems
 from pipeline.errors import ExperimentError, TrainingError
-from pipeline.experiment.finetuning import StartFrom
+from pipeline.experiment.train import StartFrom
 from pipeline.protocol.events import Loaded, Started
 from pipeline.protocol.trial import Weights
 from pipeline.train.manifest import folder_name

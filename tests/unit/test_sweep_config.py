@@ -11,8 +11,8 @@ import pytest
 from pipeline.commands.sweep.planning import draws
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
-from pipeline.experiment.load import ExperimentFile, load
-from pipeline.experiment.overrides import override
+from pipeline.experiment import references
+from pipeline.experiment.load import ExperimentFile, load, override
 from pipeline.experiment.summary import config_hash, flatten, to_yaml
 from pipeline.experiment.sweep import Parameter, Sweep
 
@@ -127,7 +127,9 @@ class TestReading:
         text = FILE.replace("lr: 0.1}", "lr: 0.1, weight_decay: '${optimizer.lr}'}")
         Path("s.yaml").write_text(text + PARAMETERS)
         varied = load("s.yaml").varied({"optimizer.lr": 0.03})
-        assert varied.experiment.optimizer.arguments["weight_decay"] == 0.03
+        optimizer = references.fill_in(varied.experiment).optimizer
+        assert optimizer is not None
+        assert optimizer.arguments["weight_decay"] == 0.03
 
 
 class TestWhatIsRefused:

@@ -9,7 +9,7 @@ import toys
 
 from pipeline.commands.doctor.tracking import store
 from pipeline.errors import ExperimentError
-from pipeline.experiment import tracking_address
+from pipeline.experiment import uris
 from pipeline.experiment.consistency import OWN_TAGS, contradictions
 from pipeline.experiment.load import from_mapping
 from pipeline.experiment.summary import to_yaml
@@ -39,13 +39,13 @@ def test_the_address_is_that_of_the_file_then_of_the_variable_and_the_plan_says_
         text = describe(made, DataSizes(22, 10, 3))
         return next(line for line in text.splitlines() if line.startswith("tracking"))
 
-    monkeypatch.delenv(tracking_address.VARIABLE, raising=False)
+    monkeypatch.delenv(uris.TRACKING_VARIABLE, raising=False)
     assert plan() == "tracking     sqlite:///mlflow.db (default)"
-    monkeypatch.setenv(tracking_address.VARIABLE, "http://me:secret@there:5000")
+    monkeypatch.setenv(uris.TRACKING_VARIABLE, "http://me:secret@there:5000")
     assert plan() == plan(log_model=False) == "tracking     http://there:5000 (MLFLOW_TRACKING_URI)"
     assert plan(uri="sqlite:///mine.db") == "tracking     sqlite:///mine.db (tracking.uri)"
     assert store(None) == "http://me:secret@there:5000"
-    monkeypatch.setenv(tracking_address.VARIABLE, "./mlruns")
+    monkeypatch.setenv(uris.TRACKING_VARIABLE, "./mlruns")
     assert (
         "tracking.uri: not set, so MLFLOW_TRACKING_URI is used. It is ./mlruns; MLflow no longer stores" in problems()
     )

@@ -8,7 +8,7 @@ import pytest
 from samples import MAIN, finished, spread, trial
 
 from pipeline.drive import preflight
-from pipeline.experiment.benchmark_section import Benchmark
+from pipeline.experiment.schema import Benchmark
 from pipeline.experiment.targets import allowed_packages
 from pipeline.experiment.values import Component
 from pipeline.protocol.events import (

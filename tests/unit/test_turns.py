@@ -21,7 +21,7 @@ from damage import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.experiment.benchmark_section import Benchmark
+from pipeline.experiment.schema import Benchmark
 from pipeline.protocol.events import Finished, Phase, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Reference, Training, Trial

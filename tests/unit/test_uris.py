@@ -7,9 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.errors import ResourceError, UsageError
-from pipeline.experiment.finetuning import StartFrom
-from pipeline.experiment.schema import Checkpoint
-from pipeline.experiment.tracking_section import Tracking
+from pipeline.experiment.schema import Checkpoint, Tracking
+from pipeline.experiment.train import StartFrom
 from pipeline.experiment.uris import problem_of
 from pipeline.tracking.mlflow.outcome import TrackingOutcome
 from pipeline.tracking.mlflow.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded

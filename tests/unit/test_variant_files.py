@@ -32,11 +32,11 @@ def test_two_files_are_two_variants(files: tuple[str, str]) -> None:
 
 
 def test_values_of_keys_are_variants(files: tuple[str, str]) -> None:
-    text = "optimizer.lr=0.1,0.05 train.epochs=1,2 optimizer.betas=[1,2],[3,4] seed=7"
+    text = "optimizer.lr=0.1,0.05 train.epochs=1,2 optimizer.betas=[1,2],[3,[4,5]] seed=7"
     found = read_variants(files[:1], [], vary=text)
     assert [description for description, _ in found] == [
         "optimizer.lr=0.1, train.epochs=1, optimizer.betas=[1,2]",
-        "optimizer.lr=0.05, train.epochs=2, optimizer.betas=[3,4]",
+        "optimizer.lr=0.05, train.epochs=2, optimizer.betas=[3,[4,5]]",
     ]
     assert [(file.experiment.seed, file.experiment.train.epochs) for _, file in found] == [(7, 1), (7, 2)]
 

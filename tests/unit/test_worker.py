@@ -159,7 +159,7 @@ def test_a_failure_has_the_reference_to_a_variable_of_the_environment(monkeypatc
     monkeypatch.setenv("LAB_HOST", "db.hunter2")
     for name in ("toys.BrokenModel", "toys.Refused"):
         failed = failure(toys.trial(model={"_target_": name, "why": "no access to ${oc.env:LAB_HOST}/x"}))
-        assert failed.error.endswith("no access to ${oc.env:LAB_HOST}/x")
+        assert "no access to ${oc.env:LAB_HOST}/x" in failed.error
         assert "hunter2" not in failed.model_dump_json()
 
 

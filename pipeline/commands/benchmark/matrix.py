@@ -6,8 +6,7 @@ from functools import partial
 from pipeline import registry
 from pipeline.commands.benchmark.predicted_rows import check_predictable, find_pair, is_pair
 from pipeline.errors import ExperimentError, ResourceError
-from pipeline.experiment.benchmark_section import Configuration
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.values import Frozen
 from pipeline.plan.layout import Planner
 from pipeline.plan.plan import Plan, same_work

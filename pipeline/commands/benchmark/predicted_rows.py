@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import registry
 from pipeline.errors import ExperimentError, ResourceError, UsageError
-from pipeline.experiment.benchmark_section import Configuration
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Costs, Link, Spread, StepParts

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from pipeline.commands.doctor import machine, tracking
 from pipeline.commands.doctor.check_result import CheckResult, amount
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.experiment.values import Frozen
 from pipeline.launch.cluster.node_facts import NodeFacts, facts_here
 from pipeline.record.terminal.terminal import headed, print_report_table

@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.experiment.load import ExperimentFile
-from pipeline.experiment.overrides import override
+from pipeline.experiment.load import ExperimentFile, override
 from pipeline.experiment.values import Direction, Frozen
 
 RECORD_NAME = "trial.json"

@@ -8,8 +8,8 @@ from ray.tune.search.optuna import OptunaSearch
 from pipeline.commands.sweep.planning import rounded
 from pipeline.commands.sweep.supervisor import TRIAL
 from pipeline.errors import ResourceError
-from pipeline.experiment.extras import install_command
 from pipeline.experiment.sweep import Parameter, Sweep
+from pipeline.experiment.targets import install_command
 from pipeline.experiment.values import Direction
 
 

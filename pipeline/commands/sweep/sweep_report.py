@@ -10,8 +10,7 @@ from pipeline.commands.invocation import Invocation
 from pipeline.commands.sweep.assignment import folder_name
 from pipeline.commands.sweep.journals import best_of, find_trial, model_of, records
 from pipeline.commands.sweep.planning import SweepPlan
-from pipeline.experiment.load import ExperimentFile
-from pipeline.experiment.overrides import override
+from pipeline.experiment.load import ExperimentFile, override
 from pipeline.experiment.sweep import Parameter
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.protocol.events import ModelSaved, Tagged

@@ -6,8 +6,7 @@ Linux ends Ray's processes together with the thread that started them, so one th
 from threading import Event, Thread
 from typing import Self
 
-from pipeline.experiment.parallel import Parallel
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch._ray.local import LocalRayRequest, started
 from pipeline.plan import resources
 

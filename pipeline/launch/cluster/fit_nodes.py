@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pipeline.errors import ResourceError
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch.cluster.checks import NodeChecks
 from pipeline.launch.cluster.code import Code
 from pipeline.launch.cluster.placement import find_able_nodes, total_capacity, usable_nodes

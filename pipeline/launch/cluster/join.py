@@ -10,7 +10,7 @@ import psutil
 import ray
 
 from pipeline.errors import PipelineError, ResourceError, UsageError
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch.cluster.checks import find_other_versions, find_unfit
 from pipeline.launch.cluster.connection import connection
 from pipeline.launch.cluster.node_facts import facts_here

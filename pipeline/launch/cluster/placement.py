@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from pipeline.errors import ResourceError
-from pipeline.experiment.parallel import Parallel
+from pipeline.experiment.schema import Parallel
 from pipeline.launch.cluster.ray_internals import available_resources_per_node, draining_nodes
 from pipeline.protocol.trial import Training, Trial
 from pipeline.wording import counted

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.experiment.overrides import override
+from pipeline.experiment.load import override
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Frozen
 from pipeline.report.numbers.breakdown import has_consistent_parts

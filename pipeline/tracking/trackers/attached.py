@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.experiment import components
+from pipeline.experiment import components, references
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.protocol.events import AnyEvent, RunClosed
@@ -112,7 +112,7 @@ def attach(
     """
     built = [
         (components.build(component, recorder.folder, key=key, allowed=allowed), component.target)
-        for key, component in experiment.tracking.custom_loggers.items()
+        for key, component in references.fill_in(experiment).tracking.custom_loggers.items()
     ]
 
     def start(tracker: Tracker, name: str) -> Attached:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Problem
-from pipeline.experiment.extras import lacking
+from pipeline.experiment.targets import lacking
 from pipeline.protocol.events import RunClosed
 from pipeline.protocol.links import completed
 

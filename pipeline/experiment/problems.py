@@ -9,18 +9,28 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.errors import MOST_PROBLEMS, Problem
-from pipeline.experiment import keys
-from pipeline.experiment.dialect import Loader
-from pipeline.experiment.jsonschema import Schema, Shape
+from pipeline.experiment import jsonschema, keys
+from pipeline.experiment.jsonschema import Schema
 from pipeline.experiment.keys import Part
+from pipeline.experiment.schema import Experiment
 from pipeline.experiment.uris import without_credentials
+from pipeline.experiment.yaml_text import Loader
 from pipeline.wording import did_you_mean, nearest
 
 _LONGEST = 60
-_OPTIMIZER, _OF_OPTIMIZERS = "optimizer", ("lr", "momentum", "weight_decay", "betas")
+_OF_OPTIMIZERS = ("lr", "momentum", "weight_decay", "betas")
 """Arguments that most optimizers take, whether a file names them or not."""
 _NEXT_SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
 _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+_NOUNS = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a string",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "null",
+}
 _BOUNDS = {
     "exclusiveMinimum": "greater than",
     "exclusiveMaximum": "less than",
@@ -29,20 +39,16 @@ _BOUNDS = {
 }
 
 
-def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[Problem]:
+def find_problems(error: ValidationError, model: type[BaseModel], data: object) -> list[Problem]:
     """Return one problem for each key in ``data`` that ``model`` rejects, up to the number that is shown."""
-    shape = Shape.of(model)
     found: dict[str, Problem] = {}
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]:
             continue  # pydantic also calls a list with invalid entries too short
         parts = _parts(details, data)
         key = keys.join(parts)
-        if key in found:  # a union reports an error for each choice
-            continue
-        found[key] = Problem(key, _sentence(details, parts, shape, data))
-        if len(found) > MOST_PROBLEMS:
-            break
+        if key not in found and len(found) <= MOST_PROBLEMS:  # a union reports an error for each choice
+            found[key] = Problem(key, _sentence(details, parts, model, data))
     return list(found.values())
 
 
@@ -77,68 +83,52 @@ def _parts(details: ErrorDetails, data: object) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _sentence(details: ErrorDetails, parts: tuple[Part, ...], shape: Shape, data: object) -> str:
-    schema = shape.at(parts)
+def _sentence(details: ErrorDetails, parts: tuple[Part, ...], model: type[BaseModel], data: object) -> str:
+    value, schema = details["input"], jsonschema.at(parts, model)
     match details["type"]:
         case "extra_forbidden":
-            return _unknown(parts, shape, data)
+            return _unknown(parts, model, data)
+        case "missing" if parts[-1] == "_target_":
+            near = nearest("_target_", value if isinstance(value, Mapping) else ())
+            return f"missing; write _target_: package.name{f' instead of {near}' if near else ''}"
         case "missing":
-            return _missing(parts, details["input"], schema)
+            return f"missing; {_describe(schema)}"
         case "string_pattern_mismatch" if parts[-1] != "_target_":
-            return f"is {shown(details['input'])}; write {_description(schema)}"
+            return f"is {shown(value)}; write {_describe(schema)}"
         case "string_too_long":
-            return f"is {len(details['input'])} characters long; write at most {details['ctx']['max_length']}"
+            return f"is {len(value)} characters long; write at most {details['ctx']['max_length']}"
         case "too_short":
             return "is an empty list. Add an entry, or remove the key."
         case "value_error" if "enum" not in schema:
-            return f"is {shown(details['input'])}; {details['ctx']['error']}"
-    return _wrong(details["input"], parts, shape)
+            return f"is {shown(value)}; {details['ctx']['error']}"
+    if jsonschema.is_component(schema) or parts[-1:] == ("_target_",):
+        is_dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
+        return f"is {shown(value)}; write _target_: {value if is_dotted else 'package.name'}"
+    if fields := jsonschema.fields(parts, model):
+        return f"is {shown(value)}; write a mapping with keys from {', '.join(fields)}"
+    hint = did_you_mean(value, schema.get("enum", ()), cutoff=0.7) if isinstance(value, str) else ""
+    kinds = {choice.get("type") for choice in (schema, *schema.get("anyOf", ()))}
+    if isinstance(value, str) and not hint and not kinds.isdisjoint(("integer", "number")):
+        hint = hint_at_quotes(value)
+    return f"is {shown(value)}; write {_expected(schema)}{hint}"
 
 
-def _unknown(parts: tuple[Part, ...], shape: Shape, data: object) -> str:
+def _unknown(parts: tuple[Part, ...], model: type[BaseModel], data: object) -> str:
+    """Name the key that was probably meant: an argument of the same name, a key beside it, one of another section."""
     *section, name = parts
-    fields = shape.fields(section)
-    meant = _find_argument(parts, shape, data) or nearest(str(name), fields) or _find_elsewhere(str(name), shape)
+    fields = jsonschema.fields(section, model)
+    meant: str | None = None
+    if model is Experiment:
+        inside = (path for path, _ in keys.walk(data) if path and path[-1] == name and jsonschema.is_argument(path))
+        meant = next(map(keys.join, inside), None)
+    meant = meant or nearest(str(name), fields)
+    if not meant and model is Experiment:
+        known = {key.rpartition(".")[2]: key for key in reversed([*jsonschema.all_keys()])}
+        known |= {argument: f"optimizer.{argument}" for argument in _OF_OPTIMIZERS if argument == name}
+        meant = known.get(nearest(str(name), known, cutoff=0.8) or "")
     if meant:
         return f"unknown key; did you mean {meant}?"
     return f"unknown key; {keys.join(section) or 'an experiment'} takes {', '.join(fields)}"
-
-
-def _find_argument(parts: tuple[Part, ...], shape: Shape, data: object) -> str | None:
-    """Find the argument in the file that has exactly the name of an unknown key."""
-    found = (path for path, _ in keys.walk(data) if path and path[-1] == parts[-1] and shape.in_component(path))
-    return next(map(keys.join, found), None)
-
-
-def _find_elsewhere(name: str, shape: Shape) -> str | None:
-    """Find the key of another section that an unknown key probably is."""
-    if name in _OF_OPTIMIZERS and _OPTIMIZER in shape.fields(()):
-        return f"{_OPTIMIZER}.{name}"
-    known = {key.rpartition(".")[2]: key for key in reversed(tuple(shape.all_keys()))}
-    near = nearest(name, known, cutoff=0.8)
-    return known[near] if near else None
-
-
-def _missing(parts: tuple[Part, ...], section: object, schema: Schema) -> str:
-    if parts[-1] == "_target_":
-        near = nearest("_target_", section if isinstance(section, Mapping) else ())
-        return f"missing; write _target_: package.name{f' instead of {near}' if near else ''}"
-    return f"missing; {_description(schema)}"
-
-
-def _wrong(value: object, parts: tuple[Part, ...], shape: Shape) -> str:
-    schema = shape.at(parts)
-    if shape.is_component(parts) or parts[-1:] == ("_target_",):
-        return f"is {shown(value)}; write _target_: {_target_in(value)}"
-    if fields := shape.fields(parts):
-        return f"is {shown(value)}; write a mapping with keys from {', '.join(fields)}"
-    hint = did_you_mean(value, schema.get("enum", ()), cutoff=0.7) if isinstance(value, str) else ""
-    return f"is {shown(value)}; write {_expected(schema)}{hint or _unquoted(value, schema)}"
-
-
-def _target_in(value: object) -> str:
-    dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
-    return str(value) if dotted else "package.name"
 
 
 def _expected(schema: Schema) -> str:
@@ -149,35 +139,20 @@ def _expected(schema: Schema) -> str:
     if "const" in schema:
         return str(schema["const"])
     bounds = [f"{words} {schema[name]}" for name, words in _BOUNDS.items() if name in schema]
-    noun = _NOUNS.get(schema.get("type", ""), "something else")
-    return f"{noun} {' and '.join(bounds)}" if bounds else noun
+    return " ".join([_NOUNS.get(schema.get("type", ""), "something else"), " and ".join(bounds)]).rstrip()
 
 
-_NOUNS = {
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "a string",
-    "array": "a list",
-    "object": "a mapping",
-    "null": "null",
-}
-
-
-def _unquoted(value: object, schema: Schema) -> str:
+def hint_at_quotes(text: str) -> str:
     """Return a hint if a number came as a string, from quotes or from an environment variable."""
-    kinds = {choice.get("type") for choice in (schema, *schema.get("anyOf", ()))}
-    if not isinstance(value, str) or kinds.isdisjoint(("integer", "number")):
-        return ""
     try:
-        number: Any = yaml.load(value, Loader=Loader)  # noqa: S506 - a SafeLoader
+        number: Any = yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError):
         return ""
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     return ", without quotes (from the environment: ${oc.decode:${oc.env:NAME}})" if is_number else ""
 
 
-def _description(schema: Schema) -> str:
+def _describe(schema: Schema) -> str:
     """Return the first sentence of a field's description, in lower case to follow a semicolon."""
     text = _NEXT_SENTENCE.split(str(schema.get("description", "a value")))[0].removesuffix(".")
     text = " ".join(text.split())
