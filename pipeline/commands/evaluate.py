@@ -9,8 +9,7 @@ from pipeline.drive import resume
 from pipeline.drive.checkpoint_choice import choose, ended_training
 from pipeline.experiment.benchmark_section import Configuration
 from pipeline.experiment.load import ExperimentFile
-from pipeline.plan.layout import Planner
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, Planner
 from pipeline.protocol.labels import Split
 from pipeline.protocol.trial import Evaluation
 from pipeline.record.folder import RunState, id_of, read_state

@@ -102,7 +102,8 @@ def test_the_plan_says_how_many_there_is_room_for_now(written, cpus, now, each) 
     plan = make_plan(written("[1, 4]"), Resources(cpus=cpus, memory_mb=4096))
     assert (plan.main.workers, plan.main.cpus_per_worker) == (now, each)
     shown = describe(plan, DataSizes(50, 50, 4))
-    assert f"with torchrun: {now} worker{'s' * (now > 1)} now (1 to 4), {each} CPU thread" in shown
+    assert f"  workers: {now}\n" in shown
+    assert f"  elastic: 1 to 4 workers\n  threads_per_worker: {each}\n" in shown
     assert any(f"Room for {now} of 4 workers is free" in note for note in plan.notes) == (now < 4)
     assert [trial.cpus_per_worker for trial in plan.measured if trial.role == "reference"] == [now * each] * (now > 1)
 

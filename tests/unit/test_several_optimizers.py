@@ -196,8 +196,8 @@ def test_parameters_that_are_not_divided_are_refused_before_anything_starts(
 def test_the_plan_says_what_each_optimizer_trains_and_how_often() -> None:
     lines = list(_describe_optimizers(toys.experiment(**toy_gans.SECTIONS | {"optimizers": toy_gans.every(5)})))
     assert lines == [
-        "optimizer    critic: torch.optim.Adam of critic.*, task.scale",
-        "optimizer    generator: torch.optim.SGD of generator.*, every 5 steps, torch.optim.lr_scheduler.StepLR",
+        "critic: torch.optim.Adam of critic.*, task.scale",
+        "generator: torch.optim.SGD of generator.*, every 5 steps, torch.optim.lr_scheduler.StepLR",
     ]
 
 

@@ -9,8 +9,7 @@ from pipeline.errors import ExperimentError, ResourceError
 from pipeline.experiment.benchmark_section import Configuration
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Frozen
-from pipeline.plan.layout import Planner
-from pipeline.plan.plan import Plan, same_work
+from pipeline.plan.plan import Plan, Planner, same_work
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Baseline, CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link
