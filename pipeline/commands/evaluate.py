@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.commands.invocation import invoked
 from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.drive import resume
-from pipeline.drive.checkpoint_choice import choose, ended_training
+from pipeline.drive.checkpoints import choose, ended_training
 from pipeline.experiment.benchmark_section import Configuration
 from pipeline.experiment.load import ExperimentFile
 from pipeline.plan.plan import Plan, Planner
