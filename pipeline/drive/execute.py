@@ -18,7 +18,6 @@ from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Resume
 from pipeline.protocol.trial import Training, Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.record.recorder import Recorder
-from pipeline.wording import counted
 
 _MEASUREMENTS_MISSING = "Training was already complete. The measurements after it are missing."
 _SETTLED_S = 3.0
@@ -151,33 +150,20 @@ def _launch(trial: Trial, *, launcher: Launcher, recorder: Recorder, reached: _R
         try:
             return launcher.launch(trial)
         except ResourceError as error:
-            if not trial.is_elastic or launcher.capacity(trial) >= trial.workers:
+            has_least = trial.workers == trial.experiment.parallel.least_workers
+            if not trial.is_elastic or has_least or launcher.capacity(trial) >= trial.workers:
                 raise
             return Outcome(losses={0: str(error)})  # a node was lost before its worker began
 
 
 def fit(trial: Trial, *, launcher: Launcher) -> Trial:
-    """Return an elastic trial with as many workers as fit; wait until the least number does.
-
-    Raises:
-        ResourceError: it doesn't within ``parallel.start_timeout_s``.
-    """
-    parallel, began = trial.experiment.parallel, time.monotonic()
-    room, since = -1, began
-    while room < parallel.workers:
-        if (now_room := launcher.capacity(trial)) != room:
-            room, since = now_room, time.monotonic()
-        if room >= parallel.least_workers and time.monotonic() - since >= _SETTLED_S:
-            break
-        if room < parallel.least_workers and time.monotonic() - began > parallel.start_timeout_s:
-            raise ResourceError(
-                f"parallel.workers: at least {counted(parallel.least_workers, 'worker')} with "
-                f"{counted(trial.cpus_per_worker, 'core')} each are required, but there was room for {room} within "
-                f"parallel.start_timeout_s ({parallel.start_timeout_s:g} s). Add nodes, or continue later with "
-                "--resume."
-            )
+    """Return an elastic trial with as many workers as fit, or the least number, for which the launcher then waits."""
+    parallel, room, since = trial.experiment.parallel, -1, time.monotonic()
+    while room < parallel.workers and time.monotonic() - since < _SETTLED_S:
+        if (now := launcher.capacity(trial)) != room:
+            room, since = now, time.monotonic()
         time.sleep(0.2)
-    return trial.model_copy(update={"workers": min(room, parallel.workers)})
+    return trial.model_copy(update={"workers": max(parallel.least_workers, min(room, parallel.workers))})
 
 
 def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:

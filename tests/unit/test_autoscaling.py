@@ -1,6 +1,6 @@
 """A cluster's autoscaler is asked for nodes that are lacking, where there is one."""
 
-# promise: an autoscaler is asked for nodes, at the start and to grow; Ray's own
+# promise: an autoscaler is asked for nodes, at the start; Ray's own
 
 import json
 

@@ -150,19 +150,11 @@ def hasty(monkeypatch) -> None:
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(
     ("room", "workers"),
-    [((9,), 4), ((2,), 2), ((0, 0, 1, 3), 3), ((1, 2, 3, 4), 4)],
-    ids=["most", "some", "grows", "late"],
+    [((9,), 4), ((2,), 2), ((0, 1, 3), 3), ((1, 2, 3, 4), 4), ((0,), 1)],
+    ids=["most", "some", "grows", "late", "none: the launcher waits for the least"],
 )
 def test_as_many_as_fit_once_that_is_settled(room, workers) -> None:
     assert fit(trial(1, 4), launcher=Roomy(*room)).workers == workers
-
-
-@pytest.mark.usefixtures("hasty")
-def test_no_room_for_the_least_is_told() -> None:
-    with pytest.raises(
-        ResourceError, match=r"at least 2 workers with 1 core each are required, .* room for 1 within .* \(0\.5 s\)"
-    ):
-        fit(trial(2, 4, start_timeout_s=0.5), launcher=Roomy(1))
 
 
 def started(*nodes: str) -> Started:

@@ -127,7 +127,7 @@ def test_a_trial_that_loses_workers_goes_on_as_often_as_it_may(tmp_path: Path) -
 def test_an_elastic_trial_goes_on_with_the_workers_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To go on with fewer of them is no failure: `max_failures` is 0 here."""
     room = [2, 1, 1]
-    monkeypatch.setattr(execute_module, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(execute_module, "_SETTLED_S", 0.1)
     monkeypatch.setattr(Launcher, "capacity", lambda *_: room.pop(0))
     lost: tuple[list[AnyEvent], dict[int, str]] = ([saved(20)], {1: "killed by SIGKILL"})
     whole: tuple[list[AnyEvent], dict[int, str]] = ([finished("main", spread(190.0))], {})
