@@ -11,7 +11,8 @@ from pipeline.experiment.schema import Experiment
 from pipeline.experiment.tracking_address import describe_origin
 from pipeline.experiment.uris import without_credentials
 from pipeline.plan.plan import Plan
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import QUICK_STEPS, Training, Trial
+from pipeline.wording import counted
 
 _WIDTH = 110
 _OF_TRIAL = ("name", "role", "title", "strategy", "launcher", "workers", "device", "cpus_per_worker")
@@ -91,12 +92,20 @@ def _describe_optimizers(experiment: Experiment) -> Iterator[str]:
 def _describe_trial(trial: Trial, main: Trial) -> dict[str, Any]:
     train, parallel, measure = trial.experiment.train, trial.experiment.parallel, trial.experiment.benchmark
     least, more = divmod(train.global_batch_size, trial.workers)
-    purpose = trial.purpose
-    if isinstance(main, Training) and trial in main.compared_with:
+    if isinstance(trial, Training):
+        purpose = f"trains {train.length}; measures throughput, step time and peak memory"
+        if trial.train_only:
+            purpose = f"trains {train.length}"
+        if trial.is_quick:
+            purpose = f"trains {QUICK_STEPS} steps of {train.length}, evaluates, and saves a checkpoint"
+    elif isinstance(main, Training) and trial in main.compared_with:
         purpose = (
             f"is measured in turn with the training, at most {measure.rounds} rounds in about "
             f"{measure.time_budget_s:g} s; rank 0 holds one more copy of the model meanwhile"
         )
+    else:
+        steps = f"{measure.windows} windows of {measure.steps} steps"
+        purpose = f"measures throughput in {steps} after {counted(measure.warmup_steps, 'warm-up step')}"
     return {
         **{name: getattr(trial, name) for name in _OF_TRIAL},
         "elastic": f"{parallel.least_workers} to {parallel.workers} workers" if trial.is_elastic else None,

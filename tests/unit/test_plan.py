@@ -195,7 +195,7 @@ def test_a_training_only_measures_nothing_and_says_what_is_left_out() -> None:
         "--train-only: no speedup, no step-time breakdown, no recommendations",
         "No GPU found. Training on the CPU.",
     )
-    assert made.main.purpose == "trains 2 epochs"
+    assert "  purpose: trains 2 epochs\n" in describe(made, DataSizes(22, 10, 3))
     assert made.notes[0] in describe(made, DataSizes(22, 10, 3))
     assert json.loads(record(made, DataSizes(22, 10, 3)))["notes"] == list(made.notes)
 
