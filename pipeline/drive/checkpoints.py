@@ -34,11 +34,7 @@ class Checkpoint(NamedTuple):
 
 
 def iter_complete(address: str, *, intact: bool = False) -> Iterator[Manifest]:
-    """Yield the manifests of the complete checkpoints at an address, newest first, perhaps only ``intact`` ones.
-
-    Raises:
-        ResourceError: the storage can't be read.
-    """
+    """Yield the manifests of the complete checkpoints at an address, newest first, perhaps only ``intact`` ones."""
     storage = Storage(address)
     try:
         for entry in entries(storage):
@@ -51,11 +47,7 @@ def iter_complete(address: str, *, intact: bool = False) -> Iterator[Manifest]:
 
 
 def ended_training(state: RunState, *, command: str) -> None:
-    """Check that a run trained a model and has ended.
-
-    Raises:
-        UsageError: it is running, or it is a benchmark, a sweep or another command's.
-    """
+    """Check that a run trained a model and has ended."""
     role, name = state.opened.tags.get("role", "main"), id_of(state.folder)
     if role in PARENTS:
         raise UsageError(f"{name} is a {role}. Name one of its trials: pipeline {command} {name}/trial-001")
@@ -69,19 +61,7 @@ def ended_training(state: RunState, *, command: str) -> None:
 
 
 def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: tuple[str, ...]) -> Checkpoint:
-    """Choose a complete checkpoint of a run.
-
-    Args:
-        file: the experiment of the run.
-        folder: the run's folder.
-        wanted: best, last or a step; None: the best if the experiment has ``checkpoint.best``, else the last.
-        allowed: packages that a ``_target_`` may name.
-
-    Raises:
-        UsageError: there is no such checkpoint.
-        ExperimentError: the metric of ``checkpoint.best`` doesn't define which direction is better.
-        ResourceError: the storage can't be read.
-    """
+    """Choose a complete checkpoint of a run: best, last or a step; None: the best if that is kept, else the last."""
     options, name = file.experiment.checkpoint, id_of(folder)
     address = address_of(options.directory, run=folder)
     manifests = list(iter_complete(address))
@@ -112,11 +92,7 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
 
 
 def describe_missing_end(file: ExperimentFile, *, folder: Path) -> str:
-    """Return a note that a run's training ended after its newest checkpoint; empty if it did not.
-
-    Raises:
-        ResourceError: the storage can't be read.
-    """
+    """Return a note that a run's training ended after its newest checkpoint; empty if it did not."""
     newest = next(iter_complete(address_of(file.experiment.checkpoint.directory, run=folder)), None)
     return _describe_missing_end(newest.step, folder=folder) if newest is not None else ""
 
@@ -136,14 +112,7 @@ def _find_end(folder: Path) -> Finished | None:
 
 
 def find_initial(experiment: Experiment) -> Weights | None:
-    """Return the weights of ``train.start_from``; None without.
-
-    To be called before a run has a folder, of which it might take its own for the newest.
-
-    Raises:
-        ExperimentError: there is no such run or file, or it has no weights.
-        ResourceError: the storage of the run's checkpoints can't be read.
-    """
+    """Return the weights of ``train.start_from``; before the run has a folder, which would be its own newest."""
     start = experiment.train.start_from
     if start is None:
         return None
@@ -170,11 +139,7 @@ def find_initial(experiment: Experiment) -> Weights | None:
 
 
 def _find_weights(name: str, directory: Path) -> Weights:
-    """Return the weights that a run's training has left, or those of its newest intact checkpoint.
-
-    Raises:
-        UsageError: there is no such run, or it has no weights.
-    """
+    """Return the weights that a run's training has left, or those of its newest intact checkpoint."""
     folder = runs.find_trained(name, directory).folder
     run, path = id_of(folder), folder / WEIGHTS
     if path.is_file():

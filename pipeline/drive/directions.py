@@ -16,9 +16,6 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
     """Build the metrics, which know whether small or large values are good.
 
     Metrics that need run-time values can't be built yet; their classes are returned instead.
-
-    Raises:
-        ExperimentError: a metric can't be built.
     """
     with undisturbed():
         from pipeline.train import metrics
@@ -32,11 +29,7 @@ def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any
 
 
 def direction_of(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -> Direction:
-    """Return the direction in which a metric is better, which the file names at ``key``.
-
-    Raises:
-        ExperimentError: the mode is ``auto``, and the metric doesn't know whether small or large values are good.
-    """
+    """Return the direction in which a metric is better, which the file names at ``key``."""
     with undisturbed():
         from pipeline.train import metrics
 
@@ -60,9 +53,6 @@ def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str,
 
     Metrics whose class does not define it are left out. With several optimizers, which may train adversaries, all are
     left out but ``checkpoint.best``: a discriminator's accuracy is good neither if it is high nor if it is low.
-
-    Raises:
-        ExperimentError: a metric can't be found.
     """
     found: dict[str, Direction] = {}
     for name, metric in experiment.metrics.items():

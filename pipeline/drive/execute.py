@@ -63,14 +63,8 @@ def execute(
     """Run one trial to its end and return its outcome, which has a result; ``initial`` are the weights it starts from.
 
     If workers are lost, training resumes from its newest checkpoint, up to ``parallel.max_failures`` times. An elastic
-    trial has as many workers as fit at each start; to go on with fewer of them doesn't count.
-
-    Raises:
-        ExperimentError: the experiment turned out to be wrong once it was built.
-        TrainingError: a rank failed; carries the first one's own error.
-        ResourceError: the workers can't be placed.
-        Terminated: SIGTERM, after a checkpoint.
-        OSError: the journal can't be written; after a checkpoint.
+    trial has as many workers as fit at each start; to go on with fewer of them doesn't count. A Ctrl-C or a failure in
+    the measurements after the training leaves the training's result.
     """
     beside = trial.compared_with if isinstance(trial, Training) else ()
     if initial is not None:

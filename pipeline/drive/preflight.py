@@ -4,11 +4,8 @@ Functions that need torch import it themselves: it takes seconds, and most mista
 """
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +38,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger(__name__)
-_LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-"""Characters that `multiprocessing` leaves of the path of a Unix socket, whose limit is 107."""
 _SAMPLES = 2
 _STATES = 2
 """Values that an optimizer keeps for each parameter, as Adam does; others keep fewer."""
@@ -58,11 +53,6 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     Nothing is built before all names are allowed, also those of a sweep's values.
 
     Returns the packages that components may come from.
-
-    Raises:
-        ExperimentError: all problems, with their places.
-        UsageError: the project's pyproject.toml is malformed.
-        ResourceError: the checkpoints to start from can't be read.
     """
     allowed, experiment = allowed_packages(), file.experiment
 
@@ -72,7 +62,6 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
 
     problems, rejected = components.check(experiment, allowed=allowed)
     problems += _find_strategy_problems(experiment)
-    problems += _find_temporary_folder_problems(experiment)
     problems += named_trackers.problems(experiment.tracking.loggers)
     if rejected := rejected or sweep.problems(experiment.sweep, file.varied, check_varied):
         error = file.explain(dict.fromkeys([*problems, *rejected]))
@@ -99,12 +88,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
 
 
 def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes:
-    """Load the data and count its samples, and the steps in an epoch of its order.
-
-    Raises:
-        ExperimentError: the data can't be loaded, or is empty, or the order doesn't fit it.
-        TrainingError: a sample that the order needs can't be read.
-    """
+    """Load the data and count its samples, and the steps in an epoch of its order."""
     with undisturbed():
         from pipeline.train import batches, iterable
 
@@ -175,18 +159,6 @@ def _find_strategy_problems(experiment: Experiment) -> Iterator[Problem]:
                 yield problem._replace(key=f"{key}.options.{problem.key}")
 
 
-def _find_temporary_folder_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Find a temporary folder whose path is too long for the sockets of DataLoader workers."""
-    workers, folder = experiment.loader.num_workers, tempfile.gettempdir()
-    # Python 3.14 makes its folder in /tmp if this one is too long.
-    if workers and len(os.fsencode(folder)) > _LONGEST_FOLDER and get_temp_dir().startswith(folder):
-        yield Problem(
-            "loader.num_workers",
-            f"is {workers}, but TMPDIR has {len(folder)} characters. DataLoader workers need sockets there, whose "
-            f"paths are limited. Set TMPDIR to a path of at most {_LONGEST_FOLDER} characters.",
-        )
-
-
 def _find_metric_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
     """Find metrics that can't be built, and those that are followed but don't know which direction is better."""
     try:
@@ -235,9 +207,6 @@ def try_steps(file: ExperimentFile, *, allowed: tuple[str, ...], receive: Callab
 
     An error in a step on two samples counts if samples of a worker's whole batch raise one: code may need its size.
     ``receive`` gets the progress.
-
-    Raises:
-        PipelineError: what the training would raise, with its place in the file.
     """
     from pipeline.launch.inprocess import Launcher  # and torch with it
 
@@ -256,11 +225,7 @@ def try_steps(file: ExperimentFile, *, allowed: tuple[str, ...], receive: Callab
 
 
 def _plan_check(experiment: Experiment, here: Resources, *, allowed: tuple[str, ...]) -> BatchCheck:
-    """Plan the check, with as many samples as a worker gets.
-
-    Raises:
-        ExperimentError: strategy, launcher and workers don't go together on any machine.
-    """
+    """Plan the check, with as many samples as a worker gets."""
     planned: Trial | None = None
     try:
         planned = make_plan(experiment, here, allowed=allowed).main

@@ -31,13 +31,7 @@ _BY_WORKER = "train.batch_size_per_worker"
 
 
 def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
-    """Find the run, the sweep or the study meant by `LATEST`, an id, or a folder.
-
-    Raises:
-        UsageError: there is no such run, it is running, or it has finished and the file doesn't continue it; a
-            finished sweep may get more trials.
-        ResourceError: it is running on another machine.
-    """
+    """Find the run, the sweep or the study meant by `LATEST`, an id, or a folder."""
     directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
     if resume == LATEST:
         folder = newest(file, role=role)
@@ -72,9 +66,6 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
 
     It is the newest run that did not complete, or else the newest completed run, which may continue for more epochs.
     Runs with ``--quick``, and runs that never made a step, do not count.
-
-    Raises:
-        UsageError: all runs of that name were started with another file.
     """
     found = [(folder, opened) for folder, opened in _runs_of(file, role=role) if is_listed(folder)]
     found.sort(key=lambda run: read_status(run[0]) == "FINISHED")
@@ -152,25 +143,8 @@ def with_batch_of(file: ExperimentFile, state: RunState) -> tuple[ExperimentFile
 
 
 def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str]:
-    """Describe what has changed in the experiment since the run.
-
-    Raises:
-        ExperimentError: a change affects what is trained: only learning rates, the data and the length of the training
-            may change, if that is ``allowed``. A longer training always is.
-    """
+    """Describe what has changed in the experiment since the run."""
     changed = _changed(file, state)
-    if "train.global_batch_size" in changed:
-        # The step number would no longer give the place in the data, the learning rate and the axis of every metric.
-        before, after = map(_value, changed["train.global_batch_size"])
-        by_worker = file.experiment.train.batch_size_per_worker is not None
-        remedy = "Replace it with train.global_batch_size:" if by_worker else "Set it back to"
-        message = (
-            f"{'the global batch size ' if by_worker else ''}cannot change from {before} to {after} when resuming "
-            f"{state.folder.name}. {remedy} {before}, or start a new run without --resume. "
-            "To save memory, raise train.gradient_accumulation instead."
-        )
-        key = next(iter(file.experiment.batch_keys(file.experiment.train.global_batch_size)))
-        raise file.explain([Problem(key, message)])
     rates = rate_keys(file.experiment)
     check_same(
         file,
@@ -204,9 +178,6 @@ def check_same(
     """Check that the experiment has changed only in keys with certain prefixes since the run.
 
     ``allowable`` keys may change with ``--allow-changed``, if ``is_allowed``.
-
-    Raises:
-        ExperimentError: other keys have changed.
     """
     problems = [
         Problem(
@@ -234,15 +205,6 @@ def differences(file: ExperimentFile, state: RunState) -> Iterator[str]:
                 f"{key}: {value} follows from {now.length} now. The steps before the checkpoint used the schedule for "
                 f"{before.length}, so the result differs from a run of {now.length} started from scratch."
             )
-    follows = now.early_stopping is not None or "ReduceLROnPlateau" in str(file.experiment.scheduler)
-    ended, every = before.epochs, now.evaluate_every_epochs
-    if now.evaluate_every_steps is not None:
-        ended, every = before.steps, now.evaluate_every_steps
-    if follows and state.status == "FINISHED" and (ended is None or ended % every):
-        yield (
-            f"The earlier run was evaluated at its end, after {before.length}. Early stopping and ReduceLROnPlateau "
-            f"use this evaluation. A run of {now.length} started from scratch may not evaluate there."
-        )
 
 
 def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:

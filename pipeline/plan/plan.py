@@ -19,8 +19,6 @@ TRAIN_ONLY = "--train-only: no speedup, no step-time breakdown, no recommendatio
 """Note on a run that only trains."""
 QUICK = f"--quick: {QUICK_STEPS} steps, one evaluation and one checkpoint. The model is not trained"
 """Note on a run that only tries whether the experiment works."""
-_MOST_OF_DP = 4
-"""GPUs beyond which a plan with dp proposes ddp."""
 _LENGTHS = ("step_size", "milestones", "T_max", "T_0", "total_iters")
 """Arguments of torch's schedulers that count their advances."""
 _FACTOR = 0.99
@@ -58,11 +56,7 @@ class Planner:
     def __init__(
         self, experiment: Experiment, resources: Resources, allowed: tuple[str, ...], *, workers: int | None = None
     ) -> None:
-        """Divide each node's cores among ``workers``, by default those that the experiment asks for.
-
-        Raises:
-            ResourceError: there is no such device.
-        """
+        """Divide each node's cores among ``workers``, by default those that the experiment asks for."""
         self._experiment, self._resources, self._allowed = experiment, resources, allowed
         parallel = experiment.parallel
         if parallel.device == "cuda" and not resources.gpus and not resources.is_autoscaled:
@@ -89,12 +83,7 @@ class Planner:
             self.workers = max(parallel.least_workers, min(self.workers, self.room))
 
     def trial(self, kind: type[T], entry: Configuration, *, key: str = "parallel", **own: object) -> T:
-        """Return the trial of an entry, which stands at ``key`` of the experiment file, with its role's ``own`` fields.
-
-        Raises:
-            ExperimentError: strategy, launcher and workers don't go together.
-            ResourceError: there are too few cores or GPUs.
-        """
+        """Return the trial of an entry, which the file has at ``key``, with its role's ``own`` fields."""
         parallel = self._experiment.parallel
         strategy = registry.load("strategies", entry.strategy).Strategy
         workers = entry.workers or (parallel.workers if strategy.processes == "many" else 1)
@@ -231,10 +220,6 @@ def make_plan(
     N times the cores. On CPU a reference shows what one process with all those cores does. Both are measured in turn
     with the main trial by its rank 0; a baseline that can't run in one process is measured before. An elastic main
     trial has as many workers here as fit now; how many it begins with is decided when it is launched.
-
-    Raises:
-        ExperimentError: strategy, launcher and workers don't go together.
-        ResourceError: there are too few cores or GPUs.
     """
     planner, parallel = Planner(experiment, resources, allowed), experiment.parallel
     own = Configuration(strategy=parallel.strategy, workers=planner.workers, options=parallel.options)
@@ -284,11 +269,6 @@ def _find_notes(main: Training) -> Iterator[str]:
         yield "No GPU found. Training on the CPU."
     if main.strategy == "dp" and main.replicas < 2:
         yield "DataParallel (dp) needs at least 2 GPUs. With fewer, it runs a single replica and gives no speedup."
-    if main.strategy == "dp" and main.replicas > _MOST_OF_DP:
-        yield (
-            f"DataParallel (dp) on {main.replicas} GPUs: GPU 0 copies the model and gathers all outputs in each step, "
-            f"which limits the others. Use strategy: ddp and workers: {main.replicas}."
-        )
     if main.strategy == "fsdp" and main.workers < 2:
         yield "fsdp with one worker shards nothing and saves no memory."
     if train.batch_size_per_worker is not None:
@@ -296,8 +276,6 @@ def _find_notes(main: Training) -> Iterator[str]:
             f"The global batch size is {train.global_batch_size} (train.batch_size_per_worker x parallel.workers). The "
             "baseline uses the same size. The size stays the same if the run is resumed with another number of workers."
         )
-    if train.ema is not None:
-        yield "train.ema: the averaged weights are evaluated and logged as the model."
     yield from scheduler_units(main.experiment)
     if main.experiment.sweep is not None:
         yield "This run uses the values of the file. To search the values of its sweep section, use pipeline sweep."

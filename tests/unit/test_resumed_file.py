@@ -228,10 +228,6 @@ def test_what_differs_from_a_run_of_that_length_is_told() -> None:
         "scheduler.T_max: ${total_steps} follows from 6 epochs now. The steps before the checkpoint used the schedule "
     )
 
-    text = FILE.replace("epochs: 4,", "epochs: 4, evaluate_every_epochs: 3, early_stopping: true,")
-    (_, told) = resume.changes(now(text), finished(text), allowed=False)
-    assert told.startswith("The earlier run was evaluated at its end, after 4 epochs.")
-
 
 def test_early_stopping_that_has_more_patience_goes_on() -> None:
     before, patient = (FILE.replace("epochs: 4,", f"epochs: 4, early_stopping: {{patience: {n}}},") for n in (1, 2))

@@ -81,7 +81,6 @@ class TestThePlan:
             "activation checkpointing of blocks.*",
             "EMA of the weights (decay 0.9 from step 5 on), evaluated and logged as the model",
         ]
-        assert "train.ema: the averaged weights are evaluated and logged as the model." in planned.notes
 
     def test_says_nothing_of_what_is_off(self) -> None:
         assert "training:" not in describe(plan(), DataSizes(22, 10, 3))
