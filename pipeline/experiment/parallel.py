@@ -78,8 +78,7 @@ class Parallel(Section):
     timeout_s: PositiveFloat = 300.0
     """Timeout of collective operations: after this time, a missing rank is reported."""
     max_failures: NotNegative = 0
-    """Maximum number of restarts from the latest checkpoint after workers were lost, e.g. killed. Going on with
-    fewer workers, see workers, does not count."""
+    """Maximum number of restarts from the latest checkpoint after workers were lost. Fewer workers do not count."""
     grace_s: PositiveFloat = 25.0
     """Maximum time to wait for a checkpoint after SIGTERM. Batch systems kill a job about 30 s after SIGTERM."""
     options: Mapping[str, Any] = {}

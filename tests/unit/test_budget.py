@@ -27,16 +27,16 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "api": 573,
     "cli": 1_471,
-    "commands": 6_124,
+    "commands": 6_120,
     "data": 1_031,
-    "drive": 1_905,
+    "drive": 1_401,
     "experiment": 4_340,
-    "launch": 4_001,
+    "launch": 4_000,
     "models": 434,
-    "plan": 1_042,
-    "protocol": 2_095,
+    "plan": 900,
+    "protocol": 2_003,
     "record": 2_302,
-    "report": 6_550,
+    "report": 6_548,
     "strategies": 725,
     "system": 1_034,
     "tasks": 1_016,
@@ -45,9 +45,9 @@ LARGER_TODAY = {
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 374
+FILES = 368
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_479
+TEST_LINES = 51_174
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
