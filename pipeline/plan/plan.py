@@ -327,11 +327,12 @@ def scheduler_units(experiment: Experiment) -> Iterator[str]:
     declared |= {f"schedulers.{name}": one for name, one in experiment.schedulers.items()}
     for key, scheduler in declared.items():
         given, said = (scheduler.arguments if scheduler is not None else {}), ""
-        for name in reversed(_LENGTHS):
+        for name in _LENGTHS:
             value = given.get(name)
             counts = value if isinstance(value, list | tuple) else [value]
             if counts and all(isinstance(count, int) and count <= epochs for count in counts):
                 said = f"{name} is {value}. This counts steps, because the scheduler advances after each step"
+                break
         gamma = given.get("gamma")
         is_exponential = scheduler is not None and scheduler.target.endswith(".ExponentialLR")
         if not said and is_exponential and isinstance(gamma, float) and gamma <= _FACTOR:
