@@ -33,7 +33,7 @@ LARGER_TODAY = {
     "experiment": 4_340,
     "launch": 4_000,
     "models": 434,
-    "plan": 900,
+    "plan": 901,
     "protocol": 2_003,
     "record": 2_302,
     "report": 6_548,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 368
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_174
+TEST_LINES = 51_180
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
