@@ -32,7 +32,7 @@ from pipeline.experiment.load import load
 from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.targets import allowed_packages
 from pipeline.plan import resources
-from pipeline.plan.layout import Planner
+from pipeline.plan.plan import Planner
 from pipeline.protocol.events import Failed, Finished, event_from_json
 from pipeline.protocol.trial import CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link, TrialResult

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.drive import initial_weights
+from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.execute import explained
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.experiment import references
@@ -114,7 +114,7 @@ class Parts:
                 device="cpu",
                 cpus_per_worker=torch.get_num_threads(),
                 allowed=allowed_packages(),
-                initial=initial_weights.find(file.experiment),
+                initial=find_initial(file.experiment),
             )
             self._state = build(trial, rank=Rank())
             self._state.trainee.keeps_outputs = True

@@ -107,7 +107,7 @@ def _check(file: ExperimentFile, with_data: bool, report: Report) -> CheckResult
 
 
 def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent], None]) -> CheckResult:
-    from pipeline.drive import preflight, try_batch
+    from pipeline.drive import preflight
 
     try:
         allowed = preflight.check(file, with_weights=with_data)
@@ -115,12 +115,12 @@ def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[Any
         if with_data:  # whose problems are reported together with the others
             preflight.check(file, with_data=True)
         raise
-    skipped = try_batch.find_reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
+    skipped = preflight.find_reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
     if skipped:
         with explained(file):
             preflight.data_sizes(file.experiment, allowed=allowed)
-    elif with_data and not skipped:
-        try_batch.try_batch(file, allowed=allowed, receive=receive)
+    elif with_data:
+        preflight.try_steps(file, allowed=allowed, receive=receive)
     return CheckResult(sweep=_describe_sweep(file, allowed=allowed), skipped=skipped)
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from pipeline.commands.invocation import invoked
 from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.drive import resume
-from pipeline.drive.checkpoint_choice import choose, ended_training
+from pipeline.drive.checkpoints import choose, ended_training
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.schema import Configuration
-from pipeline.plan.layout import Planner
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, Planner
 from pipeline.protocol.labels import Split
 from pipeline.protocol.trial import Evaluation
 from pipeline.record.folder import RunState, id_of, read_state

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.commands.exported_files import Exported, Weights, write_files
 from pipeline.drive import preflight
-from pipeline.drive.checkpoint_choice import choose, ended_training
+from pipeline.drive.checkpoints import choose, ended_training
 from pipeline.drive.execute import explained
 from pipeline.errors import UsageError
 from pipeline.experiment.load import ExperimentFile

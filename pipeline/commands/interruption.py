@@ -3,26 +3,28 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.plan.outer_launcher import outer_launcher
+from pipeline.record.folder import is_kept
 
 
 @contextmanager
-def continuable(verb: Sequence[str], *, file: ExperimentFile, run: str) -> Iterator[None]:
-    """Add a note to an interruption inside: how to continue the run.
+def continuable(verb: Sequence[str], *, file: ExperimentFile, folder: Path) -> Iterator[None]:
+    """Add a note to an interruption inside: how to continue the run, if it has made a step.
 
     Args:
         verb: command that continues the run with ``--resume``, with its options; empty if none does.
         file: the experiment.
-        run: id of the run.
+        folder: folder of the run.
     """
     try:
         yield
     except KeyboardInterrupt as error:
-        if verb:
-            error.add_note(way_on(verb, file=file, run=run))
+        if verb and is_kept(folder):
+            error.add_note(way_on(verb, file=file, run=folder.name))
         raise
 
 

@@ -11,7 +11,8 @@ from pipeline import registry
 from pipeline.commands import page
 from pipeline.commands.ending import print_end
 from pipeline.commands.interruption import continuable
-from pipeline.drive import initial_weights, preflight
+from pipeline.drive.checkpoints import find_initial
+from pipeline.drive.directions import directions
 from pipeline.drive.execute import execute
 from pipeline.drive.recorded_run import Membership, artifact, recorded
 from pipeline.errors import ExperimentError, PipelineError
@@ -106,7 +107,6 @@ class Invocation:
             folder=self.folder,
             receive=self.recorder.receive,
             parallel=parallel,
-            unfit=self.plan.resources.unfit,
             verbose=self.verbose,
         )
         stages.begin("preparing the workers")
@@ -196,7 +196,6 @@ def invoked(
     """
     for note in plan.notes:
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
-    directions = preflight.directions(plan.experiment, allowed=plan.main.allowed)
     initial = _initial(plan, resumes=folder is not None)
     shown: list[Printable] = []
     folders: list[Path] = []
@@ -207,7 +206,7 @@ def invoked(
             folder=folder,
             member=member,
             source=file.source,
-            directions=directions,
+            directions=directions(plan.experiment, allowed=plan.main.allowed),
             adds=adds,
         ) as recorder:
             results = _Results(recorder.earlier)
@@ -216,7 +215,7 @@ def invoked(
             with (
                 recorder.subscribed(results),
                 recorder.subscribed(clock),
-                continuable(again, file=file, run=recorder.folder.name),
+                continuable(again, file=file, folder=recorder.folder),
             ):
                 yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
     finally:
@@ -227,7 +226,7 @@ def invoked(
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
     """Find the weights that the trials start from; a run that resumes may go without, see `preparation.planning`."""
     try:
-        return initial_weights.find(plan.experiment)
+        return find_initial(plan.experiment)
     except ExperimentError:
         if not resumes:
             raise

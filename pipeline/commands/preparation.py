@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pipeline import registry
 from pipeline.drive import preflight
 from pipeline.drive.execute import explained
-from pipeline.errors import ResourceError, UsageError
+from pipeline.errors import UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.plan.outer_launcher import outer_launcher
-from pipeline.plan.resources import Resources, format_unfit
+from pipeline.plan.resources import Resources
 from pipeline.system import stages
 
 
@@ -34,8 +34,5 @@ def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[t
     if parallel.launcher == "ray" and parallel.cluster:
         stages.begin(f"connecting to Ray at {parallel.cluster}")
     resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
-    try:
-        with explained(file):
-            yield allowed, resources
-    except ResourceError as error:
-        raise ResourceError("\n".join([str(error), *format_unfit(resources.unfit.values())])) from error
+    with explained(file):
+        yield allowed, resources

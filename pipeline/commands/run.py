@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked
 from pipeline.commands.preparation import planning
-from pipeline.drive import initial_weights, preflight
+from pipeline.drive import preflight
 from pipeline.drive import resume as recovery
-from pipeline.drive.elastic import as_ended, course, remark
-from pipeline.drive.execute import explained
+from pipeline.drive.checkpoints import find_initial
+from pipeline.drive.execute import as_ended, describe_sizes, explained
 from pipeline.drive.outer_run import check_workers, follow, leading
 from pipeline.drive.recorded_run import Membership
 from pipeline.errors import ResourceError, UsageError
@@ -187,7 +187,7 @@ def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, q
     plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
     with explained(file):
         sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
-    if (initial := initial_weights.find(file.experiment)) is not None:
+    if (initial := find_initial(file.experiment)) is not None:
         plan = plan.model_copy(update={"notes": (f"starts from {initial.source}", *plan.notes)})
     if file.bases:
         extends = f"{file.path} extends {', which extends '.join(map(str, file.bases))}"
@@ -201,7 +201,7 @@ def report(invocation: Invocation) -> Report:
     trials = [as_ended(trial, finished) for trial in plan.measured]
     measured = Report.of(trials, finished, hardware=invocation.hardware)
     if plan.main.is_elastic:
-        told = remark(course(read(invocation.folder / FILE_NAME), trial=plan.main.name))
+        told = describe_sizes(read(invocation.folder / FILE_NAME), trial=plan.main.name)
         measured = measured.model_copy(update={"training_notes": tuple(told)})
     measured = measured.model_copy(update={"goodput": invocation.goodput})
     train_only = isinstance(plan.main, Training) and plan.main.train_only

@@ -1,1 +1,1 @@
-"""The driver's part of every command that trains: preflight checks, execution, resuming, elastic sizes."""
+"""The driver's part of every command that trains: preflight checks, execution with restarts, resuming."""

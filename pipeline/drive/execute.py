@@ -1,23 +1,27 @@
-"""One trial from launch to outcome: launched again from its newest checkpoint when workers were lost."""
+"""One trial from launch to outcome: launched again from its newest checkpoint, with as many workers as fit.
 
-from collections.abc import Callable, Iterator
+Global batches, their order and the learning rate are functions of the step, and a checkpoint loads at any world size:
+with another number of workers it is the same training.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
 
-from pipeline.drive.elastic import Pace, sized, watching_nodes
 from pipeline.drive.recorded_run import open_trial
 from pipeline.errors import ExperimentError, ResourceError, Terminated
 from pipeline.experiment.load import ExperimentFile
 from pipeline.launch._shutdown import gracefully
 from pipeline.launch.base import Launcher
-from pipeline.protocol.events import Finished, Trained, Warned
+from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Resumed, Started, Trained, TrialOpened, Warned
 from pipeline.protocol.trial import Training, Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.record.recorder import Recorder
 
 _MEASUREMENTS_MISSING = "Training was already complete. The measurements after it are missing."
+_SETTLED_S = 3.0
+"""Seconds for which capacity must stay the same: cores of workers that have just ended become free one by one."""
 
 
 @contextmanager
@@ -29,13 +33,28 @@ def explained(file: ExperimentFile) -> Iterator[None]:
         raise file.explain(error.problems) from None
 
 
-class _Again(NamedTuple):
-    """The next attempt of a trial."""
+class _Reached:
+    """How far the current attempt of a trial has come; subscribes to the recorder."""
 
-    trial: Training
-    why: str
-    counts: bool = False
-    """True if the attempt before counts towards ``parallel.max_failures``."""
+    def __init__(self) -> None:
+        self.has_started = False
+        """True once rank 0 is about to take its first step."""
+        self.checkpoint = 0
+        """Step of the newest checkpoint."""
+        self.trained: Trained | None = None
+        """End of the training, once only its measurements are left."""
+
+    def receive(self, event: AnyEvent) -> None:
+        """Update from an event."""
+        match event:
+            case TrialOpened():
+                self.has_started, self.trained = False, None
+            case Started():
+                self.has_started = True
+            case Resumed() | CheckpointSaved():
+                self.checkpoint = event.step
+            case Trained():
+                self.trained = event
 
 
 def execute(
@@ -44,21 +63,19 @@ def execute(
     """Run one trial to its end and return its outcome, which has a result; ``initial`` are the weights it starts from.
 
     If workers are lost, training resumes from its newest checkpoint, up to ``parallel.max_failures`` times. An elastic
-    trial has as many workers as fit, and resumes with another number when that changes. Before a node goes away, the
-    workers save a checkpoint and continue on other nodes, which doesn't count.
-
-    Raises:
-        ExperimentError: the experiment turned out to be wrong once it was built.
-        TrainingError: a rank failed; carries the first one's own error.
-        ResourceError: the workers can't be placed.
-        Terminated: SIGTERM, after a checkpoint.
-        OSError: the journal can't be written; after a checkpoint.
+    trial has as many workers as fit at each start; to go on with fewer of them doesn't count. A Ctrl-C or a failure in
+    the measurements after the training leaves the training's result.
     """
-    trial = _starting_from(initial, trial)
-    pace = Pace()
-    with recorder.subscribed(pace):
-        outcome = _executed(trial, launcher=launcher, recorder=recorder, file=file, pace=pace)
-    for other in trial.compared_with if isinstance(trial, Training) else ():
+    beside = trial.compared_with if isinstance(trial, Training) else ()
+    if initial is not None:
+        own: dict[str, object] = {"initial": initial}
+        if beside:
+            own["compared_with"] = tuple(other.model_copy(update={"initial": initial}) for other in beside)
+        trial = trial.model_copy(update=own)
+    reached = _Reached()
+    with recorder.subscribed(reached), explained(file):
+        outcome = _execute(trial, launcher=launcher, recorder=recorder, reached=reached)
+    for other in beside:
         if events := [event for event in outcome.beside if event.trial == other.name]:
             open_trial(other, recorder, time=events[0].time)
             for event in events:
@@ -66,156 +83,104 @@ def execute(
     return outcome
 
 
-def _starting_from(initial: Weights | None, trial: Trial) -> Trial:
-    """Return a trial, and those that it is compared with, with their initial weights."""
-    if initial is None:
-        return trial
-    own: dict[str, object] = {"initial": initial}
-    if isinstance(trial, Training):
-        own["compared_with"] = tuple(other.model_copy(update=own) for other in trial.compared_with)
-    return trial.model_copy(update=own)
-
-
-def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: ExperimentFile, pace: Pace) -> Outcome:
+def _execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, reached: _Reached) -> Outcome:
     """Launch a trial as often as it takes, see `execute`."""
-    failures = 0
-    warn = partial(_warn, recorder, trial.name)
+    parallel, failures = trial.experiment.parallel, 0
+
+    def warn(message: str) -> None:
+        recorder.receive(Warned(trial=trial.name, message=message))
+
+    def end_as_trained(outcome: Outcome, trained: Trained) -> Outcome:
+        finished = Finished(trial=trained.trial, result=trained.result)
+        recorder.receive(finished)
+        return replace(outcome, trained=trained, finished=finished)
+
     if trial.is_elastic:
-        trial = sized(trial, launcher=launcher)
-        if trial.workers < (most := trial.experiment.parallel.workers):
-            warn(f"Training starts with {trial.workers} of {most} workers. There is no room for more now.")
+        trial = fit(trial, launcher=launcher)
+        if trial.workers < parallel.workers:
+            warn(f"Training starts with {trial.workers} of {parallel.workers} workers. There is no room for more now.")
     while True:
         try:
-            with explained(file):
-                outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace, warn=warn)
+            outcome = _launch(trial, launcher=launcher, recorder=recorder, reached=reached)
         except KeyboardInterrupt as interruption:
-            if pace.trained is None or isinstance(interruption, Terminated):
+            if reached.trained is None or isinstance(interruption, Terminated):
                 raise
-            warn(f"interrupted. {_MEASUREMENTS_MISSING}{_format_measure_hint(trial, recorder)}")
-            return _end_as_trained(pace.trained, Outcome(trained=pace.trained), recorder)
-        if pace.idle_s is not None:
-            warn(f"Training caught up with the last reported step {pace.idle_s:.0f} s after the interruption.")
+            hint = ""
+            if isinstance(trial, Training) and trial.compared_with and trial.saves:
+                hint = f" Measure the speedup with: pipeline benchmark {recorder.folder}"
+            warn(f"interrupted. {_MEASUREMENTS_MISSING}{hint}")
+            return end_as_trained(Outcome(), reached.trained)
         if outcome.has_ended and not outcome.has_failed:
             return outcome
-        if outcome.trained is not None and not outcome.is_experiment_wrong and outcome.has_failed:
-            return _as_trained(outcome, recorder)
-        again = _again(trial, outcome, launcher=launcher, pace=pace, failures=failures, warn=warn)
-        if again is None:
-            error = outcome.error
-            raise file.explain(error.problems) if isinstance(error, ExperimentError) else error
-        failures += again.counts
-        trial = again.trial
-        warn(again.why)
+        cause = str(outcome.error).removesuffix(".")
+        if outcome.trained is not None and outcome.has_failed and not outcome.is_experiment_wrong:
+            if outcome.has_ended:
+                return outcome
+            warn(f"{cause}. {_MEASUREMENTS_MISSING}")
+            return end_as_trained(outcome, outcome.trained)
+        may_resume = isinstance(trial, Training) and trial.saves and launcher.replaces_workers
+        if not (may_resume and outcome.has_only_lost_workers):
+            raise outcome.error
+        resumed = trial.model_copy(update={"resume": True})
+        if trial.is_elastic:
+            warn(f"{cause}. Looking for resources for other workers.")
+            resumed = fit(resumed, launcher=launcher)
+        if resumed.workers < trial.workers:
+            warn(f"Resuming with {resumed.workers} of {parallel.workers} workers from step {reached.checkpoint}.")
+        elif failures < parallel.max_failures:
+            failures += 1
+            warn(f"{cause}. Resuming from the latest checkpoint (failure {failures} of {parallel.max_failures}).")
+        else:
+            raise outcome.error
+        trial = resumed
 
 
-def _attempt(
-    trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace, warn: Callable[[str], None]
-) -> Outcome:
+def _launch(trial: Trial, *, launcher: Launcher, recorder: Recorder, reached: _Reached) -> Outcome:
     """Launch a trial once."""
     open_trial(trial, recorder)
-    with gracefully(
-        launcher.stop,
-        grace_s=trial.experiment.parallel.grace_s,
-        is_worth_it=lambda: pace.has_started and isinstance(trial, Training),
-    ):
+    grace_s = trial.experiment.parallel.grace_s
+    is_training = isinstance(trial, Training)
+    with gracefully(launcher.stop, grace_s=grace_s, is_worth_it=lambda: reached.has_started and is_training):
         try:
-            with watching_nodes(trial, launcher=launcher, pace=pace, warn=warn):
-                return launcher.launch(trial)
+            return launcher.launch(trial)
         except ResourceError as error:
-            if not trial.is_elastic or launcher.capacity(trial) >= trial.workers:
+            has_least = trial.workers == trial.experiment.parallel.least_workers
+            if not trial.is_elastic or has_least or launcher.capacity(trial) >= trial.workers:
                 raise
             return Outcome(losses={0: str(error)})  # a node was lost before its worker began
 
 
-def _format_measure_hint(trial: Trial, recorder: Recorder) -> str:
-    """Return the command that measures the speedup of a trained trial; empty if it was not to be measured."""
-    if not (isinstance(trial, Training) and trial.compared_with and trial.saves):
-        return ""
-    return f" Measure the speedup with: pipeline benchmark {recorder.folder}"
+def fit(trial: Trial, *, launcher: Launcher) -> Trial:
+    """Return an elastic trial with as many workers as fit, or the least number, for which the launcher then waits."""
+    parallel, room, since = trial.experiment.parallel, -1, time.monotonic()
+    while room < parallel.workers and time.monotonic() - since < _SETTLED_S:
+        if (now := launcher.capacity(trial)) != room:
+            room, since = now, time.monotonic()
+        time.sleep(0.2)
+    return trial.model_copy(update={"workers": max(parallel.least_workers, min(room, parallel.workers))})
 
 
-def _as_trained(outcome: Outcome, recorder: Recorder) -> Outcome:
-    """Return the outcome of a trial whose workers failed after the training, with the result that it had by then."""
-    assert outcome.trained is not None
-    if outcome.has_ended:
-        return outcome
-    _warn(recorder, outcome.trained.trial, f"{_cause(outcome)}. {_MEASUREMENTS_MISSING}")
-    return _end_as_trained(outcome.trained, outcome, recorder)
+def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:
+    """Return the trial with its last number of workers, with which its throughput was measured."""
+    ends = [end.result for end in finished if end.result.trial == trial.name]
+    return trial.model_copy(update={"workers": len(ends[-1].parts.nodes)}) if ends and trial.is_elastic else trial
 
 
-def _end_as_trained(trained: Trained, outcome: Outcome, recorder: Recorder) -> Outcome:
-    """Return the outcome with the result that the trial had when its measurements started."""
-    finished = Finished(trial=trained.trial, result=trained.result)
-    recorder.receive(finished)
-    return replace(outcome, finished=finished)
-
-
-def _again(
-    trial: Trial, outcome: Outcome, *, launcher: Launcher, pace: Pace, failures: int, warn: Callable[[str], None]
-) -> _Again | None:
-    """Return the next attempt of a trial that has no result; None if it may not be resumed.
-
-    Raises:
-        ResourceError: the least number of workers does not fit.
-    """
-    if not isinstance(trial, Training):
-        return None
-    if pace.leaving and (not outcome.has_failed or outcome.has_only_lost_workers):
-        return _moved(trial, outcome, launcher=launcher, pace=pace)
-    if outcome.was_resized and not outcome.has_failed:
-        again = _resized(trial, launcher=launcher, pace=pace)
-        pace.in_vain = again.trial.workers <= trial.workers
-        return again
-    if not trial.saves:
-        return None
-    if not outcome.has_only_lost_workers or not launcher.replaces_workers:
-        return None
-    if trial.is_elastic:
-        warn(f"{_cause(outcome)}. Looking for resources for other workers.")
-        pace.in_vain = False
-        again = _resized(trial, launcher=launcher, pace=pace)
-        if again.trial.workers < trial.workers:
-            return again
-        trial = again.trial
-    return _resumed(trial, outcome, failures=failures)
-
-
-def _resized(trial: Training, *, launcher: Launcher, pace: Pace) -> _Again:
-    """Return the trial with as many workers as fit now, from its newest checkpoint.
-
-    Raises:
-        ResourceError: the least number of workers does not fit.
-    """
-    resumed = sized(trial.model_copy(update={"resume": True}), launcher=launcher)
-    most = trial.experiment.parallel.workers
-    return _Again(resumed, f"Resuming with {resumed.workers} of {most} workers from step {pace.checkpoint}.")
-
-
-def _moved(trial: Training, outcome: Outcome, *, launcher: Launcher, pace: Pace) -> _Again:
-    """Return the trial from its newest checkpoint on other nodes, in time or after the workers were lost.
-
-    Raises:
-        ResourceError: the least number of workers does not fit.
-    """
-    nodes, pace.in_vain = pace.leaving, False
-    again = _resized(trial, launcher=launcher, pace=pace)
-    late = f"{_cause(outcome)}. There was no time left for a checkpoint. " if outcome.has_failed else ""
-    return again._replace(why=f"{late}{again.why} Not used: {nodes}. This does not count as a failure.")
-
-
-def _resumed(trial: Training, outcome: Outcome, *, failures: int) -> _Again | None:
-    """Return the trial from its newest checkpoint, unless it has failed too often."""
-    most = trial.experiment.parallel.max_failures
-    if failures >= most:
-        return None
-    why = f"{_cause(outcome)}. Resuming from the latest checkpoint (failure {failures + 1} of {most})."
-    return _Again(trial.model_copy(update={"resume": True}), why, counts=True)
-
-
-def _cause(outcome: Outcome) -> str:
-    """Return an outcome's error as a sentence to be continued: without its full stop."""
-    return str(outcome.error).removesuffix(".")
-
-
-def _warn(recorder: Recorder, trial: str, message: str) -> None:
-    recorder.receive(Warned(trial=trial, message=message))
+def describe_sizes(events: Iterable[AnyEvent], *, trial: str) -> Iterator[str]:
+    """Yield a report's note on a changed number of workers, if it changed."""
+    before: dict[int, int] = {}
+    sizes: dict[int, int] = {}  # by the step, counted from 1, that these workers started at
+    for event in events:
+        match event:
+            case Started() if event.trial == trial:
+                before, sizes = sizes, {1: len(event.devices)}
+            case Resumed() if event.trial == trial:
+                sizes = {step: size for step, size in before.items() if step <= event.step} | {event.step + 1: sizes[1]}
+    changes: list[tuple[int, int]] = []
+    for step, size in sorted(sizes.items()):
+        if not changes or changes[-1][1] != size:
+            changes.append((step, size))
+    if len(changes) > 1:
+        parts = ", ".join(f"{workers} from step {step} on" for step, workers in changes)
+        last = changes[-1][1]
+        yield f"The number of workers changed: {parts}. Throughput and speedup are for the last {last} workers."

@@ -3,32 +3,46 @@
 Functions that need torch import it themselves: it takes seconds, and most mistakes are found without it.
 """
 
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.util import get_temp_dir
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import psutil
 from pydantic import ValidationError
 
 from pipeline import registry
-from pipeline.drive import parameters
-from pipeline.errors import ExperimentError, Problem, refusals
+from pipeline.drive.checkpoints import find_initial
+from pipeline.drive.directions import direction_of, judges, sweep_direction
+from pipeline.drive.execute import explained
+from pipeline.errors import ExperimentError, Problem, ResourceError, refusals
 from pipeline.experiment import components, references, sweep
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.problems import find_problems
-from pipeline.experiment.reported import PREFIX, source_of
 from pipeline.experiment.schema import Configuration, Experiment
-from pipeline.experiment.sweep import Sweep
 from pipeline.experiment.targets import allowed_packages
-from pipeline.experiment.values import Direction, Mode
+from pipeline.launch.base import Session
+from pipeline.plan import resources
 from pipeline.plan.describe import DataSizes
+from pipeline.plan.plan import make_plan
+from pipeline.plan.resources import Resources
+from pipeline.protocol.events import AnyEvent
+from pipeline.protocol.trial import BatchCheck, Trial
+from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.imports import undisturbed
+from pipeline.system.memory_limits import find_memory_limits
 from pipeline.tracking.trackers import named_trackers
 
-_LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
-"""Characters that `multiprocessing` leaves of the path of a Unix socket, whose limit is 107."""
+if TYPE_CHECKING:
+    from torch import nn
+
+_log = logging.getLogger(__name__)
+_SAMPLES = 2
+_STATES = 2
+"""Values that an optimizer keeps for each parameter, as Adam does; others keep fewer."""
+_MOST_OF_MEMORY = 0.5
+_MANY = 2**16
 
 
 def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool = True) -> tuple[str, ...]:
@@ -39,105 +53,41 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     Nothing is built before all names are allowed, also those of a sweep's values.
 
     Returns the packages that components may come from.
-
-    Raises:
-        ExperimentError: all problems, with their places.
-        UsageError: the project's pyproject.toml is malformed.
     """
-    allowed = allowed_packages()
-    problems, rejected = components.check(file.experiment, allowed=allowed)
-    problems += _strategy_problems(file.experiment)
-    problems += _temporary_folder_problems(file.experiment)
-    problems += named_trackers.problems(file.experiment.tracking.loggers)
-    if rejected := rejected or _find_wrong_values(file, allowed=allowed):
+    allowed, experiment = allowed_packages(), file.experiment
+
+    def check_varied(varied: ExperimentFile) -> None:
+        if found := components.check(varied.experiment, allowed=allowed).problems:
+            raise ExperimentError(found)
+
+    problems, rejected = components.check(experiment, allowed=allowed)
+    problems += _find_strategy_problems(experiment)
+    problems += named_trackers.problems(experiment.tracking.loggers)
+    if rejected := rejected or sweep.problems(experiment.sweep, file.varied, check_varied):
         raise file.explain(dict.fromkeys([*problems, *rejected]))
-    if not any(problem.key.partition(".")[0] in ("model", "task") for problem in problems):
-        problems += _task_problems(file.experiment, allowed=allowed)
-    wrong = {problem.key.partition(".")[0] for problem in problems}
-    if "metrics" not in wrong:
-        problems += refusals(lambda: _check_metrics(file.experiment, allowed=allowed))
-    if with_data and wrong.isdisjoint(("data", "sampler")):
-        problems += refusals(lambda: data_sizes(file.experiment, allowed=allowed))
-    if wrong.isdisjoint(("model", "optimizer")):
-        problems += parameters.problems(file.experiment, allowed=allowed, with_weights=with_weights)
+
+    def are_right(*sections: str) -> bool:
+        return not any(problem.key.partition(".")[0] in sections for problem in problems)
+
+    if are_right("model", "task") and experiment.task is not None:
+        task = components.resolve(experiment.task, key="task", allowed=allowed)
+        if (find := getattr(task, "experiment_problems", None)) is not None:
+            problems += find(experiment, components.resolve(experiment.model, key="model", allowed=allowed))
+    if are_right("metrics"):
+        problems += _find_metric_problems(experiment, allowed=allowed)
+    if with_data and are_right("data", "sampler"):
+        problems += refusals(lambda: data_sizes(experiment, allowed=allowed))
+    if are_right("model", "optimizer"):
+        problems += find_parameter_problems(experiment, allowed=allowed, with_weights=with_weights)
     if not problems:
-        problems = sweep.problems(file.experiment.sweep, file.varied, partial(check, with_weights=with_weights))
+        problems = sweep.problems(experiment.sweep, file.varied, partial(check, with_weights=with_weights))
     if problems:
         raise file.explain(problems)
     return allowed
 
 
-def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Build the metrics, which know whether small or large values are good.
-
-    Metrics that need run-time values can't be built yet; their classes are returned instead.
-
-    Raises:
-        ExperimentError: a metric can't be built.
-    """
-    with undisturbed():
-        from pipeline.train import metrics
-
-    filled = references.fill_in(experiment).metrics
-    late = {name for name, one in filled.items() if "${" in one.model_dump_json()}
-    early = {name: one for name, one in filled.items() if name not in late}
-    built: dict[str, Any] = dict(metrics.build(partial(components.build, allowed=allowed), early))
-    for name in late:
-        built[name] = components.resolve(experiment.metrics[name], key=f"metrics.{name}", allowed=allowed)
-    return built
-
-
-def directions(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Direction]:
-    """Return the direction in which each validation metric is better, by reported name: ``checkpoint.best`` first.
-
-    Metrics whose class does not define it are left out. With several optimizers, which may train adversaries, all are
-    left out but ``checkpoint.best``: a discriminator's accuracy is good neither if it is high nor if it is low.
-
-    Raises:
-        ExperimentError: a metric can't be found.
-    """
-    found: dict[str, Direction] = {}
-    for name, metric in experiment.metrics.items():
-        kind = components.resolve(metric, key=f"metrics.{name}", allowed=allowed)
-        if isinstance(is_higher := getattr(kind, "higher_is_better", None), bool):
-            found[f"{PREFIX}{name}"] = "max" if is_higher else "min"
-    found[f"{PREFIX}loss"] = "min"
-    best, mode = experiment.checkpoint.best, experiment.checkpoint.mode
-    others = {} if experiment.optimizers else {name: each for name, each in found.items() if name != best}
-    if best is None:
-        return others
-    own = found.get(best, found.get(f"{PREFIX}{source_of(best, experiment.metrics)}"))
-    direction = own if mode == "auto" else mode
-    return others if direction is None else {best: direction, **others}
-
-
-def best_direction(experiment: Experiment, *, allowed: tuple[str, ...]) -> Direction:
-    """Resolve ``checkpoint.mode`` of an experiment that has ``checkpoint.best``.
-
-    Raises:
-        ExperimentError: it is ``auto``, and the metric doesn't know whether small or large values are good.
-    """
-    options, key = experiment.checkpoint, "checkpoint.best"
-    assert options.best is not None
-    return _direction(options.best, options.mode, key=key, judges=judges(experiment, allowed=allowed))
-
-
-def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
-    """Resolve ``sweep.mode``.
-
-    Raises:
-        ExperimentError: it is ``auto``, and the metric doesn't know whether small or large values are good.
-    """
-    return _direction(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)
-
-
 def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes:
-    """Load the data and count its samples, and the steps in an epoch of its order.
-
-    Raises:
-        ExperimentError: the data can't be loaded, or is empty, or the order doesn't fit it.
-        TrainingError: a sample that the order needs can't be read.
-    """
+    """Load the data and count its samples, and the steps in an epoch of its order."""
     with undisturbed():
         from pipeline.train import batches, iterable
 
@@ -145,78 +95,52 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
     order = batches.train_order(experiment, train, allowed=allowed)
     named = zip(("validation", "test"), held_out, strict=True)
     validation, test = (batches.held_out_size(experiment, one, what=name) for name, one in named)
-    return DataSizes(
-        None if order.is_endless else order.set_size,
-        validation,
-        order.steps_per_epoch,
-        test,
-        order.samples,
-        iterable.notes(train, experiment),
-    )
+    size, notes = None if order.is_endless else order.set_size, iterable.notes(train, experiment)
+    return DataSizes(size, validation, order.steps_per_epoch, test, order.samples, notes)
 
 
-def _temporary_folder_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Find a temporary folder whose path is too long for the sockets of DataLoader workers."""
-    workers, folder = experiment.loader.num_workers, tempfile.gettempdir()
-    # Python 3.14 makes its folder in /tmp if this one is too long.
-    if workers and len(os.fsencode(folder)) > _LONGEST_FOLDER and get_temp_dir().startswith(folder):
-        yield Problem(
-            "loader.num_workers",
-            f"is {workers}, but TMPDIR has {len(folder)} characters. DataLoader workers need sockets there, whose "
-            f"paths are limited. Set TMPDIR to a path of at most {_LONGEST_FOLDER} characters.",
-        )
+def find_parameter_problems(
+    experiment: Experiment, *, allowed: tuple[str, ...], with_weights: bool = True
+) -> list[Problem]:
+    """Find patterns that match no parameter, and weights that don't exist or don't fit, on a model without memory.
 
-
-def _find_wrong_values(file: ExperimentFile, *, allowed: tuple[str, ...]) -> list[Problem]:
-    """Find wrong components in the values of an experiment's sweep."""
-
-    def check_varied(varied: ExperimentFile) -> None:
-        if found := components.check(varied.experiment, allowed=allowed).problems:
-            raise ExperimentError(found)
-
-    return sweep.problems(file.experiment.sweep, file.varied, check_varied)
-
-
-def _task_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -> Iterator[Problem]:
-    """Find what the task's class finds in an experiment, if it has a method ``experiment_problems``."""
-    task = components.resolve(experiment.task, key="task", allowed=allowed) if experiment.task is not None else None
-    if (find := getattr(task, "experiment_problems", None)) is not None:
-        yield from find(experiment, components.resolve(experiment.model, key="model", allowed=allowed))
-
-
-def _check_metrics(experiment: Experiment, *, allowed: tuple[str, ...]) -> None:
-    built, checkpoint, sweep = judges(experiment, allowed=allowed), experiment.checkpoint, experiment.sweep
+    A model that can't be built so is checked by the workers, with the same errors. ``with_weights`` is False if the
+    weights to start from need not be there, e.g. as a checkpoint has them.
+    """
     problems: list[Problem] = []
-    if (best := checkpoint.best) is not None:
-        problems += refusals(lambda: _direction(best, checkpoint.mode, key="checkpoint.best", judges=built))
-    if (stopping := experiment.train.early_stopping) is not None:
-        key = "train.early_stopping.metric"
-        problems += refusals(lambda: _direction(stopping.metric, stopping.mode, key=key, judges=built))
-    if experiment.scheduler is not None and experiment.scheduler.target.endswith(".ReduceLROnPlateau"):
-        filled = references.fill_in(experiment).scheduler
-        mode = str(filled.arguments.get("mode", "min")) if filled is not None else "min"
-        problems += refusals(lambda: _check_plateau(mode, experiment, judges=built))
-    if sweep is not None:
-        problems += refusals(lambda: sweep_direction(sweep, built))
-    if problems:
-        raise ExperimentError(problems)
+    start, initial = experiment.train.start_from, None
+    if with_weights:
+        try:
+            initial = find_initial(experiment)
+        except ExperimentError as error:
+            problems += error.problems
+    names = bool(experiment.optimizers or (experiment.optimizer is not None and experiment.optimizer.groups))
+    if initial is None and not experiment.train.freeze and not names:
+        return problems
+    if (trainee := _outline(experiment, allowed=allowed, with_task=names)) is None:
+        return problems
+    from pipeline.train import optim, weights
+
+    if start is not None and initial is not None:
+        problems += refusals(lambda: weights.fit(trainee.get_submodule("model"), start, initial))
+    problems += refusals(lambda: optim.freeze(trainee, experiment.train.freeze))
+    return problems + refusals(lambda: optim.divide(experiment, trainee))
 
 
-def _direction(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]) -> Direction:
+def _outline(experiment: Experiment, *, allowed: tuple[str, ...], with_task: bool) -> "nn.Module | None":
+    """Build the model without memory for its parameters; None if that is not possible."""
     with undisturbed():
-        from pipeline.train import metrics
+        from pipeline.train import parts
 
-    return metrics.direction(metric, mode, key=key, judges=judges)
-
-
-def _check_plateau(mode: str, experiment: Experiment, *, judges: Mapping[str, Any]) -> None:
-    with undisturbed():
-        from pipeline.train import schedules
-
-    schedules.check_plateau(mode, experiment.train, judges=judges)
+    try:
+        filled = references.fill_in(experiment)
+        return parts.outline(partial(components.build, allowed=allowed), filled, with_task=with_task)
+    except Exception as error:  # noqa: BLE001 - user code; the workers raise what remains
+        _log.info("the model can't be built without memory, so it is checked later", exc_info=error)
+        return None
 
 
-def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
+def _find_strategy_problems(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
     main = Configuration(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
     for key, entry in (("parallel", main), ("benchmark.baseline", experiment.benchmark.baseline)):
@@ -233,3 +157,97 @@ def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
         except ValidationError as error:
             for problem in find_problems(error, strategy.Options, entry.options):
                 yield problem._replace(key=f"{key}.options.{problem.key}")
+
+
+def _find_metric_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -> list[Problem]:
+    """Find metrics that can't be built, and those that are followed but don't know which direction is better."""
+    try:
+        built = judges(experiment, allowed=allowed)
+    except ExperimentError as error:
+        return list(error.problems)
+    problems: list[Problem] = []
+    checkpoint, stopping, scheduler = experiment.checkpoint, experiment.train.early_stopping, experiment.scheduler
+    if (best := checkpoint.best) is not None:
+        problems += refusals(lambda: direction_of(best, checkpoint.mode, key="checkpoint.best", judges=built))
+    if stopping is not None:
+        key = "train.early_stopping.metric"
+        problems += refusals(lambda: direction_of(stopping.metric, stopping.mode, key=key, judges=built))
+    if scheduler is not None and scheduler.target.endswith(".ReduceLROnPlateau"):
+        from pipeline.train import schedules
+
+        mode = str(scheduler.arguments.get("mode", "min"))
+        problems += refusals(lambda: schedules.check_plateau(mode, experiment.train, judges=built))
+    if (searched := experiment.sweep) is not None:
+        problems += refusals(lambda: sweep_direction(searched, built))
+    return problems
+
+
+def find_reason_to_skip(experiment: Experiment, *, allowed: tuple[str, ...]) -> str:
+    """Return why an experiment can't be tried in a process of this machine, in a sentence; empty if it can."""
+    parallel = experiment.parallel
+    if parallel.launcher == "ray" and parallel.cluster:
+        return f"The experiment runs on the Ray cluster at {parallel.cluster}."
+    model, needed = _outline(experiment, allowed=allowed, with_task=False), 0
+    for parameter in model.parameters() if model is not None else ():
+        copies = 2 + _STATES if parameter.requires_grad else 1
+        needed += parameter.numel() * parameter.element_size() * copies
+    free = min([psutil.virtual_memory().available, *(limit.free for limit in find_memory_limits())])
+    if parallel.device != "cpu" and resources.detect().gpus:
+        import torch
+
+        free = int(torch.cuda.mem_get_info()[0])
+    if needed > _MOST_OF_MEMORY * free:
+        sizes = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        return f"Weights, gradients and optimizer state take {sizes}."
+    return ""
+
+
+def try_steps(file: ExperimentFile, *, allowed: tuple[str, ...], receive: Callable[[AnyEvent], None]) -> None:
+    """Take the first steps of a training and evaluate, on a few samples, without a folder and without a run.
+
+    An error in a step on two samples counts if samples of a worker's whole batch raise one: code may need its size.
+    ``receive`` gets the progress.
+    """
+    from pipeline.launch.inprocess import Launcher  # and torch with it
+
+    def run(trial: BatchCheck) -> Outcome:
+        with Launcher(Session(folder=Path(), receive=receive, parallel=trial.experiment.parallel)) as launcher:
+            return launcher.launch(trial)
+
+    with explained(file):
+        planned = _plan_check(file.experiment, resources.detect(), allowed=allowed)
+        few = min(_SAMPLES, planned.samples)
+        outcome = run(planned.model_copy(update={"samples": few}))
+        if outcome.has_failed and outcome.started is not None and few < planned.samples:
+            outcome = run(planned)
+        if outcome.has_failed:
+            raise outcome.error
+
+
+def _plan_check(experiment: Experiment, here: Resources, *, allowed: tuple[str, ...]) -> BatchCheck:
+    """Plan the check, with as many samples as a worker gets."""
+    planned: Trial | None = None
+    try:
+        planned = make_plan(experiment, here, allowed=allowed).main
+    except ResourceError:  # it is meant for another machine
+        pass
+    except ExperimentError:  # as may be this one
+        make_plan(experiment, here.model_copy(update={"cpus": _MANY, "gpus": ("GPU",) * _MANY}))
+    train, uses_gpu = experiment.train, bool(here.gpus) and experiment.parallel.device != "cpu"
+    share = -(-train.global_batch_size // (experiment.parallel.workers * train.gradient_accumulation))
+    return BatchCheck(
+        name="check",
+        # Compiling takes longer than all else.
+        experiment=experiment.model_copy(update={"train": train.model_copy(update={"compile": None})}),
+        strategy=planned.strategy if planned else "single",
+        options=planned.options if planned else {},
+        launcher="inprocess",
+        workers=1,
+        devices_per_worker=int(uses_gpu),
+        device="cuda" if uses_gpu else "cpu",
+        cpus_per_worker=min(here.cpus, here.threads or here.cpus),
+        allowed=allowed,
+        initial=find_initial(experiment),
+        samples=share,
+        most_samples=share,
+    )

@@ -1,83 +1,74 @@
-"""``--resume``: find the interrupted run, and compare its experiment with the file's."""
+"""``--resume``: find the run to go on with, compare its experiment with the file's, and tell what differs."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.drive.longer import differences, is_longer, refuse_finished
+from pipeline.drive.checkpoints import describe_missing_end
 from pipeline.errors import Problem, UsageError
 from pipeline.experiment import references
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.summary import flatten
+from pipeline.experiment.train import Train
 from pipeline.protocol.events import RunOpened
 from pipeline.record import journal, runs
 from pipeline.record.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
+from pipeline.tracking.mlflow.outcome import TrackingOutcome
 from pipeline.train.manifest import LENGTHS, rate_keys
+from pipeline.train.storage import Storage, address_of
 
 LATEST = "latest"
 """Value of ``--resume``: see `newest`."""
-
 _HOW_NOT_WHAT = (
     *("parallel.", "benchmark.", "loader.", "tracking.", "checkpoint.", "sweep"),
     *("train.compile", "train.cudnn_benchmark", "train.activation_checkpointing", "train.batch_size_per_worker"),
     "train.log_every_steps",
 )
 """Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
-_STEP = "train.global_batch_size"
 _BY_WORKER = "train.batch_size_per_worker"
 
 
 def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
-    """Find the run, the sweep or the study meant by `LATEST`, an id, or a folder.
-
-    Raises:
-        UsageError: there is no such run, it is running, or it has finished and the file doesn't continue it; a
-            finished sweep may get more trials.
-        ResourceError: it is running on another machine.
-    """
-    state, name = state_of(file, resume, role=role), file.experiment.name
-    what, folder = "run" if role == "main" else role, state.folder
+    """Find the run, the sweep or the study meant by `LATEST`, an id, or a folder."""
+    directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
+    if resume == LATEST:
+        folder = newest(file, role=role)
+    else:
+        try:
+            folder = runs.find(resume, directory)
+        except UsageError as error:
+            raise UsageError(f"--resume {error}") from None
+    if folder is None:
+        name = file.experiment.name
+        raise UsageError(
+            f"--resume: {directory} has no {what} of {name} that has made a step. Start one without --resume."
+        )
+    state = read_state(folder)
     if role != "main" and state.opened.tags.get("role") != role:
         raise UsageError(
             f"--resume: {folder} is a training run, not a {role}. "
             f"Resume it with pipeline run FILE --resume {folder.name}"
         )
-    if state.experiment.name != name:
-        raise UsageError(f"--resume: {folder} is a {what} of {state.experiment.name}, not of {name}")
+    if state.experiment.name != file.experiment.name:
+        raise UsageError(f"--resume: {folder} is a {what} of {state.experiment.name}, not of {file.experiment.name}")
     if state.status == "RUNNING":
         journal.Journal(folder / journal.FILE_NAME).close()  # waits until it is clear whether its driver is alive
         state = read_state(folder)
     if state.status == "FINISHED" and role == "main":
-        refuse_finished(file, state)
+        _refuse_finished(file, state)
     return state
-
-
-def state_of(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
-    """Read the state of the run or the sweep meant by `LATEST`, an id, or a folder.
-
-    Raises:
-        UsageError: there is no such run.
-    """
-    directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
-    folder = newest(file, role=role) if resume == LATEST else named(resume, directory)
-    if folder is None:
-        message = f"--resume: {directory} has no {what} of {file.experiment.name}. Start one without --resume."
-        raise UsageError(message)
-    return read_state(folder)
 
 
 def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
     """Find the run of a file that ``--resume`` without a name continues; None if its experiment has none.
 
     It is the newest run that did not complete, or else the newest completed run, which may continue for more epochs.
-    Runs with ``--quick`` do not count.
-
-    Raises:
-        UsageError: all runs of that name were started with another file.
+    Runs with ``--quick``, and runs that never made a step, do not count.
     """
-    found = _runs_of(file, role=role)
-    found.sort(key=lambda run: _order(run[0]))
+    found = [(folder, opened) for folder, opened in _runs_of(file, role=role) if is_listed(folder)]
+    found.sort(key=lambda run: read_status(run[0]) == "FINISHED")
     own = next((folder for folder, opened in found if not _is_of_another(file, opened.file)), None)
     if found and own is None:
         folder, opened = found[0]
@@ -87,19 +78,6 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
             f"use --resume {folder.name}."
         )
     return own
-
-
-def _order(folder: Path) -> int:
-    """Return the place of a run in the order of `newest`: a run without a step is last."""
-    if not is_listed(folder):
-        return 2
-    return int(read_status(folder) == "FINISHED")
-
-
-def _runs_of(file: ExperimentFile, *, role: str = "main") -> list[tuple[Path, RunOpened]]:
-    """Return the runs with the name of an experiment, the newest first, without the runs with ``--quick``."""
-    found = runs_named(Path(file.experiment.tracking.directory), name=file.experiment.name, role=role)
-    return [(folder, opened) for folder, opened in found if not is_quick(opened)]
 
 
 def describe_newer(file: ExperimentFile, state: RunState) -> list[str]:
@@ -115,16 +93,42 @@ def describe_newer(file: ExperimentFile, state: RunState) -> list[str]:
     return []
 
 
-def named(resume: str, directory: Path) -> Path:
-    """Find the run that ``--resume RUN`` means.
+def _runs_of(file: ExperimentFile, *, role: str = "main") -> list[tuple[Path, RunOpened]]:
+    """Return the runs with the name of an experiment, the newest first, without the runs with ``--quick``."""
+    found = runs_named(Path(file.experiment.tracking.directory), name=file.experiment.name, role=role)
+    return [(folder, opened) for folder, opened in found if not is_quick(opened)]
 
-    Raises:
-        UsageError: no run matches, or several do.
-    """
-    try:
-        return runs.find(resume, directory)
-    except UsageError as error:
-        raise UsageError(f"--resume {error}") from None
+
+def _is_of_another(file: ExperimentFile, source: str) -> bool:
+    """Return whether a run was started with a different file that still exists; a missing one was renamed."""
+    return source not in ("", file.source) and Path(source).is_file()
+
+
+def is_longer(now: Train, before: Train) -> bool:
+    """Return True if a run continues an earlier run: more epochs, steps or time, or different early stopping."""
+    length, earlier = ((train.epochs or 0, train.steps or 0) for train in (now, before))
+    if length == earlier:
+        has_more_time = (now.minutes or math.inf) > (before.minutes or math.inf)
+        return has_more_time or now.early_stopping != before.early_stopping
+    return all(own >= old for own, old in zip(length, earlier, strict=True))
+
+
+def _refuse_finished(file: ExperimentFile, state: RunState) -> None:
+    """Refuse a finished run that the file doesn't continue, or that has no checkpoint to continue from."""
+    if not is_longer(file.experiment.train, state.experiment.train):
+        outcome = TrackingOutcome.kept(state.folder)
+        is_sent = outcome is not None and outcome.delivered
+        sync = "" if is_sent else f" To send all its results to MLflow: pipeline sync {state.folder}."
+        raise UsageError(
+            f"--resume: {state.folder} has finished.{sync} To continue it, train for more than "
+            f"{state.experiment.train.length}, for example with a larger train.epochs. "
+            "To train again, start a new run without --resume."
+        )
+    address = address_of(file.experiment.checkpoint.directory, run=state.folder)
+    if not Storage(address).folders():
+        raise UsageError(
+            f"--resume: {state.folder} has finished, and {address} has no checkpoint. Start a new run without --resume."
+        )
 
 
 def with_batch_of(file: ExperimentFile, state: RunState) -> tuple[ExperimentFile, list[str]]:
@@ -139,28 +143,18 @@ def with_batch_of(file: ExperimentFile, state: RunState) -> tuple[ExperimentFile
 
 
 def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str]:
-    """Describe what has changed in the experiment since the run.
-
-    Raises:
-        ExperimentError: a change affects what is trained: only learning rates, the data and the length of the training
-            may change, if that is ``allowed``. A longer training always is.
-    """
+    """Describe what has changed in the experiment since the run."""
     changed = _changed(file, state)
-    if _STEP in changed:
-        key = next(iter(file.experiment.batch_keys(file.experiment.train.global_batch_size)))
-        raise file.explain([Problem(key, _refusal_of_size(*changed[_STEP], state=state, file=file))])
-    lengths = LENGTHS if is_longer(file.experiment.train, state.experiment.train) else ()
     rates = rate_keys(file.experiment)
     check_same(
         file,
         state,
-        may_change=(*_HOW_NOT_WHAT, *lengths),
+        may_change=(*_HOW_NOT_WHAT, *(LENGTHS if is_longer(file.experiment.train, state.experiment.train) else ())),
         remedy="start a new run without --resume",
         allowable=[key for key in changed if key in rates or key.startswith((*LENGTHS, "data."))],
         is_allowed=allowed,
     )
-    shown = {key: values for key, values in changed.items() if key != _BY_WORKER}  # its global batch is the same
-    notes = [f"{key} was {_value(before)}, is now {_value(after)}" for key, (before, after) in shown.items()]
+    notes = [_describe(key, *values) for key, values in changed.items() if key != _BY_WORKER]  # its batch is the same
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
     return [*notes, *differences(file, state)]
@@ -168,11 +162,8 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
 
 def altered(file: ExperimentFile, state: RunState) -> list[str]:
     """Describe what has changed in the experiment since the run and may change what is computed."""
-    return [
-        f"{key} was {_value(before)}, is now {_value(after)}"
-        for key, (before, after) in _changed(file, state).items()
-        if not key.startswith((*_HOW_NOT_WHAT, "name"))
-    ]
+    changed = _changed(file, state).items()
+    return [_describe(key, *values) for key, values in changed if not key.startswith((*_HOW_NOT_WHAT, "name"))]
 
 
 def check_same(
@@ -187,25 +178,37 @@ def check_same(
     """Check that the experiment has changed only in keys with certain prefixes since the run.
 
     ``allowable`` keys may change with ``--allow-changed``, if ``is_allowed``.
-
-    Raises:
-        ExperimentError: other keys have changed.
     """
-    changed = _changed(file, state)
-    permitted = allowable if is_allowed else ()
-    if refused := [key for key in changed if not (key.startswith(may_change) or key in permitted)]:
-        raise file.explain(
-            Problem(
-                key,
-                f"is {_value(changed[key][1])}, but was {_value(changed[key][0])} in {state.folder.name}. "
-                f"Set it back, or {'add --allow-changed' if key in allowable else remedy}.",
-            )
-            for key in refused
+    problems = [
+        Problem(
+            key,
+            f"is {_value(now)}, but was {_value(before)} in {state.folder.name}. "
+            f"Set it back, or {'add --allow-changed' if key in allowable else remedy}.",
         )
+        for key, (before, now) in _changed(file, state).items()
+        if not key.startswith(may_change) and not (is_allowed and key in allowable)
+    ]
+    if problems:
+        raise file.explain(problems)
+
+
+def differences(file: ExperimentFile, state: RunState) -> Iterator[str]:
+    """Yield the reasons why a continued run differs from a run of this length started from scratch."""
+    now, before = file.experiment.train, state.experiment.train
+    if state.status == "FINISHED" and (note := describe_missing_end(file, folder=state.folder)):
+        yield f"{note} Training continues from the checkpoint."
+    if now.length == before.length:
+        return
+    for key, value in flatten(file.experiment).items():
+        if "${total_steps}" in value:
+            yield (
+                f"{key}: {value} follows from {now.length} now. The steps before the checkpoint used the schedule for "
+                f"{before.length}, so the result differs from a run of {now.length} started from scratch."
+            )
 
 
 def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:
-    """Return the changed values by key: before and now."""
+    """Return the changed values by key: before and now; the values of environment variables are resolved."""
     # Other credentials or addresses of the tracking server are not a change.
     before = state.experiment.model_copy(update={"tracking": file.experiment.tracking})
     now, then, built = flatten(file.experiment), flatten(before), flatten(references.fill_in(file.experiment))
@@ -214,25 +217,8 @@ def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | Non
     }
 
 
-def _is_of_another(file: ExperimentFile, source: str) -> bool:
-    """Return whether a run was started with a different file that still exists; a missing one was renamed."""
-    return source not in ("", file.source) and Path(source).is_file()
-
-
-def _refusal_of_size(before: str | None, after: str | None, *, state: RunState, file: ExperimentFile) -> str:
-    """Describe why a run can't be resumed with another batch size.
-
-    The step number would no longer give the place in the data, the learning rate and the axis of every metric.
-    """
-    by_worker = file.experiment.train.batch_size_per_worker
-    what, remedy = "", "Set it back to"
-    if by_worker is not None:
-        what, remedy = "the global batch size ", "Replace it with train.global_batch_size:"
-    return (
-        f"{what}cannot change from {_value(before)} to {_value(after)} when resuming {state.folder.name}. "
-        f"{remedy} {_value(before)}, or start a new run without --resume. "
-        "To save memory, raise train.gradient_accumulation instead."
-    )
+def _describe(key: str, before: str | None, now: str | None) -> str:
+    return f"{key} was {_value(before)}, is now {_value(now)}"
 
 
 def _value(text: str | None) -> str:

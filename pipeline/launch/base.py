@@ -168,8 +168,7 @@ class Attempt:
         reported = {failure.rank.rank for failure in self._outcome.failures}
         if losses:
             self._detector.report_stall_of(losses.keys() - reported)
-        nodes, was_resized = dict(self.nodes), self._resize.asked
-        return replace(self._outcome, losses=dict(losses or {}), nodes=nodes, was_resized=was_resized)
+        return replace(self._outcome, losses=dict(losses or {}), nodes=dict(self.nodes))
 
 
 class Launcher(ABC):

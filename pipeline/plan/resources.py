@@ -45,6 +45,8 @@ class Resources(Frozen):
     """Memory of the machine, or the limit of its container."""
     gpus: tuple[str, ...] = ()
     """Name of each visible GPU."""
+    threads: int | None = None
+    """OMP_NUM_THREADS, if it is set: the most cores of a worker unless ``parallel.cpus_per_worker`` is set."""
     node: str = "localhost"
     processor: str = ""
     nodes: int = 1
@@ -94,8 +96,9 @@ def detect() -> Resources:
     """Return the resources of this machine."""
     return Resources(
         cpus=_cpus(),
-        memory_mb=_memory() // 2**20,
+        memory_mb=min([psutil.virtual_memory().total, *(limit.total for limit in find_memory_limits())]) // 2**20,
         gpus=tuple(visible_gpus().values()),
+        threads=int(threads) if (threads := os.environ.get("OMP_NUM_THREADS", "").split(",")[0]).isdecimal() else None,
         node=socket.gethostname(),
         processor=_processor(),
         has_compiler=shutil.which(os.environ.get("CXX") or _COMPILER) is not None,
@@ -110,10 +113,6 @@ def _cpus() -> int:
         if quota != "max":
             usable = min(usable, max(1, int(quota) // int(period)))
     return usable
-
-
-def _memory() -> int:
-    return min([psutil.virtual_memory().total, *(limit.total for limit in find_memory_limits())])
 
 
 def _processor() -> str:

@@ -45,39 +45,29 @@ class Estimate(NamedTuple):
 def mean(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
     """Return the mean of consecutive measurements with Student's t interval, widened for their autocorrelation.
 
-    Neighbors in a series share bursts of load, so n values tell less than n independent ones: the variance of the mean
-    is multiplied by (1 + r) / (1 - r), that of a first-order autoregressive series with lag-1 autocorrelation r.
+    Neighbors in a series share bursts of load: the variance of the mean is multiplied by (1 + r) / (1 - r), that of a
+    first-order autoregressive series with lag-1 autocorrelation r.
 
     Source: Bayley and Hammersley 1946, "The 'effective' number of independent observations in an autocorrelated time
-    series", Supplement to the Journal of the Royal Statistical Society 8, for the variance.
+    series", Supplement to the Journal of the Royal Statistical Society 8.
     """
-    center, count = fmean(values), len(values)
-    if count < 2:
-        return Estimate(center, -math.inf, math.inf, count)
+    independent = mean_of_independent(values, confidence=confidence)
+    if len(values) < 2:
+        return independent
     r = autocorrelation(values)
-    error = stdev(values) * math.sqrt((1 + r) / (1 - r) / count)
-    half = error * _t_quantile(confidence, freedom=count - 1)
-    return Estimate(center, center - half, center + half, count)
+    half = (independent.high - independent.value) * math.sqrt((1 + r) / (1 - r))
+    return independent._replace(low=independent.value - half, high=independent.value + half)
 
 
 def mean_of_independent(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
     """Return the mean of at least one value with Student's t interval, of values that tell nothing of each other."""
     center, count = fmean(values), len(values)
-    if count < 2:
-        return Estimate(center, -math.inf, math.inf, count)
-    half = stdev(values) * _relative_half(count, confidence=confidence)
+    half = stdev(values) * _relative_half(count, confidence=confidence) if count > 1 else math.inf
     return Estimate(center, center - half, center + half, count)
 
 
 def chance_of(value: float, *, half_width: float, size: int, confidence: float = CONFIDENCE) -> float:
-    """Return the probability of a mean at least as far from 0, if the true mean is 0: the p-value of Student's t test.
-
-    Args:
-        value: the mean of independent values.
-        half_width: of its interval.
-        size: number of values, at least 2.
-        confidence: level of the interval.
-    """
+    """Return the p-value of Student's t test against 0 of a mean of ``size`` independent values, at least 2."""
     from scipy.special import stdtr  # imported here since it takes 0.2 s
 
     if not half_width:
@@ -95,19 +85,14 @@ def values_to_resolve(estimate: Estimate, *, confidence: float = CONFIDENCE, at_
 
 
 def ratio(pairs: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate:
-    """Return the ratio of two positive quantities that were measured next to each other, from at least one pair.
-
-    What changes both values of a pair, such as other load on the machine, cancels.
-    """
+    """Return the ratio of two positive quantities that were measured in pairs: what changes both values cancels."""
     logs = mean([math.log(own / base) for own, base in pairs], confidence=confidence)
-    return logs._replace(value=_exp(logs.value), low=_exp(logs.low), high=_exp(logs.high))
+    value, low, high = (math.exp(log) if log < _LARGEST else math.inf for log in (logs.value, logs.low, logs.high))
+    return Estimate(value, low, high, logs.size)
 
 
 def pairs_to_resolve(estimate: Estimate, *, confidence: float = CONFIDENCE, at_most: int) -> int | None:
-    """Return how many pairs would exclude 1, at this value and this noise of a pair; None if ``at_most`` don't.
-
-    The half-width is that of Student's t by the root of the number, so of few pairs each more narrows it the most.
-    """
+    """Return how many pairs would exclude 1, at this value and this noise of a pair; None if ``at_most`` don't."""
     if estimate.value == 1 or not 0 < estimate.low < estimate.high < math.inf:
         return None
     distance, half = abs(math.log(estimate.value)), math.log(estimate.high / estimate.low) / 2
@@ -144,11 +129,6 @@ def half_range(values: Spread) -> float:
     return (values.high - values.low) / 2
 
 
-def _exp(value: float) -> float:
-    """Return e to that power; infinity beyond the largest number, such as for two pairs at a high confidence."""
-    return math.exp(value) if value < _LARGEST else math.inf
-
-
 def _find_count(share: float, *, size: int, confidence: float, at_most: int) -> int | None:
     """Return the number of measurements at which the half-width is below a ``share`` of what it is for ``size``."""
     wanted = _relative_half(size, confidence=confidence) * share
@@ -157,7 +137,7 @@ def _find_count(share: float, *, size: int, confidence: float, at_most: int) -> 
 
 
 def _relative_half(count: int, *, confidence: float) -> float:
-    """Return the half-width of an interval of so many measurements, as a multiple of their standard deviation."""
+    """Return the half-width of an interval of so many measurements, by their standard deviation."""
     return _t_quantile(confidence, freedom=count - 1) / math.sqrt(count)
 
 

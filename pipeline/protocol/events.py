@@ -469,11 +469,7 @@ def event_to_json(event: AnyEvent) -> bytes:
 
 
 def event_from_json(line: bytes | str) -> AnyEvent:
-    """Read an event from a line of the journal.
-
-    Raises:
-        pydantic.ValidationError: the line is not a complete event.
-    """
+    """Read an event from a line of the journal."""
     return _events.validate_json(line)
 
 

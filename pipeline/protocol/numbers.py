@@ -6,15 +6,11 @@ with other trials or a price.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
-
-from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
-
-_Source = TypeVar("_Source", contravariant=True)
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Number(Generic[_Source]):
+class Number:
     """A number: its names, and where its value comes from."""
 
     name: str = ""
@@ -23,8 +19,8 @@ class Number(Generic[_Source]):
     """Name as a metric in journals and trackers; empty if it is not logged."""
     title: str = ""
     """Title of its column in the report's table of resources, with the unit; empty if that table has none."""
-    of: Callable[[_Source], float | Sequence[float] | None]
-    """Returns the number, or one for each device in rank order; None if it is unknown."""
+    of: Callable[[Any], float | Sequence[float] | None]
+    """Returns the number of a trial, or one for each device in rank order; None if it is unknown."""
     reduce: Callable[[Sequence[float]], float] = max
     """Makes a single number of those of several devices."""
     spec: str = ""
@@ -32,7 +28,7 @@ class Number(Generic[_Source]):
     of_baseline: float | None = None
     """Value in JSON for the baseline itself, which is compared with nothing."""
 
-    def value(self, source: _Source) -> float | None:
+    def value(self, source: Any) -> float | None:
         """Return a single number; None if it is unknown."""
         found = self.of(source)
         if isinstance(found, Sequence):
@@ -40,29 +36,7 @@ class Number(Generic[_Source]):
         return found
 
 
-class Timed(Protocol):
-    """A trial whose steps were timed, or predicted."""
-
-    @property
-    def samples_per_second(self) -> Spread:
-        """See `TrialResult`, also for the other properties."""
-
-    @property
-    def step_ms(self) -> Spread: ...  # noqa: D102
-
-    @property
-    def parts(self) -> StepParts: ...  # noqa: D102
-
-
-class Launched(Protocol):
-    """A trial with its startup time."""
-
-    @property
-    def time_to_first_step_s(self) -> float | None:
-        """Seconds from the launch to the end of the first step."""
-
-
-TIMES: tuple[Number[Timed], ...] = (
+TIMES: tuple[Number, ...] = (
     Number(name="samples_per_second", metric="samples_per_second", of=lambda trial: trial.samples_per_second.median),
     Number(name="step_ms", metric="step_ms", of=lambda trial: trial.step_ms.median),
     Number(name="compute_ms", metric="time/compute_ms", of=lambda trial: trial.parts.compute_ms),
@@ -76,7 +50,7 @@ TIMES: tuple[Number[Timed], ...] = (
 )
 """Throughput, and the time of a step with its parts."""
 
-MEASURED: tuple[Number[TrialResult], ...] = (
+MEASURED: tuple[Number, ...] = (
     *TIMES,
     Number(metric="time/communication_ms", of=lambda trial: trial.communication.ms if trial.communication else None),
     Number(
@@ -99,7 +73,7 @@ MEASURED: tuple[Number[TrialResult], ...] = (
 )
 """Numbers of a trial's own result."""
 
-STARTUP: Number[Launched] = Number(
+STARTUP: Number = Number(
     name="time_to_first_step_s",
     metric="time_to_first_step_s",
     title="startup, s",

@@ -4,7 +4,6 @@ Every class is frozen, typed and survives a round trip through JSON, since it cr
 """
 
 import json
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -62,11 +61,6 @@ class Trial(Frozen):
         return format_parallel(self.strategy, self.workers, devices=self.devices_per_worker)
 
     @property
-    @abstractmethod
-    def purpose(self) -> str:
-        """Description of the trial's work in a plan."""
-
-    @property
     def is_elastic(self) -> bool:
         """True if the number of workers may change on the way."""
         return False
@@ -101,21 +95,6 @@ class Measurement(Trial):
     """True to record a torch.profiler trace of a few steps once everything is measured."""
     measures_costs: bool = False
     """True to also measure the `Costs` that a prediction needs."""
-
-    @property
-    @override
-    def purpose(self) -> str:
-        measure = self.experiment.benchmark
-        return (
-            f"measures throughput in {measure.windows} windows of {measure.steps} steps after "
-            f"{counted(measure.warmup_steps, 'warm-up step')}"
-        )
-
-    @property
-    @override
-    def saves(self) -> bool:
-        """True if the trial saves checkpoints."""
-        return False
 
     @override
     def steps_of(self, total: int) -> int:
@@ -157,16 +136,6 @@ class Training(Trial):
     """True to end after `QUICK_STEPS`, to see whether the experiment works."""
     exports: bool = False
     """True to export the trained model for the tracking store."""
-
-    @property
-    @override
-    def purpose(self) -> str:
-        length = self.experiment.train.length
-        if self.is_quick:
-            return f"trains {QUICK_STEPS} steps of {length}, evaluates, and saves a checkpoint"
-        if self.train_only:
-            return f"trains {length}"
-        return f"trains {length}; measures throughput, step time and peak memory"
 
     @override
     def steps_of(self, total: int) -> int:
@@ -223,11 +192,6 @@ class Evaluation(Trial):
     note: str = ""
     """Note that the training ended after this checkpoint, if the last one was meant; otherwise empty."""
 
-    @property
-    @override
-    def purpose(self) -> str:
-        return f"evaluates the weights of step {self.step:,} on the {self.split or 'test'} set"
-
 
 EVALUATION: str = Evaluation.model_fields["role"].default
 """Name of the trial that evaluates a checkpoint."""
@@ -239,9 +203,5 @@ ROLES: Mapping[str, type[Trial]] = {
 
 
 def trial_from_json(text: str | bytes) -> Trial:
-    """Read a trial that this version has written: workers get theirs as JSON.
-
-    Raises:
-        ValidationError: a field is missing or wrong.
-    """
+    """Read a trial that this version has written: workers get theirs as JSON."""
     return ROLES[json.loads(text)["role"]].model_validate_json(text)

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.experiment.values import Recorded
-from pipeline.plan.plan import restriction
-from pipeline.plan.scheduler_units import scheduler_units
+from pipeline.plan.plan import restriction, scheduler_units
 from pipeline.protocol.events import LOSSES, Evaluated, Finished
 from pipeline.protocol.labels import Role
 from pipeline.protocol.trial import Training, Trial

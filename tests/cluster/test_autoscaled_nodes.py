@@ -3,17 +3,17 @@
 The added nodes are processes on the head's machine. Both versions of the autoscaler run here.
 """
 
-# promise: an autoscaler is asked for nodes, at the start and to grow; Ray's own
+# promise: an autoscaler is asked for nodes, at the start; Ray's own
 
 import json
 from collections.abc import Iterator
 
 import pytest
 from nodes import Nodes
-from projects import Ran, project, run
+from projects import project, run
 from ray.autoscaler._private.monitor import BASE_READONLY_CONFIG
 
-from pipeline.protocol.events import Started, Warned
+from pipeline.protocol.events import Started
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,7 +35,6 @@ TYPES = {
 SECOND = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID, "RAY_NODE_TYPE_NAME": HEAD}
 """What ``ray up`` sets for the second version."""
 DDP = ["parallel.strategy=ddp", "parallel.device=cpu", "parallel.cpus_per_worker=1", "checkpoint.every_steps=5"]
-WAITS = "Waiting up to 600 s (parallel.start_timeout_s)."
 
 
 @pytest.fixture
@@ -54,18 +53,11 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
         yield nodes
 
 
-def asked(ran: Ran) -> list[str]:
-    told = [event.message for event in ran.events if isinstance(event, Warned)]
-    return [message for message in told if message.startswith("requested nodes from the cluster's autoscaler for ")]
-
-
 @pytest.mark.parametrize("nodes", [{}], indirect=True, ids=["v1"])
 def test_nodes_that_are_lacking_are_asked_for(nodes: Nodes) -> None:
     cwd = project(nodes.storage(0) / "project", tracked=True)
     planned = run(nodes, cwd, *DDP, "parallel.workers=2", "--dry-run")
-    assert "Room for 0 of 2 workers is free. The run requests nodes from the cluster's autoscaler." in planned.stdout, (
-        planned
-    )
+    assert "Room for 0 of 2 workers is free. The cluster's autoscaler may add nodes." in planned.stdout, planned
     nodes.await_nodes(1)
 
     too_many = run(nodes, cwd, *DDP, "parallel.workers=3", "parallel.start_timeout_s=2")
@@ -77,11 +69,8 @@ def test_nodes_that_are_lacking_are_asked_for(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("nodes", [SECOND], indirect=True, ids=["v2"])
-def test_an_elastic_training_asks_for_its_least_and_then_for_more(nodes: Nodes) -> None:
+def test_an_elastic_training_starts_with_its_least(nodes: Nodes) -> None:
     cwd = project(nodes.storage(0) / "project", tracked=True)
-    slow = ["model={_target_: lab.Paced, ms: 100, release: nowhere}", "train.epochs=150"]
-    ran = run(nodes, cwd, *DDP, *slow, "parallel.workers=[1, 2]")
+    ran = run(nodes, cwd, *DDP, "parallel.workers=[1, 2]")
     assert ran.code == 0, ran.output
-    one = "requested nodes from the cluster's autoscaler for 1 worker with 1 CPU each"
-    assert asked(ran)[:2] == [f"{one}. {WAITS}", one]
-    assert [len(event.devices) for event in ran.events if isinstance(event, Started)] == [1, 2]
+    assert [len(event.devices) for event in ran.events if isinstance(event, Started)] == [1]

@@ -158,32 +158,31 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
 
     assert ended.code == 0, ended.stderr
     for fragment in (
-        "mlp-digits, seed 17",
-        "1438 training samples, 359 validation samples",
-        "23 per epoch, 115 in 5 epochs",
-        "2 workers, 1 CPU thread each",
-        "per-worker batch 32 or 33 in 4 micro-batches",
+        "experiment: mlp-digits\nseed: 17\n",
+        "train_samples: 1438\nvalidation_samples: 359\nsteps_per_epoch: 23\n",
+        "total_steps: 115\nepochs: 5\n",
+        "  samples_per_worker: 32 or 33\n",
     ):
         assert fragment in ended.stdout
-    order = [line.split()[0] for line in ended.stdout.splitlines() if " with torchrun: " in line]
-    assert order == ["main"]
-    assert "  then      baseline (1 worker), reference (1 process, 2 cores)\n" in ended.stdout
+    trials = yaml.safe_load(ended.stdout)["trials"]
+    assert [trial["title"] for trial in trials] == ["ddp, 2 workers", "1 worker", "1 process, 2 cores"]
+    assert [trial["threads_per_worker"] for trial in trials] == [1, 1, 2]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_without_baseline(command: Command) -> None:
     ended = command("run", MLP, "--dry-run", "--no-baseline")
 
-    assert ended.stdout.count(" with torchrun: ") == 1
-    assert "alternating with" not in ended.stdout
+    assert ended.stdout.count("launcher: torchrun") == 1
+    assert "in turn with" not in ended.stdout
 
 
 def test_a_dry_run_of_a_training_only(command: Command) -> None:
     ended = command("run", MLP, "--dry-run", "--train-only")
 
-    assert ended.stdout.count(" with torchrun: ") == 1
-    assert "alternating with" not in ended.stdout
-    assert ended.stdout.count("note: --train-only: no speedup, no step-time breakdown, no recommendations\n") == 1
+    assert ended.stdout.count("launcher: torchrun") == 1
+    assert "in turn with" not in ended.stdout
+    assert ended.stdout.count("--train-only: no speedup, no step-time breakdown, no recommendations") == 1
     assert "measures" not in ended.stdout
     as_json = command("run", MLP, "--dry-run", "--train-only", "--json")
     assert "--train-only" in json.loads(as_json.stdout)["notes"][0]
@@ -199,9 +198,9 @@ def test_a_dry_run_finds_what_a_run_would(command: Command) -> None:
 def test_overrides_win(command: Command) -> None:
     ended = command("run", MLP, "--dry-run", "train.epochs=2", "seed=3", "benchmark.baseline={strategy: dp}")
 
-    assert "seed 3" in ended.stdout
-    assert "46 in 2 epochs" in ended.stdout
-    assert "  then      baseline (dp, 1 worker), reference" in ended.stdout
+    planned = yaml.safe_load(ended.stdout)
+    assert (planned["seed"], planned["total_steps"]) == (3, 46)
+    assert planned["trials"][1]["title"] == "dp, 1 worker"
 
 
 def test_the_schema_accepts_the_experiments(command: Command) -> None:

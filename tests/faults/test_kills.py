@@ -40,7 +40,6 @@ def test_killed_workers_are_replaced(
     lost = [event.message for event in attempt.all_of(Warned) if "killed by SIGKILL" in event.message]
     assert len(lost) == len(moments)
     assert "(failure 1 of 3)" in lost[0]
-    assert any("Training caught up with the last reported step" in event.message for event in attempt.all_of(Warned))
 
 
 def test_a_killed_driver_leaves_no_worker_and_its_run_goes_on(
@@ -178,7 +177,7 @@ def killed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Attempt:
         (["optimizer.lr=0.2", "--resume"], "optimizer.lr: is 0.2, but was 0.1 in"),
         (["--resume", "nowhere"], "--resume nowhere: no such run"),
         (["name=other", "--resume"], "has no run of other. Start one without --resume"),
-        (["train.global_batch_size=8", "--resume", "--allow-changed"], "cannot change from 16 to 8 when resuming"),
+        (["train.global_batch_size=8", "--resume", "--allow-changed"], "train.global_batch_size: is 8, but was 16 in"),
         (["seed=7", "--resume", "--allow-changed"], "Set it back, or start a new run without --resume."),
     ],
 )

@@ -69,9 +69,9 @@ def test_it_works_and_its_result_can_be_started_from(
     monkeypatch.chdir(tmp_path)
     path = from_file(encoder)
     plan = command("run", FILE, *path, "--dry-run")
-    assert f"note: starts from {encoder}/model.safetensors\n" in plan.stdout
-    assert "training     frozen parameters (bert.embeddings.position*, bert.embeddings.token_type*)\n" in plan.stdout
-    assert "group        classifier.*, bert.pooler.* with lr 0.002\n" in plan.stdout
+    assert f"starts from {encoder}/model.safetensors" in plan.stdout
+    assert "frozen parameters (bert.embeddings.position*, bert.embeddings.token_type*)\n" in plan.stdout
+    assert "group classifier.*, bert.pooler.* with lr 0.002\n" in plan.stdout
 
     ended = command("run", FILE, *path, *SHORT)
     assert ended.code == 0, ended.output

@@ -222,7 +222,7 @@ def test_plan_is_that_of_all_tasks_and_printed_once(cwd: Path) -> None:
     with job(cwd, "--dry-run") as ranks:
         first, second = ranks.ended()
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert "ddp with torchrun: 2 workers" in first.stdout
+    assert "title: ddp, 2 workers" in first.stdout
     assert second.output == ""
 
 

@@ -267,8 +267,8 @@ FAULTS = (
         "the interval takes rounds for independent",
         "the interval of a speedup holds the truth as often as it says",
         "pipeline/protocol/estimates.py",
-        "math.sqrt((1 + r) / (1 - r) / count)",
-        "math.sqrt(1 / count)",
+        "math.sqrt((1 + r) / (1 - r))",
+        "1",
         ("tests/unit/test_estimates.py",),
     ),
     Fault(

@@ -100,7 +100,7 @@ def test_the_one_line_to_ddp_passes_the_check(tmp_path: Path) -> None:
 
     path = f"{project / 'src'}:{REPOSITORY}"
     out = succeed(project, "pipeline", "run", first, "--dry-run", "parallel.cpus_per_worker=1", PYTHONPATH=path)
-    assert "ddp with ray: 2 workers" in out
+    assert "launcher: ray\n  workers: 2\n" in out
 
 
 @pytest.fixture(scope="module")

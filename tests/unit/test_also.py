@@ -83,14 +83,6 @@ def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatc
     ]
 
 
-def test_a_temporary_folder_that_is_too_long_for_sockets_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for length, workers, rejected in ((75, 2, False), (76, 0, False), (76, 2, True)):
-        monkeypatch.setattr(preflight.tempfile, "gettempdir", lambda length=length: "x" * length)
-        monkeypatch.setattr(preflight, "get_temp_dir", lambda length=length: "x" * length + "/pymp-12345678")
-        problems = list(preflight._temporary_folder_problems(load(MLP, [f"loader.num_workers={workers}"]).experiment))
-        assert [problem.key for problem in problems] == ["loader.num_workers"] * rejected
-
-
 def test_an_unknown_tracker_is_an_error_that_names_them(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
         load(MLP, ["tracking.loggers=[tensorbord]"])

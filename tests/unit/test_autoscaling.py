@@ -1,6 +1,6 @@
 """A cluster's autoscaler is asked for nodes that are lacking, where there is one."""
 
-# promise: an autoscaler is asked for nodes, at the start and to grow; Ray's own
+# promise: an autoscaler is asked for nodes, at the start; Ray's own
 
 import json
 
@@ -60,7 +60,7 @@ def plan(there: Resources, **parallel: object) -> Plan:
 def test_what_does_not_fit_is_planned_where_nodes_can_be_added() -> None:
     made = plan(EMPTY, device="cpu", cpus_per_worker=4)
     assert (made.main.workers, made.main.cpus_per_worker) == (2, 4)
-    assert "Room for 0 of 2 workers is free. The run requests nodes from the cluster's autoscaler." in made.notes
+    assert "Room for 0 of 2 workers is free. The cluster's autoscaler may add nodes." in made.notes
     assert "reference" not in [trial.role for trial in made.measured]  # no node may have the cores of both
     assert plan(EMPTY, device="cuda", strategy="dp", workers=1).main.devices_per_worker == 1
     assert plan(GPUS, workers=4).main.device == "cuda"

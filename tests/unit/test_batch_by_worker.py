@@ -92,13 +92,11 @@ def test_the_resolved_file_gives_the_same_experiment(tmp_path: Path) -> None:
 def test_the_plan_shows_both() -> None:
     plan = make_plan(read(), MACHINE, allowed=())
     text = describe(plan, DataSizes(1438, 359, 30))
-    assert "30 per epoch, 30 in 1 epoch, 48 samples each (12 for each of 4 workers), fp32" in text
-    assert (
-        "note: The global batch size is 48 (train.batch_size_per_worker x parallel.workers). The baseline uses" in text
-    )
+    assert "global_batch_size: 48\nbatch_size_per_worker: 12\n" in text
+    assert any(note.startswith("The global batch size is 48 (train.batch_size_per_worker x") for note in plan.notes)
     assert {trial.experiment.train.global_batch_size for trial in plan.measured} == {48}
     elastic = describe(make_plan(read("parallel.workers=[2, 6]"), MACHINE, allowed=()), DataSizes(1438, 359, 20))
-    assert "72 samples each (12 for each of at most 6 workers)" in elastic
+    assert "global_batch_size: 72\nbatch_size_per_worker: 12\n" in elastic
 
 
 def test_a_comparison_keeps_the_global_batch() -> None:
@@ -149,6 +147,5 @@ def test_another_batch_for_each_worker_cannot_be_resumed() -> None:
     with pytest.raises(ExperimentError) as refused:
         resume.changes(kept, state(), allowed=True)
     (problem,) = refused.value.problems
-    assert problem.key == "train.batch_size_per_worker"
-    assert problem.message.startswith("the global batch size cannot change from 48 to 24 when resuming r. Replace it")
-    assert "Replace it with train.global_batch_size: 48, or start a new run" in problem.message
+    assert problem.key == "train.global_batch_size"
+    assert problem.message == "is 24, but was 48 in r. Set it back, or start a new run without --resume."

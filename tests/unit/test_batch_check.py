@@ -11,13 +11,14 @@ import toys
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from pipeline.drive import try_batch
+from pipeline.drive import preflight
 from pipeline.errors import PipelineError
 from pipeline.experiment.load import from_mapping
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Started
+from pipeline.system.memory_limits import MemoryLimit
 from pipeline.tasks import Loss
 
 ALLOWED = (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in toys.KINDS), "lit", __name__)
@@ -61,7 +62,7 @@ def tried(**sections: Any) -> list[AnyEvent]:
     values = {**known, "train": {"epochs": 2, "global_batch_size": 8}, **sections}
     events: list[AnyEvent] = []
     file = from_mapping({name: value for name, value in values.items() if value is not None})
-    try_batch.try_batch(file, allowed=ALLOWED, receive=events.append)
+    preflight.try_steps(file, allowed=ALLOWED, receive=events.append)
     return events
 
 
@@ -150,9 +151,9 @@ def test_what_is_not_tried_is_said(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], free: int, said: str
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(try_batch, "find_memory", lambda: (free, free))
+    monkeypatch.setattr(preflight, "find_memory_limits", lambda: [MemoryLimit(free, free)])
     experiment = toys.experiment(**sections)
 
-    reason = try_batch.find_reason_to_skip(experiment, allowed=ALLOWED)
+    reason = preflight.find_reason_to_skip(experiment, allowed=ALLOWED)
 
     assert (said in reason) if said else not reason

@@ -27,16 +27,16 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "api": 572,
     "cli": 1_470,
-    "commands": 6_112,
+    "commands": 6_108,
     "data": 1_027,
-    "drive": 1_898,
+    "drive": 1_395,
     "experiment": 3_674,
-    "launch": 4_000,
+    "launch": 3_999,
     "models": 408,
-    "plan": 1_038,
-    "protocol": 2_093,
+    "plan": 900,
+    "protocol": 2_001,
     "record": 2_302,
-    "report": 6_544,
+    "report": 6_542,
     "strategies": 668,
     "system": 1_034,
     "tasks": 930,
@@ -45,9 +45,9 @@ LARGER_TODAY = {
     "worker": 506,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 350
+FILES = 344
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 49_731
+TEST_LINES = 49_432
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

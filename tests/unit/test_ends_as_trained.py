@@ -9,12 +9,23 @@ import pytest
 import toys
 from samples import finished, spread
 
+from pipeline.drive import execute as execute_module
 from pipeline.drive.execute import execute
 from pipeline.errors import PipelineError, TrainingError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.launch import inprocess
 from pipeline.launch.base import Session
-from pipeline.protocol.events import AnyEvent, Failed, Finished, Metrics, Point, Trained, TrialOpened, Warned
+from pipeline.protocol.events import (
+    AnyEvent,
+    CheckpointSaved,
+    Failed,
+    Finished,
+    Metrics,
+    Point,
+    Trained,
+    TrialOpened,
+    Warned,
+)
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
@@ -66,6 +77,10 @@ def reported(step: int) -> Metrics:
     return Metrics(time=1.0, step=step, epoch=1, points=(Point("train/loss", step, 1.0),))
 
 
+def saved(step: int) -> CheckpointSaved:
+    return CheckpointSaved(time=1.0, step=step, path="", megabytes=1.0, seconds=0.0, blocked_seconds=0.0)
+
+
 TRAINED = Trained(time=1.0, result=RESULT)
 
 
@@ -105,7 +120,25 @@ def test_a_trial_that_loses_workers_goes_on_as_often_as_it_may(tmp_path: Path) -
     run = carried_out(tmp_path / "once", lost, whole, trial=trial)
     assert run.outcome.has_ended
     assert "killed by SIGKILL. Resuming from the latest checkpoint (failure 1 of 1)" in run.warnings[0]
-    assert "Training caught up with the last reported step 0 s" in run.warnings[1]
+    with pytest.raises(TrainingError, match="killed by SIGKILL"):
+        carried_out(tmp_path, lost, trial=trial)
+
+
+def test_an_elastic_trial_goes_on_with_the_workers_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To go on with fewer of them is no failure: `max_failures` is 0 here."""
+    room = [2, 1, 1]
+    monkeypatch.setattr(execute_module, "_SETTLED_S", 0.1)
+    monkeypatch.setattr(Launcher, "capacity", lambda *_: room.pop(0))
+    lost: tuple[list[AnyEvent], dict[int, str]] = ([saved(20)], {1: "killed by SIGKILL"})
+    whole: tuple[list[AnyEvent], dict[int, str]] = ([finished("main", spread(190.0))], {})
+    trial = toys.trial(parallel={"workers": [1, 2]}).model_copy(update={"checkpoints": str(tmp_path)})
+    (tmp_path / "once").mkdir()
+    run = carried_out(tmp_path / "once", lost, whole, trial=trial)
+    assert run.warnings == [
+        "rank 1 exited without reporting an error: killed by SIGKILL. Looking for resources for other workers.",
+        "Resuming with 1 of 2 workers from step 20.",
+    ]
+    room[:] = [2, 2]
     with pytest.raises(TrainingError, match="killed by SIGKILL"):
         carried_out(tmp_path, lost, trial=trial)
 

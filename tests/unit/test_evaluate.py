@@ -15,8 +15,8 @@ from toy_runs import T0, toy_run
 
 from pipeline.commands import evaluate as evaluating
 from pipeline.commands.history.evaluations import evaluations, line
-from pipeline.drive.checkpoint_choice import Checkpoint, choose, describe_missing_end, ended_training
-from pipeline.drive.longer import differences
+from pipeline.drive.checkpoints import Checkpoint, choose, describe_missing_end, ended_training
+from pipeline.drive.resume import differences
 from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.experiment.targets import BUILT_IN

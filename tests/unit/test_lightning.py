@@ -160,4 +160,4 @@ def test_what_isnt_supported_is_refused_when_the_file_is_checked(
 
 def test_the_plan_names_the_module(checked: Checked) -> None:
     ended = checked("run", "task.module.lr=0.2", "--dry-run")
-    assert "module       lit.Lit, with the optimizer that it defines\n" in ended.stdout, ended.output
+    assert "model: lit.Lit\noptimizers:\n- the one that the module defines\n" in ended.stdout, ended.output

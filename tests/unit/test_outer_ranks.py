@@ -15,9 +15,8 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.launch import _outer_group as outer_group
 from pipeline.launch._outer_group import Command, OuterGroup
 from pipeline.launch._outer_ranks import RankFacts, combined, find_gpus, refuse_others
-from pipeline.plan.layout import Planner
 from pipeline.plan.outer_launcher import OuterLauncher
-from pipeline.plan.plan import make_plan
+from pipeline.plan.plan import Planner, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Reference, Training
 from pipeline.system.process import environment

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import toys
+import yaml
 
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.experiment.schema import Parallel
@@ -194,7 +195,7 @@ def test_a_training_only_measures_nothing_and_says_what_is_left_out() -> None:
         "--train-only: no speedup, no step-time breakdown, no recommendations",
         "No GPU found. Training on the CPU.",
     )
-    assert made.main.purpose == "trains 2 epochs"
+    assert "  purpose: trains 2 epochs\n" in describe(made, DataSizes(22, 10, 3))
     assert made.notes[0] in describe(made, DataSizes(22, 10, 3))
     assert json.loads(record(made, DataSizes(22, 10, 3)))["notes"] == list(made.notes)
 
@@ -373,40 +374,108 @@ def test_what_goes_together_on_one_device_is_planned() -> None:
     plan(SERVER, **offloaded(1))
 
 
-def test_the_plan_in_words() -> None:
+def test_the_plan_is_one_record_as_yaml_and_as_json() -> None:
     made = plan(parallel=ddp(3), train={"epochs": 2, "gradient_accumulation": 2}, benchmark={"warmup_steps": 4})
-    text = describe(made, DataSizes(22, 10, 3))
+    sizes = DataSizes(22, 10, 3)
+    text = describe(made, sizes)
     assert text == GOLDEN
+    whole = json.loads(record(made, sizes))
+    shown = yaml.safe_load(text)
+    assert shown["trials"] == [
+        {key: value for key, value in trial.items() if value is not None} for trial in whole["trials"]
+    ]
+    assert {key: whole[key] for key in shown.keys() - {"trials"}} == {
+        key: value for key, value in shown.items() if key != "trials"
+    }
 
 
 def test_a_baseline_that_is_launched_before_is_the_first_in_words() -> None:
     made = plan(parallel=ddp(3), benchmark={"baseline": {"strategy": "ddp", "workers": 2}})
-    lines = describe(made, DataSizes(22, 10, 3)).splitlines()
-    begin = lines.index("training run and measurements, in this order:") + 1
-    assert [line.split()[0] for line in lines[begin : begin + 7 : 3]] == ["baseline", "main", "then"]
-    assert lines[begin + 6].endswith("then      reference (1 process, 6 cores)")
-    assert lines[begin + 8].endswith("rank 0 holds a second copy of the model meanwhile")
-    assert lines[begin + 2].endswith("measures throughput in 3 windows of 5 steps after 3 warm-up steps")
+    first, main, then = yaml.safe_load(describe(made, DataSizes(22, 10, 3)))["trials"]
+    assert [trial["title"] for trial in (first, main, then)] == [
+        "ddp, 2 workers",
+        "ddp, 3 workers",
+        "1 process, 6 cores",
+    ]
+    assert first["purpose"] == "measures throughput in 3 windows of 5 steps after 3 warm-up steps"
+    assert then["purpose"].startswith("is measured in turn with the training, at most 16 rounds in about 30 s")
 
 
 def test_the_plan_in_words_on_gpus() -> None:
-    text = describe(plan(SERVER, baseline=False, parallel=ddp(4)), DataSizes(22, 0, 3))
-    main = "main      ddp with torchrun: 4 workers, 1 GPU each, 8 CPU threads each\n            per-worker batch 2\n"
-    assert main in text
+    (main,) = yaml.safe_load(describe(plan(SERVER, baseline=False, parallel=ddp(4)), DataSizes(22, 0, 3)))["trials"]
+    assert (main["gpus_per_worker"], main["threads_per_worker"], main["samples_per_worker"]) == (1, 8, 2)
+
+
+def test_omp_num_threads_is_respected_unless_cores_are_given() -> None:
+    busy = LAPTOP.model_copy(update={"threads": 1})
+    made = plan(busy, parallel=ddp(2))
+    assert [shape(trial)[-1] for trial in made.measured] == [1, 1, 2]
+    (note,) = (note for note in made.notes if "OMP" in note)
+    assert note == (
+        "OMP_NUM_THREADS=1: each worker has 1 thread, and there is room for 4. "
+        "To use them, set parallel.cpus_per_worker=4."
+    )
+    for threads, given, expected in ((16, None, 4), (1, 3, 3), (None, None, 4)):
+        made = plan(LAPTOP.model_copy(update={"threads": threads}), parallel=ddp(2, cpus_per_worker=given))
+        assert made.main.cpus_per_worker == expected
+        assert not any("OMP" in note for note in made.notes)
 
 
 GOLDEN = """\
-experiment   toy, seed 3
-machine      8 cores, 16 GiB, no GPU
-data         22 training samples, 10 validation samples
-steps        3 per epoch, 6 in 2 epochs, 8 samples each, fp64
-tracking     sqlite:///mlflow.db (default)
-
-training run and measurements, in this order:
-  main      ddp with torchrun: 3 workers, 2 CPU threads each
-            per-worker batch 2 or 3 in 2 micro-batches
-            trains 2 epochs; measures throughput, step time and peak memory
-  then      baseline (1 worker), reference (1 process, 6 cores)
-            alternating with the training run, at most 16 rounds in about 30 s
-            rank 0 holds 2 more copies of the model meanwhile
-note: No GPU found. Training on the CPU."""
+experiment: toy
+seed: 3
+machine: 8 cores, 16 GiB, no GPU
+train_samples: 22
+validation_samples: 10
+steps_per_epoch: 3
+test_samples: 0
+total_steps: 6
+epochs: 2
+global_batch_size: 8
+gradient_accumulation: 2
+precision: fp64
+model: torch.nn.Linear
+optimizers:
+- torch.optim.SGD
+tracking: sqlite:///mlflow.db
+tracking_from: default
+trials:
+- name: main
+  role: main
+  title: ddp, 3 workers
+  strategy: ddp
+  launcher: torchrun
+  workers: 3
+  device: cpu
+  cpus_per_worker: 2
+  threads_per_worker: 2
+  samples_per_worker: 2 or 3
+  purpose: trains 2 epochs; measures throughput, step time and peak memory
+- name: baseline
+  role: baseline
+  title: 1 worker
+  strategy: single
+  launcher: torchrun
+  workers: 1
+  device: cpu
+  cpus_per_worker: 2
+  threads_per_worker: 2
+  samples_per_worker: 8
+  max_steps: 9
+  purpose: is measured in turn with the training, at most 16 rounds in about 30 s; rank 0 holds one more copy of
+    the model meanwhile
+- name: reference
+  role: reference
+  title: 1 process, 6 cores
+  strategy: single
+  launcher: torchrun
+  workers: 1
+  device: cpu
+  cpus_per_worker: 6
+  threads_per_worker: 6
+  samples_per_worker: 8
+  max_steps: 9
+  purpose: is measured in turn with the training, at most 16 rounds in about 30 s; rank 0 holds one more copy of
+    the model meanwhile
+notes:
+- No GPU found. Training on the CPU."""

@@ -14,7 +14,7 @@ from toys import experiment
 from pipeline.data import texts
 from pipeline.data.csv_rows import read_csv
 from pipeline.data.padding import padded
-from pipeline.drive.parameters import problems
+from pipeline.drive.preflight import find_parameter_problems
 from pipeline.errors import ExperimentError
 from pipeline.experiment import components, targets
 from pipeline.experiment.targets import BUILT_IN
@@ -95,7 +95,7 @@ def test_code_beside_the_weights_is_never_run(folder: Path, tmp_path: Path) -> N
 
 
 def test_names_are_checked_before_anything_starts(folder: Path) -> None:
-    found = problems(
+    found = find_parameter_problems(
         experiment(
             model={"_target_": "pipeline.models.pretrained", "path": str(folder), "task": "sequence-classification"},
             train={"freeze": ["bert.embedings.*"]},

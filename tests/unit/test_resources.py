@@ -127,3 +127,9 @@ def test_cuda_is_asked_for_instances_of_partitioned_gpus(
 )
 def test_the_summary(resources: Resources, summary: str) -> None:
     assert resources.summary == summary
+
+
+@pytest.mark.parametrize(("value", "threads"), [("3", 3), ("3,2", 3), ("", None), ("many", None)])
+def test_omp_num_threads_is_read(value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert detect().threads == threads

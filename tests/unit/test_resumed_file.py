@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.drive import longer, resume
+from pipeline.drive import resume
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.protocol.events import Metrics, RunClosed, RunOpened
@@ -37,7 +37,7 @@ def experiment(name: str) -> ExperimentFile:
 
 
 def run(
-    hour: int, file: str, *, role: str = "main", status: Status | None = None, quick: bool = False, steps: int = 0
+    hour: int, file: str, *, role: str = "main", status: Status | None = None, quick: bool = False, steps: int = 1
 ) -> Path:
     folder = Path("runs", f"20260301-{hour:02}0000-same-aaaa")
     folder.mkdir(parents=True)
@@ -70,11 +70,13 @@ def test_each_file_goes_on_with_its_own_run() -> None:
 
 def test_the_newest_run_goes_on_that_did_not_complete_and_was_not_quick() -> None:
     a = experiment("a.yaml")
+    run(7, "a.yaml", status="FAILED", steps=0)
     run(8, "a.yaml", steps=2, quick=True)
-    assert resume.newest(a) is None
+    with pytest.raises(UsageError, match=r"has no run of same that has made a step\. Start one without --resume"):
+        resume.earlier(a, resume.LATEST)
     run(9, "a.yaml", steps=2, status="FINISHED")
     finished = run(10, "a.yaml", steps=2, status="FINISHED")
-    run(11, "a.yaml", status="FAILED")  # without a step
+    run(11, "a.yaml", status="FAILED", steps=0)
     assert resume.newest(a) == finished
 
     failed = run(12, "a.yaml", steps=2, status="FAILED")
@@ -128,7 +130,7 @@ def now(text: str = FILE, *, epochs: int = 6) -> ExperimentFile:
 
 
 def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
-    longer.refuse_finished(now(), finished())
+    resume._refuse_finished(now(), finished())
     assert resume.changes(now(), finished(), allowed=False) == ["train.epochs was 4, is now 6"]
     state = finished()
     TrackingOutcome(delivered=True).keep(state.folder)
@@ -136,7 +138,7 @@ def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
         with pytest.raises(
             UsageError, match=r"has finished\. To continue it, train for more than 4 epochs, .* start a new run without"
         ):
-            longer.refuse_finished(now(epochs=epochs), state)
+            resume._refuse_finished(now(epochs=epochs), state)
 
 
 def test_a_finished_run_that_was_killed_before_its_delivery_names_the_command_that_sends_it() -> None:
@@ -147,7 +149,7 @@ def test_a_finished_run_that_was_killed_before_its_delivery_names_the_command_th
         with pytest.raises(
             UsageError, match=r"has finished\. To send all its results to MLflow: pipeline sync runs/r\. "
         ):
-            longer.refuse_finished(now(epochs=4), state)
+            resume._refuse_finished(now(epochs=4), state)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_a_run_without_checkpoints_does_not_go_on() -> None:
     state = finished()
     (state.folder / "checkpoints" / "step-00000004").rmdir()
     with pytest.raises(UsageError, match=r"has no checkpoint\. Start a new run"):
-        longer.refuse_finished(now(), state)
+        resume._refuse_finished(now(), state)
 
 
 def test_what_differs_from_a_run_of_that_length_is_told() -> None:
@@ -213,12 +215,8 @@ def test_what_differs_from_a_run_of_that_length_is_told() -> None:
         "scheduler.T_max: ${total_steps} follows from 6 epochs now. The steps before the checkpoint used the schedule "
     )
 
-    text = FILE.replace("epochs: 4,", "epochs: 4, evaluate_every_epochs: 3, early_stopping: true,")
-    (_, told) = resume.changes(now(text), finished(text), allowed=False)
-    assert told.startswith("The earlier run was evaluated at its end, after 4 epochs.")
-
 
 def test_early_stopping_that_has_more_patience_goes_on() -> None:
     before, patient = (FILE.replace("epochs: 4,", f"epochs: 4, early_stopping: {{patience: {n}}},") for n in (1, 2))
-    longer.refuse_finished(now(patient, epochs=4), finished(before))
+    resume._refuse_finished(now(patient, epochs=4), finished(before))
     assert len(resume.changes(now(patient, epochs=4), finished(before), allowed=False)) == 1

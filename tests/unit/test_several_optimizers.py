@@ -13,8 +13,7 @@ import toys
 from checkpointed import EVERY, Saving, assert_same, until
 from torch.nn.functional import softplus
 
-from pipeline.drive import parameters
-from pipeline.drive.preflight import _strategy_problems
+from pipeline.drive.preflight import _find_strategy_problems, find_parameter_problems
 from pipeline.errors import ExperimentError
 from pipeline.experiment.consistency import contradictions
 from pipeline.protocol.rank import Rank
@@ -182,7 +181,7 @@ def test_parameters_that_are_not_divided_are_refused_before_anything_starts(
         "critic": {**toy_gans.ADAM, "params": critic}, "generator": {**toy_gans.ADAM, "params": generator}
     }  # fmt: skip
     experiment = toys.experiment(**{**toy_gans.SECTIONS, "optimizers": sections})
-    (problem,) = parameters.problems(experiment, allowed=ALLOWED)
+    (problem,) = find_parameter_problems(experiment, allowed=ALLOWED)
     assert problem.key == key
     assert problem.message.startswith(message)
 
@@ -206,7 +205,7 @@ def test_keys_that_exclude_each_other_are_refused() -> None:
 def test_strategies_that_call_the_whole_model_are_refused() -> None:
     parallel = {"strategy": "ddp", "launcher": "torchrun", "workers": 2, "options": {"static_graph": True}}
     experiment = toys.experiment(**toy_gans.SECTIONS, parallel=parallel, benchmark={"baseline": {"strategy": "dp"}})
-    assert [(problem.key, problem.message.partition(",")[0]) for problem in _strategy_problems(experiment)] == [
+    assert [(problem.key, problem.message.partition(",")[0]) for problem in _find_strategy_problems(experiment)] == [
         ("parallel.options", "static_graph is an option of torch's DDP"),
         ("benchmark.baseline.strategy", "wraps the whole model"),
     ]

@@ -15,8 +15,8 @@ from checkpointed import EVERY, Saving
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pipeline.drive import initial_weights
-from pipeline.drive.parameters import problems
+from pipeline.drive.checkpoints import find_initial
+from pipeline.drive.preflight import find_parameter_problems
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.train import StartFrom
 from pipeline.protocol.events import Loaded, Started
@@ -169,7 +169,7 @@ def test_a_renaming_that_cannot_be_meant_is_refused(rename: dict[str, str], said
 def test_a_file_that_is_not_there(saved: Path, name: str, said: str) -> None:
     experiment = toys.experiment(train={"start_from": {"file": str(saved.parent / name)}})
     with pytest.raises(ExperimentError, match=said):
-        initial_weights.find(experiment)
+        find_initial(experiment)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,7 @@ def test_a_run_without_weights(name: str, said: str, tmp_path: Path) -> None:
 
 
 def find(name: str, directory: Path) -> Weights:
-    found = initial_weights.find(
-        toys.experiment(train={"start_from": {"run": name}}, tracking={"directory": str(directory)})
-    )
+    found = find_initial(toys.experiment(train={"start_from": {"run": name}}, tracking={"directory": str(directory)}))
     assert found is not None
     return found
 
@@ -225,7 +223,7 @@ def test_all_problems_are_found_without_memory_for_a_model(saved: Path) -> None:
         optimizer={"_target_": "torch.optim.SGD", "lr": 0.1, "groups": [{"match": "hed.*", "lr": 0.1}]},
         train={"start_from": {"file": str(saved)}, "freeze": ["bodi.*"]},
     )
-    found = problems(experiment, allowed=("toys", "torch.nn", "torch.optim"))
+    found = find_parameter_problems(experiment, allowed=("toys", "torch.nn", "torch.optim"))
 
     assert [problem.key for problem in found] == ["train.start_from", "train.freeze[0]", "optimizer.groups[0].match"]
     assert "body.0.weight: (4, 3) in the file, (5, 3) in the model" in found[0].message

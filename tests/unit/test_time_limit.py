@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.drive.longer import is_longer
+from pipeline.drive.resume import is_longer
 from pipeline.experiment.train import Train
 from pipeline.protocol.events import FirstStep, Metrics, Started
 from pipeline.protocol.rank import Rank

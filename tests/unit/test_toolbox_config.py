@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import samples
 import toys
+import yaml
 
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.experiment.load import load
@@ -74,16 +75,15 @@ def test_a_wrong_value_is_told_with_its_key(project: Path, line: str, message: s
 class TestThePlan:
     def test_says_what_is_on(self) -> None:
         planned = plan(**ALL, cudnn_benchmark=True)
-        text = describe(planned, DataSizes(22, 10, 3))
-
-        assert (
-            "training     train.cudnn_benchmark, torch.compile (default, dynamic), activation checkpointing of "
-            "blocks.*, EMA of the weights (decay 0.9 from step 5 on), evaluated and logged as the model"
-        ) in text.splitlines()
-        assert "train.ema: the averaged weights are evaluated and logged as the model." in planned.notes
+        assert yaml.safe_load(describe(planned, DataSizes(22, 10, 3)))["training"] == [
+            "train.cudnn_benchmark",
+            "torch.compile (default, dynamic)",
+            "activation checkpointing of blocks.*",
+            "EMA of the weights (decay 0.9 from step 5 on), evaluated and logged as the model",
+        ]
 
     def test_says_nothing_of_what_is_off(self) -> None:
-        assert "training   " not in describe(plan(), DataSizes(22, 10, 3))
+        assert "training:" not in describe(plan(), DataSizes(22, 10, 3))
 
     def test_refuses_cuda_graphs_on_cpu(self) -> None:
         with pytest.raises(ExperimentError, match=r"train.compile.mode: reduce-overhead uses CUDA graphs"):

@@ -37,13 +37,13 @@ def test_the_address_is_that_of_the_file_then_of_the_variable_and_the_plan_says_
         whole = toys.experiment(parallel={"launcher": "inprocess"}).model_dump(mode="json") | {"tracking": tracking}
         made = make_plan(from_mapping(whole).experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
         text = describe(made, DataSizes(22, 10, 3))
-        return next(line for line in text.splitlines() if line.startswith("tracking"))
+        return " ".join(line for line in text.splitlines() if line.startswith("tracking"))
 
     monkeypatch.delenv(uris.TRACKING_VARIABLE, raising=False)
-    assert plan() == "tracking     sqlite:///mlflow.db (default)"
+    assert plan() == "tracking: sqlite:///mlflow.db tracking_from: default"
     monkeypatch.setenv(uris.TRACKING_VARIABLE, "http://me:secret@there:5000")
-    assert plan() == plan(log_model=False) == "tracking     http://there:5000 (MLFLOW_TRACKING_URI)"
-    assert plan(uri="sqlite:///mine.db") == "tracking     sqlite:///mine.db (tracking.uri)"
+    assert plan() == plan(log_model=False) == "tracking: http://there:5000 tracking_from: MLFLOW_TRACKING_URI"
+    assert plan(uri="sqlite:///mine.db") == "tracking: sqlite:///mine.db tracking_from: tracking.uri"
     assert store(None) == "http://me:secret@there:5000"
     monkeypatch.setenv(uris.TRACKING_VARIABLE, "./mlruns")
     assert (
@@ -88,7 +88,7 @@ def test_a_model_that_is_not_logged_cannot_be_registered() -> None:
 def test_the_plan_says_what_is_registered() -> None:
     experiment = tracked(register_model={"name": "digits", "alias": "champion"})
     plan = make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
-    assert "registers    the trained model as a version of digits with alias champion\n" in describe(
+    assert "registers: the trained model as a version of digits with alias champion\n" in describe(
         plan, DataSizes(22, 10, 3)
     )
 

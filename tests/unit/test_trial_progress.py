@@ -7,7 +7,7 @@ import math
 import pytest
 from samples import MAIN, finished, spread, trial
 
-from pipeline.drive import preflight
+from pipeline.drive.directions import directions
 from pipeline.experiment.schema import Benchmark
 from pipeline.experiment.targets import allowed_packages
 from pipeline.experiment.values import Component
@@ -167,7 +167,7 @@ def test_directions_are_those_of_the_metrics_the_best_checkpoints_first() -> Non
         "confusion": Component(_target_="torchmetrics.classification.MulticlassConfusionMatrix", num_classes=10),
     }
     known = MAIN.experiment.model_copy(update={"metrics": metric})
-    assert list(preflight.directions(known, allowed=allowed_packages()).items()) == [
+    assert list(directions(known, allowed=allowed_packages()).items()) == [
         ("validation/accuracy", "max"), ("validation/distance", "min"), ("validation/loss", "min")
     ]  # fmt: skip
     for best, mode, direction in (
@@ -176,7 +176,7 @@ def test_directions_are_those_of_the_metrics_the_best_checkpoints_first() -> Non
         ("validation/confusion", "max", "max"),
     ):
         saved = known.checkpoint.model_copy(update={"best": best, "mode": mode})
-        found = preflight.directions(known.model_copy(update={"checkpoint": saved}), allowed=allowed_packages())
+        found = directions(known.model_copy(update={"checkpoint": saved}), allowed=allowed_packages())
         assert next(iter(found.items())) == (best, direction)
 
 

@@ -8,8 +8,7 @@ from pipeline.commands.benchmark.predicted_rows import check_predictable, find_p
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.values import Frozen
-from pipeline.plan.layout import Planner
-from pipeline.plan.plan import Plan, same_work
+from pipeline.plan.plan import Plan, Planner, same_work
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Baseline, CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link

@@ -9,7 +9,7 @@ from pipeline.commands.compare.variants import name_variant
 from pipeline.commands.preparation import planning
 from pipeline.commands.sweep.assignment import Record
 from pipeline.commands.sweep.planning import describe_busy, find_concurrency, find_needs, shares_cluster
-from pipeline.drive import preflight
+from pipeline.drive.directions import directions
 from pipeline.errors import Problem, UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.reported import PREFIX, source_of
@@ -168,7 +168,7 @@ def _find_metric(file: ExperimentFile, question: Question, *, allowed: tuple[str
         hint = did_you_mean(name, known) or f"; {file.path} has {', '.join(known)}"
         raise UsageError(f"--metric {name}: there is no such metric{hint}")
     metric = f"{PREFIX}{name}"
-    direction = question.mode or preflight.directions(experiment, allowed=allowed).get(metric)
+    direction = question.mode or directions(experiment, allowed=allowed).get(metric)
     if direction is None:
         raise UsageError(f"it is unknown whether {metric} is better if it is higher or lower. Set --mode min or max.")
     return metric, direction

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.commands.preparation import planning
 from pipeline.commands.sweep.assignment import Record
-from pipeline.drive import preflight
+from pipeline.drive.directions import judges, sweep_direction
 from pipeline.errors import Problem, ResourceError, refusals
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.sweep import Parameter, Sweep
@@ -60,7 +60,7 @@ def make(file: ExperimentFile) -> SweepPlan:
     sweep = sweep_of(file)
     common: dict[str, Any] = {}
     with planning(file) as (allowed, resources):
-        direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
+        direction = sweep_direction(sweep, judges(file.experiment, allowed=allowed))
         concurrent, cpus = find_concurrency(file, resources, allowed=allowed, total=sweep.total, asked=sweep.concurrent)
         common[_CPUS] = cpus
         busy = [f"{note} For more, set sweep.concurrent." for note in describe_busy(resources, concurrent=concurrent)]
@@ -119,7 +119,7 @@ def in_a_line(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
     """Describe a sweep in a line for ``pipeline check``, without the number of concurrent trials."""
     sweep = sweep_of(file)
     keys = ", ".join(f"{key} ({parameter})" for key, parameter in sweep.parameters.items())
-    direction = preflight.sweep_direction(sweep, preflight.judges(file.experiment, allowed=allowed))
+    direction = sweep_direction(sweep, judges(file.experiment, allowed=allowed))
     return f"sweep of {_count(sweep)} over {keys}, ranked by {sweep.metric} ({_good(direction)})"
 
 

@@ -6,7 +6,6 @@ To add one that a trial measures, see `pipeline.protocol.numbers`.
 from collections.abc import Iterable
 
 from pipeline.protocol.numbers import MEASURED, STARTUP, TIMES, Number
-from pipeline.report.numbers.forecast import Predicted
 from pipeline.report.numbers.peaks import peaks_of
 from pipeline.report.numbers.row import Row
 
@@ -36,14 +35,14 @@ def without_peak(row: Row) -> list[str]:
     return [f"{gpu} in {name}" for gpu in dict.fromkeys(row.gpus) for name in used if name not in peaks_of(gpu)]
 
 
-_SHARED: tuple[Number[Row | Predicted], ...] = (
+_SHARED: tuple[Number, ...] = (
     Number(name="speedup", metric="speedup", of=lambda row: row.speedup, of_baseline=1.0),
     Number(name="efficiency", metric="efficiency", of=lambda row: row.efficiency, of_baseline=1.0),
     Number(name="cost", metric="cost", of=lambda row: row.cost),
 )
-PREDICTED: tuple[Number[Predicted], ...] = (*TIMES, *_SHARED)
+PREDICTED: tuple[Number, ...] = (*TIMES, *_SHARED)
 """Numbers that are predicted as well."""
-COMPARED: tuple[Number[Row], ...] = (
+COMPARED: tuple[Number, ...] = (
     *_SHARED,
     Number(name="speedup_ci_low", metric="speedup_ci_low", of=lambda row: row.speedup_ci_low, of_baseline=1.0),
     Number(name="speedup_ci_high", metric="speedup_ci_high", of=lambda row: row.speedup_ci_high, of_baseline=1.0),
@@ -69,9 +68,9 @@ COMPARED: tuple[Number[Row], ...] = (
     Number(name="unexplained_ms", of=lambda row: row.unexplained_ms),
 )
 """Numbers that are known once all trials have ended."""
-NUMBERS: tuple[Number[Row], ...] = (*MEASURED, STARTUP, *COMPARED)
+NUMBERS: tuple[Number, ...] = (*MEASURED, STARTUP, *COMPARED)
 
 
-def metrics_of(row: Row, numbers: Iterable[Number[Row]] = NUMBERS) -> dict[str, float | None]:
+def metrics_of(row: Row, numbers: Iterable[Number] = NUMBERS) -> dict[str, float | None]:
     """Return a row's numbers by the names of their metrics, None where unknown."""
     return {number.metric: number.value(row) for number in numbers if number.metric}

@@ -243,7 +243,7 @@ def low_to_high(values: Sequence[float]) -> str:
     return f"{amount(low)} to {amount(high)}" if high > UNEVEN * low else amount(high)
 
 
-def format_number(number: Number[Row], row: Row) -> str:
+def format_number(number: Number, row: Row) -> str:
     """Format a number of a row, or those of its devices."""
     found = number.of(row)
     if isinstance(found, Sequence):

@@ -1,0 +1,165 @@
+"""Weights of runs: the checkpoint that is evaluated or exported, and what ``train.start_from`` names."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.drive.directions import best_direction
+from pipeline.errors import ExperimentError, PipelineError, ResourceError, UsageError
+from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.schema import Experiment
+from pipeline.protocol.events import WEIGHTS, Finished
+from pipeline.protocol.labels import PARENTS
+from pipeline.protocol.trial import Weights
+from pipeline.record import journal, runs
+from pipeline.record.folder import RunState, id_of, read_state, trials_of
+from pipeline.train.manifest import Manifest, best, entries, step_of, verify
+from pipeline.train.storage import Storage, address_of
+from pipeline.wording import did_you_mean
+
+BEST, LAST = "best", "last"
+_ENDING = ".safetensors"
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint of a run."""
+
+    address: str
+    """Folder, or fsspec address, of the run's checkpoints."""
+    manifest: Manifest
+    best: str = ""
+    """Metric whose best value it has, if it was chosen for that; otherwise empty."""
+    note: str = ""
+    """Note that the training ended at a later step, if the last checkpoint was requested; otherwise empty."""
+
+
+def iter_complete(address: str, *, intact: bool = False) -> Iterator[Manifest]:
+    """Yield the manifests of the complete checkpoints at an address, newest first, perhaps only ``intact`` ones."""
+    storage = Storage(address)
+    try:
+        for entry in entries(storage):
+            if entry.manifest is not None and not (intact and verify(storage, entry)):
+                yield entry.manifest
+    except PipelineError:
+        raise
+    except Exception as error:  # a file system may raise anything
+        raise ResourceError(f"{address}: the checkpoints cannot be read. {type(error).__name__}: {error}") from error
+
+
+def ended_training(state: RunState, *, command: str) -> None:
+    """Check that a run trained a model and has ended."""
+    role, name = state.opened.tags.get("role", "main"), id_of(state.folder)
+    if role in PARENTS:
+        raise UsageError(f"{name} is a {role}. Name one of its trials: pipeline {command} {name}/trial-001")
+    if role != "main":
+        raise UsageError(
+            f"{name} is a run of pipeline {role}, which does not train a model. Name a run of pipeline run."
+        )
+    if state.status == "RUNNING":
+        writer = journal.describe_writer(state.folder / journal.FILE_NAME)
+        raise UsageError(f"{name} is still running in {writer}. Wait until it has ended, then use pipeline {command}.")
+
+
+def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: tuple[str, ...]) -> Checkpoint:
+    """Choose a complete checkpoint of a run: best, last or a step; None: the best if that is kept, else the last."""
+    options, name = file.experiment.checkpoint, id_of(folder)
+    address = address_of(options.directory, run=folder)
+    manifests = list(iter_complete(address))
+    if not manifests:
+        why = "checkpoint.keep is 0" if not options.keep else "Training ended before the first checkpoint"
+        raise UsageError(f"{name}: {address} has no complete checkpoint. {why}.")
+    steps = ", ".join(str(step) for step in sorted(one.step for one in manifests))
+    rated = [one.rated_by(options.best) for one in manifests]
+    if wanted is None:
+        wanted = BEST if options.best is not None and any(one.metric is not None for one in rated) else LAST
+    if wanted == LAST:
+        return Checkpoint(address, manifests[0], note=_describe_missing_end(manifests[0].step, folder=folder))
+    if wanted == BEST:
+        others = f"Use --checkpoint last, or a step: {steps}."
+        if options.best is None:
+            raise UsageError(f"--checkpoint best: {name} was trained without checkpoint.best. {others}")
+        found = best(rated, best_direction(file.experiment, allowed=allowed))
+        if found is None:
+            raise UsageError(f"--checkpoint best: no checkpoint of {name} has a value of {options.best}. {others}")
+        return Checkpoint(address, found, best=options.best)
+    step = int(wanted) if wanted.isascii() and wanted.isdecimal() else step_of(wanted)
+    if step is None:
+        raise UsageError(f"--checkpoint {wanted}: not found. Use best, last, or a step: {steps}.")
+    for one in manifests:
+        if one.step == step:
+            return Checkpoint(address, one)
+    raise UsageError(f"--checkpoint {wanted}: {name} has no checkpoint of step {step}. Its checkpoints: {steps}.")
+
+
+def describe_missing_end(file: ExperimentFile, *, folder: Path) -> str:
+    """Return a note that a run's training ended after its newest checkpoint; empty if it did not."""
+    newest = next(iter_complete(address_of(file.experiment.checkpoint.directory, run=folder)), None)
+    return _describe_missing_end(newest.step, folder=folder) if newest is not None else ""
+
+
+def _describe_missing_end(newest: int, *, folder: Path) -> str:
+    end = _find_end(folder)
+    if end is None or newest >= end.result.steps:
+        return ""
+    return f"The latest checkpoint is from step {newest:,}, but training ended at step {end.result.steps:,}."
+
+
+def _find_end(folder: Path) -> Finished | None:
+    """Return the last end of a run's training."""
+    marked = journal.marked(folder / journal.FILE_NAME, "finished")
+    ends = [event for event in marked if isinstance(event, Finished) and event.trial == "main"]
+    return ends[-1] if ends else None
+
+
+def find_initial(experiment: Experiment) -> Weights | None:
+    """Return the weights of ``train.start_from``; before the run has a folder, which would be its own newest."""
+    start = experiment.train.start_from
+    if start is None:
+        return None
+    if start.run is not None:
+        try:
+            return _find_weights(start.run, Path(experiment.tracking.directory))
+        except UsageError as error:
+            raise ExperimentError.of("train.start_from.run", str(error)) from None
+    path = Path(start.file or "")
+    there = sorted(map(str, (path if path.is_dir() else path.parent).glob(f"*{_ENDING}")))
+    use = f"; use one of {', '.join(there[:5])}" if there else f"; there is no {_ENDING} file"
+    if path.is_dir():
+        message = f"is the folder {path}{use}"
+    elif path.suffix != _ENDING:
+        message = (
+            f"is {path}, but only {_ENDING} files can be read: other formats may run code. Create one with "
+            f'safetensors.torch.save_file(model.state_dict(), "{path.stem}{_ENDING}").'
+        )
+    elif not path.is_file():
+        message = f"{path} does not exist{did_you_mean(str(path), there) or use}"
+    else:
+        return Weights(path=str(path.absolute()), source=str(path))
+    raise ExperimentError.of("train.start_from.file", message)
+
+
+def _find_weights(name: str, directory: Path) -> Weights:
+    """Return the weights that a run's training has left, or those of its newest intact checkpoint."""
+    folder = runs.find_trained(name, directory).folder
+    run, path = id_of(folder), folder / WEIGHTS
+    if path.is_file():
+        end, which = _find_end(folder), "the weights of its last step"
+        if end is not None:
+            which = f"the {end.result.best}" if end.result.best is not None else f"{which}, {end.result.steps:,}"
+        return Weights(path=str(path.absolute()), source=f"run {run}, {which}")
+    if trials := trials_of(folder):
+        example = f"{folder.name}/{trials[0].name}"
+        raise UsageError(f"is {name}, but {folder} is a sweep. Name one of its trials, for example {example}.")
+    state = read_state(folder)
+    if state.status == "RUNNING":
+        writer = journal.describe_writer(folder / journal.FILE_NAME)
+        raise UsageError(f"is {name}, but {folder} is still training in {writer}. Wait for its end.")
+    address = address_of(state.experiment.checkpoint.directory, run=folder)
+    if (newest := next(iter_complete(address, intact=True), None)) is not None:
+        source = f"run {run}, the checkpoint of step {newest.step:,}"
+        return Weights(path=address, checkpoint=newest.name, source=source)
+    if state.status == "FINISHED":
+        raise UsageError(f"is {name}, but {path} does not exist. Name a run of pipeline run.")
+    raise UsageError(
+        f"is {name}, but {folder} ended without an intact checkpoint. Continue it with --resume, or name another run."
+    )
