@@ -29,7 +29,6 @@ from pipeline.system.closed_terminal import hang_up, is_ended_by_hang_up
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
 from pipeline.system.signals import handled
-from pipeline.tracking.mlflow import mlflow_subscriber
 from pipeline.wording import did_you_mean
 
 
@@ -170,8 +169,7 @@ def _started(
         user = environment(**missing_user_variables())
         with shown, user, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
-            uri = file.experiment.tracking.uri
-            with _head_start.given(file.experiment, verbose=verbose), mlflow_subscriber.head_start(uri):
+            with _head_start.given(file.experiment, verbose=verbose):
                 yield file
     except KeyboardInterrupt as error:
         raise type(error) from None  # without the way through our code

@@ -155,13 +155,10 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     stages.begin("importing torch")
     with interruptible(), undisturbed():
         from pipeline.launch import _head_start
-        from pipeline.tracking.mlflow import mlflow_subscriber
 
     with interruptible(), ExitStack() as begun:
         begun.enter_context(allocator.huge_pages())
         begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
-        if not is_follower():
-            begun.enter_context(mlflow_subscriber.head_start(file.experiment.tracking.uri))
         try:
             with undisturbed():
                 importlib.import_module("pipeline.commands.run")  # and torch with it

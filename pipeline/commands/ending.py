@@ -12,9 +12,9 @@ from pipeline.record.terminal.console import Printable, print_report, print_scre
 from pipeline.record.terminal.terminal import Terminal, linked
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
-from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
-from pipeline.tracking.mlflow.store import is_server, resolve_uri, ui_address
-from pipeline.tracking.trackers import named_trackers
+from pipeline.tracking import loggers
+from pipeline.tracking.outcome import TrackingOutcome, places_of
+from pipeline.tracking.store import is_server, resolve_uri, ui_address
 
 _RUNS = Path("runs")
 """Folder in which commands look for runs by their name."""
@@ -60,7 +60,7 @@ def find_places(folder: Path) -> Places:
         page=str(page) if page.is_file() else "",
         mlflow=_describe_store(folder, opened.tracking_uri if opened else ""),
         command=opened.command if opened else "",
-        others=tuple(named_trackers.places(folder)),
+        others=tuple(loggers.places(folder)),
     )
 
 

@@ -9,7 +9,7 @@ from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.summary import flatten
 from pipeline.experiment.train import Train
 from pipeline.record.folder import RunState
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.train.storage import Storage, address_of
 
 

@@ -25,7 +25,7 @@ from pipeline.experiment.targets import allowed_packages, list_once
 from pipeline.experiment.values import Direction, Mode
 from pipeline.plan.describe import DataSizes
 from pipeline.system.imports import undisturbed
-from pipeline.tracking.trackers import named_trackers
+from pipeline.tracking import loggers
 
 _LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """Characters that `multiprocessing` leaves of the path of a Unix socket, whose limit is 107."""
@@ -48,7 +48,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems, rejected = components.check(file.experiment, allowed=allowed)
     problems += _strategy_problems(file.experiment)
     problems += _temporary_folder_problems(file.experiment)
-    problems += named_trackers.problems(file.experiment.tracking.loggers)
+    problems += loggers.problems(file.experiment.tracking.loggers)
     if rejected := rejected or _find_wrong_values(file, allowed=allowed):
         error = file.explain(dict.fromkeys([*problems, *rejected]))
         raise ExperimentError(list_once(error.problems, allowed=allowed))
