@@ -22,8 +22,8 @@ from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.user_modules import check_not_importing
 from pipeline.launch import _head_start
 from pipeline.plan.outer_launcher import outer_launcher
-from pipeline.record.terminal import waiting
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.console import stages_on
+from pipeline.record.screen import Terminal
 from pipeline.report.report import Report
 from pipeline.system.closed_terminal import hang_up, is_ended_by_hang_up
 from pipeline.system.imports import importable
@@ -165,7 +165,7 @@ def _started(
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("pipeline handles signals, which only the main thread receives. Call it in the main thread.")
     try:
-        shown = waiting.shown_on(_terminal(quiet=quiet).progress)
+        shown = stages_on(_terminal(quiet=quiet).progress)
         user = environment(**missing_user_variables())
         with shown, user, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file

@@ -71,8 +71,7 @@ def show(
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import format_progress, result_of
     from pipeline.record.run_summary import data_of
-    from pipeline.record.terminal.console import print_report
-    from pipeline.record.terminal.terminal import headed, linked, write
+    from pipeline.record.screen import headed, linked, print_report, write
     from pipeline.tracking.outcome import places_of
 
     console = rich.console.Console(highlight=False)
@@ -132,7 +131,7 @@ def sync(
     import rich.console
 
     from pipeline.record import runs
-    from pipeline.record.terminal.console import progress_on
+    from pipeline.record.console import progress_on
     from pipeline.tracking.follow import sync_with_trials
 
     folder, store = runs.find(run, directory), _store(to) if to is not None else ""

@@ -8,8 +8,7 @@ import rich.console
 from pipeline.errors import UsageError
 from pipeline.record import journal, runs
 from pipeline.record.folder import id_of, is_kept
-from pipeline.record.terminal.console import Printable, print_report, print_screen, print_verdict
-from pipeline.record.terminal.terminal import Terminal, linked
+from pipeline.record.screen import Printable, Terminal, linked, print_report, print_screen, print_verdict
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
 from pipeline.tracking import loggers

@@ -20,11 +20,11 @@ from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened
 from pipeline.protocol.labels import PARENTS, Status
 from pipeline.protocol.trial import Trial
 from pipeline.record import provenance
+from pipeline.record.console import Console
 from pipeline.record.folder import LOG_NAME, create, explained, id_of, is_kept, killed, sweep_of
 from pipeline.record.journal import FILE_NAME, ending, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.terminal.console import Console
-from pipeline.record.terminal.terminal import Terminal, linked
+from pipeline.record.screen import Terminal, linked
 from pipeline.system import stages
 from pipeline.tracking.follower import Follower, flush
 from pipeline.tracking.loggers import own_names

@@ -42,7 +42,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.record.journal import FILE_NAME, Journal
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.screen import Terminal
 from pipeline.tracking import mlflow
 from pipeline.tracking.follow import quiet, sync
 from pipeline.tracking.follower import Follower

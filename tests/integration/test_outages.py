@@ -31,7 +31,7 @@ from pipeline.protocol.labels import Status
 from pipeline.record import journal
 from pipeline.record.folder import read_state, runs_named
 from pipeline.record.recorder import Recorder
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.screen import Terminal
 from pipeline.tracking import mlflow as entities
 from pipeline.tracking.follow import sync
 from pipeline.tracking.loggers import scalars

@@ -24,7 +24,7 @@ from pipeline.experiment.load import ExperimentFile, load
 from pipeline.experiment.targets import BUILT_IN
 from pipeline.protocol.events import ArtifactSaved, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.screen import Terminal
 from pipeline.train import metrics as metrics_of
 from pipeline.train.manifest import entries, step_of, verify
 from pipeline.train.metrics import SharedMetrics

@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from pipeline.protocol.events import RunClosed
-from pipeline.record.terminal.terminal import linked
+from pipeline.record.screen import linked
 from pipeline.tracking import follower
 from pipeline.tracking.follower import Follower
 from pipeline.tracking.outcome import TrackingOutcome, link_of

@@ -20,7 +20,7 @@ from pipeline.data.splits import Table
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.load import from_mapping
 from pipeline.protocol.events import Started
-from pipeline.record.terminal.trial_progress import facts
+from pipeline.record.progress import facts
 from pipeline.train.order import SampleOrder
 from pipeline.train.samplers import order_of
 

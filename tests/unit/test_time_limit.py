@@ -14,7 +14,7 @@ from pipeline.experiment.train import Train
 from pipeline.protocol.events import FirstStep, Metrics, Started
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.record.terminal.trial_progress import TrialProgress
+from pipeline.record.progress import TrialProgress
 from pipeline.train.clock import Clock, Lap
 from pipeline.train.manifest import folder_name
 from pipeline.train.run import train

@@ -19,7 +19,7 @@ from pipeline.plan.describe import DataSizes, describe
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
-from pipeline.record.terminal.console import _format_finished
+from pipeline.record.console import _format_finished
 from pipeline.report.report import Report
 from pipeline.tracking.loggers import figures
 from pipeline.train.manifest import trained
