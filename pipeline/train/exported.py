@@ -39,12 +39,7 @@ Example = Tensor | dict[str, Tensor]
 def trained_model(
     experiment: Experiment, weights: Mapping[str, Tensor], *, allowed: tuple[str, ...], reference: Reference
 ) -> nn.Module:
-    """Build the model again with these weights, without those of the task: on the CPU, in evaluation mode.
-
-    Raises:
-        ExperimentError: the model's component can't be built in this process, or computes something else now.
-        RuntimeError: the weights belong to another model.
-    """
+    """Build the model again with these weights, without those of the task: on the CPU, in evaluation mode."""
     with keep_generators():
         module = seeded_model(partial(components.build, allowed=allowed, runtime=reference.runtime), experiment)
     own = module.state_dict().keys()
@@ -58,9 +53,6 @@ def check_memory(weights: Path) -> None:
     """Check that a model can be exported within the memory of a container or job; ``weights`` is its weights' file.
 
     Else the kernel may kill all processes of the container, also the driver, after the whole training.
-
-    Raises:
-        ResourceError: too little memory is left.
     """
     needed = _COPIES * weights.stat().st_size
     for limit in find_memory_limits():
@@ -88,11 +80,6 @@ def write_mlflow_model(
 
     It is a program of torch.export, which runs no code of the model when it is loaded and takes named inputs by
     position; or a pickle, if the export fails.
-
-    Raises:
-        ExperimentError: the model's component can't be built in this process, or computes something else now.
-        ResourceError: too little memory is left.
-        Exception: the weights belong to another model, or it can't be pickled.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow.pytorch
@@ -141,11 +128,7 @@ def write_mlflow_model(
 
 
 def write_program(module: nn.Module, example: Example, program: Path) -> None:
-    """Write the model as a program of torch.export for batches of any size, which names inputs as the model does.
-
-    Raises:
-        Exception: whatever torch.export can't trace in a user's model.
-    """
+    """Write the model as a program of torch.export for batches of any size, which names inputs as the model does."""
     with _silence():
         torch.export.save(_exported(module, example), program)
 

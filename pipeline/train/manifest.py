@@ -108,11 +108,7 @@ class Manifest(Frozen):
 
 
 def parse(content: bytes) -> Manifest | None:
-    """Parse a manifest; None if it is invalid or its digest doesn't match.
-
-    Raises:
-        UsageError: the checkpoint has another format.
-    """
+    """Parse a manifest; None if it is invalid or its digest doesn't match."""
     with suppress(ValueError):
         values = json.loads(content)
         if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
@@ -177,21 +173,13 @@ class Entry(NamedTuple):
 
 
 def entries(storage: Storage) -> list[Entry]:
-    """List all checkpoints, newest first. Reads manifests only, so their files may still be damaged.
-
-    Raises:
-        OSError: the storage can't be read (or the file system's own exception).
-    """
+    """List all checkpoints, newest first. Reads manifests only, so their files may still be damaged."""
     steps = sorted((step for name in storage.folders() if (step := step_of(name)) is not None), reverse=True)
     return [entry_of(storage, step) for step in steps]
 
 
 def entry_of(storage: Storage, step: int) -> Entry:
-    """Return the checkpoint of a step, with a manifest if it is complete.
-
-    Raises:
-        OSError: the storage can't be read (or the file system's own exception).
-    """
+    """Return the checkpoint of a step, with a manifest if it is complete."""
     name = folder_name(step)
     try:
         with storage.open(f"{name}/{FILE_NAME}") as file:

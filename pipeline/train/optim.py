@@ -44,11 +44,7 @@ _IMPLEMENTATION = ("fused", "foreach")
 
 
 def freeze(trainee: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match, before a strategy wraps them.
-
-    Raises:
-        ExperimentError: a pattern matches nothing, or nothing is left to train.
-    """
+    """Freeze the parameters whose names match, before a strategy wraps them."""
     if not patterns:
         return
     parameters = named(trainee)
@@ -90,12 +86,7 @@ def _keep_mode(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def check_division(experiment: Experiment, trainee: nn.Module) -> None:
-    """Check the patterns of optimizers and groups on a model, which may be on the meta device.
-
-    Raises:
-        ExperimentError: a pattern matches no parameter, an optimizer or a group has none to train, or a parameter is in
-            several optimizers or in none.
-    """
+    """Check the patterns of optimizers and groups on a model, which may be on the meta device."""
     _divide(experiment, trainee)
 
 
@@ -105,10 +96,6 @@ def build_optimizers(
     """Build the optimizers, with learning rates scaled by ``train.lr_scaling``, by name; a single one has the name "".
 
     ``is_sharded`` is True if each rank holds a shard of each parameter.
-
-    Raises:
-        ExperimentError: one can't be built or train its parameters, the parameters aren't divided among them, or the
-            task is one for another number of optimizers.
     """
     _check_arguments(trainee.own_task, of_several=bool(experiment.optimizers))
     divided, built = _divide(experiment, trainee), {}

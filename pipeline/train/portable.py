@@ -42,12 +42,7 @@ class PortableModel(NamedTuple):
     """Epoch of the weights, counted from 1."""
 
     def module(self) -> nn.Module:
-        """Build the model on the CPU, in evaluation mode.
-
-        Raises:
-            ExperimentError: its component can't be built, or computes something else than what was evaluated.
-            UsageError: the weights belong to another model.
-        """
+        """Build the model on the CPU, in evaluation mode."""
         try:
             return trained_model(self.experiment, self.weights, allowed=self.allowed, reference=self.reference)
         except RuntimeError as error:
@@ -58,12 +53,7 @@ class PortableModel(NamedTuple):
 
 
 def of_checkpoint(trial: Evaluation) -> PortableModel:
-    """Read the weights of a checkpoint in this process, and example inputs from the experiment's data.
-
-    Raises:
-        ExperimentError: the experiment can't be built, or its model doesn't match the checkpoint's.
-        TrainingError: the checkpoint is damaged, or code of the experiment raised.
-    """
+    """Read the weights of a checkpoint in this process, and example inputs from the experiment's data."""
     try:
         s, manifest = restore(trial, rank=Rank(), outbox=None)
         with resulting_weights(s):
@@ -81,11 +71,7 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
 def of_result(
     folder: Path, experiment: Experiment, *, allowed: tuple[str, ...], runtime: Mapping[str, int], epoch: int
 ) -> PortableModel:
-    """Read the weights that a training left in its run's folder, and the example inputs with them, if any.
-
-    Raises:
-        UsageError: a file is damaged.
-    """
+    """Read the weights that a training left in its run's folder, and the example inputs with them, if any."""
     weights, example = folder / WEIGHTS, folder / EXAMPLE
     try:
         tensors: Mapping[str, Tensor] = torch.load(weights, map_location="cpu", weights_only=True)

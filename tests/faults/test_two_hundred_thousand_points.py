@@ -29,6 +29,7 @@ def test_each_point_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     server, folder = Server(tmp_path), tmp_path / "runs" / "long"
     folder.mkdir(parents=True)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
     tags = {"strategy": "single", "world_size": "1"}
     opened = RunOpened(run="long", tracking_uri=server.uri, tracking_experiment="long", tags=tags, params={}, trials=())
     told: list[str] = []
@@ -58,6 +59,10 @@ def test_each_point_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         follower.close()
     began = time.monotonic()
     outcome = sync(folder, warn=told.append)
+    for _ in range(10):  # a busy machine's server may take longer than the few attempts of one command
+        if outcome.delivered:
+            break
+        outcome = sync(folder, warn=told.append)
     sys.stderr.write(f"\n{POINTS:,} points, {killed} kills; {time.monotonic() - began:.0f} s of sync; {told}\n")
     server.kill()
     assert outcome.delivered

@@ -25,29 +25,29 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 573,
-    "cli": 1_471,
-    "commands": 6_124,
+    "api": 571,
+    "cli": 1_464,
+    "commands": 6_122,
     "data": 1_031,
-    "drive": 1_905,
+    "drive": 1_872,
     "experiment": 4_340,
     "launch": 4_001,
     "models": 434,
     "plan": 1_042,
     "protocol": 2_095,
-    "record": 2_302,
+    "record": 2_119,
     "report": 6_550,
     "strategies": 725,
-    "system": 1_034,
+    "system": 796,
     "tasks": 1_016,
-    "tracking": 2_926,
-    "train": 10_711,
+    "tracking": 2_275,
+    "train": 10_706,
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 374
+FILES = 355
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_479
+TEST_LINES = 51_496
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
