@@ -1,6 +1,5 @@
 """Results reach MLflow exactly once, in a SQLite file and through a server; stores that fail: test_outages.py."""
 
-import io
 import json
 import signal
 import socket
@@ -15,19 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import rich.console
 import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from stores import Server
 
-from pipeline.drive.recorded_run import open_trial, recorded
 from pipeline.errors import ResourceError, UsageError
-from pipeline.experiment.load import load
 from pipeline.models.mlp import MLP
-from pipeline.plan.plan import make_plan
-from pipeline.plan.resources import Resources
 from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
@@ -42,7 +36,6 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.record.journal import FILE_NAME, Journal
-from pipeline.record.screen import Terminal
 from pipeline.tracking import mlflow
 from pipeline.tracking.follow import quiet, sync
 from pipeline.tracking.follower import Follower
@@ -345,28 +338,6 @@ def test_a_journal_is_sent_to_another_store(database: str, tmp_path: Path, warni
     assert (outcome.delivered, outcome.uri, warnings_told) == (True, database, [])
     assert client_of(database).get_run(outcome.run_id).data.metrics
     assert run_link(database, outcome.experiment_id, outcome.run_id) in places_of(folder)
-
-
-def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(database: str, tmp_path: Path) -> None:
-    """Nothing is lost, nothing is there twice."""
-    overrides = [
-        f"tracking.uri={database}",
-        f"tracking.directory={tmp_path}",
-        "parallel.launcher=inprocess",
-        "parallel.workers=1",
-        "parallel.strategy=single",
-    ]
-    experiment = load(Path(__file__).parents[2] / "experiments" / "mlp.yaml", overrides).experiment
-    plan = make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
-    with recorded(plan, terminal=Terminal.on(rich.console.Console(file=io.StringIO()))) as recorder:
-        open_trial(plan.main, recorder)
-        for step in range(3000):
-            recorder.receive(metrics(step, names=5))
-    run = client_of(database).search_runs([client_of(database).get_experiment_by_name(experiment.name).experiment_id])[
-        0
-    ]
-    history = client_of(database).get_metric_history(run.info.run_id, "train/loss_4")
-    assert sorted(point.step for point in history) == list(range(3000))
 
 
 def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path) -> None:
