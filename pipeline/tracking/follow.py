@@ -24,7 +24,7 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.record import journal
 from pipeline.record.folder import LOG_NAME, is_kept, killed, trials_of
 from pipeline.tracking import loggers
-from pipeline.tracking.mlflow import METRICS_PER_CALL, MODEL, MlflowRun
+from pipeline.tracking.mlflow import METRICS_PER_CALL, MlflowRun
 from pipeline.tracking.outcome import TrackingOutcome, link_of
 from pipeline.tracking.store import check_store, create_store, is_server, run_link, with_credentials
 from pipeline.wording import counted, join_names
@@ -390,9 +390,8 @@ def _sync(folder: Path, *, warn: Callable[[str], None], to: str, only_first: boo
     known = TrackingOutcome.kept(folder)
     sent = known if known and known.uri == other else TrackingOutcome(uri=other)
     sent.trouble = ""
-    if MODEL in sent.missing:  # it is tried again, e.g. where more memory is free
-        sent.uploads += [model for model in sent.models if model not in sent.uploads]
-    sent.missing = []
+    if sent.refused or sent.missing:  # all is sent again, e.g. where a trial is there now, or more memory is free
+        sent.offset, sent.refused, sent.missing = 0, 0, []
     keeps = not (other and known and known.delivered)  # links stay on the run's own store
     delivery = Delivery(folder, uri=uri, sent=sent, warn=warn, keeps=keeps)
     delivery.end = end

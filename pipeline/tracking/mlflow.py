@@ -36,8 +36,6 @@ MAIN = "main"
 """Name of the main trial; its MLflow run is the parent of the measurements'."""
 _BASELINE = "baseline"  # name of its trial
 TRIAL_TAG = "pipeline.trial"
-MODEL = "its model"
-"""A run's model among the files that are missing."""
 _ERROR_TAG = "error"  # a failed run's first error
 _TABLES_TAG = "mlflow.loggedArtifacts"
 METRICS_PER_CALL = 1000
@@ -181,7 +179,7 @@ class MlflowRun:
         folder = self.folder / PurePosixPath(event.run).name if event.run else self.folder
         if event.example:
             if not log_model(self.client, event, sent.exported, run_id=run_id, folder=folder, warn=self._warn):
-                sent.missing.append(MODEL)
+                sent.missing.append("its model")
         else:
             self.client.log_artifact(run_id, str(folder / event.weights), str(PurePosixPath(event.weights).parent))
             self._warn(

@@ -25,6 +25,7 @@ NAMES = 20
 PAUSE_S = 0.002
 
 
+@pytest.mark.timeout(1800)
 def test_each_point_is_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, folder = Server(tmp_path), tmp_path / "runs" / "long"
     folder.mkdir(parents=True)
