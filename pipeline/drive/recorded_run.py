@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -118,6 +119,10 @@ def recorded(
 
         if warning:
             warn(warning)
+        if os.environ.get("MLFLOW_EXPERIMENT_ID") and not (
+            tracking.experiment or "MLFLOW_EXPERIMENT_NAME" in os.environ
+        ):
+            warn("MLFLOW_EXPERIMENT_ID is not used. Set tracking.experiment, or MLFLOW_EXPERIMENT_NAME")
         # Plain lines for the log, even in notebooks and with FORCE_COLOR.
         plain = rich.console.Console(
             file=cast("IO[str]", log), width=120, force_jupyter=False, force_terminal=False, color_system=None
@@ -224,7 +229,9 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
         title=member.title if member else experiment.tracking.run_name or "",
         logs_model=member is None or member.logs_model,
         tracking_uri=without_credentials(uri),
-        tracking_experiment=experiment.tracking.experiment or experiment.name,
+        tracking_experiment=experiment.tracking.experiment
+        or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        or experiment.name,
         tags=provenance.run_tags(plan),
         params=flatten(experiment),
         trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
