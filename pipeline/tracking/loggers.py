@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.errors import Problem
+from pipeline.errors import PipelineError, Problem
 from pipeline.experiment.extras import lacking
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.experiment.values import Component
@@ -89,7 +89,9 @@ class Logger:
             # Without its traceback: exceptions of services quote URIs with their passwords.
             self.has_failed = True
             said = without_credentials_in(" ".join(str(error).split()))[:300]
-            self._tell(f"{self.name} raised {type(error).__name__}: {said}. It gets no further events. {self._remedy}")
+            if not isinstance(error, PipelineError):  # which names the key: it can't be built
+                said = f"{self.name} raised {type(error).__name__}: {said}"
+            self._tell(f"{said}. It gets no further events. {self._remedy}")
         finally:
             self._tell("")
 
