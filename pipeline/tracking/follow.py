@@ -42,14 +42,8 @@ _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 _TRY_AGAIN = {401, 403, 408, 429}  # wrong credentials can be replaced during the run
-_PACKAGES = {
-    "boto3": "boto3",
-    "google": "google-cloud-storage",
-    "azure": "azure-storage-blob azure-identity",
-    "psycopg2": "psycopg2-binary",
-    "pymysql": "pymysql",
-    "MySQLdb": "mysqlclient",
-}
+_PACKAGES = {"google": "google-cloud-storage", "azure": "azure-storage-blob azure-identity"}
+_PACKAGES |= {"boto3": "boto3", "psycopg2": "psycopg2-binary", "pymysql": "pymysql", "MySQLdb": "mysqlclient"}
 """Packages that stores need besides MLflow, by the module that can't be imported."""
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last is repeated
 _LAST_ATTEMPTS = 3  # after the end of the run
@@ -96,11 +90,7 @@ class Delivery:
         self._upload_at = 0.0
 
     def send(self, *, only_first: bool = False) -> bool:
-        """Send everything until `ending` is set and the journal has been read; or its first event, if it wasn't sent.
-
-        Returns:
-            False if something is missing; the state says what, and why.
-        """
+        """Send everything until `ending`, or the first event; return False if something is missing, as the state says."""
         is_complete = False
         try:
             with quiet():
@@ -278,10 +268,7 @@ def _batches(tail: journal.Tail) -> Iterator[tuple[list[AnyEvent], int]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep MLflow's log lines and warnings of this thread off the terminal; its exceptions say the same.
-
-    It also shortens MLflow's timeouts and retries, unless the user has set them.
-    """
+    """Keep MLflow's log lines and warnings of this thread off the terminal, and its timeouts short."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Not with catch_warnings, which isn't safe beside other threads. MLflow 3.17 on SQLAlchemy 2.1.
@@ -345,7 +332,7 @@ def _http_status(error: BaseException) -> int | None:
 # A run that has ended
 
 
-def sync(folder: Path, *, warn: Callable[[str], None], to: str = "") -> TrackingOutcome:
+def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first: bool = False) -> TrackingOutcome:
     """Send what MLflow lacks of a finished or killed run, and all of it to its named loggers.
 
     If the journal lacks the end of the run, its MLflow runs end as KILLED at the time of its last event.
@@ -354,31 +341,12 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "") -> Tracking
         folder: the run's folder.
         warn: called when an outage starts and when it ends.
         to: URI of another store as `resolve_uri` returns it, with credentials; empty for its own, and its loggers.
+        only_first: True to do no more than open the run.
 
     Raises:
         UsageError: the journal is missing or damaged, or the run is still running and sends its events itself.
         ResourceError: the store can never keep results.
     """
-    return _sync(folder, warn=warn, to=to)
-
-
-def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "") -> Iterator[TrackingOutcome]:
-    """Send a run and, if it is a sweep, its trials; stop at the first incomplete delivery. See `sync`.
-
-    A trial's MLflow run needs its sweep's as parent, and the sweep's tags about trials need the trials' runs.
-    """
-    trials = [trial for trial in trials_of(folder) if journal.opened(trial / journal.FILE_NAME)]
-    if trials and (begun := _sync(folder, warn=warn, to=to, only_first=True)).trouble:
-        yield begun
-        return
-    for each in (*trials, folder):
-        outcome = sync(each, warn=warn, to=to)
-        yield outcome
-        if not outcome.delivered:
-            return
-
-
-def _sync(folder: Path, *, warn: Callable[[str], None], to: str, only_first: bool = False) -> TrackingOutcome:
     opened, end = _find_ends(folder)
     own = with_credentials(opened.tracking_uri)
     uri = to or own
@@ -416,6 +384,22 @@ def _sync(folder: Path, *, warn: Callable[[str], None], to: str, only_first: boo
     if any(logger.has_failed for logger in started):  # a warning has named it
         outcome.delivered = False
     return outcome
+
+
+def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "") -> Iterator[TrackingOutcome]:
+    """Send a run and, if it is a sweep, its trials; stop at the first incomplete delivery. See `sync`.
+
+    A trial's MLflow run needs its sweep's as parent, and the sweep's tags about trials need the trials' runs.
+    """
+    trials = [trial for trial in trials_of(folder) if journal.opened(trial / journal.FILE_NAME)]
+    if trials and (begun := sync(folder, warn=warn, to=to, only_first=True)).trouble:
+        yield begun
+        return
+    for each in (*trials, folder):
+        outcome = sync(each, warn=warn, to=to)
+        yield outcome
+        if not outcome.delivered:
+            return
 
 
 def _find_ends(folder: Path) -> tuple[RunOpened, RunClosed]:

@@ -29,7 +29,7 @@ LARGER_TODAY = {
     "cli": 1_464,
     "commands": 6_122,
     "data": 1_031,
-    "drive": 1_872,
+    "drive": 1_879,
     "experiment": 4_340,
     "launch": 4_001,
     "models": 434,
@@ -40,14 +40,14 @@ LARGER_TODAY = {
     "strategies": 725,
     "system": 796,
     "tasks": 1_016,
-    "tracking": 2_275,
+    "tracking": 2_258,
     "train": 10_706,
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 355
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_467
+TEST_LINES = 51_468
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
