@@ -90,7 +90,7 @@ class Delivery:
         self._upload_at = 0.0
 
     def send(self, *, only_first: bool = False) -> bool:
-        """Send everything until `ending`, or the first event; return False if something is missing, as the state says."""
+        """Send everything until `ending`, or the first event; return False if something is missing."""
         is_complete = False
         try:
             with quiet():
