@@ -22,14 +22,13 @@ from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.targets import check_not_importing
 from pipeline.launch import _head_start
 from pipeline.plan.outer_launcher import outer_launcher
-from pipeline.record.terminal import waiting
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.console import stages_on
+from pipeline.record.screen import Terminal
 from pipeline.report.report import Report
 from pipeline.system.closed_terminal import hang_up, is_ended_by_hang_up
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
 from pipeline.system.signals import handled
-from pipeline.tracking.mlflow import mlflow_subscriber
 from pipeline.wording import did_you_mean
 
 
@@ -166,12 +165,11 @@ def _started(
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("pipeline handles signals, which only the main thread receives. Call it in the main thread.")
     try:
-        shown = waiting.shown_on(_terminal(quiet=quiet).progress)
+        shown = stages_on(_terminal(quiet=quiet).progress)
         user = environment(**missing_user_variables())
         with shown, user, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
-            uri = file.experiment.tracking.uri
-            with _head_start.given(file.experiment, verbose=verbose), mlflow_subscriber.head_start(uri):
+            with _head_start.given(file.experiment, verbose=verbose):
                 yield file
     except KeyboardInterrupt as error:
         raise type(error) from None  # without the way through our code

@@ -12,7 +12,7 @@ from pipeline.report.numbers.row import Row
 from pipeline.report.page.html import fragment
 from pipeline.report.report import Report
 from pipeline.report.report_files import CHART_NAME
-from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
+from pipeline.tracking.outcome import TrackingOutcome, places_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,7 +19,7 @@ from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
     from pipeline.experiment.load import ExperimentFile
-    from pipeline.record.terminal.terminal import Terminal
+    from pipeline.record.screen import Terminal
 
 FileArgument = Annotated[
     str,
@@ -124,8 +124,8 @@ def consoles(*, as_json: bool, quiet: bool, prints: bool = False) -> "Iterator[T
         quiet: no progress.
         prints: standard output is for the plan alone.
     """
-    from pipeline.record.terminal import waiting
-    from pipeline.record.terminal.terminal import Terminal
+    from pipeline.record.console import stages_on
+    from pipeline.record.screen import Terminal
     from pipeline.system.leftovers import Leftovers
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
@@ -134,9 +134,7 @@ def consoles(*, as_json: bool, quiet: bool, prints: bool = False) -> "Iterator[T
         shown.callback(leftovers.end, partial(_warn, terminal))
         if not as_json and not is_follower():
             # on the console of the notes, else they are printed into its line
-            shown.enter_context(
-                waiting.shown_on((Terminal.of(as_json=True, quiet=quiet) if prints else terminal).progress)
-            )
+            shown.enter_context(stages_on((Terminal.of(as_json=True, quiet=quiet) if prints else terminal).progress))
         yield terminal
 
 
@@ -155,13 +153,10 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     stages.begin("importing torch")
     with interruptible(), undisturbed():
         from pipeline.launch import _head_start
-        from pipeline.tracking.mlflow import mlflow_subscriber
 
     with interruptible(), ExitStack() as begun:
         begun.enter_context(allocator.huge_pages())
         begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
-        if not is_follower():
-            begun.enter_context(mlflow_subscriber.head_start(file.experiment.tracking.uri))
         try:
             with undisturbed():
                 importlib.import_module("pipeline.commands.run")  # and torch with it
@@ -181,7 +176,7 @@ def print_json(text: str) -> None:
 
 def show(error: PipelineError) -> None:
     """Print an error for the user; an error in training comes with the traceback of the failed rank."""
-    from pipeline.record.terminal.terminal import OptionalConsole, write
+    from pipeline.record.screen import OptionalConsole, write
 
     stages.end()
     write(OptionalConsole(stderr=True, highlight=False), error.told)

@@ -74,8 +74,8 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     """Print the plan of a run; a download of its data shows its progress."""
     import rich.console
 
-    from pipeline.record.terminal.console import progress_on
-    from pipeline.record.terminal.terminal import OptionalConsole, write
+    from pipeline.record.console import progress_on
+    from pipeline.record.screen import OptionalConsole, write
 
     stages.begin("importing torch")
     with undisturbed():

@@ -29,8 +29,7 @@ def check(
     import rich.console
 
     from pipeline.commands.check import iter_checks
-    from pipeline.record.terminal import waiting
-    from pipeline.record.terminal.console import progress_on
+    from pipeline.record.console import progress_on, stages_on
 
     errors: dict[str, PipelineError] = {}
     overrides = [word for word in files if "=" in word and not Path(word).exists()]
@@ -38,7 +37,7 @@ def check(
     if not files:
         raise UsageError(f"name an experiment file, too: pipeline check FILE {overrides[0]}")
     console = rich.console.Console(highlight=False, stderr=True, quiet=quiet)
-    with interruptible(), waiting.shown_on(rich.console.Console(quiet=True) if as_json else console):
+    with interruptible(), stages_on(rich.console.Console(quiet=True) if as_json else console):
         for file, check_file in iter_checks(files, overrides, with_data=data):
             with progress_on(console):
                 found = check_file()

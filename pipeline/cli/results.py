@@ -71,9 +71,8 @@ def show(
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import format_progress, result_of
     from pipeline.record.run_summary import data_of
-    from pipeline.record.terminal.console import print_report
-    from pipeline.record.terminal.terminal import headed, linked, write
-    from pipeline.tracking.mlflow.outcome import places_of
+    from pipeline.record.screen import headed, linked, print_report, write
+    from pipeline.tracking.outcome import places_of
 
     console = rich.console.Console(highlight=False)
     summary = summary_of(run, directory)
@@ -109,8 +108,8 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, metavar="PORT", help="Port on localhost.")] = 5000,
 ) -> None:
     """Serve the MLflow UI with the results on localhost."""
-    from pipeline.tracking.mlflow.store import resolve_uri
-    from pipeline.tracking.mlflow.ui import serve
+    from pipeline.tracking.store import resolve_uri
+    from pipeline.tracking.ui import serve
 
     serve(resolve_uri(store, base=Path.cwd()), port=port, ready=_open)
 
@@ -132,8 +131,8 @@ def sync(
     import rich.console
 
     from pipeline.record import runs
-    from pipeline.record.terminal.console import progress_on
-    from pipeline.tracking.mlflow.sync import sync_with_trials
+    from pipeline.record.console import progress_on
+    from pipeline.tracking.follow import sync_with_trials
 
     folder, store = runs.find(run, directory), _store(to) if to is not None else ""
     with progress_on(rich.console.Console(highlight=False, stderr=True)):
@@ -184,7 +183,7 @@ def remove(
 
 def _store(to: str) -> str:
     from pipeline.experiment.uris import problem_of, without_credentials
-    from pipeline.tracking.mlflow.store import resolve_uri
+    from pipeline.tracking.store import resolve_uri
 
     if problem := problem_of(to):
         raise UsageError(f"--to {without_credentials(to)}: {problem}")
@@ -193,7 +192,7 @@ def _store(to: str) -> str:
 
 def _open(address: str) -> None:
     """Print a link to the runs of each experiment, since MLflow opens with its pages for GenAI."""
-    from pipeline.tracking.mlflow.ui import pages
+    from pipeline.tracking.ui import pages
 
     try:
         links = [f"{experiment}: {link}" for experiment, link in pages(address)]

@@ -86,7 +86,7 @@ def export(
     """Export the trained model of a run: its weights, and a program that runs without the model's code."""
     from pipeline.commands import export as exporting
     from pipeline.commands.exported_files import README
-    from pipeline.record.terminal.terminal import write
+    from pipeline.record.screen import write
 
     folder = find_trained(run, directory)
     exporting.check_options(onnx=onnx, to=to, force=force)

@@ -8,13 +8,12 @@ import rich.console
 from pipeline.errors import UsageError
 from pipeline.record import journal, runs
 from pipeline.record.folder import id_of, is_kept
-from pipeline.record.terminal.console import Printable, print_report, print_screen, print_verdict
-from pipeline.record.terminal.terminal import Terminal, linked
+from pipeline.record.screen import Printable, Terminal, linked, print_report, print_screen, print_verdict
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
-from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
-from pipeline.tracking.mlflow.store import is_server, resolve_uri, ui_address
-from pipeline.tracking.trackers import named_trackers
+from pipeline.tracking import loggers
+from pipeline.tracking.outcome import TrackingOutcome, places_of
+from pipeline.tracking.store import is_server, resolve_uri, ui_address
 
 _RUNS = Path("runs")
 """Folder in which commands look for runs by their name."""
@@ -60,7 +59,7 @@ def find_places(folder: Path) -> Places:
         page=str(page) if page.is_file() else "",
         mlflow=_describe_store(folder, opened.tracking_uri if opened else ""),
         command=opened.command if opened else "",
-        others=tuple(named_trackers.places(folder)),
+        others=tuple(loggers.places(folder)),
     )
 
 

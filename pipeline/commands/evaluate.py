@@ -13,7 +13,7 @@ from pipeline.plan.plan import Plan, Planner
 from pipeline.protocol.labels import Split
 from pipeline.protocol.trial import Evaluation
 from pipeline.record.folder import RunState, id_of, read_state
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.screen import Terminal
 from pipeline.report.evaluated import EvaluationReport
 
 

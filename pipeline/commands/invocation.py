@@ -27,8 +27,7 @@ from pipeline.record import provenance
 from pipeline.record.folder import id_of
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.terminal.console import Printable
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.screen import Printable, Terminal
 from pipeline.report.advice import advise
 from pipeline.report.numbers.goodput import Goodput, WallClock
 from pipeline.report.numbers.row import Row

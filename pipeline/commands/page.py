@@ -17,8 +17,8 @@ from pipeline.report.page.about import About
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.swept import SweptReport
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
-from pipeline.tracking.mlflow.store import is_server, run_page, ui_address
+from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import is_server, run_page, ui_address
 
 _PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
 

@@ -20,7 +20,7 @@ from pipeline.plan.plan import Plan, make_plan
 from pipeline.protocol.events import WEIGHTS
 from pipeline.protocol.trial import Training, Trial
 from pipeline.record.journal import FILE_NAME, read
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.screen import Terminal
 from pipeline.report.numbers.row_numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
 from pipeline.train.storage import Storage, address_of

@@ -16,7 +16,7 @@ from safetensors.torch import save_model
 from pipeline.experiment.targets import needs
 from pipeline.protocol.progress import ProgressReporter, note
 from pipeline.system.imports import quiet_transformers
-from pipeline.system.lock_file import LockFile
+from pipeline.system.lock_file import locked
 
 _TOPICS = ("attribute-access", "debugger", "formatstrings", "string-methods")
 _VOCABULARY, _LENGTH = 1000, 32
@@ -42,7 +42,7 @@ def make_once(path: Path, make: Callable[[Path], object], *, what: str) -> None:
     if torch.get_default_device().type == "meta":
         raise FileNotFoundError(f"{path} does not exist yet")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with LockFile(path.with_name(f"{path.name}.lock"), patience_s=inf):
+    with locked(path.with_name(f"{path.name}.lock"), patience_s=inf):
         if path.exists():
             return
         note(f"{path} does not exist. Making {what}.")

@@ -32,7 +32,7 @@ from pipeline.protocol.trial import BatchCheck, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.imports import undisturbed
 from pipeline.system.memory_limits import find_memory_limits
-from pipeline.tracking.trackers import named_trackers
+from pipeline.tracking import loggers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +62,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
 
     problems, rejected = components.check(experiment, allowed=allowed)
     problems += _find_strategy_problems(experiment)
-    problems += named_trackers.problems(experiment.tracking.loggers)
+    problems += loggers.problems(experiment.tracking.loggers)
     if rejected := rejected or sweep.problems(experiment.sweep, file.varied, check_varied):
         raise file.explain(dict.fromkeys([*problems, *rejected]))
 

@@ -2,8 +2,8 @@
 
 import io
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +21,15 @@ from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened
 from pipeline.protocol.labels import PARENTS, Status
 from pipeline.protocol.trial import Trial
 from pipeline.record import provenance
-from pipeline.record.folder import create, explained, id_of, is_kept, killed, sweep_of
+from pipeline.record.console import Console
+from pipeline.record.folder import LOG_NAME, create, explained, id_of, is_kept, killed, sweep_of
 from pipeline.record.journal import FILE_NAME, ending, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.terminal.console import Console
-from pipeline.record.terminal.terminal import Terminal, linked
+from pipeline.record.screen import Terminal, linked
 from pipeline.system import stages
-from pipeline.tracking.mlflow.mlflow_subscriber import MlflowSubscriber, flush
-from pipeline.tracking.mlflow.store import check_store, resolve_uri
-from pipeline.tracking.trackers.attached import attach
-
-LOG_NAME = "log.txt"
+from pipeline.tracking.follower import Follower, flush
+from pipeline.tracking.loggers import own_names
+from pipeline.tracking.store import check_store, resolve_uri
 
 
 @dataclass(frozen=True)
@@ -106,32 +104,51 @@ def recorded(
     """
     raise_swallowed_interrupt()  # nothing has been made yet
     stages.begin("opening the run")
-    uri = resolve_uri(plan.experiment.tracking.uri, base=Path.cwd())
+    tracking = plan.experiment.tracking
+    uri = resolve_uri(tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
     folder = folder or (member.folder if member else create(plan))
     with explained(folder), ExitStack() as stack:
         log = stack.enter_context(closing(Log(folder / LOG_NAME)))
         stack.enter_context(_logging_to(log))
-        warn = _teller(terminal.warnings)
+
+        def warn(message: str) -> None:
+            wraps = terminal.warnings.is_interactive  # lines of a log file aren't wrapped
+            terminal.warnings.print(message, style="yellow", markup=False, highlight=False, soft_wrap=not wraps)
+            logging.getLogger(__name__).warning(message)
+
         if warning:
             warn(warning)
-        consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(_console(log)))]
+        if os.environ.get("MLFLOW_EXPERIMENT_ID") and not (
+            tracking.experiment or "MLFLOW_EXPERIMENT_NAME" in os.environ
+        ):
+            warn("MLFLOW_EXPERIMENT_ID is not used. Set tracking.experiment, or MLFLOW_EXPERIMENT_NAME")
+        # Plain lines for the log, even in notebooks and with FORCE_COLOR.
+        plain = rich.console.Console(
+            file=cast("IO[str]", log), width=120, force_jupyter=False, force_terminal=False, color_system=None
+        )
+        consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(plain))]
         recorder = Recorder(folder, subscribers=consoles)
         stack.enter_context(closing(recorder))
+        last = 0.0
         for event in read(folder / FILE_NAME) if recorder.is_resumed else ():
+            last = event.time
             for console in consoles:
                 console.run.note_evaluation(event)
-        end = _end_of(folder) if adds else None
+        end = (ending(folder / FILE_NAME) or killed(at=last)) if adds else None
         files = () if adds else provenance.describe(plan.experiment, folder)
-        own = attach(plan.experiment, recorder, allowed=plan.main.allowed, warn=warn) if tracked else ()
-        loggers = plan.experiment.tracking.named_loggers
-        tracker = (
-            _subscribe_mlflow(recorder, loggers, uri=uri, terminal=terminal, warn=warn, adds=adds) if tracked else None
-        )
-        stack.callback(flush, tracker, recorder, console=terminal.progress, warn=warn)
-        for each in own:
-            recorder.subscribe(each)
-            stack.callback(each.close)
+        follower = None
+        if tracked:
+            follower = Follower(
+                folder,
+                uri=uri,
+                warn=warn,
+                opened=lambda address: terminal.progress.print(linked(address), soft_wrap=True),
+                loggers=tracking.named_loggers,
+                own=[*own_names(tracking.custom_loggers).values()],
+            )
+            recorder.subscribe(follower)
+        stack.callback(flush, follower, recorder, console=terminal.progress, warn=warn)
         stack.enter_context(_closed_by_status(recorder, end=end, member=member, warn=warn))
         for console in consoles:
             stack.callback(console.close)
@@ -142,20 +159,6 @@ def recorded(
             artifact(name, recorder)
         with explained(folder):
             yield recorder
-
-
-def _subscribe_mlflow(
-    recorder: Recorder, loggers: Sequence[str], *, uri: str, terminal: Terminal, warn: Callable[[str], None], adds: bool
-) -> MlflowSubscriber:
-    """Send the run's events to MLflow and the named loggers; print the run's address as soon as a server has it."""
-    folder, log = recorder.folder, recorder.folder / LOG_NAME
-
-    def opened(address: str) -> None:
-        terminal.progress.print(linked(address), soft_wrap=True)
-
-    tracker = MlflowSubscriber(folder=folder, log=log, warn=warn, uri=uri, adds=adds, opened=opened, loggers=loggers)
-    recorder.subscribe(tracker)
-    return tracker
 
 
 @contextmanager
@@ -180,7 +183,22 @@ def _closed_by_status(
         own = RunClosed(status=status, message=message, summary=summary)
         if end is not None:
             own = end.model_copy(update={"summary": summary or end.summary})
-        _close(recorder, end=own, has_failed=status != "FINISHED", warn=warn)
+        try:
+            _close(recorder, own)
+        except OSError as error:
+            if status == "FINISHED":
+                raise
+            warn(f"the end of the run is not recorded in {error.filename}: {error.strerror}")
+
+
+def _close(recorder: Recorder, end: RunClosed) -> None:
+    """Record the end of the run, and what has been written up to it."""
+    try:
+        artifact(LOG_NAME, recorder)
+        if (recorder.folder / LOSSES).exists():
+            artifact(LOSSES, recorder)
+    finally:
+        recorder.receive(end)
 
 
 def open_trial(trial: Trial, recorder: Recorder, *, time: float | None = None) -> None:
@@ -203,24 +221,6 @@ def artifact(name: str, recorder: Recorder) -> None:
     recorder.receive(ArtifactSaved(path=name))
 
 
-def _teller(terminal: rich.console.Console) -> Callable[[str], None]:
-    """Return a function that prints warnings in yellow and writes them to the log."""
-
-    def warn(message: str) -> None:
-        wraps = terminal.is_interactive  # lines of a log file aren't wrapped
-        terminal.print(message, style="yellow", markup=False, highlight=False, soft_wrap=not wraps)
-        logging.getLogger(__name__).warning(message)
-
-    return warn
-
-
-def _console(log: Log) -> rich.console.Console:
-    """Return a console that writes plain lines, even in notebooks and with FORCE_COLOR."""
-    return rich.console.Console(
-        file=cast("IO[str]", log), width=120, force_jupyter=False, force_terminal=False, color_system=None
-    )
-
-
 def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) -> RunOpened:
     experiment = plan.experiment
     return RunOpened(
@@ -229,7 +229,9 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
         title=member.title if member else experiment.tracking.run_name or "",
         logs_model=member is None or member.logs_model,
         tracking_uri=without_credentials(uri),
-        tracking_experiment=experiment.tracking.experiment or experiment.name,
+        tracking_experiment=experiment.tracking.experiment
+        or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        or experiment.name,
         tags=provenance.run_tags(plan),
         params=flatten(experiment),
         trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
@@ -237,34 +239,6 @@ def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) ->
         launches=0 if plan.command in PARENTS else len(plan.trials),
         also=experiment.tracking.named_loggers,
     )
-
-
-def _end_of(folder: Path) -> RunClosed:
-    """Return the end of a run that has ended, which is recorded again after an addition."""
-    path = folder / FILE_NAME
-    if (end := ending(path)) is not None:
-        return end
-    (last,) = deque(read(path), maxlen=1)
-    return killed(at=last.time)
-
-
-def _close(recorder: Recorder, *, end: RunClosed, has_failed: bool, warn: Callable[[str], None]) -> None:
-    """Record the end of the run.
-
-    Raises:
-        OSError: the journal can't be written. After a failed run this is only a warning.
-    """
-    try:
-        try:
-            artifact(LOG_NAME, recorder)
-            if (recorder.folder / LOSSES).exists():
-                artifact(LOSSES, recorder)
-        finally:
-            recorder.receive(end)
-    except OSError as error:
-        if not has_failed:
-            raise
-        warn(f"the end of the run is not recorded in {error.filename}: {error.strerror}")
 
 
 def _status(error: BaseException, *, member: Membership | None) -> tuple[Status, str]:

@@ -15,7 +15,7 @@ from pipeline.experiment.train import Train
 from pipeline.protocol.events import RunOpened
 from pipeline.record import journal, runs
 from pipeline.record.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.train.manifest import LENGTHS, rate_keys
 from pipeline.train.storage import Storage, address_of
 

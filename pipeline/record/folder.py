@@ -20,6 +20,7 @@ from pipeline.record import journal
 
 EXPERIMENT_NAME = "experiment.yaml"
 ENVIRONMENT_NAME = "environment.txt"
+LOG_NAME = "log.txt"
 _TRIAL = re.compile(r"trial-\d+")
 
 

@@ -1,24 +1,30 @@
 """Journal of a run: one event per line, append-only. Writing, reading, and following it while it is written."""
 
 import errno
+import fcntl
 import json
 import mmap
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, event_to_json
-from pipeline.system.lock_file import Holder, LockFile, LockHeldError, find_holder
+from pipeline.system import stages
 
 FILE_NAME = "events.jsonl"
 """File name in a run's folder."""
-_FEED_S = 0.25
-_CHUNK = 2**20
+BEAT_S, LEASE_S, _LOOK_S, _SETTLE_S = 10.0, 60.0, 0.2, 1.0
+_PATIENCE_S = 1.0  # of a process that looks who holds a lock, and holds it meanwhile
 _OPENED, _CLOSED = b'"kind":"run_opened"', b'"kind":"run_closed"'
 
 
@@ -38,11 +44,11 @@ class Journal:
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._unwritten = bytearray()
-        self._lock = LockFile(_lock_of(path))
+        self._lock = _Lock(_lock_of(path))
         try:
             self._lock.acquire()
             _cut_torn_line(path)
-        except LockHeldError as error:
+        except _HeldError as error:
             self.close()
             kind = UsageError if error.holder.is_here else ResourceError
             raise kind(f"{path}: this run is still running in {error.holder}. Wait for it, or stop it") from None
@@ -50,8 +56,8 @@ class Journal:
             self.close()
             raise OSError(error.errno, error.strerror, str(path)) from error
 
-    def append(self, event: AnyEvent) -> None:
-        """Write one event to the operating system; if it ends the run, also to the disk.
+    def append(self, event: AnyEvent | bytes, *, is_end: bool = False) -> None:
+        """Write one event, or its line, to the operating system; if it ends the run, also to the disk.
 
         After an error the rest of its line is written before the next event: order is kept, and no line stays torn.
 
@@ -65,11 +71,11 @@ class Journal:
                 f"{taker} has resumed this run, because this driver did not renew its lock",
                 str(self._path),
             )
-        self._unwritten += event_to_json(event) + b"\n"
+        self._unwritten += (event if isinstance(event, bytes) else event_to_json(event)) + b"\n"
         try:
             while self._unwritten:
                 del self._unwritten[: self._file.write(self._unwritten)]
-            if isinstance(event, RunClosed):
+            if is_end or isinstance(event, RunClosed):
                 os.fsync(self._file.fileno())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
@@ -82,85 +88,147 @@ class Journal:
         self._lock.release()
 
 
-class Feed:
-    """Queue of a run's events in order, backed by its journal: memory holds one event, however many are unread.
+class _Holder(NamedTuple):
+    """Process that writes to a journal."""
 
-    Ends of the run in the journal are skipped: it may have been resumed since, and a full disk has no room for the last
-    one. `end` gives the end. One thread calls `get`; any thread may call `end` and ``len``.
+    host: str = ""
+    machine: str = ""
+    pid: int = 0
+    since: float = 0.0
 
-    Args:
-        path: the journal; read to its end even if it is deleted meanwhile.
+    def __str__(self) -> str:
+        since = f"{datetime.fromtimestamp(self.since):%Y-%m-%d %H:%M:%S}"
+        return f"process {self.pid} on {self.host} (since {since})" if self.pid else "another process"
 
-    Raises:
-        OSError: the journal can't be read.
+    @property
+    def is_here(self) -> bool:
+        """True if it runs on this machine, whose file locks end with their processes."""
+        return self.machine in ("", _machine())
+
+
+class _HeldError(Exception):
+    def __init__(self, holder: _Holder) -> None:
+        self.holder = holder
+
+
+class _Lock:
+    """Lock of a journal: ``flock`` among the processes of a machine, a lease for other machines.
+
+    A shared file system may not pass locks on, may keep that of a machine that has died, or have none. The holder
+    touches the file every `BEAT_S` seconds; after `LEASE_S` without, another machine may take it. The file stays.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._lines = 0  # read
-        self._seen, self._seen_bytes = 0, 0  # lines there are
-        self._over = threading.Event()
-        self._end: RunClosed | None = None
+        self._path, self._file = path, -1
+        self._own = _Holder(socket.gethostname(), _machine(), os.getpid(), time.time())
+        self._taken_by: _Holder | None = None
+        self._confirmed = 0.0
+        self._done = threading.Event()
 
-    def end(self, event: RunClosed | None = None) -> None:
-        """Declare the journal complete: ``event`` comes after its unread events. A second call is ignored."""
-        if not self._over.is_set():
-            self._end = event
-            self._over.set()
-
-    def close(self) -> None:
-        """Close the journal."""
-        self._file.close()
-
-    def get(self, *, timeout_s: float | None = None) -> AnyEvent | None:
-        """Take the next event; None after the last one.
+    def acquire(self) -> None:
+        """Take the lock. Wait until it is clear whether a holder on another machine is alive.
 
         Raises:
-            TimeoutError: no event came within ``timeout_s`` seconds; None waits without limit.
-            ValidationError: a line of the journal is damaged.
+            _HeldError: the holder is alive.
+            OSError: the file can't be written.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        give_up, beat = time.monotonic() + _PATIENCE_S, 0.0
         while True:
-            is_over = self._over.is_set()  # asked before the last look
-            if (event := self._next()) is not None:
-                return event
-            if is_over:
-                end, self._end = self._end, None
-                return end
-            left = _FEED_S if deadline is None else min(_FEED_S, deadline - time.monotonic())
-            if left <= 0:
-                raise TimeoutError
-            self._over.wait(left)
+            is_free, holder = _flock(self._file, fcntl.LOCK_EX), _holder(self._path)
+            has_lease = bool(holder.pid) and (is_free is None or not holder.is_here)
+            if is_free is not False and not has_lease:
+                break
+            is_alive = time.monotonic() > give_up
+            if has_lease:
+                touched, age = _touched(self._path)
+                if age >= LEASE_S:
+                    break
+                if not beat:
+                    stages.begin(f"{self._path}: waiting up to {LEASE_S:g} s to see if {holder} is alive")
+                is_alive, beat = touched != (beat or touched), touched
+            if is_alive:
+                raise _HeldError(holder)
+            time.sleep(_LOOK_S)
+        os.truncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(self._own).encode(), 0)
+        if has_lease:  # two machines may have waited for the same lease
+            time.sleep(_SETTLE_S)
+            if (now := _holder(self._path)) != self._own:
+                raise _HeldError(now)
+        self._confirmed = time.time()
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
-    def __len__(self) -> int:
-        """Count the unread events."""
-        while chunk := os.pread(self._file.fileno(), _CHUNK, self._seen_bytes):
-            self._seen += chunk.count(b"\n")
-            self._seen_bytes += len(chunk)
-        return max(0, self._seen - self._lines)
+    def release(self) -> None:
+        """Release the lock if it is held."""
+        self._done.set()
+        if self._file >= 0:
+            if self._confirmed and _holder(self._path) == self._own:
+                os.truncate(self._file, 0)
+            os.close(self._file)
+            self._file = -1
 
-    def _next(self) -> AnyEvent | None:
-        """Return the journal's next event that isn't an end; None if there is none yet."""
-        while line := self._line():
-            self._lines += 1
-            try:
-                event = event_from_json(line)
-            except ValidationError:
-                if self._over.is_set() and not os.pread(self._file.fileno(), 1, self._file.tell()):
-                    return None  # torn by a power failure, see `read`
-                raise
-            if not isinstance(event, RunClosed):
-                return event
+    @property
+    def taken_by(self) -> _Holder | None:
+        """Process of another machine that has the lock now, since this one gave no sign for a lease."""
+        if time.time() - self._confirmed > LEASE_S / 2:  # this process was paused, or its file system was
+            with suppress(OSError):
+                self._confirm()
+        return self._taken_by
+
+    def _beat(self) -> None:
+        while not self._done.wait(BEAT_S):
+            with suppress(OSError):  # it is tried again
+                self._confirm()
+
+    def _confirm(self) -> None:
+        now = _holder(self._path)
+        if now != self._own and now.pid:
+            self._taken_by = now
+        else:
+            os.utime(self._path)
+            self._confirmed = time.time()
+
+
+def _flock(file: int, kind: int) -> bool | None:
+    """Lock a file; return False if another process has, None on a file system without locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
         return None
+    return True
 
-    def _line(self) -> bytes:
-        """Return the next line; empty while it is incomplete."""
-        start = self._file.tell()
-        line = self._file.readline()
-        if line.endswith(b"\n"):
-            return line
-        self._file.seek(start)
-        return b""
+
+def _holder(path: Path) -> _Holder:
+    """Read who holds a lock; empty if nobody does, or has just taken it. Opening gets the newest content from NFS."""
+    try:
+        return _Holder(*json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return _Holder()
+
+
+def _touched(path: Path) -> tuple[float, float]:
+    """Return the time of a lock, and its age by the clock of the file server."""
+    probe = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+    except OSError:  # a folder that can't be written
+        now = time.time()
+    with path.open("rb") as file:
+        touched = os.fstat(file.fileno()).st_mtime
+    return touched, now - touched
+
+
+@cache
+def _machine() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 class Tail:
@@ -169,26 +237,41 @@ class Tail:
     Args:
         path: the journal; need not exist yet.
         marks: kinds of the events to read; all if there are none.
+        offset: bytes that have been read before.
     """
 
-    def __init__(self, path: Path, *marks: str) -> None:
+    def __init__(self, path: Path, *marks: str, offset: int = 0) -> None:
         self._path = path
         self._marks = [f'"{mark}"'.encode() for mark in marks]
-        self._read = 0  # bytes
+        self.offset = offset
+        """Bytes read so far."""
 
     def new(self) -> Iterator[AnyEvent]:
         """Yield the events written since the last call."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
-            file.seek(self._read)
+            file.seek(max(0, self.offset - 1))
+            if self.offset and file.read(1) != b"\n":  # it isn't the journal that was read before
+                file.seek(0)
+                self.offset = 0
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._read += len(line)
+                self.offset += len(line)
                 is_asked = not self._marks or any(mark in line for mark in self._marks)
                 if is_asked and (event := _parsed(line)) is not None:
                     yield event
+
+
+def count_lines(path: Path, *, offset: int) -> int:
+    """Count the lines after an offset."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return sum(1 for line in file if line.endswith(b"\n"))
+    except OSError:
+        return 0
 
 
 def read(path: Path) -> Iterator[AnyEvent]:
@@ -248,13 +331,20 @@ def ending(path: Path) -> RunClosed | None:
 
 
 def is_open(path: Path) -> bool:
-    """Return True if a running process writes to this journal."""
-    return find_holder(_lock_of(path)) is not None
+    """Return True if a running process writes to this journal, as far as can be seen without waiting."""
+    lock = _lock_of(path)
+    try:
+        with lock.open("rb") as file:
+            is_free, holder = _flock(file.fileno(), fcntl.LOCK_SH), _holder(lock)
+            has_lease = bool(holder.pid) and (is_free is None or not holder.is_here)
+            return is_free is False or (has_lease and _touched(lock)[1] < LEASE_S)
+    except OSError:  # there is none
+        return False
 
 
 def describe_writer(path: Path) -> str:
     """Return the process that writes to this journal, with its machine and the time since when it does."""
-    return str(find_holder(_lock_of(path)) or Holder())
+    return str(_holder(_lock_of(path)))
 
 
 def _lock_of(path: Path) -> Path:

@@ -4,65 +4,47 @@ The trackers get a few points a second instead (``train.log_every_steps``).
 """
 
 import math
-import struct
-import sys
-from array import array
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from pipeline.protocol.events import LOSSES
-
-_HEADER_BYTES, _ITEM_BYTES = 128, 8
-_START = struct.Struct("<6sBBH")
-"""Start of the file: magic string, version, length of the header. See numpy.lib.format, "Format Version 1.0"."""
 
 
 def write(folder: Path, losses: Sequence[float], *, first: int) -> None:
     """Write the losses of the steps from ``first`` on, counted from 1, over those of an earlier attempt.
 
-    Steps before ``first`` without a loss become NaN. The header is written last, so that a driver that is killed
-    leaves a file that can be read.
+    Steps before ``first`` without a loss become NaN. The header, whose length does not change, is written last, so that
+    a driver that is killed leaves a file that can be read.
 
     Raises:
         OSError: the file can't be written; carries its path.
     """
-    path = folder / LOSSES
+    path, known, last = folder / LOSSES, len(_load(folder)), first - 1 + len(losses)
+    values = np.array([math.nan] * (first - 1 - known) + list(losses), "<f8")
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (max(known, last),)})
     try:
         with path.open("r+b" if path.exists() else "w+b") as file:
-            known = _count(file.read(_HEADER_BYTES))
-            values = [math.nan] * (first - 1 - known) + list(losses)
-            file.seek(_HEADER_BYTES + _ITEM_BYTES * (first + len(losses) - 1 - len(values)))
-            file.write(_little_endian(array("d", values)).tobytes())
+            file.seek(header.tell() + values.itemsize * (last - len(values)))
+            file.write(values.tobytes())
             file.seek(0)
-            file.write(_header(max(known, first + len(losses) - 1)))
+            file.write(header.getvalue())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read(folder: Path) -> tuple[float, ...]:
     """Return the loss of each step; empty without such a file, or if it is damaged."""
-    values = array("d")
+    return tuple(_load(folder).tolist())
+
+
+def _load(folder: Path) -> "np.ndarray[Any, Any]":
     try:
-        content = (folder / LOSSES).read_bytes()
-        values.frombytes(content[_HEADER_BYTES:][: _ITEM_BYTES * _count(content[:_HEADER_BYTES])])
-    except (OSError, ValueError):
-        return ()
-    return tuple(_little_endian(values))
-
-
-def _header(count: int) -> bytes:
-    """Return the header of a file with so many losses, always of the same length."""
-    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': ({count},), }}"
-    length = _HEADER_BYTES - _START.size
-    return _START.pack(b"\x93NUMPY", 1, 0, length) + f"{text:<{length - 1}}\n".encode()
-
-
-def _count(header: bytes) -> int:
-    """Return the number of losses from the file's header; 0 for a file without one."""
-    return int(header.partition(b"(")[2].partition(b",")[0] or 0)
-
-
-def _little_endian(values: "array[float]") -> "array[float]":
-    if sys.byteorder == "big":
-        values.byteswap()
+        values: np.ndarray[Any, Any] = np.load(folder / LOSSES, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return np.array([])
     return values

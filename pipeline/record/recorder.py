@@ -1,11 +1,13 @@
 """Recorder of a run's events: every event passes here, without repeated points, to the journal and the subscribers."""
 
+import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from pipeline.experiment.uris import without_credentials_in
 from pipeline.protocol.events import (
     Advanced,
     AnyEvent,
@@ -13,9 +15,12 @@ from pipeline.protocol.events import (
     Heartbeat,
     Metrics,
     Point,
+    RunClosed,
     SystemMetrics,
     TrialOpened,
     Warned,
+    event_from_json,
+    event_to_json,
 )
 from pipeline.record import loss_file
 from pipeline.record.journal import FILE_NAME, Journal, read
@@ -33,6 +38,14 @@ class Subscriber(Protocol):
 
     def receive(self, event: AnyEvent) -> None:
         """Receive an event; called by one thread at a time."""
+
+
+class _Series(NamedTuple):
+    """Key of a metric: the trial, its repeat and the metric's name."""
+
+    trial: str
+    repeat: int
+    name: str
 
 
 class Recorder:
@@ -57,15 +70,26 @@ class Recorder:
         """Summary of the results in Markdown; set by the report."""
         self.is_resumed = False
         """True if the journal had events before."""
-        self._journal = Journal(folder / FILE_NAME)
-        self._progress = self._earlier()
         self._subscribers = list(subscribers)
         self._subjects: set[str] = set()
-        self._lock = threading.Lock()
+        self._guard = threading.Lock()
+        # Points of steps that were recorded are dropped: training that resumes from a checkpoint repeats them.
+        self._steps: dict[_Series, int] = {}
+        self._training: set[tuple[str, int]] = set()
+        self._finished: set[tuple[str, int]] = set()
+        self._last_sample: dict[str, int] = {}
+        self._shift: dict[str, int] = {}
+        self._earlier: dict[_Series, int] = {}
+        self._journal = Journal(folder / FILE_NAME)
+        try:
+            self._read_earlier()
+        except BaseException:
+            self._journal.close()
+            raise
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Add a subscriber for the events from now on."""
-        with self._lock:
+        with self._guard:
             self._subscribers.append(subscriber)
 
     @contextmanager
@@ -75,24 +99,35 @@ class Recorder:
         try:
             yield
         finally:
-            with self._lock:
+            with self._guard:
                 self._subscribers.remove(subscriber)
 
-    def receive(self, event: AnyEvent) -> None:
+    def receive(self, event: AnyEvent, line: bytes | None = None) -> None:
         """Record an event.
+
+        Args:
+            event: the event.
+            line: its JSON as a worker has sent it, which is written unless the event changes here.
 
         Raises:
             OSError: the journal can't be written; the subscribers receive the event in any case.
         """
-        with self._lock:
+        with self._guard:
             failure: OSError | None = None
-            try:
-                event = self._without_losses(event)
-            except OSError as error:
-                failure = error
-            new = self._progress.new(event)
+            if isinstance(event, Metrics) and event.losses:
+                try:
+                    loss_file.write(self.folder, event.losses, first=event.step - event.steps + 1)
+                except OSError as error:
+                    failure = error
+                event, line = event.model_copy(update={"losses": ()}), None
+            new = self._new(event)
             if new is not None and not self._is_told(new):
-                failure = self._append(new) or failure
+                if not isinstance(new, TRANSIENT):
+                    new, encoded = _without_credentials(new, line if line and new is event else event_to_json(new))
+                    try:
+                        self._journal.append(encoded, is_end=isinstance(new, RunClosed))
+                    except OSError as error:
+                        failure = error
                 for subscriber in self._subscribers:
                     subscriber.receive(new)
             if failure:
@@ -100,49 +135,23 @@ class Recorder:
 
     def close(self) -> None:
         """Close the journal; no event may follow."""
-        with self._lock:
+        with self._guard:
             self._journal.close()
 
-    def _earlier(self) -> "Deduplicator":
-        """Read the journal of a resumed run: results, number of events, and the last step of each metric."""
+    def _read_earlier(self) -> None:
+        """Read the journal of a resumed run: results, and the last step of each metric."""
         ends: dict[tuple[str, int], Finished] = {}
-
-        def noticed() -> Iterator[AnyEvent]:  # one event in memory at a time
-            for event in read(self.folder / FILE_NAME):
-                self.is_resumed = True
-                if isinstance(event, TrialOpened):  # launched again, e.g. to train longer: it may not have ended since
-                    ends.pop((event.trial, event.repeat), None)
-                elif isinstance(event, Finished):
-                    ends[event.result.trial, event.result.repeat] = event
-                yield event
-
-        try:
-            progress = Deduplicator(noticed())
-        except BaseException:
-            self._journal.close()
-            raise
+        for event in read(self.folder / FILE_NAME):  # one event in memory at a time
+            self.is_resumed = True
+            if isinstance(event, TrialOpened):  # launched again, e.g. to train longer: it may not have ended since
+                ends.pop((event.trial, event.repeat), None)
+            elif isinstance(event, Finished):
+                ends[event.result.trial, event.result.repeat] = event
+            self._new(event)
         self.earlier = tuple(ends.values())
-        return progress
-
-    def _without_losses(self, event: AnyEvent) -> AnyEvent:
-        """Write the losses of an event's steps to their file, and return it without them.
-
-        Raises:
-            OSError: the file can't be written.
-        """
-        if not isinstance(event, Metrics) or not event.losses:
-            return event
-        loss_file.write(self.folder, event.losses, first=event.step - event.steps + 1)
-        return event.model_copy(update={"losses": ()})
-
-    def _append(self, event: AnyEvent) -> OSError | None:
-        """Append an event to the journal; return the error if that fails."""
-        try:
-            if not isinstance(event, TRANSIENT):
-                self._journal.append(event)
-        except OSError as error:
-            return error
-        return None
+        self._training.clear()
+        self._finished.clear()
+        self._earlier = dict(self._steps)
 
     def _is_told(self, event: AnyEvent) -> bool:
         """Return True if the trial has already warned of the same subject."""
@@ -154,39 +163,7 @@ class Recorder:
         self._subjects.add(event.subject)
         return is_told
 
-
-class _Series(NamedTuple):
-    """Key of a metric: the trial, its repeat and the metric's name."""
-
-    trial: str
-    repeat: int
-    name: str
-
-
-class Deduplicator:
-    """Filter that drops points of steps already recorded, by the highest step of each metric.
-
-    Training that resumes from a checkpoint, in a resumed run or after a lost worker, repeats steps. Metrics of the
-    driver itself about a finished trial, e.g. the speedup, are kept.
-
-    Args:
-        events: events of the run so far, from its journal.
-    """
-
-    def __init__(self, events: Iterable[AnyEvent] = ()) -> None:
-        self._steps: dict[_Series, int] = {}
-        self._training: set[tuple[str, int]] = set()
-        self._finished: set[tuple[str, int]] = set()
-        self._last_sample: dict[str, int] = {}
-        self._shift: dict[str, int] = {}
-        self._earlier: dict[_Series, int] = {}
-        for event in events:
-            self.new(event)
-        self._training.clear()
-        self._finished.clear()
-        self._earlier = dict(self._steps)
-
-    def new(self, event: AnyEvent) -> AnyEvent | None:
+    def _new(self, event: AnyEvent) -> AnyEvent | None:
         """Return the event without the points already recorded; None if no point is left."""
         match event:
             case TrialOpened():
@@ -197,12 +174,20 @@ class Deduplicator:
             case Metrics():
                 return self._new_metrics(event)
             case SystemMetrics():
-                return self._counted(event)
+                # The steps of a new worker's samples, which it counts from 0, follow those of the worker before.
+                first = min((point.step for point in event.points), default=0)
+                if first + self._shift.get(event.node, 0) <= (last := self._last_sample.get(event.node, -1)):
+                    self._shift[event.node] = last + 1 - first
+                shift = self._shift.get(event.node, 0)
+                self._last_sample[event.node] = first + shift
+                if shift:
+                    points = tuple(Point(name, step + shift, value) for name, step, value in event.points)
+                    return event.model_copy(update={"points": points})
         return event
 
     def _new_metrics(self, event: Metrics) -> Metrics | None:
         key = (event.trial, event.repeat)
-        # The driver's figures about a trial that has ended now aren't those of an earlier session.
+        # The driver's figures about a trial that has ended now, e.g. its speedup, aren't those of an earlier session.
         known = self._steps if key in self._training else {} if key in self._finished else self._earlier
         points = []
         reported = self._steps.get(_Series(event.trial, event.repeat, LOSS), 0)
@@ -216,14 +201,21 @@ class Deduplicator:
         steps = max(0, min(event.steps, event.step - reported))  # the others are repeated
         return event.model_copy(update={"points": tuple(points), "steps": steps}) if points else None
 
-    def _counted(self, event: SystemMetrics) -> SystemMetrics:
-        """Shift the steps of a new worker's samples, which it counts from 0, behind those of the worker before."""
-        first = min((point.step for point in event.points), default=0)
-        if first + self._shift.get(event.node, 0) <= (last := self._last_sample.get(event.node, -1)):
-            self._shift[event.node] = last + 1 - first
-        shift = self._shift.get(event.node, 0)
-        self._last_sample[event.node] = first + shift
-        if not shift:
-            return event
-        points = tuple(Point(point.name, point.step + shift, point.value) for point in event.points)
-        return event.model_copy(update={"points": points})
+
+def _without_credentials(event: AnyEvent, line: bytes) -> tuple[AnyEvent, bytes]:
+    """Cut the credentials of URIs out of all texts of an event, such as those of exceptions."""
+    if b"://" not in line:
+        return event, line
+
+    def cut(value: object) -> object:
+        if isinstance(value, str):
+            return without_credentials_in(value)
+        if isinstance(value, list):
+            return [cut(each) for each in value]
+        return {name: cut(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+    values = json.loads(line)
+    if (kept := cut(values)) == values:
+        return event, line
+    line = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
+    return event_from_json(line), line

@@ -1,7 +1,7 @@
 """Summary of a run by its journal: what it was, what became of it, and its most important figures."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import ConfigDict
 from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.values import Frozen
 from pipeline.protocol.estimates import Estimate
-from pipeline.protocol.events import AnyEvent, Finished, Metrics, RunClosed, RunOpened, Started, Tagged
+from pipeline.protocol.events import Finished, Metrics, RunOpened, Started, Tagged
 from pipeline.protocol.labels import Status
 from pipeline.record import journal
 from pipeline.record.folder import ENVIRONMENT_NAME, id_of, is_quick, sweep_of
@@ -93,26 +93,48 @@ def summarized(folder: Path) -> RunSummary | None:
     path = folder / journal.FILE_NAME
     if (begun := next((e for e in journal.marked(path, "run_opened") if isinstance(e, RunOpened)), None)) is None:
         return None
-    names = _validated(begun.params)
-    events = list(journal.marked(path, "run_opened", "finished", "tagged", "speedup", "samples_per_second", *names))
-    opened = [event for event in events if isinstance(event, RunOpened)]
-    is_open = journal.is_open(path)
-    end = journal.ending(path)
+    start, stop = _METRIC
+    validated = [key[len(start) : -len(stop)] for key in begun.params if key.startswith(start) and key.endswith(stop)]
+    names = [f"{PREFIX}{name}" for name in ("loss", *validated)]
+    opened, figures, best, trained = list[RunOpened](), dict[str, float](), dict[str, float](), None
+    for event in journal.marked(path, "run_opened", "finished", "tagged", "speedup", "samples_per_second", *names):
+        match event:
+            case RunOpened():
+                opened.append(event)
+            case Finished() if event.trial == "main":
+                trained = event.result
+            case Metrics() if event.trial == "main":
+                figures |= {point.name: point.value for point in event.points}
+            case Tagged():  # of a sweep: values of its best trial
+                tags = {name.removeprefix(_BEST): text for name, text in event.tags.items() if name.startswith(_BEST)}
+                with suppress(ValueError):
+                    best |= {name: float(text) for name, text in tags.items() if name.startswith(PREFIX)}
+    is_open, end = journal.is_open(path), journal.ending(path)
     first, last = opened[0], opened[-1]
-    role, workers = last.tags.get("role", "main"), last.tags.get("world_size")
+    role, workers, quick = last.tags.get("role", "main"), last.tags.get("world_size"), is_quick(last)
     is_training = role == "main"
-    figures = _points(events)
-    quick = is_quick(last)
-    metrics = {} if quick else _metrics(events, figures)
+    known = {**figures, **(trained.metrics if trained else {}), **best}
+    metrics = {name: value for name, value in known.items() if name.startswith(PREFIX)}
+    metrics = metrics or {name: value for name, value in known.items() if name == _LOSS and trained}
+    throughput = figures.get("samples_per_second")
+    if trained:  # as the report shows it: of slots, if there were any
+        slots = trained.slots
+        throughput = geometric_mean(slots) if slots and min(slots) > 0 else trained.samples_per_second.median
+    main = last.params.get("checkpoint.best", "")
+    if quick:
+        metrics, throughput = {}, None
+    if main not in metrics:  # else one that is no loss, or else the loss
+        main = min(metrics, key=lambda name: name.endswith("/loss"), default="")
     began = datetime.fromtimestamp(first.time, UTC)
     ended = datetime.fromtimestamp(end.time, UTC) if end and not is_open else None
+    status = "KILLED" if end is None else "STOPPED" if end.is_stopped_early else end.status
     return RunSummary(
         run=id_of(folder),
         sweep=sweep_of(folder),
         folder=folder,
         command="run" if is_training else role,
         experiment=last.params.get("name", last.tracking_experiment),
-        status="RUNNING" if is_open else _status(end),
+        status="RUNNING" if is_open else status,
         strategy=last.tags.get("strategy") if is_training else None,
         workers=int(workers) if is_training and workers else None,
         speedup=figures.get("speedup"),
@@ -120,79 +142,16 @@ def summarized(folder: Path) -> RunSummary | None:
         speedup_ci_low=figures.get("speedup_ci_low"),
         speedup_ci_high=figures.get("speedup_ci_high"),
         speedup_rounds=int(pairs) if math.isfinite(pairs := figures.get("speedup_rounds", 0)) else 0,
-        samples_per_second=None if quick else _throughput(events, figures),
-        metric=_main_metric(metrics, last.params),
+        samples_per_second=throughput,
+        metric=main,
         metrics=metrics,
         is_quick=quick,
-        verdict=_verdict(end) if end and not is_open else "",
+        verdict=end.summary.partition("\n")[0].strip("*") if end and not is_open else "",
         began=began,
         ended=ended,
         seconds=(ended - began).total_seconds() if ended else None,
         message=end.message if end and not is_open else "",
     )
-
-
-def _validated(params: Mapping[str, str]) -> list[str]:
-    """Return the names of the validation metrics of an experiment, as far as its parameters tell."""
-    start, end = _METRIC
-    names = [key.removeprefix(start).removesuffix(end) for key in params if key.startswith(start) and key.endswith(end)]
-    return [f"{PREFIX}loss", *(f"{PREFIX}{name}" for name in names)]
-
-
-def _points(events: Iterable[AnyEvent]) -> dict[str, float]:
-    """Return the last value of each metric of the training among these events."""
-    points = (
-        point for event in events if isinstance(event, Metrics) and event.trial == "main" for point in event.points
-    )
-    return {point.name: point.value for point in points}
-
-
-def _finished(events: Sequence[AnyEvent]) -> Finished | None:
-    """Return the last end of the training; None if it hasn't ended."""
-    ends = [event for event in events if isinstance(event, Finished) and event.trial == "main"]
-    return ends[-1] if ends else None
-
-
-def _metrics(events: Sequence[AnyEvent], figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the values that tell what was learned, by name."""
-    end = _finished(events)
-    known = {**figures, **(end.result.metrics if end is not None else {}), **_best(events)}
-    validated = {name: value for name, value in known.items() if name.startswith(PREFIX)}
-    return validated or {name: value for name, value in known.items() if name == _LOSS and end is not None}
-
-
-def _best(events: Sequence[AnyEvent]) -> dict[str, float]:
-    """Return the value of a sweep's best trial by its metric."""
-    tags = {name: text for event in events if isinstance(event, Tagged) for name, text in event.tags.items()}
-    best = {name.removeprefix(_BEST): text for name, text in tags.items() if name.startswith(f"{_BEST}{PREFIX}")}
-    with suppress(ValueError):
-        return {name: float(text) for name, text in best.items()}
-    return {}
-
-
-def _main_metric(metrics: Mapping[str, float], params: Mapping[str, str]) -> str:
-    """Return the metric of ``checkpoint.best``, or else one that is no loss, or else the loss."""
-    if (best := params.get("checkpoint.best", "")) in metrics:
-        return best
-    return min(metrics, key=lambda name: name.endswith("/loss"), default="")
-
-
-def _throughput(events: Sequence[AnyEvent], figures: Mapping[str, float]) -> float | None:
-    """Return the throughput that the report shows: of slots, if there were any."""
-    if (end := _finished(events)) is None:
-        return figures.get("samples_per_second")
-    slots = end.result.slots
-    return geometric_mean(slots) if slots and min(slots) > 0 else end.result.samples_per_second.median
-
-
-def _verdict(end: RunClosed) -> str:
-    return end.summary.partition("\n")[0].strip("*")
-
-
-def _status(end: RunClosed | None) -> Status | Literal["STOPPED"]:
-    if end is None:
-        return "KILLED"
-    return "STOPPED" if end.is_stopped_early else end.status
 
 
 def data_of(folder: Path) -> dict[str, str]:

@@ -111,7 +111,7 @@ class Compared(Frozen):
         """Sentences on what the answer does not cover."""
         return (CLAIM, TIME_CLAIM) if self.times else (CLAIM,)
 
-    # What follows makes it a report, see `pipeline.record.terminal.console.Printable`.
+    # What follows makes it a report, see `pipeline.record.screen.Printable`.
 
     @property
     def name(self) -> str:

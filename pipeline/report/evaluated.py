@@ -14,7 +14,7 @@ from pipeline.wording import figure
 
 
 class EvaluationReport(Frozen):
-    """Values of a checkpoint on a held-out set; `pipeline.record.terminal.console` prints it."""
+    """Values of a checkpoint on a held-out set; `pipeline.record.screen` prints it."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 

@@ -1,17 +1,18 @@
 """The trained model built again from its weights, and its export by torch.export and to ONNX."""
 
 import logging
+import os
+import shutil
 import socket
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from inspect import Parameter, Signature
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
@@ -20,14 +21,17 @@ from torch.export import Dim
 from pipeline.errors import ResourceError
 from pipeline.experiment import components, references
 from pipeline.experiment.schema import Experiment
+from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.system.memory_limits import find_memory_limits
 from pipeline.train.names import TASK
 from pipeline.train.parts import seeded_model
 from pipeline.train.reference import Reference, check
 from pipeline.train.seeds import keep_generators
+from pipeline.wording import first_line
 
 _COPIES = 3
 """Copies of the weights in memory during an export: the model, and two that torch.export.save makes."""
+_CONSTANT = "the model uses the number of samples as a constant, e.g. by len(x) or a loop; use x.shape[0]"
 Example = Tensor | dict[str, Tensor]
 """Inputs of two samples: a tensor, or tensors by the names of the model's arguments."""
 
@@ -70,35 +74,68 @@ def as_arrays(values: Any) -> Any:
     return (values.float() if values.dtype is torch.bfloat16 else values).numpy()
 
 
-@torch.no_grad()
-def predicted(module: nn.Module, example: Example) -> Any:
-    """Return the outputs for a batch of inputs as arrays, see `as_arrays`."""
-    return as_arrays(module(**example) if isinstance(example, dict) else module(example))
+def write_mlflow_model(
+    experiment: Experiment, path: Path, *, folder: Path, allowed: tuple[str, ...], warn: Callable[[str], None]
+) -> None:
+    """Build the model of a run's folder again; write it as MLflow does, for batches of any size.
 
-
-def export(module: nn.Module, example: Example, *, program: Path, samples: Path) -> None:
-    """Write the model as a program for batches of any size, and ``example`` with its outputs as arrays.
-
-    The arrays in the .npz file ``samples`` are "inputs" or "inputs.NAME", and "outputs" or "outputs.NAME".
+    It is a program of torch.export, which runs no code of the model when it is loaded and takes named inputs by
+    position; or a pickle, if the export fails.
     """
-    arrays: dict[str, Any] = {}
-    for kind, values in (("inputs", as_arrays(example)), ("outputs", predicted(module, example))):
-        named = values.items() if isinstance(values, dict) else ()
-        arrays |= {f"{kind}.{name}": value for name, value in named}
-        if not isinstance(values, dict | None):
-            arrays[kind] = values
-    write_program(module, example, program)
-    np.savez(samples, **arrays)
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow.pytorch
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    check_memory(folder / WEIGHTS)
+    weights, example = (torch.load(folder / name, map_location="cpu", weights_only=True) for name in (WEIGHTS, EXAMPLE))
+    module = trained_model(experiment, weights, allowed=allowed, reference=Reference.load(folder))
+    named, inputs = isinstance(example, dict), as_arrays(example)
+    places = tuple(inputs.values()) if named else (inputs,)
+    with torch.no_grad():
+        outputs = as_arrays(module(**example) if named else module(example))
+
+    def describe(values: Any, *, is_free: bool = False) -> Schema:
+        """Describe arrays; MLflow infers no tensors from a mapping with a single number, such as a loss."""
+        arrays = values.items() if isinstance(values, dict) else [(None, values)]
+        sizes = [[-1] * one.ndim if is_free else [-1, *one.shape[1:]][: one.ndim] for _, one in arrays]
+        return Schema([TensorSpec(one.dtype, size, name) for (name, one), size in zip(arrays, sizes, strict=True)])
+
+    def save(written: nn.Module, kind: Literal["pt2", "pickle"]) -> None:
+        mlflow.pytorch.save_model(
+            written,
+            path,
+            signature=ModelSignature(
+                describe(inputs, is_free=named), describe(outputs) if outputs is not None else None
+            ),
+            input_example=places if named else inputs,
+            serialization_format=kind,
+            metadata={"sizes": [list(one.shape) for one in places]},
+            # Given: MLflow would start a process that loads the model to infer it.
+            pip_requirements=mlflow.pytorch.get_default_pip_requirements(),
+        )
+
+    with _silence():
+        try:
+            save(_PlainOutputs(module, names=example) if named else module, "pt2")
+            is_free = named or torch.export.load(path / "data" / "model.pt2").range_constraints
+            failure = "" if is_free else _CONSTANT
+        except Exception as error:  # noqa: BLE001 - whatever torch.export can't trace in a user's model
+            failure = f"{type(error).__name__}: {first_line(error)}"
+        if failure:
+            warn(f"the model is logged as pickle, because torch.export failed: {failure}")
+            shutil.rmtree(path, ignore_errors=True)
+            save(module, "pickle")
 
 
 def write_program(module: nn.Module, example: Example, program: Path) -> None:
-    """Write the model as a program of torch.export for batches of any size; for arguments and errors see `export`."""
+    """Write the model as a program of torch.export for batches of any size, which names inputs as the model does."""
     with _silence():
         torch.export.save(_exported(module, example), program)
 
 
 def write_onnx(module: nn.Module, example: Tensor, path: Path) -> None:
-    """Write the model in ONNX for batches of any size; needs the packages onnx and onnxscript. See `export`."""
+    """Write the model in ONNX for batches of any size; needs the packages onnx and onnxscript."""
     with _silence():
         torch.onnx.export(
             module,
@@ -128,9 +165,7 @@ def _exported(module: nn.Module, example: Example) -> torch.export.ExportedProgr
     if not isinstance(example, dict):
         program = torch.export.export(module, (example,), dynamic_shapes=({0: Dim.AUTO},))
         if not program.range_constraints:
-            raise ValueError(
-                "the model uses the number of samples as a constant, e.g. by len(x) or a loop; use x.shape[0]"
-            )
+            raise ValueError(_CONSTANT)
         return program
     # torch takes a size of 1 for a constant anyway, and logs that it does.
     sizes = {
@@ -146,8 +181,8 @@ class _PlainOutputs(nn.Module):
         super().__init__()
         self.module = module
 
-        def forward(**inputs: Tensor) -> Any:
-            output = module(**inputs)
+        def forward(*places: Tensor, **inputs: Tensor) -> Any:
+            output = module(**dict(zip(names, places, strict=False)), **inputs)
             if not isinstance(output, Mapping):
                 return output
             return {name: value for name, value in output.items() if isinstance(value, Tensor)}

@@ -13,12 +13,22 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeline.protocol import progress
-from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, FirstStep, ModelExported, ModelSaved, Outbox, Started
+from pipeline.protocol.events import (
+    EXAMPLE,
+    REFERENCE,
+    WEIGHTS,
+    FirstStep,
+    ModelExported,
+    ModelSaved,
+    Outbox,
+    Started,
+    Warned,
+)
 from pipeline.protocol.trial import Training
 from pipeline.protocol.trial_result import Best
 from pipeline.tasks import FromModel
 from pipeline.train.evaluate import callable_model, forward, full_state_dict, resulting_weights, share_buffers
-from pipeline.train.exported import Example, check_memory, export, trained_model
+from pipeline.train.exported import Example, write_mlflow_model
 from pipeline.train.kept import keep_buffers
 from pipeline.train.names import TASK
 from pipeline.train.ranks import call_on_ranks, gather, local, matmul_precision, synchronize
@@ -28,7 +38,7 @@ from pipeline.train.state import DTYPES, State
 from pipeline.train.watch import waiting
 from pipeline.wording import counted
 
-_PROGRAM, _SAMPLES = "model/model.pt2", "model/example.npz"
+_MLFLOW_MODEL = "model/mlflow"
 _log = logging.getLogger(__name__)
 
 
@@ -137,26 +147,26 @@ def model(s: State, *, folder: Path, best: Best | None = None) -> None:
 
 
 def exported_model(trial: Training, outbox: Outbox | None, *, folder: Path) -> None:
-    """Export the model whose weights and example are in ``folder``, if both are, and send it.
+    """Write the model whose weights and example are in ``folder``, if both are, as MLflow keeps it, and send it.
 
-    A model that can't be exported, for which too little memory is left, or that computes something else when it is
-    built again, is left to the process that writes to MLflow, which warns of it.
+    A model that can't be saved, for which too little memory is left, or that computes something else when it is built
+    again, is left to the process that writes to MLflow, which warns of it.
     """
-    weights, example, program, samples = (folder / name for name in (WEIGHTS, EXAMPLE, _PROGRAM, _SAMPLES))
-    if outbox is None or not (trial.exports and trial.experiment.tracking.log_model and example.exists()):
+    if outbox is None or not (trial.exports and trial.experiment.tracking.log_model and (folder / EXAMPLE).exists()):
         return
+    path, told = folder / _MLFLOW_MODEL, list[str]()
     try:
-        check_memory(weights)
         with progress.ProgressReporter("exporting the model"):
-            reference = Reference.load(folder)
-            module = trained_model(trial.experiment, torch.load(weights), allowed=trial.allowed, reference=reference)
-            export(module, torch.load(example), program=program, samples=samples)
+            write_mlflow_model(trial.experiment, path, folder=folder, allowed=trial.allowed, warn=told.append)
     except Exception as error:  # noqa: BLE001 - user code, and whatever torch.export can't trace
         _log.warning("the model can't be exported", exc_info=error)
         return
-    outbox.file(program, _PROGRAM)
-    outbox.file(samples, _SAMPLES)
-    outbox.event(ModelExported(trial=trial.name, program=_PROGRAM, samples=_SAMPLES, torch=torch.__version__))
+    for message in told:
+        outbox.event(Warned(trial=trial.name, message=message))
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            outbox.file(file, f"{_MLFLOW_MODEL}/{file.relative_to(path)}")
+    outbox.event(ModelExported(trial=trial.name, program=_MLFLOW_MODEL, samples="", torch=torch.__version__))
 
 
 def example_of(s: State) -> tuple[Example | None, Reference]:

@@ -14,8 +14,8 @@ from recordings import recording
 from test_mlflow_ui import ui
 
 from pipeline.report.swept import FILE_NAME, SweptReport
-from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
-from pipeline.tracking.mlflow.sync import sync_with_trials
+from pipeline.tracking.follow import sync_with_trials
+from pipeline.tracking.outcome import TrackingOutcome, places_of
 
 pytestmark = [
     pytest.mark.timeout(1800),

@@ -5,6 +5,7 @@
 import importlib
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,13 @@ import psutil
 import pytest
 import torch
 from census import injected
-from recordings import Recording, Store, copied, recording
+from recordings import Recording, Store, copied, delivery, recording
 
 from pipeline.experiment.load import load
-from pipeline.protocol.events import ModelExported, ModelSaved
+from pipeline.protocol.events import ModelExported
 from pipeline.record import journal as journals
-from pipeline.tracking.mlflow.sender import Sender
-from pipeline.tracking.mlflow.sync import sync
-from pipeline.train.exported import export, trained_model
-from pipeline.train.reference import Reference
+from pipeline.tracking.follow import sync
+from pipeline.train.exported import write_mlflow_model
 
 KILLS = 30
 _WITH_IDS = ("mlflow.parentRunId", "mlflow.note.content")
@@ -35,8 +34,8 @@ def test_thirty_kills_lose_and_double_nothing(
         lab.mkdir()
         copied(empty_store, lab)
     folders = [with_program(recording("finished", lab=lab)) for lab in labs]
-    program = folders[1] / "model" / "model.pt2"
-    content = program.read_bytes()
+    for folder in folders:
+        shutil.copytree(folder / "model" / "mlflow", folder / "kept")
 
     monkeypatch.chdir(labs[0])
     began = time.monotonic()
@@ -50,7 +49,8 @@ def test_thirty_kills_lose_and_double_nothing(
             injected("writer kills")
             writer.kill()
         if writer.wait(60) == 0:  # everything is sent once more
-            program.write_bytes(content)
+            (folders[1] / "sync.json").unlink()
+            shutil.copytree(folders[1] / "kept", folders[1] / "model" / "mlflow", dirs_exist_ok=True)
     assert sync(folders[1], warn=pytest.fail).delivered
     undisturbed, disturbed = (contents(Store(f"sqlite:///{lab}/mlflow.db"), lab=lab) for lab in labs)
     assert disturbed == undisturbed
@@ -62,24 +62,21 @@ def sending(folder: Path) -> psutil.Process:
     importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
     if (pid := os.fork()) == 0:
         try:
-            sender = Sender(folder, uri="", warn=lambda _: None)
-            sender.end(journals.ending(folder / journals.FILE_NAME))
-            sender.send()
+            sending = delivery(folder, uri=f"sqlite:///{folder.parents[1]}/mlflow.db", warn=lambda _: None)
+            sending.end = journals.ending(folder / journals.FILE_NAME)
+            sending.ending.set()
+            sending.send()
         finally:
-            os._exit(0 if sender.outcome.delivered else 1)
+            os._exit(0 if sending.sent.delivered else 1)
     return psutil.Process(pid)
 
 
 def with_program(recorded: Recording) -> Path:
     """Export the recorded run's model, as rank 0 does."""
     folder = recorded.folder
-    saved = recorded.all_of(ModelSaved)[-1]
     experiment = load(folder / "experiment.yaml").experiment
-    weights, reference = torch.load(folder / saved.weights), Reference.load(folder)
-    module = trained_model(experiment, weights, allowed=("pipeline",), reference=reference)
-    exported = ModelExported(program="model/model.pt2", samples="model/example.npz", torch=torch.__version__)
-    example = torch.load(folder / saved.example)
-    export(module, example, program=folder / exported.program, samples=folder / exported.samples)
+    exported = ModelExported(program="model/mlflow", samples="", torch=torch.__version__)
+    write_mlflow_model(experiment, folder / exported.program, folder=folder, allowed=("pipeline",), warn=pytest.fail)
     path = folder / journals.FILE_NAME
     *lines, end = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines) + exported.model_dump_json().encode() + b"\n" + end)

@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine importing MLflow alone takes longer than a user would wait."""
-    monkeypatch.setattr("pipeline.tracking.mlflow.mlflow_subscriber._DRAIN_SECONDS", 200.0)
+    monkeypatch.setattr("pipeline.tracking.follower._DRAIN_SECONDS", 200.0)
 
 
 def run(command: Command, folder: Path, also: str, *more: str) -> tuple[Path, Any]:
@@ -118,4 +118,4 @@ def test_one_that_fails_leaves_the_run_and_the_others_alone(
     assert f"It gets no further events. Send the rest with: pipeline sync {folder}" in said
     assert "pa55" not in ended.output
     assert list((folder / "tensorboard" / "main").iterdir())
-    assert json.loads((folder / "tracking.json").read_text())["delivered"]
+    assert json.loads((folder / "sync.json").read_text())["delivered"]

@@ -1,6 +1,5 @@
 """Results reach MLflow exactly once, in a SQLite file and through a server; stores that fail: test_outages.py."""
 
-import io
 import json
 import signal
 import socket
@@ -15,19 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import rich.console
 import torch
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from stores import Server
 
-from pipeline.drive.recorded_run import open_trial, recorded
 from pipeline.errors import ResourceError, UsageError
-from pipeline.experiment.load import load
 from pipeline.models.mlp import MLP
-from pipeline.plan.plan import make_plan
-from pipeline.plan.resources import Resources
 from pipeline.protocol.events import (
     AnyEvent,
     ArtifactSaved,
@@ -42,15 +36,13 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.record.journal import FILE_NAME, Journal
-from pipeline.record.terminal.terminal import Terminal
-from pipeline.tracking.mlflow import mlflow_entities
-from pipeline.tracking.mlflow.delivery import quiet
-from pipeline.tracking.mlflow.mlflow_run import MlflowRun
-from pipeline.tracking.mlflow.mlflow_subscriber import MlflowSubscriber, head_start
-from pipeline.tracking.mlflow.outcome import TrackingOutcome, places_of
-from pipeline.tracking.mlflow.store import check_store, resolve_uri, run_link, runs_link
-from pipeline.tracking.mlflow.sync import sync
-from pipeline.tracking.mlflow.ui import pages, serve
+from pipeline.tracking import mlflow
+from pipeline.tracking.follow import quiet, sync
+from pipeline.tracking.follower import Follower
+from pipeline.tracking.mlflow import MlflowRun
+from pipeline.tracking.outcome import TrackingOutcome, places_of
+from pipeline.tracking.store import check_store, resolve_uri, run_link, runs_link
+from pipeline.tracking.ui import pages, serve
 from pipeline.train.reference import ModelCall, record
 
 pytestmark = pytest.mark.filterwarnings(
@@ -148,12 +140,12 @@ def started(trial: str) -> Started:
 
 def test_the_version_of_the_data_is_next_to_its_digest() -> None:
     event = started("main").model_copy(update={"data_version": "9f2c" * 50})
-    for given, part in zip(mlflow_entities.datasets(event), ("train", "validation"), strict=True):
+    for given, part in zip(mlflow.datasets(event), ("train", "validation"), strict=True):
         name, _, version = given.dataset.name.partition(", version ")
         assert (name, given.dataset.digest) == (f"pipeline.data.digits/{part}", "0123456789abcdef")
         assert (version[:4], len(version)) == ("9f2c", 100)
-    assert mlflow_entities.counts(event)["data_version"] == event.data_version
-    assert "data_version" not in mlflow_entities.counts(started("main"))
+    assert mlflow.counts(event)["data_version"] == event.data_version
+    assert "data_version" not in mlflow.counts(started("main"))
 
 
 def whole_run(uri: str, run: str) -> list[AnyEvent]:
@@ -202,15 +194,11 @@ def journaled(folder: Path, events: list[AnyEvent]) -> Path:
 def deliver(folder: Path, events: list[AnyEvent], *, warn: Callable[[str], None]) -> TrackingOutcome:
     """Have the process send a journal of these events."""
     journaled(folder, events)
-    with closing(MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=warn)) as one:
-        one.receive(events[-1])
-        outcome = one.finish(timeout_s=120)
-    assert outcome is not None
-    return outcome
-
-
-def mlflow_processes() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "mlflow.follow" in " ".join(each.cmdline())]
+    (opened,) = (event for event in events if isinstance(event, RunOpened))
+    one = Follower(folder, uri=opened.tracking_uri, warn=warn)
+    one.receive(events[-1])
+    assert one.finish(timeout_s=120)
+    return one.close()
 
 
 def client_of(uri: str) -> MlflowClient:
@@ -352,38 +340,17 @@ def test_a_journal_is_sent_to_another_store(database: str, tmp_path: Path, warni
     assert run_link(database, outcome.experiment_id, outcome.run_id) in places_of(folder)
 
 
-def test_what_comes_faster_than_mlflow_takes_it_waits_in_the_journal(database: str, tmp_path: Path) -> None:
-    """Nothing is lost, nothing is there twice."""
-    overrides = [
-        f"tracking.uri={database}",
-        f"tracking.directory={tmp_path}",
-        "parallel.launcher=inprocess",
-        "parallel.workers=1",
-        "parallel.strategy=single",
-    ]
-    experiment = load(Path(__file__).parents[2] / "experiments" / "mlp.yaml", overrides).experiment
-    plan = make_plan(experiment, Resources(cpus=2, memory_mb=4096), with_baseline=False)
-    with recorded(plan, terminal=Terminal.on(rich.console.Console(file=io.StringIO()))) as recorder:
-        open_trial(plan.main, recorder)
-        for step in range(3000):
-            recorder.receive(metrics(step, names=5))
-    run = client_of(database).search_runs([client_of(database).get_experiment_by_name(experiment.name).experiment_id])[
-        0
-    ]
-    history = client_of(database).get_metric_history(run.info.run_id, "train/loss_4")
-    assert sorted(point.step for point in history) == list(range(3000))
-
-
 def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path) -> None:
     """Killed, it can't tell anyone; nobody may be left who writes to a run that is resumed."""
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from pipeline.tracking.mlflow.mlflow_subscriber import MlflowSubscriber\n"
-        "MlflowSubscriber(folder=Path(sys.argv[1]), log=Path(sys.argv[1]) / 'log.txt', warn=print)\n"
+        "from pipeline.tracking.follower import Follower\n"
+        "Follower(Path(sys.argv[1]), uri=sys.argv[2], warn=print)\n"
         "print('ready', flush=True); time.sleep(600)"
     )
     journaled(tmp_path, [opened(database, "orphan"), metrics(0)])
-    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as driver:
+    command = [sys.executable, "-c", program, str(tmp_path), database]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"
         (process,) = psutil.Process(driver.pid).children()
@@ -391,72 +358,36 @@ def test_the_process_goes_with_the_one_that_trains(database: str, tmp_path: Path
     assert psutil.wait_procs([process], timeout=60)[1] == []
 
 
-def test_the_process_of_a_head_start_writes_the_run(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It goes by the environment of the run, which the user's own code may have changed since."""
-    end = RunClosed(time=T0 + 9, status="FINISHED")
-    journaled(tmp_path, [opened(server.uri, "early"), metrics(0), end])
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
-    with head_start(server.uri):
-        (early,) = mlflow_processes()
-        monkeypatch.delenv("HTTP_PROXY")
-        with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=print)) as subscriber:
-            assert mlflow_processes() == [early]
-            subscriber.receive(end)
-            outcome = subscriber.finish(timeout_s=60)
-    assert psutil.wait_procs([early], timeout=10)[1] == []
-    assert outcome is not None
-    assert client_of(server.uri).get_run(outcome.run_id).info.status == "FINISHED"
-
-
-def test_what_the_process_says_before_its_order_is_in_the_log(
+def test_a_process_that_cannot_start_is_told_and_its_reason_is_in_the_log(
     database: str, tmp_path: Path, warnings_told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "pydantic.py").write_text("raise SystemExit('a broken installation')")
+    monkeypatch.syspath_prepend(tmp_path / "hidden")
     journaled(tmp_path, [opened(database, "broken"), metrics(0)])
-    monkeypatch.setattr(
-        "pipeline.tracking.mlflow.mlflow_subscriber._START", "import sys; sys.exit('a broken installation')"
-    )
-    with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=warnings_told.append)) as subscriber:
-        subscriber.finish(timeout_s=60)
+    follower = Follower(tmp_path, uri=database, warn=warnings_told.append)
+    follower.finish(timeout_s=60)
     assert "a broken installation" in (tmp_path / "log.txt").read_text()
     assert "ended with exit code 1" in warnings_told[0]
-
-
-def test_a_head_start_for_nothing_is_ended(database: str) -> None:
-    with head_start(database):
-        (early,) = mlflow_processes()
-    assert psutil.wait_procs([early], timeout=10)[1] == []
-
-
-def test_a_head_start_ends_with_a_driver_that_is_killed() -> None:
-    program = (
-        "import time; from pipeline.tracking.mlflow.mlflow_subscriber import head_start\n"
-        "with head_start('sqlite:///mlflow.db'): print('ready', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        assert driver.stdout.readline() == "ready\n"
-        (process,) = psutil.Process(driver.pid).children()
-        driver.kill()
-    assert psutil.wait_procs([process], timeout=60)[1] == []
+    assert "ended with exit code 1" in follower.close().message
 
 
 def test_no_run_ends_before_its_metrics_are_there(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All events may come in one batch, and the process may end between two calls."""
-    run = MlflowRun(folder=tmp_path, warn=print)
+    first = opened(database, "cut")
+    run = MlflowRun(tmp_path, client=client_of(database), opened=first, sent=TrackingOutcome(), warn=print)
 
     def fail(*args: object, **given: object) -> None:
         if given.get("metrics"):
             raise OSError("cut off")
 
-    events = [opened(database, "cut"), metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
+    events = [first, metrics(0), RunClosed(time=T0 + 9, status="FINISHED")]
     monkeypatch.setattr(MlflowClient, "log_batch", fail)
     with quiet(), pytest.raises(OSError, match="cut off"):
         run.write(events)
-    assert client_of(database).get_run(run.run_id).info.status == "RUNNING"
+    assert client_of(database).get_run(run.sent.run_id).info.status == "RUNNING"
 
 
 def checked_by_nobody(uri: str) -> str:
@@ -464,7 +395,7 @@ def checked_by_nobody(uri: str) -> str:
     program = """
 import os, sys
 from pipeline.errors import ResourceError
-from pipeline.tracking.mlflow.store import check_store
+from pipeline.tracking.store import check_store
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
@@ -501,7 +432,7 @@ def test_the_ui_answers_on_its_port_and_goes_without_a_trace(database: str, tmp_
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    program = f"""from pipeline.tracking.mlflow.ui import serve
+    program = f"""from pipeline.tracking.ui import serve
 serve({database!r}, port={port}, ready=lambda address: print(address, flush=True))"""
     outcome = deliver(tmp_path, [opened(database, "ui"), RunClosed(time=T0, status="FINISHED")], warn=print)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:

@@ -31,10 +31,10 @@ from pipeline.protocol.labels import Status
 from pipeline.record import journal
 from pipeline.record.folder import read_state, runs_named
 from pipeline.record.recorder import Recorder
-from pipeline.record.terminal.terminal import Terminal
-from pipeline.tracking.mlflow import mlflow_entities as entities
-from pipeline.tracking.mlflow.sync import sync
-from pipeline.tracking.trackers.scalars import scalars
+from pipeline.record.screen import Terminal
+from pipeline.tracking import mlflow as entities
+from pipeline.tracking.follow import sync
+from pipeline.tracking.loggers import scalars
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 DOWN, UP = "doesn't accept results (", "accepts results again"
@@ -447,8 +447,8 @@ def test_a_killed_driver_is_continued_without_gaps_and_double_points(proxy: Prox
 
 
 def test_the_end_of_a_run_does_not_wait_for_ever(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.tracking.mlflow.mlflow_subscriber._DRAIN_SECONDS", 2.0)
-    monkeypatch.setattr("pipeline.tracking.mlflow.mlflow_subscriber._SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("pipeline.tracking.follower._DRAIN_SECONDS", 2.0)
+    monkeypatch.setattr("pipeline.tracking.follower._SILENT_SECONDS", 0.5)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     run = Recording(proxy.uri, tmp_path)
     with run.training() as training:

@@ -11,7 +11,7 @@ from pathlib import Path
 import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.store.tracking import sqlalchemy_store
-from pipeline.tracking.mlflow.store import check_store, create_store
+from pipeline.tracking.store import check_store, create_store
 
 logging.disable(logging.CRITICAL)
 folder = Path(sys.argv[1])

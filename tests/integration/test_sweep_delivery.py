@@ -18,7 +18,7 @@ from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, Point, RunClosed, RunOpened, Tagged
 from pipeline.record.folder import trials_of
 from pipeline.record.journal import FILE_NAME, Journal
-from pipeline.tracking.mlflow.sync import sync, sync_with_trials
+from pipeline.tracking.follow import sync, sync_with_trials
 
 METRIC = "validation/loss"
 EXPERIMENT = {
@@ -132,14 +132,14 @@ def test_the_end_of_a_sweep_sends_what_is_left_and_stops_at_a_store_that_is_gone
     told: list[str] = []
     sync(sweep.folder, warn=lambda _: None)  # as the sweep's own process has done
     for folder in trials_of(sweep.folder):
-        (folder / "tracking.json").unlink(missing_ok=True)
+        (folder / "sync.json").unlink(missing_ok=True)
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert told == ["sending the results of 2 trainings (trial-001, trial-002) that MLflow lacks"]
     assert finish_trials.missing(sweep.folder) == ""
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert len(told) == 1
 
-    (sweep.folder / "trial-002" / "tracking.json").unlink()
+    (sweep.folder / "trial-002" / "sync.json").unlink()
     (tmp_path / "mlflow.db").rename(tmp_path / "moved.db")
     (tmp_path / "mlflow.db").write_text("no database" * 100)
     finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)

@@ -226,7 +226,7 @@ FAULTS = (
     Fault(
         "the MLflow writer blocks the step",
         "tracking can't hurt training",
-        "pipeline/tracking/mlflow/mlflow_subscriber.py",
+        "pipeline/tracking/follower.py",
         "        if isinstance(event, RunClosed):",
         "        self._done.wait(0.2)\n        if isinstance(event, RunClosed):",
         ("tests/replay/test_writer.py",),
@@ -234,7 +234,7 @@ FAULTS = (
     Fault(
         "a point has the time at which it is sent",
         "pipeline sync adds nothing twice",
-        "pipeline/tracking/mlflow/mlflow_entities.py",
+        "pipeline/tracking/mlflow.py",
         "    return round(event.time * 1000)",
         "    import time\n\n    return round(time.time() * 1000)",
         ("tests/replay/test_sent.py",),
@@ -314,7 +314,7 @@ FAULTS = (
     Fault(
         "progress stands in the JSON document",
         "--json prints one document and nothing else",
-        "pipeline/record/terminal/terminal.py",
+        "pipeline/record/screen.py",
         "        stdout = stderr if as_json else",
         "        stdout = stderr if as_json and quiet else",
         ("tests/replay/test_played.py::test_scripts_get_one_document_and_nothing_else",),

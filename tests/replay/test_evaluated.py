@@ -16,7 +16,7 @@ from pipeline.drive import recorded_run
 from pipeline.protocol.events import Evaluated
 from pipeline.record import journal as journals
 from pipeline.record.folder import read_state
-from pipeline.tracking.mlflow.sync import sync
+from pipeline.tracking.follow import sync
 from pipeline.train import restored
 
 BEST = {"best": "validation/loss", "mode": "max", "keep": 1}

@@ -15,8 +15,8 @@ from recordings import Recording
 
 from pipeline.protocol.events import Evaluated, Metrics, ModelSaved, RunOpened, TrialOpened
 from pipeline.record.journal import FILE_NAME, Journal
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
-from pipeline.tracking.mlflow.sync import sync
+from pipeline.tracking.follow import sync
+from pipeline.tracking.outcome import TrackingOutcome
 
 Recorded = Callable[[str], Recording]
 ENDS = {

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow.pytorch
-import numpy as np
 import pytest
 import torch
 import toys
@@ -16,17 +15,14 @@ from mlflow.models import Model
 from recordings import Store
 from toy_runs import InFolder
 
-from pipeline.protocol.events import WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
+from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
 from pipeline.protocol.rank import Rank
 from pipeline.record import journal as journals
 from pipeline.system.memory_limits import MemoryLimit
-from pipeline.tracking.mlflow.model_folder import Module, Program, signature
-from pipeline.tracking.mlflow.sync import sync
+from pipeline.tracking.follow import sync
 from pipeline.train import exported, report
+from pipeline.train.reference import ModelCall, record
 from pipeline.train.run import train
-
-OWN = {"model_id", "model_uuid", "utc_time_created", "model_size_bytes", "artifact_path", "run_id"}
-"""Fields that differ between equal models."""
 
 
 @pytest.fixture
@@ -57,39 +53,67 @@ def journaled(folder: Path, store: Store, events: list[Any]) -> None:
             journal.append(event)
 
 
+class Named(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = (x * mask * self.scale).sum(1, keepdim=True).expand(-1, 4)
+        return {"logits": logits, "loss": logits.mean()}
+
+
+class Branching(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum().item() > 0 else -x)
+
+
+class OfTwo(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([super(OfTwo, self).forward(x[place]) for place in range(len(x))])
+
+
+def written(lab: Path, model: type[torch.nn.Module], *, warn: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """MLflow's folder of a model, written from what a run has left."""
+    folder = lab / "run"
+    (folder / "model").mkdir(parents=True)
+    module = model().eval()
+    inputs = {"x": torch.ones(2, 4), "mask": torch.ones(2, 4)} if model is Named else torch.ones(2, 4)
+    torch.save(module.state_dict(), folder / WEIGHTS)
+    torch.save(inputs, folder / EXAMPLE)
+    call = ModelCall.of(inputs)
+    record(module, call, device=torch.device("cpu"), is_exact=True, runtime={}).save(folder / REFERENCE)
+    monkeypatch.setattr(exported, "seeded_model", lambda *_: model())
+    exported.write_mlflow_model(toys.trial().experiment, folder / "mlflow", folder=folder, allowed=(), warn=warn)
+    return folder / "mlflow"
+
+
 @pytest.mark.filterwarnings("ignore")  # as in a run
-def test_the_folder_is_what_mlflow_itself_writes(trained: tuple[Path, InFolder], tmp_path: Path) -> None:
-    folder, outbox = trained
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    Program.of(the(outbox, ModelExported), folder=folder).write(ours, model=Model(), warn=pytest.fail)
-    Module.of(the(outbox, ModelSaved), folder=folder).write(theirs, model=Model(), warn=pytest.fail)
-
-    files = [sorted(str(file.relative_to(path)) for file in path.rglob("*")) for path in (ours, theirs)]
-    assert files[0] == files[1]
-    for name in ("input_example.json", "serving_input_example.json"):
-        assert yaml.safe_load((ours / name).read_text()) == yaml.safe_load((theirs / name).read_text())
-    flavors, expected = (
-        {key: value for key, value in yaml.safe_load((path / "MLmodel").read_text()).items() if key not in OWN}
-        for path in (ours, theirs)
-    )
-    expected["flavors"]["python_function"].pop("pickle_module_name")  # of a pickle, which this isn't
-    assert flavors == expected
-    wanted = [set((path / "requirements.txt").read_text().split()) for path in (ours, theirs)]
-    assert wanted[0] == wanted[1]
-    for name in ("conda.yaml", "python_env.yaml"):
-        keys = [yaml.safe_load((path / name).read_text()).keys() for path in (ours, theirs)]
-        assert keys[0] == keys[1]
-    inputs = np.ones((5, 3))
-    predicted = [mlflow.pyfunc.load_model(str(path)).predict(inputs) for path in (ours, theirs)]
-    assert np.array_equal(*predicted)
+def test_named_inputs_are_a_program_with_a_signature_of_tensors(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length, in the order of the signature; also where the outputs have a single number, as a loss."""
+    path = written(lab, Named, warn=pytest.fail, monkeypatch=monkeypatch)
+    described = Model.load(path).signature
+    assert [(one.name, one.shape) for one in described.inputs] == [("x", (-1, -1)), ("mask", (-1, -1))]
+    assert [(one.name, one.shape) for one in described.outputs] == [("logits", (-1, 4)), ("loss", ())]
+    loaded = mlflow.pytorch.load_model(str(path))
+    assert loaded(torch.ones(5, 7), torch.ones(5, 7))["logits"].shape == (5, 4)
 
 
-def test_a_mapping_with_a_single_number_has_a_signature_of_tensors() -> None:
-    """As the outputs of a model that also computes its loss; MLflow itself infers columns of it."""
-    outputs = {"logits": np.zeros((2, 3), np.float32), "loss": np.zeros((), np.float32)}
-    described = signature({"x": np.zeros((2, 4)), "mask": np.zeros(2, bool)}, outputs)
-    assert [(one.name, one.shape) for one in described.inputs] == [("x", (-1, 4)), ("mask", (-1,))]
-    assert [(one.name, one.shape) for one in described.outputs] == [("logits", (-1, 3)), ("loss", ())]
+@pytest.mark.filterwarnings("ignore")  # as in a run
+@pytest.mark.parametrize("model", [Branching, OfTwo])
+def test_a_model_that_cannot_be_exported_for_any_batch_is_a_pickle(
+    lab: Path, model: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    path = written(lab, model, warn=told.append, monkeypatch=monkeypatch)
+    assert "logged as pickle, because torch.export failed" in told[0]
+    assert mlflow.pytorch.load_model(str(path))(torch.ones(5, 4)).shape == (5, 4)
 
 
 def test_the_program_is_sent_without_torch_and_then_removed(
@@ -100,7 +124,7 @@ def test_the_program_is_sent_without_torch_and_then_removed(
     program = folder / the(outbox, ModelExported).program
     assert program.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(Module, "of", lambda *_, **__: pytest.fail("the model was built again"))
+        patch.setattr(exported, "write_mlflow_model", lambda *_, **__: pytest.fail("the model was built again"))
         assert sync(folder, warn=pytest.fail).delivered
     assert not program.exists()
 

@@ -14,15 +14,15 @@ from toy_runs import toy_run
 
 from pipeline.protocol.events import ModelSaved, RunClosed
 from pipeline.record import journal as journals
-from pipeline.tracking.mlflow import delivery
-from pipeline.tracking.mlflow.sync import sync
+from pipeline.tracking import follow
+from pipeline.tracking.follow import sync
 
 CHAMPION = {"register_model": {"name": "toys", "alias": "champion"}}
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(follow, "_PAUSES_S", (0.0,))
 
 
 def made(lab: Path, letter: str, **more: Any) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 from recordings import Recording, Store
 
-from pipeline.tracking.mlflow.sync import sync_with_trials
+from pipeline.tracking.follow import sync_with_trials
 
 
 def test_a_sweep_goes_with_its_runs_in_mlflow_which_can_be_restored(

@@ -14,7 +14,7 @@ from pipeline.report.report import Report
 from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, REPORT_NAME
 from pipeline.report.swept import FILE_NAME as SWEEP_FILE
 from pipeline.report.swept import SweptReport
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.outcome import TrackingOutcome
 
 CURVES = {
     "finished": ["Loss", "validation/accuracy", "Throughput, samples/s"],
@@ -67,7 +67,7 @@ def version(folder: Path, package: str) -> str:
 
 def test_a_folder_without_its_files_gets_a_page_without_these_facts(journal: Callable[[str], Recording]) -> None:
     folder = journal("finished").folder
-    for name in ("environment.txt", "experiment.yaml", "tracking.json"):
+    for name in ("environment.txt", "experiment.yaml", "sync.json"):
         (folder / name).unlink()
     made = saved(folder)
     assert "experiment tiny in sqlite:///" in made
@@ -77,7 +77,7 @@ def test_a_folder_without_its_files_gets_a_page_without_these_facts(journal: Cal
 
 def test_a_run_that_goes_on_knows_its_place_in_mlflow(journal: Callable[[str], Recording]) -> None:
     folder = journal("finished").folder
-    (folder / "tracking.json").unlink()
+    (folder / "sync.json").unlink()
     outcome = TrackingOutcome(experiment_id="7", run_id="5bf9", delivered=False)
     outcome.keep(folder)
     assert page.about(folder).link.partition("?")[0].endswith("/#/experiments/7/runs/5bf9")

@@ -14,14 +14,14 @@ from mlflow.entities import Run
 from recordings import JOURNALS, LAB, Recording, Store, copied, recording
 
 from pipeline.experiment.load import load
+from pipeline.experiment.reported import mlflow_name
 from pipeline.experiment.summary import config_hash, flatten
 from pipeline.protocol.events import Failed, Finished, RunClosed, RunOpened
 from pipeline.protocol.links import link
 from pipeline.report.report import Report
-from pipeline.tracking.mlflow.mlflow_entities import metric_name
-from pipeline.tracking.mlflow.mlflow_run import MlflowRun
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
-from pipeline.tracking.mlflow.sync import sync
+from pipeline.tracking.follow import sync
+from pipeline.tracking.mlflow import MlflowRun
+from pipeline.tracking.outcome import TrackingOutcome
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:For backward compatibility, 'str' dtypes"),  # MLflow's log_table on pandas 3
@@ -82,7 +82,7 @@ def test_each_run_is_there_whole(sent: Sent, name: str) -> None:
     assert run.data.tags.get("mlflow.note.content", "").startswith(closed.message or closed.summary)
     for metric in ("train/loss", "validation/loss", "throughput/workers"):
         expected = sorted(sent.recordings[name].series(metric))
-        assert str(sent.series(name, metric_name(metric))) == str(expected)  # as text, since NaN is unlike itself
+        assert str(sent.series(name, mlflow_name(metric))) == str(expected)  # as text, since NaN is unlike itself
 
 
 def test_sending_again_adds_nothing(sent: Sent, lab: Path) -> None:
@@ -293,10 +293,11 @@ def test_links_of_a_description_lead_to_the_runs(sent: Sent) -> None:
     named = trial.data.tags["pipeline.run"]
     (closed,) = sweep.all_of(RunClosed)
     summary = f"{link('1', run=named)} {link('2', run='nobody/trial-002')} {link('all', run=named)}"
-    run = MlflowRun(folder=sweep.folder, warn=pytest.fail, uri=sent.store.uri)
+    (opened,) = sweep.all_of(RunOpened)
+    run = MlflowRun(sweep.folder, client=sent.store.client, opened=opened, sent=TrackingOutcome(), warn=pytest.fail)
     before = sent.run("sweep").data.tags["mlflow.note.content"]
     try:
-        run.write([*sweep.all_of(RunOpened), closed.model_copy(update={"summary": summary})])
+        run.write([opened, closed.model_copy(update={"summary": summary})])
         first, second, *_ = sent.run("sweep").data.tags["mlflow.note.content"].split(" ")
         assert first.startswith(f"[1](#/experiments/{trial.info.experiment_id}/runs/{trial.info.run_id}?")
         assert second == "2"

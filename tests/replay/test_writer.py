@@ -8,22 +8,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from mlflow import MlflowClient
-from recordings import JOURNALS, Recording, Store
+from recordings import JOURNALS, Recording, Store, delivery
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
 from pipeline.record import journal as journals
-from pipeline.tracking.mlflow import delivery, mlflow_run
-from pipeline.tracking.mlflow.mlflow_subscriber import MlflowSubscriber
-from pipeline.tracking.mlflow.sender import Sender
-from pipeline.tracking.mlflow.sync import sync
+from pipeline.tracking import follow
+from pipeline.tracking.follow import sync
+from pipeline.tracking.follower import Follower
 
 Journal = Callable[[str], Recording]
 BLOCKED_S = 0.1
@@ -66,15 +64,16 @@ def journaled(folder: Path, events: Sequence[AnyEvent]) -> Path:
 def test_no_event_waits_for_the_writer_whatever_it_does(store: Store, tmp_path: Path) -> None:
     """It is stopped here, as by a store that hangs."""
     journaled(tmp_path, [opened(store)])
-    with closing(MlflowSubscriber(folder=tmp_path, log=tmp_path / "log.txt", warn=print)) as subscriber:
-        writer = started_writer()
-        writer.send_signal(signal.SIGSTOP)
-        longest = 0.0
-        for step in range(20):
-            began = time.monotonic()
-            subscriber.receive(metrics(step))
-            longest = max(longest, time.monotonic() - began)
-        assert subscriber.finish(timeout_s=0.01) is None
+    follower = Follower(tmp_path, uri=store.uri, warn=print)
+    writer = started_writer()
+    writer.send_signal(signal.SIGSTOP)
+    longest = 0.0
+    for event in (*map(metrics, range(20)), RunClosed(status="FINISHED", summary="x" * 9999)):
+        began = time.monotonic()
+        follower.receive(event)
+        longest = max(longest, time.monotonic() - began)
+    assert not follower.finish(timeout_s=0.01)
+    follower.close()
     assert longest < BLOCKED_S
     assert not writer.is_running()
 
@@ -82,11 +81,10 @@ def test_no_event_waits_for_the_writer_whatever_it_does(store: Store, tmp_path: 
 def test_a_writer_that_dies_takes_no_results_with_it(store: Store, journal: Journal, capsys: Any) -> None:
     """What it was to send is in the journal; the user hears of it at once."""
     folder, told = journal("nan").folder, list[str]()
-    with closing(MlflowSubscriber(folder=folder, log=folder / "log.txt", warn=told.append)) as subscriber:
-        writer = started_writer()
-        writer.kill()
-        outcome = subscriber.finish(timeout_s=120)
-    assert outcome is not None
+    follower = Follower(folder, uri=store.uri, warn=told.append)
+    started_writer().kill()
+    assert follower.finish(timeout_s=120)
+    outcome = follower.close()
     assert not outcome.delivered
     assert "ended with exit code -9" in outcome.message
     assert outcome.message.endswith(f"pipeline sync {folder}")
@@ -99,10 +97,11 @@ def test_a_writer_that_dies_takes_no_results_with_it(store: Store, journal: Jour
 def test_a_run_that_ends_before_its_first_step_is_not_sent(store: Store, tmp_path: Path) -> None:
     journaled(tmp_path, [opened(store), RunClosed(time=1.7e9, status="FAILED", message="wrong")])
 
-    with closing(Sender(tmp_path, uri=store.uri, warn=print)) as sender:
-        sender.end(journals.ending(tmp_path / journals.FILE_NAME))
-        sender.send()
-        outcome = sender.outcome
+    sending = delivery(tmp_path, uri=store.uri, warn=print)
+    sending.end = journals.ending(tmp_path / journals.FILE_NAME)
+    sending.ending.set()
+    sending.send()
+    outcome = sending.sent
 
     assert (outcome.run_id, outcome.delivered) == ("", True)
     assert not store.client.get_experiment_by_name("made")
@@ -115,15 +114,12 @@ def test_an_end_that_the_journal_has_no_room_for_is_written_all_the_same(store: 
     path = recording.folder / journals.FILE_NAME
     whole, end = path.read_bytes(), recording.events[-1]
     path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
-    log = recording.folder / "log.txt"
-    with closing(
-        MlflowSubscriber(folder=recording.folder, log=log, warn=told.append, loggers=["tensorboard"])
-    ) as subscriber:
-        subscriber.receive(end)
-        assert subscriber.late == ("MLflow", "tensorboard")
-        outcome = subscriber.finish(timeout_s=120)
-        assert subscriber.late == ()
-    assert outcome is not None
+    follower = Follower(recording.folder, uri=store.uri, warn=told.append, loggers=["tensorboard"])
+    follower.receive(end)
+    assert follower.late == ["MLflow", "tensorboard"]
+    assert follower.finish(timeout_s=120)
+    assert follower.late == []
+    outcome = follower.close()
     assert (outcome.delivered, outcome.message, told) == (True, "", [])
     assert list((recording.folder / "tensorboard" / "main").iterdir())
     before = store.contents("lab")
@@ -136,11 +132,11 @@ def started_writer(timeout_s: float = 60) -> psutil.Process:
     """Wait for the one process that writes to MLflow; on a busy machine its command line is not there at once."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        there = [each for each in psutil.Process().children() if "mlflow.follow" in " ".join(each.cmdline())]
+        there = [each for each in psutil.Process().children() if "tracking.follow" in " ".join(each.cmdline())]
         if len(there) == 1:
             return there[0]
         time.sleep(0.01)
-    pytest.fail(f"no process of pipeline.tracking.mlflow.follow within {timeout_s:g} s")
+    pytest.fail(f"no process of pipeline.tracking.follow within {timeout_s:g} s")
 
 
 def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_path: Path) -> None:
@@ -213,7 +209,7 @@ def test_a_deleted_experiment_names_the_command_that_restores_it(
     folder = journaled(tmp_path / "gone", [opened(store), metrics(1), RunClosed(time=1.7e9, status="FINISHED")])
     known = sync(folder, warn=pytest.fail).experiment_id
     store.client.delete_experiment(known)
-    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(follow, "_PAUSES_S", (0.0,))
     outcome = sync(folder, warn=[].append)
     assert not outcome.delivered
     assert f"MLFLOW_TRACKING_URI={store.uri} mlflow experiments restore -x {known}" in outcome.message
@@ -231,14 +227,13 @@ def test_whatever_ends_the_delivery_is_reported(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0,))
-    monkeypatch.setattr(mlflow_run, "create_store", fail)
+    monkeypatch.setattr(follow, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(follow, "create_store", fail)
     monkeypatch.setitem(sys.modules, "mlflow.exceptions", None)
-    with closing(Sender(folder, uri="", warn=print)) as sender:
-        sender.end(None)
-        sender.send()
-        outcome = sender.outcome
-    assert outcome.late == ()
+    sending = delivery(folder, uri="", warn=print)
+    sending.ending.set()
+    assert not sending.send()
+    outcome = sending.sent
     assert not outcome.delivered
     assert "pipeline sync" in outcome.message
     assert isinstance(error, Exception) or "SystemExit(0)" in outcome.message
@@ -252,7 +247,7 @@ def test_a_file_that_the_artifact_store_does_not_take_is_not_delivered(
 
     folder = journal("interrupted").folder
     with monkeypatch.context() as patch:
-        patch.setattr(delivery, "_PAUSES_S", (0.0,))
+        patch.setattr(follow, "_PAUSES_S", (0.0,))
         patch.setattr(MlflowClient, "log_artifact", fail)
         outcome = sync(folder, warn=[].append)
     assert not outcome.delivered

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.commands import check
-from pipeline.record.terminal import waiting
+from pipeline.record import console
 from pipeline.system.child import Report
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def command(
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory to both
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setattr(check, "call_in_child", call_here)
-    monkeypatch.setattr(waiting, "_LONG_S", 600.0)  # on a busy machine a stage may get a line of its own
+    monkeypatch.setattr(console, "_LONG_S", 600.0)  # on a busy machine a stage may get a line of its own
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def run(*arguments: str) -> Ended:

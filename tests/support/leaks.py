@@ -19,7 +19,7 @@ BY_DESIGN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Python keeps them until the interpreter ends; the second one is that of ranks.py."""
 _SET_FOR_GOOD = (
     "PYTEST_",  # the running test
-    "MLFLOW_HTTP_",  # MLflow's patience and silence, see pipeline.tracking.mlflow.delivery
+    "MLFLOW_HTTP_",  # MLflow's patience and silence, see pipeline.tracking.follow
     "MLFLOW_SUPPRESS_",
     "MLFLOW_DISABLE_",
     "_MLFLOW_",  # MLflow, when it is imported

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +13,8 @@ from filelock import FileLock
 
 from pipeline.protocol.events import AnyEvent, RunClosed
 from pipeline.record.journal import FILE_NAME, read
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
-from pipeline.tracking.mlflow.sender import Sender
+from pipeline.tracking.follow import Delivery
+from pipeline.tracking.outcome import TrackingOutcome
 
 if TYPE_CHECKING:  # importing MLflow takes seconds, which tests without a store needn't spend
     from mlflow import MlflowClient
@@ -161,32 +161,31 @@ def play(lab: Path, store: Store, command: Any, monkeypatch: pytest.MonkeyPatch)
 def written_here() -> Iterator[None]:
     """Inside, commands write to MLflow in this process: another one takes seconds to import it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.drive.recorded_run.MlflowSubscriber", _WriterHere)
-        patch.setattr("pipeline.tracking.mlflow.mlflow_subscriber.head_start", lambda uri: nullcontext())
+        patch.setattr("pipeline.drive.recorded_run.Follower", _WriterHere)
         yield
 
 
 class _WriterHere:
-    """What the process of `pipeline.tracking.mlflow.follow` does, at once and in this one."""
+    """What the process of `pipeline.tracking.follow` does, at once and in this one."""
 
     late: tuple[str, ...] = ()
 
-    def __init__(self, *, folder: Path, warn: Callable[[str], None], uri: str, adds: bool, **_: Any) -> None:
-        self._sender = Sender(folder, uri=uri, warn=warn, adds=adds)
-        self._end: RunClosed | None = None
-
-    @property
-    def outcome(self) -> TrackingOutcome | None:
-        return self._sender.outcome
+    def __init__(self, folder: Path, *, uri: str, warn: Callable[[str], None], **_: Any) -> None:
+        self._delivery = delivery(folder, uri=uri, warn=warn)
 
     def receive(self, event: AnyEvent) -> None:
         """Other events are in the journal."""
-        self._end = event if isinstance(event, RunClosed) else self._end
+        self._delivery.end = event if isinstance(event, RunClosed) else self._delivery.end
 
-    def finish(self, timeout_s: float) -> TrackingOutcome | None:
-        self._sender.end(self._end)
-        self._sender.send()
-        return self.outcome
+    def finish(self, timeout_s: float) -> bool:
+        self._delivery.ending.set()
+        self._delivery.send()
+        return True
 
-    def close(self) -> None:
-        self._sender.close()
+    def close(self) -> TrackingOutcome:
+        return self._delivery.sent
+
+
+def delivery(folder: Path, *, uri: str, warn: Callable[[str], None]) -> Delivery:
+    """The delivery of a run that goes on from what is kept in its folder."""
+    return Delivery(folder, uri=uri, sent=TrackingOutcome.kept(folder) or TrackingOutcome(), warn=warn)

@@ -30,7 +30,7 @@ class InFolder(Kept):
         self._folder = folder
 
     def file(self, path: Path, name: str) -> None:
-        (self._folder / name).parent.mkdir(exist_ok=True)
+        (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
         (self._folder / name).write_bytes(path.read_bytes())
 
 

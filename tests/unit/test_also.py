@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
     RunOpened,
     SystemMetrics,
 )
-from pipeline.tracking.trackers import named_trackers
+from pipeline.tracking import loggers
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
 
@@ -63,7 +63,7 @@ A_RUN: list[AnyEvent] = [
 
 def written(name: str, folder: Path, events: Sequence[AnyEvent] = A_RUN) -> None:
     """Write a run as the process beside training does."""
-    tracker = named_trackers.build(name, folder)
+    tracker = loggers.build(name, folder)
     for event in events:
         tracker.receive(event)
     tracker.close()
@@ -145,4 +145,4 @@ class TestTensorBoard:
         assert main.Tensors("summary")[0].tensor_proto.string_val[0] == b"**1.7x** of single"
         (picture,) = main.Images("speedup.png")
         assert (picture.width, picture.height, picture.encoded_image_string) == (2, 1, pixel)
-        assert list(named_trackers.places(tmp_path)) == [f"tensorboard --logdir {tmp_path / 'tensorboard'}"]
+        assert list(loggers.places(tmp_path)) == [f"tensorboard --logdir {tmp_path / 'tensorboard'}"]

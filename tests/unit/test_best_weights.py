@@ -17,7 +17,7 @@ from checkpointed import Saving
 from pipeline.errors import ExperimentError
 from pipeline.experiment.consistency import contradictions
 from pipeline.protocol.events import Finished, ModelSaved
-from pipeline.record.terminal.console import _format_finished
+from pipeline.record.console import _format_finished
 from pipeline.report.numbers.records import table_json
 from pipeline.report.report import Report
 from pipeline.train.manifest import folder_name

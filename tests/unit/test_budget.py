@@ -25,29 +25,29 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 572,
-    "cli": 1_470,
-    "commands": 6_108,
+    "api": 570,
+    "cli": 1_463,
+    "commands": 6_106,
     "data": 1_027,
-    "drive": 1_395,
+    "drive": 1_369,
     "experiment": 3_674,
     "launch": 3_999,
     "models": 408,
     "plan": 900,
     "protocol": 2_001,
-    "record": 2_302,
+    "record": 2_119,
     "report": 6_542,
     "strategies": 668,
-    "system": 1_034,
+    "system": 796,
     "tasks": 930,
-    "tracking": 2_926,
-    "train": 9_259,
+    "tracking": 2_258,
+    "train": 9_304,
     "worker": 506,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 344
+FILES = 325
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 49_432
+TEST_LINES = 49_421
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -30,10 +30,9 @@ from pipeline.protocol.events import (
     Warned,
 )
 from pipeline.protocol.rank import Rank
-from pipeline.record.terminal import notebook
-from pipeline.record.terminal.console import Console, print_report
-from pipeline.record.terminal.terminal import OptionalConsole, Terminal, print_report_table
-from pipeline.record.terminal.trial_progress import facts
+from pipeline.record.console import Console, _Lines
+from pipeline.record.screen import OptionalConsole, Terminal, print_report, print_report_table
+from pipeline.record.trial_progress import facts
 from pipeline.report.report import Report
 from pipeline.report.text.tables import ReportTable
 
@@ -96,7 +95,6 @@ def test_a_pipe_gets_one_whole_plain_line_for_each_thing_that_happens() -> None:
         "ddp, 2 workers: 78,186 parameters, 1,437 training and 360 validation samples, 40 steps, "
         "on 2 x (node-1 cpu x 1 thread)",
         "ddp, 2 workers: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
-        "ddp, 2 workers: step 6/40, epoch 1/2, loss 0.3333, 1,310 samples/s, 0:34 left",
         "ddp, 2 workers: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:11 left",
         "main: warning: the [bold]last[/bold] batch is small",
         "ddp, 2 workers: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
@@ -108,10 +106,10 @@ def advanced(done: int, *, time: float, total: int | None = 1200, unit: str = "s
 
 
 def test_a_pipe_hears_of_what_takes_long_now_and_then() -> None:
-    steps = [advanced(100 * n, time=2.0 * n) for n in range(1, 9)]
-    mib = Advanced(time=30, what="downloading", done=12_300_000, total=170_000_000, unit="B")
+    steps = [advanced(100 * n, time=4.0 * n) for n in range(1, 9)]
+    mib = Advanced(time=50, what="downloading", done=12_300_000, total=170_000_000, unit="B")
 
-    text = show(opened(), started(), *steps, mib, mib.model_copy(update={"time": 36.0}), stdout=pipe())
+    text = show(opened(), started(), *steps, mib, mib.model_copy(update={"time": 60.0}), stdout=pipe())
 
     assert text.splitlines()[2:] == [
         "ddp, 2 workers: evaluating, 400/1,200 samples",
@@ -134,7 +132,7 @@ def test_a_terminal_shows_a_bar_for_what_takes_long_until_it_is_done() -> None:
     for event in (opened(), started(), advanced(300, time=2), advanced(1200, time=3), metrics(20, time=4)):
         console.receive(event)
         at = len(printed(stdout))
-        console._display._live.refresh()  # type: ignore[union-attr]
+        console._display.bars.refresh()  # type: ignore[union-attr]
         screens.append(printed(stdout)[at:])
     console.close()
 
@@ -153,10 +151,10 @@ def screens(*events: AnyEvent, width: int) -> list[list[str]]:
     found = []
     for event in events:
         console.receive(event)
-        live = console._display._live  # type: ignore[union-attr]
-        with live._lock:  # it refreshes itself now and then
+        bars = console._display.bars  # type: ignore[union-attr]
+        with bars._lock:  # it refreshes itself now and then
             at = len(printed(stdout))
-            live.refresh()
+            bars.refresh()
             text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(stdout)[at:])
         found.append([line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()])
     console.close()
@@ -249,21 +247,16 @@ def test_a_stage_that_takes_long_is_one_line_in_a_pipe() -> None:
     assert text.splitlines()[2:] == ["ddp, 2 workers: saving ..."]
 
 
-def test_a_notebook_shows_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(notebook, "_displayed", shown.append)
-    monkeypatch.setattr(notebook, "_replace_html", lambda _, html: shown.append(re.sub("<[^>]+>", "", html)))
-    monkeypatch.setattr(notebook, "_EVERY_S", 0.0)
+def test_a_notebook_gets_plain_lines() -> None:
     stdout = rich.console.Console(file=io.StringIO(), width=160, force_jupyter=True)
+    assert isinstance(showing(stdout)._display, _Lines)
+
+
+def showing(stdout: rich.console.Console) -> Console:
     console = Console(Terminal.on(stdout), trials=[MAIN])
     for event in (run_opened(), *MIDST):
         console.receive(event)
-    assert [line.rstrip() for line in shown[-1].splitlines()][1:] == screens(*MIDST, width=160)[-1][1:]
-    assert re.fullmatch(r"\S ddp, 2 workers [━╸╺ ]+ step 25/40 0:00, 0:05 left", shown[-1].splitlines()[0])
-    console.receive(TRAINED)
-    assert re.search(r"ddp, 2 workers: measuring \.\.\. [━╸╺ ]+ 25 steps done 0:00", shown[-1])
-    console.close()
-    assert shown[-1] == ""
+    return console
 
 
 @pytest.mark.parametrize("width", [80, 40, 20])

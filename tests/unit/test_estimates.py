@@ -27,7 +27,7 @@ from pipeline.report.pictures import chart
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.text.ratios import is_wide, times
 from pipeline.report.text.tables import efficiency, speedup
-from pipeline.tracking.trackers.scalars import figures
+from pipeline.tracking.loggers import figures
 
 Pairs = list[tuple[float, float]]
 

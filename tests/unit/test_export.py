@@ -29,14 +29,14 @@ from pipeline.commands.export_readme import format_readme
 from pipeline.commands.exported_files import Exported, Inputs
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.experiment.load import load
-from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, ModelSaved
+from pipeline.experiment.targets import allowed_packages
+from pipeline.protocol.events import EXAMPLE, Finished
 from pipeline.record import journal
-from pipeline.tracking.mlflow.model_folder import Module
+from pipeline.train.exported import write_mlflow_model
 from pipeline.train.manifest import folder_name
 
 COMPARED = {"model": {"_target_": "toys.ComparedNet"}, "loss": None}
 FILES = ["README.md", "experiment.yaml", "model.json", "model.pt2", "model.safetensors"]
-SAVED = ModelSaved(trial="main", weights=WEIGHTS, example=EXAMPLE)
 BEST = {"best": "validation/loss", "mode": "max", "keep": 2}
 
 
@@ -63,6 +63,11 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 
 def exported(run: Path, to: Path, *, checkpoint: str | None = None, overrides: Sequence[str] = ()) -> Exported:
     return export(load(run / "experiment.yaml", overrides), folder=run, to=to, checkpoint=checkpoint)
+
+
+def mlflow_model(run: Path) -> None:
+    experiment = load(run / "experiment.yaml").experiment
+    write_mlflow_model(experiment, run / "mlflow", folder=run, allowed=allowed_packages(), warn=pytest.fail)
 
 
 def test_the_weights_are_those_of_the_result(run: Path, tmp_path: Path) -> None:
@@ -135,16 +140,15 @@ def test_what_leaves_computes_what_was_evaluated(
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     models = [
         Trained.load(folder).model,
-        Module.of(SAVED, folder=folder).module,
         torch.export.load(tmp_path / "checkpoint" / "model.pt2").module(),
-        torch.export.load(folder / "model" / "model.pt2").module(),
+        torch.export.load(folder / "model" / "mlflow" / "data" / "model.pt2").module(),
     ]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]
     exec(code(Path("README.md").read_text())[1], script)
     (*_, last) = (event for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Finished))
     expected = last.result.metrics["validation/loss"]
-    assert [loss(model) for model in (*models, script["model"])] == pytest.approx([expected] * 5, rel=1e-6)
+    assert [loss(model) for model in (*models, script["model"])] == pytest.approx([expected] * 4, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +165,7 @@ def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
     folder = made(model=model, exports=True)
     expected = rf"model: rebuilt from its weights, the model has other outputs than the evaluated model\. {message}"
     for leave in (
-        partial(exported, folder, tmp_path / "result"), partial(Trained.load, folder),
-        partial(Module.of, SAVED, folder=folder),
+        partial(exported, folder, tmp_path / "result"), partial(Trained.load, folder), partial(mlflow_model, folder)
     ):  # fmt: skip
         with pytest.raises(ExperimentError, match=expected):
             leave()
@@ -238,9 +241,10 @@ def test_a_model_of_several_inputs_is_a_program_of_named_ones(made: Callable[...
     model = ComparedNet().double()
     model.load_state_dict(torch.load(folder / "model" / "weights.pt"))
     first, second = torch.rand(2, 5, 3, dtype=torch.float64)
-    for program in (tmp_path / "out" / "model.pt2", folder / "model" / "model.pt2"):
-        outputs = torch.export.load(program).module()(first=first, second=second)
-        assert torch.equal(outputs, model(first, second))
+    expected = model(first, second)
+    assert torch.equal(torch.export.load(tmp_path / "out" / "model.pt2").module()(first=first, second=second), expected)
+    of_mlflow = torch.export.load(folder / "model" / "mlflow" / "data" / "model.pt2")
+    assert torch.equal(of_mlflow.module()(first, second), expected)
 
 
 @pytest.mark.parametrize(

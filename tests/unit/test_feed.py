@@ -1,4 +1,4 @@
-"""A journal read while it is written: in order, each event once, even if it is deleted."""
+"""A journal read while it is written: in order, each event once, from an offset."""
 
 import threading
 import time
@@ -7,10 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, Warned, event_to_json
-from pipeline.record.journal import FILE_NAME, Feed, Journal
+from pipeline.protocol.events import AnyEvent, Metrics, Point, Warned, event_to_json
+from pipeline.record.journal import FILE_NAME, Journal, Tail, count_lines
 
 
 def metrics(step: int) -> Metrics:
@@ -23,7 +22,7 @@ class Lab:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE_NAME
         self.journal = Journal(self.path)
-        self.feed = Feed(self.path)
+        self.tail = Tail(self.path)
         self.steps = 0
 
     def record(self, count: int) -> None:
@@ -31,8 +30,8 @@ class Lab:
             self.steps += 1
             self.journal.append(metrics(self.steps))
 
-    def take(self, count: int) -> list[AnyEvent | None]:
-        return [self.feed.get(timeout_s=0) for _ in range(count)]
+    def take(self, count: int) -> list[AnyEvent]:
+        return [event for _, event in zip(range(count), self.tail.new(), strict=False)]
 
 
 @pytest.fixture
@@ -40,7 +39,6 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     lab = Lab(tmp_path)
     with closing(lab.journal):
         yield lab
-    lab.feed.close()
 
 
 def expected(first: int, last: int) -> list[Metrics]:
@@ -49,21 +47,22 @@ def expected(first: int, last: int) -> list[Metrics]:
 
 def test_what_waits_is_counted(lab: Lab) -> None:
     lab.record(1000)
-    assert len(lab.feed) == 1000
+    assert count_lines(lab.path, offset=0) == 1000
     assert lab.take(990) == expected(1, 990)
     lab.record(5)
-    assert len(lab.feed) == 15
-    assert lab.take(15) == expected(991, 1005)
-    assert len(lab.feed) == 0
+    assert count_lines(lab.path, offset=lab.tail.offset) == 15
+    assert lab.take(99) == expected(991, 1005)
+    assert count_lines(lab.path, offset=lab.tail.offset) == 0
 
 
 @pytest.mark.parametrize("taken", [1, 3, 4, 11])
-def test_order_is_kept_while_both_sides_go_on(lab: Lab, taken: int) -> None:
+def test_order_is_kept_while_both_sides_go_on_and_readers_are_replaced(lab: Lab, taken: int) -> None:
     got = []
     for _ in range(20):
         lab.record(7)
-        got += lab.take(min(taken, len(lab.feed)))
-    got += lab.take(len(lab.feed))
+        got += lab.take(taken)
+        lab.tail = Tail(lab.path, offset=lab.tail.offset)
+    got += lab.take(999)
     assert got == expected(1, 140)
 
 
@@ -71,72 +70,36 @@ def test_a_line_counts_once_it_is_whole(lab: Lab) -> None:
     line = event_to_json(metrics(1)) + b"\n"
     with lab.path.open("ab", buffering=0) as file:
         file.write(line[:20])
-        with pytest.raises(TimeoutError):
-            lab.take(1)
+        assert lab.take(1) == []
         file.write(line[20:])
     assert lab.take(1) == expected(1, 1)
 
 
-def test_a_damaged_line_is_an_error_and_no_silence(lab: Lab) -> None:
-    lab.record(1)
-    with lab.path.open("ab", buffering=0) as file:
-        file.write(b"{}\n")
-    assert lab.take(1) == expected(1, 1)
-    with pytest.raises(ValidationError):
-        lab.take(1)
+def test_an_offset_in_the_middle_of_a_line_is_that_of_another_journal(lab: Lab) -> None:
+    lab.record(3)
+    assert list(Tail(lab.path, offset=20).new()) == expected(1, 3)
+    assert list(Tail(lab.path, offset=10**6).new()) == expected(1, 3)
 
 
-def test_the_end_comes_after_everything(lab: Lab) -> None:
-    lab.record(10)
-    lab.feed.end()
-    assert lab.take(10) == expected(1, 10)
-    assert lab.take(2) == [None, None]
-
-
-def test_that_an_earlier_run_was_over_is_over(lab: Lab) -> None:
-    """Of a continued run only the new end counts, which the journal may have no room for."""
-    end = RunClosed(time=1, status="KILLED")
-    lab.record(1)
-    lab.journal.append(end)
-    lab.record(1)
-    lab.journal.append(end)
-    lab.feed.end(end.model_copy(update={"status": "FINISHED"}))
-    assert lab.take(4) == [metrics(1), metrics(2), end.model_copy(update={"status": "FINISHED"}), None]
-
-
-def test_a_last_line_that_a_power_failure_has_torn_is_left_out(lab: Lab) -> None:
+def test_a_damaged_line_takes_no_others_with_it(lab: Lab) -> None:
     lab.record(1)
     with lab.path.open("ab", buffering=0) as file:
         file.write(b'{"kind":"met\0\0\0\n')
-    lab.feed.end()
-    assert lab.take(2) == [metrics(1), None]
-
-
-def test_waiting_has_a_limit(lab: Lab) -> None:
-    with pytest.raises(TimeoutError):
-        lab.feed.get(timeout_s=0.01)
-
-
-def test_a_journal_that_is_deleted_is_read_to_its_end(lab: Lab) -> None:
-    lab.record(10)
-    lab.path.unlink()
-    with pytest.raises(FileNotFoundError):
-        lab.record(1)
-    assert lab.take(11) == expected(1, 11)
+    lab.record(1)
+    assert lab.take(9) == expected(1, 2)
 
 
 def test_events_of_any_kind_pass_while_they_are_written(lab: Lab) -> None:
-    """The reader waits for the writer, for ever if it must."""
     events: list[AnyEvent] = [Warned(time=0, message="Größe \n \u2028 👀" * step) for step in range(1, 60)]
 
     def write() -> None:
         for event in events:
             lab.journal.append(event)
             time.sleep(0.001)
-        lab.feed.end()
 
-    writer = threading.Thread(target=write)
+    writer, got = threading.Thread(target=write), list[AnyEvent]()
     writer.start()
-    got = list(iter(lab.feed.get, None))
-    writer.join()
+    while writer.is_alive():
+        got += lab.tail.new()
+    got += lab.tail.new()
     assert got == events

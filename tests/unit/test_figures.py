@@ -5,8 +5,8 @@ import re
 import runpy
 from pathlib import Path
 
+from pipeline.experiment.reported import mlflow_name as metric_name
 from pipeline.report.numbers.row_numbers import NUMBERS
-from pipeline.tracking.mlflow.mlflow_entities import metric_name
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

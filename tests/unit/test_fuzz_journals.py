@@ -30,7 +30,7 @@ from pipeline.record import journal
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.record.journal import FILE_NAME
 from pipeline.report.report_files import REPORT_NAME
-from pipeline.tracking.mlflow.store import check_store, resolve_uri
+from pipeline.tracking.store import check_store, resolve_uri
 from pipeline.train.manifest import Manifest, StoredFile, parse
 
 BEGAN = 1_772_366_400.0

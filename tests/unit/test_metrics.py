@@ -23,7 +23,7 @@ from pipeline.experiment import reported
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.protocol.events import ArtifactSaved, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.screen import Terminal
 from pipeline.train import metrics as metrics_of
 from pipeline.train.manifest import entries, verify
 from pipeline.train.metrics import SharedMetrics

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from pipeline.protocol.events import RunOpened, TrialOpened
-from pipeline.tracking.mlflow.mlflow_entities import name_run, name_trial, shared_params
-from pipeline.tracking.mlflow.store import run_page
+from pipeline.tracking.mlflow import name_run, name_trial, shared_params
+from pipeline.tracking.store import run_page
 
 PARAMS = {"metrics.accuracy._target_": "torchmetrics.Accuracy", "name": "lab", "train.epochs": "3"}
 SWEEP = {

@@ -1,54 +1,69 @@
 """The address of a run in MLflow, told as soon as MLflow has the run."""
 
 import io
+import os
+import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO
 
 import pytest
 import rich.console
 
-from pipeline.record.terminal.terminal import linked
-from pipeline.tracking.mlflow import mlflow_subscriber
-from pipeline.tracking.mlflow.outcome import TrackingOutcome, link_of
+from pipeline.protocol.events import RunClosed
+from pipeline.record.screen import linked
+from pipeline.tracking import follower
+from pipeline.tracking.follower import Follower
+from pipeline.tracking.outcome import TrackingOutcome, link_of
 
 ADDRESS = "http://127.0.0.1:5000/#/experiments/1/runs/0f3a?workflowType=machine_learning"
 OPENED = TrackingOutcome(experiment_id="1", run_id="0f3a", delivered=True)
-
-
-def subscribed(
-    folder: Path, stdout: IO[bytes], monkeypatch: pytest.MonkeyPatch
-) -> tuple[mlflow_subscriber.MlflowSubscriber, list[str]]:
-    """A subscriber whose process says what is in ``stdout``, and the runs that it has told of."""
-    process = SimpleNamespace(stdin=io.BytesIO(), stdout=stdout, wait=lambda: 0, kill=lambda: None, returncode=0)
-    monkeypatch.setattr(mlflow_subscriber, "_begun", [mlflow_subscriber._Process(process, io.BytesIO())])
-    told: list[str] = []
-    subscriber = mlflow_subscriber.MlflowSubscriber(
-        folder=folder, log=folder / "log.txt", warn=pytest.fail, opened=told.append
-    )
-    return subscriber, told
-
-
 LINE = f"mlflow   {ADDRESS}"
-REPLIES = f"{LINE}\n".encode()
+
+
+class Process:
+    """Stands in for the process of `pipeline.tracking.follow`; it says a line at once, or after the run's end."""
+
+    def __init__(self, line: str, *, after_end: bool = False) -> None:
+        reader, writer = os.pipe()
+        self.stdin, self.stdout = io.BytesIO(), os.fdopen(reader, "rb")
+        self._writer, self.returncode = os.fdopen(writer, "wb"), 0
+        self._line = f"{line}\n".encode()
+        self._ended = threading.Event()
+        self.stdin.flush = self._ended.set  # type: ignore[method-assign]
+        threading.Thread(target=self._speak, args=(after_end,)).start()
+
+    def _speak(self, after_end: bool) -> None:
+        if after_end:
+            self._ended.wait(60)
+        with self._writer:
+            self._writer.write(self._line)
+
+    def wait(self) -> int:
+        return self.returncode
+
+    def kill(self) -> None:
+        self.returncode = -9
+        self._ended.set()
+
+
+def following(folder: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -> tuple[Follower, list[str]]:
+    """A follower with this process, and the runs that it has told of."""
+    told = list[str]()
+    monkeypatch.setattr(follower.subprocess, "Popen", lambda *_, **__: process)
+    return Follower(folder, uri="sqlite:///mlflow.db", warn=pytest.fail, opened=told.append), told
 
 
 def test_a_run_is_told_as_soon_as_the_store_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subscriber, told = subscribed(tmp_path, io.BytesIO(REPLIES), monkeypatch)
-    subscriber._done.wait(60)
-    subscriber.close()
+    one, told = following(tmp_path, Process(f"opened {LINE}"), monkeypatch)
+    one._done.wait(60)
+    one.close()
     assert told == [LINE]
 
 
 def test_the_end_of_a_run_names_all_places_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "replies").write_bytes(REPLIES)
-    with (tmp_path / "replies").open("rb") as replies:
-        monkeypatch.setattr(mlflow_subscriber.MlflowSubscriber, "_listen", lambda *_: None)  # until the run has ended
-        subscriber, told = subscribed(tmp_path, replies, monkeypatch)
-        subscriber.finish(0)
-        monkeypatch.undo()
-        subscriber._listen(replies)
-    subscriber.close()
+    one, told = following(tmp_path, Process(f"opened {LINE}", after_end=True), monkeypatch)
+    one.receive(RunClosed(status="FINISHED"))
+    assert one.finish(60)
+    one.close()
     assert told == []
 
 
@@ -56,16 +71,17 @@ def test_what_an_earlier_session_has_sent_says_nothing_of_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     OPENED.keep(tmp_path)
-    monkeypatch.setattr(mlflow_subscriber.MlflowSubscriber, "_listen", lambda *_: None)  # the process says nothing
-    subscriber, _ = subscribed(tmp_path, io.BytesIO(), monkeypatch)
+    process = Process("done tensorboard", after_end=True)
+    process._ended.clear()
+    one, _ = following(tmp_path, process, monkeypatch)
     killed = TrackingOutcome.kept(tmp_path)
     assert killed is not None
     assert (killed.run_id, killed.delivered) == ("0f3a", False)
     assert "some results (the driver was killed)" in killed.message
-    assert subscriber.finish(0) is None
-    assert "some results (the run stopped waiting)" in subscriber.outcome.message
-    assert subscriber.late == ("MLflow",)
-    subscriber.close()
+    process.stdin.flush = lambda: None  # type: ignore[method-assign]
+    assert not one.finish(0)
+    assert one.late == ["MLflow"]
+    assert "some results (the run stopped waiting)" in one.close().message
 
 
 def test_addresses_are_links_that_no_terminal_breaks() -> None:

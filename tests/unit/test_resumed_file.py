@@ -14,7 +14,7 @@ from pipeline.protocol.events import Metrics, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
 from pipeline.record.folder import RunState
 from pipeline.record.recorder import Recorder
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
+from pipeline.tracking.outcome import TrackingOutcome
 
 FILE = """\
 name: same

@@ -19,7 +19,7 @@ from samples import HARDWARE, in_turn, spread, trial
 from pipeline.experiment.schema import Parallel
 from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
-from pipeline.record.terminal.console import print_report
+from pipeline.record.screen import print_report
 from pipeline.report.advice import advise
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.numbers.goodput import Goodput

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ResourceError
-from pipeline.tracking.mlflow import sqlite_store
+from pipeline.tracking import store
 
 
 def database(path: Path, statements: Iterable[str]) -> Path:
@@ -28,7 +28,7 @@ BEGUN = (
 def test_a_store_that_was_never_completed_is_to_be_moved_away(tmp_path: Path) -> None:
     path = database(tmp_path / "mlflow.db", BEGUN)
     with pytest.raises(ResourceError, match=r"creation was interrupted.*Move it away") as caught:
-        sqlite_store.check(path)
+        store._check_file(path)
     assert str(caught.value).endswith(f": mv {path} {path}.unfinished")
 
 
@@ -38,13 +38,13 @@ def test_a_store_that_was_never_completed_is_to_be_moved_away(tmp_path: Path) ->
         (),
         ("CREATE TABLE of_somebody_else (x)",),
         (*BEGUN, "INSERT INTO experiments VALUES (0)"),  # of an older MLflow, which this one upgrades or refuses
-        (*BEGUN, f"UPDATE alembic_version SET version_num = '{next(iter(sqlite_store._newest_revisions()))}'"),
+        (*BEGUN, f"UPDATE alembic_version SET version_num = '{next(iter(store.newest_revisions()))}'"),
     ],
     ids=["empty", "another database", "with experiments", "complete"],
 )
 def test_other_databases_pass(tmp_path: Path, statements: Iterable[str]) -> None:
-    sqlite_store.check(database(tmp_path / "mlflow.db", statements))
-    sqlite_store.check(tmp_path / "new.db")
+    store._check_file(database(tmp_path / "mlflow.db", statements))
+    store._check_file(tmp_path / "new.db")
     assert not (tmp_path / "new.db").exists()
 
 
@@ -57,7 +57,7 @@ def test_a_store_that_a_file_server_has_and_its_client_does_not_see_is_kept(
     exists, touch, seen = Path.exists, Path.touch, list[Path]()
     monkeypatch.setattr(Path, "exists", lambda self: exists(self) and (self != path or path in seen))
     monkeypatch.setattr(Path, "touch", lambda self: (seen.append(self), touch(self)))
-    monkeypatch.setattr(sqlite_store, "_write", lambda path, *, artifacts: path.write_text("empty"))
-    sqlite_store.create(path, artifacts="")
+    monkeypatch.setattr(store, "_write_empty_store", lambda path, *, artifacts: path.write_text("empty"))
+    store.create_store(f"sqlite:///{path}")
     assert path.read_text() == "runs of another job"
     assert list(tmp_path.iterdir()) == [path]

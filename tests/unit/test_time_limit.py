@@ -14,7 +14,7 @@ from pipeline.experiment.train import Train
 from pipeline.protocol.events import FirstStep, Metrics, Started
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.record.terminal.trial_progress import TrialProgress
+from pipeline.record.trial_progress import TrialProgress
 from pipeline.train.gauges import Clock, Lap
 from pipeline.train.manifest import folder_name
 from pipeline.train.run import train

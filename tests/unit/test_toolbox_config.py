@@ -20,9 +20,9 @@ from pipeline.plan.describe import DataSizes, describe
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
-from pipeline.record.terminal.console import _format_finished
+from pipeline.record.console import _format_finished
 from pipeline.report.report import Report
-from pipeline.tracking.trackers.scalars import figures
+from pipeline.tracking.loggers import figures
 from pipeline.train.manifest import trained
 
 LAPTOP = Resources(cpus=4, memory_mb=16384)

@@ -3,13 +3,11 @@
 That losses and weights are those of a loop by hand is judged by contract/test_by_hand.py.
 """
 
-import io
 import math
 from itertools import groupby, pairwise
 from statistics import mean
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import toys
@@ -18,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment.train import LearningRateScaling
-from pipeline.protocol.events import Metrics, ModelExported, ModelSaved, Started
+from pipeline.protocol.events import Metrics, ModelSaved, Started
 from pipeline.protocol.rank import Rank
 from pipeline.train.build import build
 from pipeline.train.order import SampleOrder
@@ -243,34 +241,6 @@ def test_the_trained_model_is_sent_with_an_example() -> None:
     assert loss == pytest.approx(outbox.series("validation/loss")[-1], rel=1e-12)
     assert example.shape == (2, 3)
     assert example.dtype is torch.float64
-
-
-def exporting(**sections: Any) -> toys.Kept:
-    outbox = toys.Kept()
-    train(toys.trial(**sections).model_copy(update={"exports": True}), rank=Rank(), outbox=outbox)
-    return outbox
-
-
-def test_the_trained_model_is_exported_last_for_batches_of_any_size() -> None:
-    torch.manual_seed(1)
-    toys.trained()
-    state = torch.get_rng_state()
-    torch.manual_seed(1)
-    outbox = exporting()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert outbox.series("train/loss") == losses()
-
-    exported = outbox.events[-1]
-    assert isinstance(exported, ModelExported)
-    module = torch.export.load(io.BytesIO(outbox.files[exported.program])).module()
-    model = nn.Linear(3, 1).double()
-    model.load_state_dict(outbox.files["model/weights.pt"])
-    inputs = torch.randn(5, 3, dtype=torch.float64)
-    assert torch.equal(module(inputs), model(inputs))
-    samples = np.load(io.BytesIO(outbox.files[exported.samples]))
-    assert np.array_equal(samples["inputs"], outbox.files["model/example.pt"])
-    assert np.allclose(samples["outputs"], model(torch.from_numpy(samples["inputs"])).detach())
-    assert outbox.kinds()[-3:] == ["model_saved", "trained", "model_exported"]
 
 
 def test_inputs_that_are_not_only_tensors_leave_the_weights_alone() -> None:

@@ -25,8 +25,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
-from pipeline.record.terminal.run_progress import RunProgress
-from pipeline.record.terminal.trial_progress import TrialProgress, figures, fitted, left
+from pipeline.record.trial_progress import RunProgress, TrialProgress, figures, fitted, left
 from pipeline.wording import clock
 
 DIRECTIONS = {"validation/accuracy": "max", "validation/loss": "min"}
@@ -106,8 +105,7 @@ def test_the_rest_takes_as_long_as_the_steps_so_far() -> None:
     going = after(beat(2, time=3), beat(12, time=8))
     assert going.left_s(8) == pytest.approx(29 * 0.5)
     assert going.left_s(9) == pytest.approx(29 * 0.5 - 1)
-    # No further than from the last report but one to the last.
-    assert going.left_s(1000) == pytest.approx(29 * 0.5 - 5)
+    assert going.left_s(1000) == 0
     assert going.left_s(0) == going.left_s(8)  # of a clock that is behind
     assert after(beat(2, time=3), metrics(40, time=8)).left_s(8) is None
 

@@ -10,9 +10,9 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.schema import Checkpoint, Tracking
 from pipeline.experiment.train import StartFrom
 from pipeline.experiment.uris import problem_of
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
-from pipeline.tracking.mlflow.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded
-from pipeline.tracking.mlflow.ui import serve
+from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded
+from pipeline.tracking.ui import serve
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_other_addresses_pass(uri: str) -> None:
 
 def test_what_another_store_lacks_is_sent_there() -> None:
     outcome = TrackingOutcome(delivered=True, uri="sqlite:///other.db")
-    lacking = outcome.lacking("3 events", folder=Path("runs/a"), trouble="disk I/O error")
-    assert lacking.message.endswith("pipeline sync runs/a --to sqlite:///other.db")
+    outcome.fail("3 events", folder=Path("runs/a"), trouble="disk I/O error")
+    assert outcome.message.endswith("pipeline sync runs/a --to sqlite:///other.db")
 
 
 def test_stores_that_can_never_be_written_are_found_before_training(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import rich.console
 
-from pipeline.record.terminal import waiting
+from pipeline.record.console import stages_on
 from pipeline.system import stages
 
 
@@ -24,9 +24,9 @@ def printed(console: rich.console.Console) -> str:
 
 def test_a_terminal_shows_each_stage_in_one_line_that_goes() -> None:
     console = terminal(color_system=None)
-    with waiting.shown_on(console):
+    with stages_on(console):
         stages.begin("reading the experiment")
-        assert "reading the experiment ..." in printed(console)
+        assert "reading the experiment ... 0:00:00" in printed(console)
         console.print("note: no GPU here")
         stages.begin("importing torch")
         stages.end()
@@ -36,14 +36,6 @@ def test_a_terminal_shows_each_stage_in_one_line_that_goes() -> None:
     assert told.endswith("\x1b[2K")  # nothing is left of it
     assert "note: no GPU here\n" in told
     assert printed(console).endswith("\x1b[2Kerror: no such file\n")
-
-
-def test_what_takes_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((0.0, 1.0, 3.2, 3.2, 3.2, 3.2))
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(clock, 3.2))
-    shown = waiting._Replaced(terminal())
-    shown._stage, shown._since = "importing torch", next(clock)
-    assert [str(shown._line().text) for _ in range(2)] == ["importing torch ...", "importing torch ... 3 s"]
 
 
 class Timer:
@@ -69,7 +61,7 @@ def test_a_pipe_gets_a_line_for_a_stage_that_takes_long(monkeypatch: pytest.Monk
     Timer.made = []
     monkeypatch.setattr(threading, "Timer", Timer)
     console = rich.console.Console(file=io.StringIO(), width=80)
-    with waiting.shown_on(console):
+    with stages_on(console):
         stages.begin("reading the experiment")
         stages.begin("importing torch")
         reading, importing = Timer.made
@@ -81,7 +73,7 @@ def test_a_pipe_gets_a_line_for_a_stage_that_takes_long(monkeypatch: pytest.Monk
 
 def test_who_wants_no_progress_gets_none() -> None:
     console = rich.console.Console(file=io.StringIO(), quiet=True, force_terminal=True)
-    with waiting.shown_on(console):
+    with stages_on(console):
         stages.begin("importing torch")
     stages.begin("drawing the report")  # nobody listens
     assert printed(console) == ""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.protocol.events import ArtifactSaved, ModelSaved
-from pipeline.tracking.mlflow.delivery import Delivery
+from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import counted, figure, nearest
 
 
@@ -44,13 +44,17 @@ def test_counts_go_with_their_noun() -> None:
 def test_what_mlflow_lacks_is_counted_and_a_last_file_has_its_name_and_size(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights.pt").write_bytes(bytes(2_800_000))
-    delivery = Delivery(folder=tmp_path, warn=pytest.fail)
-    assert delivery.waiting(0) == ""
-    assert delivery.waiting(1) == "1 event"
-    delivery.run.uploads.append(ArtifactSaved(path="report.html"))
-    assert delivery.waiting(0) == "1 file: report.html"  # it is gone
-    delivery.run.uploads.append(ModelSaved(weights="model/weights.pt"))
-    assert delivery.waiting(12) == "12 events and 2 files"
-    delivery.run.uploads.popleft()
-    assert delivery.waiting(0) == "1 file: model (2.8 MB)"
-    assert delivery.waiting(3) == "3 events and 1 file"
+    sent, path = TrackingOutcome(), tmp_path / "events.jsonl"
+    assert sent.waiting(tmp_path) == ""
+    path.write_bytes(b"{}\n")
+    assert sent.waiting(tmp_path) == "1 event"
+    sent.offset = 3
+    sent.uploads.append(ArtifactSaved(path="report.html"))
+    assert sent.waiting(tmp_path) == "1 file: report.html"  # it is gone
+    sent.uploads.append(ModelSaved(weights="model/weights.pt"))
+    path.write_bytes(b"{}\n" * 13)
+    assert sent.waiting(tmp_path) == "12 events and 2 files"
+    sent.uploads.pop(0)
+    assert sent.waiting(tmp_path) == "12 events and 1 file"
+    sent.offset = 39
+    assert sent.waiting(tmp_path) == "1 file: model (2.8 MB)"

@@ -11,7 +11,7 @@ from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, Resou
 from pipeline.experiment.load import ExperimentFile
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.record.terminal.terminal import Terminal
+from pipeline.record.screen import Terminal
 from pipeline.report.numbers.row import Unmeasured
 from pipeline.report.numbers.row_numbers import metrics_of
 from pipeline.report.report import Report

@@ -11,7 +11,7 @@ from pipeline.commands.history.run_result import report_of
 from pipeline.errors import UsageError
 from pipeline.experiment.values import Frozen
 from pipeline.record.run_summary import RunSummary, data_of, environment_of, last_opened
-from pipeline.record.terminal.terminal import print_table
+from pipeline.record.screen import print_table
 from pipeline.wording import figure
 
 _NAME_SHARE = 0.4  # of the terminal's width

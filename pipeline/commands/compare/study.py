@@ -24,7 +24,7 @@ from pipeline.errors import ResourceError, TrainingError, UsageError
 from pipeline.protocol.events import Tagged
 from pipeline.record import provenance
 from pipeline.record.folder import id_of
-from pipeline.record.terminal.terminal import Terminal, write
+from pipeline.record.screen import Terminal, write
 from pipeline.report.compared import FILE_NAME, Compared
 from pipeline.report.swept import LEFT
 from pipeline.wording import counted

@@ -13,7 +13,7 @@ from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.experiment.schema import Parallel
 from pipeline.experiment.values import Frozen
 from pipeline.launch.cluster.node_facts import NodeFacts, facts_here
-from pipeline.record.terminal.terminal import headed, print_report_table
+from pipeline.record.screen import headed, print_report_table
 from pipeline.report.text.tables import Column, from_columns
 from pipeline.wording import counted
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.errors import ResourceError
 from pipeline.experiment.uris import default_address, without_credentials, without_credentials_in
-from pipeline.tracking.mlflow.store import check_store, is_server, resolve_uri, with_credentials
+from pipeline.tracking.store import check_store, is_server, resolve_uri, with_credentials
 
 if TYPE_CHECKING:
     import requests

@@ -8,10 +8,10 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.record import journal, runs
 from pipeline.record.folder import sweep_of, trials_of
 from pipeline.record.run_summary import summarized
-from pipeline.tracking.mlflow.delivery import describe_failure
-from pipeline.tracking.mlflow.mlflow_runs import delete_runs
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
-from pipeline.tracking.mlflow.store import sqlite_path, with_credentials
+from pipeline.tracking.follow import describe_failure
+from pipeline.tracking.mlflow import delete_runs
+from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import sqlite_path, with_credentials
 
 
 def choose_named(names: Sequence[str], directory: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from pipeline.experiment.reported import PREFIX
 from pipeline.record.run_summary import RunSummary
-from pipeline.record.terminal.terminal import listing, print_table, width_of
+from pipeline.record.screen import listing, print_table, width_of
 from pipeline.report.text.claims import NOT_VALID
 from pipeline.report.text.ratios import ends_of, times
 from pipeline.wording import duration, figure

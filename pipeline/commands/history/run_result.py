@@ -12,8 +12,8 @@ from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
 from pipeline.record import journal
 from pipeline.record.run_summary import RunSummary
-from pipeline.record.terminal.console import Printable, print_report, print_verdict
-from pipeline.record.terminal.run_progress import RunProgress
+from pipeline.record.screen import Printable, print_report, print_verdict
+from pipeline.record.trial_progress import RunProgress
 from pipeline.report.compared import FILE_NAME as STUDY_NAME
 from pipeline.report.compared import Compared
 from pipeline.report.report import Report, comparison_json, run_json

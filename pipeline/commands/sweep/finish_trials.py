@@ -15,8 +15,8 @@ from pipeline.errors import PipelineError
 from pipeline.record import journal
 from pipeline.record.folder import trials_of
 from pipeline.system import stages
-from pipeline.tracking.mlflow.outcome import TrackingOutcome
-from pipeline.tracking.mlflow.sync import sync
+from pipeline.tracking.follow import sync
+from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import counted
 
 _LOOK_S = 0.1

@@ -16,7 +16,7 @@ from pipeline.commands.sweep.sweep_progress import SweepProgress
 from pipeline.drive.resume import check_same, earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile
-from pipeline.record.terminal.terminal import Terminal, write
+from pipeline.record.screen import Terminal, write
 from pipeline.report.swept import LEFT, SweptReport
 
 _MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "benchmark.", "parallel.")

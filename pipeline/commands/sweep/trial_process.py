@@ -59,7 +59,7 @@ def train(job: TrialJob, record: Record) -> None:
     with undisturbed():
         from pipeline.commands import run
     from pipeline.drive.recorded_run import Membership
-    from pipeline.record.terminal.terminal import Terminal
+    from pipeline.record.screen import Terminal
 
     folder = job.folder_of(record.number)
     member = Membership(

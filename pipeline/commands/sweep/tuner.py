@@ -21,7 +21,7 @@ from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
 from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
 from pipeline.experiment.sweep import Sweep
 from pipeline.launch.cluster.connection import outside_main_thread
-from pipeline.record.terminal.terminal import write
+from pipeline.record.screen import write
 from pipeline.report.swept import LEFT, SweptTrial, assigned, figure
 from pipeline.system import stages
 from pipeline.system.process import environment

@@ -12,8 +12,7 @@ from typing import Any
 from pipeline.experiment.consistency import OWN_TAGS
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, RunClosed, RunOpened, SystemMetrics, Tagged
 from pipeline.protocol.trial import EVALUATION
-from pipeline.tracking.trackers.named_trackers import description, value_of
-from pipeline.tracking.trackers.scalars import rows
+from pipeline.tracking.loggers import description, scalars, value_of
 
 _FOLDER, _ADDRESS = "wandb", "wandb/url"
 _LENGTH = 64  # W&B's limit of ids and tags
@@ -49,9 +48,11 @@ class Tracker:
                 self._exit_code = int(event.status != "FINISHED")
         prefix = "" if event.trial in ("main", EVALUATION) else f"{event.trial}/"
         axis = "sample" if isinstance(event, SystemMetrics) else "step"
-        for step, row in rows(event).items():
+        rows: dict[int, dict[str, float]] = {}
+        for name, step, value in scalars(event):
+            rows.setdefault(step, {})[prefix + name] = value
+        for step, values in sorted(rows.items()):
             if self._rows >= self._known:
-                values = {prefix + name: value for name, value in row.items()}
                 self._run.log({axis: step, "_timestamp": event.time, **values}, step=self._rows)
             self._rows += 1
 

@@ -1,9 +1,10 @@
-"""Output of a command on the terminal: its streams, chosen by ``--json`` and ``--quiet``, and tables laid out by rich.
+"""Output of a command on the terminal: its streams, chosen by ``--json`` and ``--quiet``, reports, and tables by rich.
 
 No cell of a table is ever cut, in a narrow terminal or in a pipe. What rich doesn't do is done here: heads in several
 lines that leave figures unbroken, and hanging indents.
 """
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -17,6 +18,8 @@ from typing_extensions import override
 from pipeline.system.closed_terminal import redirect_to_null
 
 _ADDRESS = r"https?://\S+"
+_LABEL = re.compile(r"[A-Z]{3,}(?=  )")
+"""Label at the beginning of a screen's line, e.g. RESULT."""
 _ANY_WIDTH = 10_000
 _NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that figures need not
 Item = TypeVar("Item")
@@ -163,3 +166,48 @@ def _break_title(name: str) -> str:
     return next(
         lines for width in range(longest, len(name) + 1) if (lines := textwrap.fill(name, width)).count("\n") < 3
     )
+
+
+class Printable(Protocol):
+    """Parts of a `pipeline.report.report.Report` to print; a protocol, because recording may not import report."""
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """Lines above the tables, the title first."""
+
+    @property
+    def tables(self) -> Sequence[PrintableTable]:
+        """Tables of measurements, the result first."""
+
+    @property
+    def blocks(self) -> Sequence[Sequence[str]]:
+        """Lines below the tables in blocks, the title of each block first."""
+
+    @property
+    def verdict(self) -> str:
+        """Result in one line."""
+
+
+def print_screen(lines: Sequence[str], *, stdout: Console) -> None:
+    """Print the lines of a screen, which are as long as they may be; the title and labels are bold."""
+    title = next((line for line in lines if line), "")
+    for line in lines:
+        text = Text(line, style="bold" if line == title else "")
+        if label := _LABEL.match(line):
+            text.stylize("bold yellow" if label[0] == "WARNING" else "bold", *label.span())
+        stdout.print(text, soft_wrap=True)
+
+
+def print_report(report: Printable, *, stdout: Console) -> None:
+    """Print a whole report: title, tables and notes."""
+    stdout.print(headed(report.opening, width=stdout.width))
+    for table in report.tables:
+        stdout.print()
+        print_report_table(table, console=stdout)
+    for block in report.blocks:
+        stdout.print("", headed(block, width=stdout.width), sep="\n")
+
+
+def print_verdict(report: Printable, *, stdout: Console) -> None:
+    """Print the result in one line."""
+    write(stdout, report.verdict, style="bold")

@@ -18,7 +18,7 @@ from typing import IO
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.uris import without_credentials
-from pipeline.tracking.mlflow.store import artifact_root, check_store, is_server, runs_link, sqlite_path, ui_recorded
+from pipeline.tracking.store import artifact_root, check_store, is_server, runs_link, sqlite_path, ui_recorded
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 2.0

@@ -1,14 +1,29 @@
-"""Progress of one trial from its events, in the words that displays, plain lines and ``pipeline show`` share."""
+"""Progress of a command from its events, in the words that bars, plain lines and ``pipeline show`` share."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from statistics import mean
 from typing import NamedTuple
 
 from pipeline.experiment.reported import OF_TRAINING, TRAIN, named, shown_names
 from pipeline.experiment.values import Direction
-from pipeline.protocol.events import AnyEvent, FirstStep, Heartbeat, Metrics, Phase, Resumed, Started, Trained
-from pipeline.wording import clock, figure
+from pipeline.protocol.events import (
+    AnyEvent,
+    Finished,
+    FirstStep,
+    Heartbeat,
+    Metrics,
+    Phase,
+    Resumed,
+    RunOpened,
+    Started,
+    Trained,
+    TrialOpened,
+)
+from pipeline.protocol.trial import Evaluation, Training, Trial
+from pipeline.wording import clock, counted, figure
 
 VALIDATION, TEST = "validation/", "test/"
 LOSS, THROUGHPUT = "train/loss", "throughput/samples_per_second"
@@ -26,13 +41,6 @@ class Reported(NamedTuple):
 
     value: float
     epoch: int
-
-
-class _Mark(NamedTuple):
-    """Steps done at a time, in seconds since the epoch."""
-
-    time: float
-    step: int
 
 
 class TrialProgress:
@@ -63,10 +71,9 @@ class TrialProgress:
         self._current = 0  # step under way, counted from 1
         self._phase: Phase | None = None
         self._has_stepped = self._has_trained = self._is_measured = False
-        self._marks: tuple[_Mark, ...] = ()  # the first, the last but one and the last
+        self._first = self._last = (0.0, 0)  # times of the first and the last report, with the steps done
         for event in earlier:
-            for point in event.points:
-                self._judge(point.name, Reported(point.value, event.epoch))
+            self._judge(event)
 
     def update(self, event: AnyEvent) -> None:
         """Take an event of the trial."""
@@ -80,9 +87,8 @@ class TrialProgress:
             case Metrics() if self.started:
                 self._phase = None
                 self._advance(event.step, time=event.time)
-                for point in event.points:
-                    self.values[point.name] = reported = Reported(point.value, event.epoch)
-                    self._judge(point.name, reported)
+                self.values |= {point.name: Reported(point.value, event.epoch) for point in event.points}
+                self._judge(event)
             case Heartbeat() if event.rank.is_first:
                 self._phase, self._current = event.phase, event.step
                 self._advance(event.step if event.phase in _DONE else event.step - 1, time=event.time)
@@ -123,26 +129,15 @@ class TrialProgress:
         return self._batch / pace if self._batch and (pace := self._step_s) else None
 
     def left_s(self, now: float) -> float | None:
-        """Return the remaining seconds at the average pace since the first report, pauses included; None if unknown.
-
-        Args:
-            now: time in seconds since the epoch. Since the last report at most as much is taken for done as between
-                the last two.
-        """
+        """Return the remaining seconds at the average pace since the first report, pauses included; None if unknown."""
         pace = self._step_s
         if self.started is None or self.is_over or pace is None:
             return None
-        last = self._marks[-1]
-        since = max(0.0, min(now - last.time, self.interval_s))
-        left = (self.started.total_steps - last.step) * pace
+        time, step = self._last
+        left = (self.started.total_steps - step) * pace
         if self.started.limit_s is not None:
-            left = min(left, self.started.limit_s - last.step * pace)
-        return max(0.0, left - since)
-
-    @property
-    def interval_s(self) -> float:
-        """Seconds between the last two reports of new steps; 0 before the second."""
-        return self._marks[-1].time - self._marks[-2].time if self._marks else 0.0
+            left = min(left, self.started.limit_s - step * pace)
+        return max(0.0, left - max(0.0, now - time))
 
     def position(self) -> list[str]:
         """Return step and epoch with their totals, e.g. "step 10/400" and "epoch 1/4"."""
@@ -161,7 +156,10 @@ class TrialProgress:
 
     def validation(self) -> Iterator[str]:
         """Yield the latest validation metrics, the main one first, with the best so far, and the epoch of old ones."""
-        for name, count in shown_names(self._validated()):
+        ranks = {name: rank for rank, name in enumerate(self._directions)}
+        names = [name for name in self.values if name.startswith(VALIDATION)]
+        names.sort(key=lambda name: (ranks.get(name, len(ranks)), name == f"{VALIDATION}loss"))
+        for name, count in shown_names(names):
             if count > 1:
                 yield f"{name} ({count} values)"
                 continue
@@ -172,40 +170,144 @@ class TrialProgress:
             if best is not None and best != latest:
                 yield f"best {figure(best.value)} (epoch {best.epoch})"
 
-    def _validated(self) -> list[str]:
-        """Return the names of the validation metrics, the main one first: a known direction, else any but the loss."""
-        names = [name for name in self.values if name.startswith(VALIDATION)]
-        ranks = {name: rank for rank, name in enumerate(self._directions)}
-        return sorted(names, key=lambda name: (ranks.get(name, len(ranks)), name == f"{VALIDATION}loss"))
-
-    def _judge(self, name: str, value: Reported) -> None:
-        """Count an evaluation, and keep the best value."""
-        if (direction := self._directions.get(name)) is None:
-            return
-        self._evaluations[name] += 1
-        better = max if direction == "max" else min
-        known = [each for each in (self._best.get(name), value) if each and not math.isnan(each.value)]
-        if known:  # of equal values the first counts
-            self._best[name] = better(known, key=lambda each: each.value)
+    def _judge(self, event: Metrics) -> None:
+        """Count an evaluation, and keep the best values; of equal ones the first counts."""
+        for name, _, value in event.points:
+            if (direction := self._directions.get(name)) is None:
+                continue
+            self._evaluations[name] += 1
+            best = self._best.get(name)
+            if not math.isnan(value) and (
+                best is None or (value > best.value if direction == "max" else value < best.value)
+            ):
+                self._best[name] = Reported(value, event.epoch)
 
     def _advance(self, step: int, *, time: float) -> None:
         """Note how many steps are done; what a resumed training reports again says nothing of its pace."""
         self.step = max(self.step, step)
         if not self._has_stepped or step < 1 or self._has_trained:
             return
-        mark = _Mark(time, step)
-        if not self._marks:
-            self._marks = (mark, mark)
-        elif step > self._marks[-1].step:
-            self._marks = (self._marks[0], self._marks[-1], mark)
+        if not self._first[1]:
+            self._first = self._last = (time, step)
+        elif step > self._last[1]:
+            self._last = (time, step)
 
     @property
     def _step_s(self) -> float | None:
         """Average seconds of a step since the first report, pauses included; None until there are two."""
-        if not self._marks or self._marks[-1].step == self._marks[0].step:
-            return None
-        first, last = self._marks[0], self._marks[-1]
-        return (last.time - first.time) / (last.step - first.step) or None
+        steps = self._last[1] - self._first[1]
+        return (self._last[0] - self._first[0]) / steps or None if steps else None
+
+
+class RunProgress:
+    """State of a command, updated by each of its events.
+
+    Args:
+        trials: all trials that are measured, also those that a training is compared with; empty if only the events
+            are known.
+    """
+
+    def __init__(self, trials: Sequence[Trial] = ()) -> None:
+        self.opened: RunOpened | None = None
+        """Last start of the command."""
+        self.trial: TrialOpened | None = None
+        """Last launch of a trial."""
+        self.progress = TrialProgress()
+        """State of this trial."""
+        self._planned: Mapping[str, Trial] = {trial.name: trial for trial in trials}
+        compared = chain.from_iterable(trial.compared_with for trial in trials if isinstance(trial, Training))
+        self._compared = {trial.name for trial in compared}
+        self._launches = [trial for trial in trials if trial.name not in self._compared]
+        self._launched: list[tuple[str, int]] = []
+        self._durations: defaultdict[str, list[float]] = defaultdict(list)
+        self._evaluations: defaultdict[str, list[Metrics]] = defaultdict(list)
+
+    def update(self, event: AnyEvent) -> None:
+        """Take an event of the command or of one of its trials."""
+        self.note_evaluation(event)
+        match event:
+            case RunOpened():
+                self.opened = event
+            case TrialOpened():
+                self.trial = event
+                if (key := (event.trial, event.repeat)) not in self._launched:
+                    self._launched.append(key)
+                self.progress = TrialProgress(
+                    directions=self.opened.directions if self.opened else {},
+                    batch=self._batch(event),
+                    earlier=self._evaluations[event.trial],
+                )
+            case Finished():
+                if self.trial is not None:
+                    self._durations[self.trial.title].append(event.time - self.trial.time)
+            case _ if self.trial is not None and event.trial == self.trial.trial:
+                self.progress.update(event)
+
+    def note_evaluation(self, event: AnyEvent) -> None:
+        """Keep an event, also one of an earlier session, if it has validation metrics: they count for the best."""
+        if isinstance(event, Metrics) and any(point.name.startswith(VALIDATION) for point in event.points):
+            self._evaluations[event.trial].append(event)
+
+    @property
+    def is_launched(self) -> bool:
+        """False for a trial that a training is compared with: the training's rank 0 runs it."""
+        return self.trial is not None and self.trial.trial not in self._compared
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of the trial, from 1, and of all launches, 0 if unknown; a trial keeps its number if it restarts."""
+        key = (self.trial.trial, self.trial.repeat) if self.trial else None
+        if self._launches:
+            keys = [(trial.name, trial.repeat) for trial in self._launches]
+            return (keys.index(key) + 1 if key in keys else 0), len(keys)
+        total = self.opened.launches if self.opened else 0
+        return (min(self._launched.index(key) + 1, total) if key else 0), total
+
+    @property
+    def label(self) -> str:
+        """Title of the trial with its role in a run, or with its number in a benchmark if it was planned."""
+        if self.trial is None:
+            return ""
+        if any(isinstance(trial, Training | Evaluation) for trial in self._planned.values()):
+            return self.trial.title if self.trial.role == "main" else f"{self.trial.trial}: {self.trial.title}"
+        number, total = self.place
+        return f"[{number}/{total}] {self.trial.title}" if number else self.trial.title
+
+    @property
+    def waiting(self) -> str:
+        """What the trial waits for until its first event."""
+        trial = self._planned.get(self.trial.trial) if self.trial else None
+        if self.trial is None or trial is None or trial.launcher == "inprocess":
+            return "starting ..."
+        count = int(self.trial.tags.get("world_size", trial.workers))  # an elastic trial may have fewer than planned
+        return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
+
+    def outlook(self, left_s: float | None) -> list[str]:
+        """Return the place among several trials, and how long the rest takes as far as that is known.
+
+        Trials take as long as equal ones before; the speedup takes at most about `Measure.limit_s`.
+
+        Args:
+            left_s: remaining seconds of the running trial; None if unknown.
+        """
+        number, total = self.place
+        shown = [f"trial {number} of {total}"] if total > 1 and number else []
+        if left_s is None or not number or not self._launches:
+            return shown
+        running, later = self._launches[number - 1], self._launches[number:]
+        if isinstance(running, Training) and running.compared_with:
+            shown.append(f"then up to {clock(running.experiment.benchmark.limit_s)} to measure the speedup")
+        elif later and all(trial.title in self._durations for trial in later):
+            rest = sum(mean(self._durations[trial.title]) for trial in later)
+            shown += [f"all trials: {each}" for each in left(left_s + rest)]
+        return shown
+
+    def _batch(self, event: TrialOpened) -> int | None:
+        """Return the samples of a trial's global batch; None if unknown."""
+        if trial := self._planned.get(event.trial):
+            return trial.experiment.train.global_batch_size
+        batch = self.opened.params.get("train.global_batch_size", "") if self.opened else ""
+        return int(batch) if batch.isdecimal() else None
 
 
 def figures(values: Mapping[str, float]) -> Iterator[str]:
@@ -232,8 +334,7 @@ def facts(event: Started) -> list[str]:
     devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
     shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
     frozen = f" of {event.parameters + event.frozen:,}" if event.frozen else ""
-    parameters = f"{event.parameters:,}{frozen} parameters"
-    return [parameters, samples, f"{event.total_steps:,} steps", f"on {shown}"]
+    return [f"{event.parameters:,}{frozen} parameters", samples, f"{event.total_steps:,} steps", f"on {shown}"]
 
 
 def left(seconds: float | None) -> list[str]:

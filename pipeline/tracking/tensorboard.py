@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, RunClosed, RunOpened
 from pipeline.protocol.trial import EVALUATION
-from pipeline.tracking.trackers.named_trackers import description, value_of
-from pipeline.tracking.trackers.scalars import scalars
+from pipeline.tracking.loggers import description, scalars, value_of
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary

@@ -1,0 +1,229 @@
+"""Loggers in addition to MLflow (``tracking.loggers``): those that are named, a module each, and the user's own.
+
+All live in the process that writes to MLflow. Each has a thread that reads the journal, so it may be slow, and after an
+exception it is left out, with a warning.
+"""
+
+import importlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.errors import PipelineError, Problem
+from pipeline.experiment.targets import lacking
+from pipeline.experiment.uris import without_credentials_in
+from pipeline.experiment.values import Component
+from pipeline.protocol.events import AnyEvent, Evaluated, Finished, Metrics, Point, RunClosed, SystemMetrics
+from pipeline.protocol.links import completed
+from pipeline.protocol.numbers import MEASURED, OF_RANK, STARTUP
+from pipeline.record import journal
+from pipeline.record.folder import EXPERIMENT_NAME
+
+NAMES = ("tensorboard", "wandb")
+"""Loggers that there are, each named after the package that it needs: a class `Tracker` built from a run's folder."""
+_LOOK_S = 0.25
+
+
+class Tracker(Protocol):
+    """Interface of a component of ``tracking.loggers``, which is built from the run's folder and its own arguments.
+
+    All calls come from one thread of the process that writes to MLflow. In a resumed run (``--resume``) a new instance
+    receives all events of the journal from the first; named ones also with ``pipeline sync``.
+    """
+
+    def receive(self, event: AnyEvent) -> None:
+        """Receive an event that has been journaled; see `pipeline.protocol.events`."""
+
+    def close(self) -> None:
+        """End the tracker: the run has ended, finished or failed."""
+
+
+class Logger:
+    """A tracker with the thread that feeds it the run's journal.
+
+    Args:
+        name: name in warnings.
+        build: builds the tracker, in the thread.
+        folder: the run's folder.
+        is_over: tells if the journal is complete.
+        end: gives the run's last event, which a full disk may have kept from the journal.
+        tell: called from the thread with a warning, and with an empty text when the tracker has ended.
+        remedy: what to do about missing results, for warnings.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        build: Callable[[], Tracker],
+        *,
+        folder: Path,
+        is_over: Callable[[], bool],
+        end: Callable[[], RunClosed | None],
+        tell: Callable[[str], None],
+        remedy: str,
+    ) -> None:
+        self.name = name
+        self.has_failed = False
+        """True if the tracker raised an exception."""
+        self._build, self._is_over, self._end, self._tell, self._remedy = build, is_over, end, tell, remedy
+        self._tail = journal.Tail(folder / journal.FILE_NAME)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the tracker has ended."""
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+
+    def _work(self) -> None:
+        try:
+            tracker = self._build()
+            for event in self._events():
+                tracker.receive(event)
+            tracker.close()
+        except BaseException as error:  # noqa: BLE001 - nothing of tracking may reach training, sys.exit() included
+            # Without its traceback: exceptions of services quote URIs with their passwords.
+            self.has_failed = True
+            said = without_credentials_in(" ".join(str(error).split()))[:300]
+            if not isinstance(error, PipelineError):  # which names the key: it can't be built
+                said = f"{self.name} raised {type(error).__name__}: {said}"
+            self._tell(f"{said}. It gets no further events. {self._remedy}")
+        finally:
+            self._tell("")
+
+    def _events(self) -> Iterator[AnyEvent]:
+        """Yield the events of the run; ends of earlier sessions are left out."""
+        last = None
+        while True:
+            is_over = self._is_over()  # asked before the last look
+            for event in self._tail.new():
+                if isinstance(event, RunClosed):
+                    last = event
+                else:
+                    yield event
+            if is_over:
+                if (end := self._end() or last) is not None:
+                    yield end
+                return
+            time.sleep(_LOOK_S)
+
+
+def start(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    with_own: bool,
+    tell: Callable[[str, str], None],
+    is_over: Callable[[], bool],
+    end: Callable[[], RunClosed | None],
+) -> list[Logger]:
+    """Start the loggers that are named, and if ``with_own``, the experiment's components.
+
+    ``tell`` gets a name and a warning, or an empty text when this logger has ended.
+    """
+    builders: dict[str, Callable[[], Tracker]] = {name: partial(build, name, folder) for name in names}
+    remedies = dict.fromkeys(names, f"Send the rest with: pipeline sync {folder}")
+    if with_own:
+        builders |= _own(folder, tell=tell)
+    return [
+        Logger(
+            name,
+            builder,
+            folder=folder,
+            is_over=is_over,
+            end=end,
+            tell=partial(tell, name),
+            remedy=remedies.get(name, f"All events are in {folder / journal.FILE_NAME}"),
+        )
+        for name, builder in builders.items()
+    ]
+
+
+def _own(folder: Path, *, tell: Callable[[str, str], None]) -> dict[str, Callable[[], Tracker]]:
+    """Return what builds the components of the experiment, by their names in warnings."""
+    from pipeline.experiment import components, references
+    from pipeline.experiment.load import load
+    from pipeline.experiment.targets import allowed_packages
+
+    try:
+        own = references.fill_in(load(folder / EXPERIMENT_NAME).experiment).tracking.custom_loggers
+        allowed = allowed_packages()
+    except Exception as error:  # noqa: BLE001 - the user's file, which the driver has read, or a variable that is gone
+        tell("", f"tracking.loggers: the file can't be read again: {without_credentials_in(str(error))}")
+        return {}
+    return {
+        name: partial(components.build, own[key], folder, key=key, allowed=allowed)
+        for key, name in own_names(own).items()
+    }
+
+
+def own_names(own: Mapping[str, Component]) -> dict[str, str]:
+    """Return the names of an experiment's own loggers in warnings, by key: their targets, if those differ."""
+    targets = [component.target for component in own.values()]
+    return {key: one.target if targets.count(one.target) == 1 else key for key, one in own.items()}
+
+
+def build(name: str, folder: Path) -> Any:
+    """Build a named logger, with the import of its package."""
+    return _module(name).Tracker(folder)
+
+
+def problems(loggers: Iterable[object]) -> Iterator[Problem]:
+    """Find the named loggers whose package isn't installed."""
+    for index, name in enumerate(loggers):
+        if isinstance(name, str) and (needed := lacking("this logger", name)):
+            yield Problem(f"tracking.loggers[{index}]", needed)
+
+
+def places(folder: Path) -> Iterator[str]:
+    """Yield where the named loggers have put a run's results, a line for each that has some."""
+    for name in NAMES:
+        yield from _module(name).places(folder)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"pipeline.tracking.{name}")
+
+
+def description(end: RunClosed) -> str:
+    """Return the end of a run in Markdown, without links to MLflow's pages."""
+    return "\n\n".join(filter(None, (end.message, completed(end.summary, lambda _: None))))
+
+
+def value_of(text: str) -> Any:
+    """Return a parameter of a run as a number, truth value or list; other texts stay."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def scalars(event: AnyEvent) -> Sequence[Point]:
+    """Return the points of an event; none of repeated measurements, whose summary comes at the end."""
+    match event:
+        case Metrics():
+            return () if event.repeat else event.points
+        case SystemMetrics():
+            return event.points
+        case Finished():
+            return () if event.result.repeat else tuple(figures(event))
+        case Evaluated():
+            return [Point(name, event.step, value) for name, value in event.values.items()]
+    return ()
+
+
+def figures(event: Finished) -> Iterator[Point]:
+    """Return a trial's measurements as metrics at its last step.
+
+    Throughput and step time are the report's; the series of their windows are named ``throughput/samples_per_second``
+    and ``time/step_ms``.
+    """
+    result = event.result
+    values = {number.metric: number.value(result) for number in MEASURED} | {STARTUP.metric: STARTUP.value(event)}
+    if len(result.peak_memory_mb) > 1:
+        values |= {f"{OF_RANK}{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
+    return (Point(name, result.steps, value) for name, value in values.items() if value is not None)

@@ -1,1 +1,0 @@
-"""MLflow: its store, and the process that sends it a run's journal, live or afterwards."""

@@ -1,0 +1,246 @@
+"""MLflow's tracking store by its URI: checks before a run, creation of a SQLite file, links to pages of its UI."""
+
+import os
+import sqlite3
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipeline.errors import ResourceError
+from pipeline.experiment.uris import SQLITE, expand_home, problem_of, without_credentials
+from pipeline.system.lock_file import locked
+
+_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+_HEALTH_TIMEOUT_S = 3
+_TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
+_UI_ADDRESS = "http://127.0.0.1:5000"  # of `pipeline ui` by default
+_UI_TIMEOUT_S = 1.0
+_COMPANIONS = ("-journal", "-wal", "-shm")
+"""Suffixes of the files that SQLite keeps beside an open database, or after its writer was killed."""
+_PATIENCE_S = 60.0  # creating takes two seconds, on a busy machine many times that
+
+
+def resolve_uri(uri: str, *, base: Path) -> str:
+    """Make the path of a SQLite file absolute, which may start with ``~``; return other URIs unchanged."""
+    path, mark, query = expand_home(uri).removeprefix(SQLITE).partition("?")
+    if not uri.startswith(SQLITE):
+        return uri
+    return f"{SQLITE}{(base.absolute() / path)}{mark}{query}"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """Return the file of a SQLite store; None for other stores."""
+    return Path(uri.removeprefix(SQLITE).partition("?")[0]) if uri.startswith(SQLITE) else None
+
+
+def artifact_root(uri: str) -> str | None:
+    """Return the artifact location of new experiments: beside a SQLite file; None if the server decides."""
+    path = sqlite_path(uri)
+    return (path.parent / "mlartifacts").absolute().as_uri() if path else None
+
+
+def is_server(uri: str) -> bool:
+    """Return True if the store is a server, reached over HTTP."""
+    return uri.startswith(("http://", "https://"))
+
+
+def with_credentials(uri: str) -> str:
+    """Return a store's URI with the credentials of MLFLOW_TRACKING_URI, if that names the same store.
+
+    MLflow itself reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    """
+    current = os.environ.get("MLFLOW_TRACKING_URI", "")
+    return current if without_credentials(current) == uri else uri
+
+
+def check_store(uri: str) -> str | None:
+    """Check before training that the store can keep results. Creates nothing.
+
+    Args:
+        uri: tracking URI, as `resolve_uri` returns it.
+
+    Returns:
+        A warning if a server doesn't answer now, else None. Training continues; results wait in the journal.
+
+    Raises:
+        ResourceError: the store can never keep results.
+    """
+    shown = without_credentials(uri)
+    if problem := problem_of(uri):
+        raise ResourceError(f"tracking.uri: is {shown}; {problem}")
+    if uri.partition("://")[0].partition("+")[0] not in _SCHEMES:
+        raise ResourceError(
+            f"tracking.uri: MLflow has no store for {shown}. Use sqlite:///mlflow.db or http://HOST:PORT."
+        )
+    if path := sqlite_path(uri):
+        try:
+            _check_file(path)
+        except OSError as error:
+            raise ResourceError(f"tracking.uri: {path} can't be used ({error.strerror}). Name another file.") from error
+    if not is_server(uri):
+        return None
+    try:
+        with urllib.request.urlopen(f"{shown.rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S):  # noqa: S310 - the scheme is http(s)
+            return None
+    except urllib.error.HTTPError:
+        return None  # it answers; a proxy may ask for credentials that only MLflow sends
+    except OSError as error:
+        return (
+            f"{shown} doesn't answer ({getattr(error, 'reason', error)}). "
+            "Training continues, and results wait in the run's folder until it does"
+        )
+
+
+def _check_file(path: Path) -> None:
+    """Check that MLflow can keep runs in a SQLite file, which needn't exist yet."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise ResourceError(
+            f"tracking.uri: the folder {folder} of {path.name} doesn't exist. Create it: mkdir -p {folder}"
+        )
+    try:  # os.access isn't enough: root has permission even on a read-only file system
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ResourceError(
+            f"tracking.uri: can't write to {folder}, the folder of {path.name} ({error.strerror}). "
+            "Change its permissions, or set tracking.uri to a file elsewhere."
+        ) from error
+    if path.is_dir():
+        raise ResourceError(f"tracking.uri: {path} is a folder. Name a file in it: sqlite:///{path}/mlflow.db")
+    if not path.exists():
+        return
+    wrong = "" if os.access(path, os.W_OK) else "no permission to write"
+    is_unfinished = False
+    try:
+        # Not read-only: SQLite rolls back what a killed process has left half-written.
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as database:
+            is_unfinished = _is_unfinished(database)
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:  # busy: another process is writing
+            wrong = wrong or str(error)
+    if wrong:
+        raise ResourceError(
+            f"tracking.uri: {path} can't be used ({wrong}). Change its permissions, "
+            "or move it away: the next run creates a new file."
+        )
+    if is_unfinished:
+        raise ResourceError(
+            f"tracking.uri: {path} holds no runs, because its creation was interrupted. "
+            f"Move it away, and the next run creates a new file: mv {path} {path}.unfinished"
+        )
+
+
+def _is_unfinished(database: sqlite3.Connection) -> bool:
+    """Return True if creating the tables was never completed: MLflow adds the first experiment last."""
+    tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not {"alembic_version", "experiments"} <= tables:
+        return False  # empty, or not MLflow's
+    if database.execute("SELECT count(*) FROM experiments").fetchone()[0]:
+        return False
+    revisions = {revision for (revision,) in database.execute("SELECT version_num FROM alembic_version")}
+    return revisions != newest_revisions()
+
+
+def newest_revisions() -> set[str]:
+    """Return the schema revisions of the installed MLflow."""
+    from alembic.script import ScriptDirectory
+
+    mlflow = find_spec("mlflow")
+    assert mlflow is not None
+    assert mlflow.origin is not None
+    return set(ScriptDirectory(str(Path(mlflow.origin).parent / "store" / "db_migrations")).get_heads())
+
+
+def create_store(uri: str) -> None:
+    """Create a SQLite store unless it exists: under another name, then renamed, so that a kill leaves no half of it.
+
+    Several processes may call this at the same time. Other stores are created by their servers.
+
+    Raises:
+        TimeoutError: another process has been creating it for a minute.
+        Exception: whatever MLflow raises.
+    """
+    if (path := sqlite_path(uri)) is None:
+        return
+    place = path.resolve()  # a symbolic link is kept
+    if _has_content(place):
+        return
+    draft = place.with_name(f"{place.name}.partial")
+    with locked(place.with_name(f"{place.name}.lock"), patience_s=_PATIENCE_S):
+        if not _has_content(place):
+            for suffix in ("", *_COMPANIONS):  # left by a creation that was killed
+                draft.with_name(f"{draft.name}{suffix}").unlink(missing_ok=True)
+            _write_empty_store(draft, artifacts=artifact_root(uri) or "")
+        place.touch()  # NFS may remember that there was no such file; this asks the file server
+        if _has_content(place):
+            draft.unlink(missing_ok=True)
+        else:
+            for suffix in _COMPANIONS:  # left by a store that was moved away: SQLite would read them as the new one's
+                place.with_name(f"{place.name}{suffix}").unlink(missing_ok=True)
+            draft.replace(place)
+
+
+def _write_empty_store(path: Path, *, artifacts: str) -> None:
+    """Have MLflow create a store in a single file."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    SqlAlchemyStore(f"{SQLITE}{path}", artifacts).engine.dispose()
+    with closing(sqlite3.connect(path)) as database:  # the last connection leaves no other file
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def run_link(uri: str, experiment_id: str, run_id: str) -> str:
+    """Return the link to a run in MLflow's UI, after the command that serves the UI if none is running."""
+    page = run_page(ui_address(uri), experiment_id, run_id)
+    return page if is_server(uri) or _running_ui(uri) else f"pipeline ui, then {page}"
+
+
+def run_page(address: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page; of an empty ``address`` it is relative to any page of MLflow's UI."""
+    return f"{address}{'/' if address else ''}#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING_VIEW}"
+
+
+def runs_link(address: str, experiment_id: str) -> str:
+    """Return the link to the table of runs; without ``/runs`` MLflow opens its page for GenAI."""
+    return f"{address}/#/experiments/{experiment_id}/runs?{_TRAINING_VIEW}"
+
+
+def ui_address(uri: str) -> str:
+    """Return the address of the UI: the server's, of the running ``pipeline ui``, or its default."""
+    return without_credentials(uri).rstrip("/") if is_server(uri) else _running_ui(uri) or _UI_ADDRESS
+
+
+@contextmanager
+def ui_recorded(uri: str, address: str) -> Iterator[None]:
+    """Keep the address of ``pipeline ui`` next to a SQLite store while the UI runs, for the links to its pages."""
+    if (path := sqlite_path(uri)) is None:
+        yield
+        return
+    file = path.with_name(f"{path.name}-ui")
+    with suppress(OSError):  # a folder that can't be written: links have the default address
+        file.write_text(address, encoding="utf-8")
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def _running_ui(uri: str) -> str:
+    """Return the address of the ``pipeline ui`` that serves a SQLite store now; empty if none does."""
+    if (path := sqlite_path(uri)) is None:
+        return ""
+    try:
+        address = path.with_name(f"{path.name}-ui").read_text(encoding="utf-8")
+        with urllib.request.urlopen(f"{address}/health", timeout=_UI_TIMEOUT_S):  # noqa: S310 - written by ui_recorded
+            return address
+    except (OSError, ValueError):  # none was started, or it was killed
+        return ""

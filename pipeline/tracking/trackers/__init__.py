@@ -1,1 +1,0 @@
-"""Trackers other than MLflow: those of other packages, and those of ours, a module each."""
