@@ -20,7 +20,6 @@ from pipeline.commands.benchmark.predicted_rows import parse_request
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.user_modules import check_not_importing
-from pipeline.launch import _head_start
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.record.terminal import waiting
 from pipeline.record.terminal.terminal import Terminal
@@ -171,7 +170,8 @@ def _started(
         with shown, user, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
             uri = file.experiment.tracking.uri
-            with _head_start.given(file.experiment, verbose=verbose), mlflow_subscriber.head_start(uri):
+            launcher = registry.load("launchers", file.experiment.parallel.launcher).Launcher
+            with launcher.preparing(file.experiment, verbose=verbose), mlflow_subscriber.head_start(uri):
                 yield file
     except KeyboardInterrupt as error:
         raise type(error) from None  # without the way through our code

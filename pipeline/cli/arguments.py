@@ -154,12 +154,13 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     """
     stages.begin("importing torch")
     with interruptible(), undisturbed():
-        from pipeline.launch import _head_start
+        from pipeline import registry
         from pipeline.tracking.mlflow import mlflow_subscriber
 
     with interruptible(), ExitStack() as begun:
         begun.enter_context(allocator.huge_pages())
-        begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
+        launcher = registry.load("launchers", file.experiment.parallel.launcher).Launcher
+        begun.enter_context(launcher.preparing(file.experiment, verbose=verbose))
         if not is_follower():
             begun.enter_context(mlflow_subscriber.head_start(file.experiment.tracking.uri))
         try:
@@ -193,9 +194,9 @@ def report_failure(error: PipelineError) -> None:
     """Send rank 0 of an outer launcher the error of this rank, for which it would wait."""
     with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
         if is_follower():
-            from pipeline.drive import outer_run
+            from pipeline.launch import outer
 
-            outer_run.report_failure(error)
+            outer.report_failure(error)
 
 
 def problems_of(error: PipelineError | None) -> list[dict[str, str]]:

@@ -106,7 +106,6 @@ class Invocation:
             folder=self.folder,
             receive=self.recorder.receive,
             parallel=parallel,
-            unfit=self.plan.resources.unfit,
             verbose=self.verbose,
         )
         stages.begin("preparing the workers")

@@ -6,12 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from pipeline.drive.elastic import Pace, sized, watching_nodes
+from pipeline.drive.elastic import Pace, sized
 from pipeline.drive.recorded_run import open_trial
 from pipeline.errors import ExperimentError, ResourceError, Terminated
 from pipeline.experiment.load import ExperimentFile
-from pipeline.launch._shutdown import gracefully
-from pipeline.launch.base import Launcher
+from pipeline.launch.base import Launcher, gracefully
 from pipeline.protocol.events import Finished, Trained, Warned
 from pipeline.protocol.trial import Training, Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
@@ -44,8 +43,7 @@ def execute(
     """Run one trial to its end and return its outcome, which has a result; ``initial`` are the weights it starts from.
 
     If workers are lost, training resumes from its newest checkpoint, up to ``parallel.max_failures`` times. An elastic
-    trial has as many workers as fit, and resumes with another number when that changes. Before a node goes away, the
-    workers save a checkpoint and continue on other nodes, which doesn't count.
+    trial has as many workers as fit then.
 
     Raises:
         ExperimentError: the experiment turned out to be wrong once it was built.
@@ -87,7 +85,7 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
     while True:
         try:
             with explained(file):
-                outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace, warn=warn)
+                outcome = _attempt(trial, launcher=launcher, recorder=recorder, pace=pace)
         except KeyboardInterrupt as interruption:
             if pace.trained is None or isinstance(interruption, Terminated):
                 raise
@@ -108,9 +106,7 @@ def _executed(trial: Trial, *, launcher: Launcher, recorder: Recorder, file: Exp
         warn(again.why)
 
 
-def _attempt(
-    trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace, warn: Callable[[str], None]
-) -> Outcome:
+def _attempt(trial: Trial, *, launcher: Launcher, recorder: Recorder, pace: Pace) -> Outcome:
     """Launch a trial once."""
     open_trial(trial, recorder)
     with gracefully(
@@ -119,8 +115,7 @@ def _attempt(
         is_worth_it=lambda: pace.has_started and isinstance(trial, Training),
     ):
         try:
-            with watching_nodes(trial, launcher=launcher, pace=pace, warn=warn):
-                return launcher.launch(trial)
+            return launcher.launch(trial)
         except ResourceError as error:
             if not trial.is_elastic or launcher.capacity(trial) >= trial.workers:
                 raise
@@ -160,19 +155,12 @@ def _again(
     """
     if not isinstance(trial, Training):
         return None
-    if pace.leaving and (not outcome.has_failed or outcome.has_only_lost_workers):
-        return _moved(trial, outcome, launcher=launcher, pace=pace)
-    if outcome.was_resized and not outcome.has_failed:
-        again = _resized(trial, launcher=launcher, pace=pace)
-        pace.in_vain = again.trial.workers <= trial.workers
-        return again
     if not trial.saves:
         return None
     if not outcome.has_only_lost_workers or not launcher.replaces_workers:
         return None
     if trial.is_elastic:
         warn(f"{_cause(outcome)}. Looking for resources for other workers.")
-        pace.in_vain = False
         again = _resized(trial, launcher=launcher, pace=pace)
         if again.trial.workers < trial.workers:
             return again
@@ -189,18 +177,6 @@ def _resized(trial: Training, *, launcher: Launcher, pace: Pace) -> _Again:
     resumed = sized(trial.model_copy(update={"resume": True}), launcher=launcher)
     most = trial.experiment.parallel.workers
     return _Again(resumed, f"Resuming with {resumed.workers} of {most} workers from step {pace.checkpoint}.")
-
-
-def _moved(trial: Training, outcome: Outcome, *, launcher: Launcher, pace: Pace) -> _Again:
-    """Return the trial from its newest checkpoint on other nodes, in time or after the workers were lost.
-
-    Raises:
-        ResourceError: the least number of workers does not fit.
-    """
-    nodes, pace.in_vain = pace.leaving, False
-    again = _resized(trial, launcher=launcher, pace=pace)
-    late = f"{_cause(outcome)}. There was no time left for a checkpoint. " if outcome.has_failed else ""
-    return again._replace(why=f"{late}{again.why} Not used: {nodes}. This does not count as a failure.")
 
 
 def _resumed(trial: Training, outcome: Outcome, *, failures: int) -> _Again | None:

@@ -24,8 +24,6 @@ class Outcome:
     """Nodes of the ranks that had started, by rank."""
     beside: tuple[AnyEvent, ...] = ()
     """Events of the trials that were measured in turn with the training, in their order."""
-    was_resized: bool = False
-    """True if the workers were asked to save and end because others are to continue."""
 
     def after(self, event: AnyEvent) -> "Outcome":
         """Return the outcome with what an event of a worker adds to it."""

@@ -71,7 +71,7 @@ def test_prepared_processes_become_workers() -> None:
 
     class Worker:
         def is_prepared(self) -> tuple[int, bool]:
-            return os.getpid(), "torch._dynamo" in sys.modules and "pipeline.worker.main" in sys.modules
+            return os.getpid(), "torch._dynamo" in sys.modules and "pipeline.worker" in sys.modules
 
     with local_ray():
         prepared = {

@@ -15,12 +15,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from pipeline import worker as main
 from pipeline.errors import ExperimentError, NoMemoryError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.train.errors import explain, is_out_of_memory, origin
-from pipeline.worker import main
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"
 LATE = "[/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"

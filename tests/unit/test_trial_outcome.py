@@ -192,13 +192,3 @@ def test_failures_from_any_thread_are_kept(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert {failure.rank.rank for failure in attempt.outcome().failures} == set(range(16))
-
-
-def test_a_request_to_resize_is_for_one_attempt(tmp_path: Path) -> None:
-    trial = toys.trial()
-    session = Session(folder=tmp_path, receive=lambda _: None, parallel=trial.experiment.parallel)
-    launcher = inprocess.Launcher(session)
-    first = launcher.attempt(trial)
-    launcher.resize.ask()
-    assert first.outcome().was_resized
-    assert not launcher.attempt(trial).outcome().was_resized
