@@ -181,6 +181,9 @@ def _end(ranks: Sequence[Process], *, interrupted: bool = False, patience_s: flo
         deadline = time.monotonic() + seconds
         while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+    for rank in ranks:
+        if rank.stdin is not None:
+            rank.stdin.close()
 
 
 def _how(exit_code: int) -> str:

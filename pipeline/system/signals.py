@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import current_thread, main_thread
 from types import FrameType
 
@@ -17,8 +17,11 @@ SAME_S = 2.0
 
 
 @contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the context; a second one, `SAME_S` later, acts at once."""
+def deferred_signals(answer: str = "") -> Iterator[None]:
+    """Defer SIGINT and SIGTERM to the end of the context; a second one, `SAME_S` later, acts at once.
+
+    The first one is answered by a line on standard error.
+    """
     if current_thread() is not main_thread():  # other threads get no signals
         yield
         return
@@ -29,6 +32,9 @@ def deferred_signals() -> Iterator[None]:
     def wait(number: int, frame: FrameType | None) -> None:
         if not first:
             first.append((number, time.monotonic()))
+            if answer:
+                with suppress(OSError):
+                    os.write(2, f"\n{answer}\n".encode())
         elif time.monotonic() - first[0][1] > SAME_S:
             handlers[number](number, frame)
 

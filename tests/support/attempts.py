@@ -172,6 +172,4 @@ def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 def ranks_of(driver: psutil.Process) -> list[psutil.Process]:
     """What torchrun's launcher has started, without loader processes."""
-    return [
-        child for child in driver.children() if any("pipeline.worker import work" in word for word in child.cmdline())
-    ]
+    return [child for child in driver.children() if "pipeline.worker import work" in " ".join(child.cmdline())]

@@ -104,8 +104,7 @@ def test_a_launcher_that_ends_all_because_a_rank_died_is_not_the_reason(monkeypa
             pytest.raises(TrainingError, match="rank 1 exited without reporting an error") as error,
             gracefully(stop, grace_s=60, is_worth_it=lambda has_started=has_started: has_started),
         ):
-            outcome = outer.launch(there, where, stop)
-            raise outcome.error
+            raise outer.launch(there, where, stop).error
         assert "SIGTERM" not in str(error.value)
     assert sent[0].channel.startswith("127.0.0.1:")
 
@@ -162,7 +161,7 @@ def test_a_rank_that_waits_for_its_gpu_is_killed_soon_after_another_is_lost(monk
 
     monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     monkeypatch.setattr(os, "killpg", kill)
-    ranks = iter(SimpleNamespace(pid=pid, poll=lambda pid=pid: codes[pid]) for pid in codes)
+    ranks = iter(SimpleNamespace(pid=pid, stdin=None, poll=lambda pid=pid: codes[pid]) for pid in codes)
     monkeypatch.setattr(torchrun.Launcher, "_start_rank", lambda *_: next(ranks))
     trial = toys.trial().model_copy(update={"workers": 2})
     launcher = torchrun.Launcher(Session(folder=Path(), receive=pytest.fail, parallel=trial.experiment.parallel))
