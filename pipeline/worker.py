@@ -45,10 +45,9 @@ from pipeline.protocol.events import (
 from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.rank import Job, Rank
 from pipeline.protocol.trial import BatchCheck, Evaluation, Training, Trial, trial_from_json
-from pipeline.system import allocator
-from pipeline.system.background import in_background
+from pipeline.system import memory
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
-from pipeline.system.process import raise_limit_of_open_files
+from pipeline.system.process import in_background, raise_limit_of_open_files
 from pipeline.system.signals import end_after, on_sigterm
 from pipeline.train import compilation, errors
 from pipeline.train.loader import close_new_loaders
@@ -98,8 +97,8 @@ def run(
             report(),
             set_matmul_precision(trial.experiment.train.matmul_precision),
             set_cudnn_benchmark(enabled=trial.experiment.train.cudnn_benchmark),
-            allocator.huge_pages(),
-            allocator.keep_freed_memory(),
+            memory.huge_pages(),
+            memory.keep_freed_memory(),
             report_progress_to(outbox.event, trial=trial.name),
             Watchdog(trial.name, rank=rank, outbox=outbox, timeout_s=timeout_s, end=end),
             process_group(trial, rank, store=store, end=end),

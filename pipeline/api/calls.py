@@ -24,10 +24,9 @@ from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.record.terminal import waiting
 from pipeline.record.terminal.terminal import Terminal
 from pipeline.report.report import Report
-from pipeline.system.closed_terminal import hang_up, is_ended_by_hang_up
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
-from pipeline.system.signals import handled
+from pipeline.system.signals import handled, hang_up, is_ended_by_hang_up
 from pipeline.tracking.mlflow import mlflow_subscriber
 from pipeline.wording import did_you_mean
 

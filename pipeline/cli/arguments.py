@@ -13,9 +13,9 @@ import typer
 
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, TrainingError, UsageError
 from pipeline.plan.outer_launcher import is_follower
-from pipeline.system import allocator, stages
-from pipeline.system.closed_terminal import redirect_to_null
+from pipeline.system import memory, stages
 from pipeline.system.imports import undisturbed
+from pipeline.system.signals import redirect_to_null
 
 if TYPE_CHECKING:
     from pipeline.experiment.load import ExperimentFile
@@ -158,7 +158,7 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
         from pipeline.tracking.mlflow import mlflow_subscriber
 
     with interruptible(), ExitStack() as begun:
-        begun.enter_context(allocator.huge_pages())
+        begun.enter_context(memory.huge_pages())
         launcher = registry.load("launchers", file.experiment.parallel.launcher).Launcher
         begun.enter_context(launcher.preparing(file.experiment, verbose=verbose))
         if not is_follower():

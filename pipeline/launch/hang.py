@@ -16,7 +16,7 @@ import psutil
 
 from pipeline.protocol.events import HEARTBEAT_S, AnyEvent, Failed, Heartbeat, Phase, Warned
 from pipeline.protocol.trial import Trial
-from pipeline.system.background import in_background
+from pipeline.system.process import in_background
 
 _TICK_S = 0.5
 _SILENCE = 3  # missing heartbeats

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from pipeline.system import stages
-from pipeline.system.background import in_background
+from pipeline.system.process import in_background
 
 BEAT_S = 10.0
 LEASE_S = 120.0

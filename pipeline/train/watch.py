@@ -26,7 +26,7 @@ import psutil
 from pipeline.errors import Stopped
 from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.system.process_start import seconds_after_boot
+from pipeline.system.process import seconds_after_boot
 from pipeline.train.errors import OURS, TORCH
 
 GRACE_S = 2.0

@@ -19,7 +19,7 @@ from toy_runs import InFolder
 from pipeline.protocol.events import WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
 from pipeline.protocol.rank import Rank
 from pipeline.record import journal as journals
-from pipeline.system.memory_limits import MemoryLimit
+from pipeline.system.memory import MemoryLimit
 from pipeline.tracking.mlflow.model_folder import Module, Program, signature
 from pipeline.tracking.mlflow.sync import sync
 from pipeline.train import exported, report
