@@ -238,8 +238,9 @@ def find_store(rank: Rank, *, timeout: timedelta) -> Store:
         return HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return open_store(host, port, timeout=timeout, world_size=rank.world_size)
-    store = TCPStore(host, port, world_size=rank.world_size, is_master=False, timeout=timeout)
+        store = open_store(host, port, timeout=timeout, world_size=rank.world_size)
+    else:
+        store = TCPStore(host, port, world_size=rank.world_size, is_master=False, timeout=timeout)
     return PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
 
 

@@ -146,12 +146,7 @@ def _warn(terminal: "Terminal", message: str) -> None:
 
 @contextmanager
 def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
-    """Start the processes that the experiment will need while torch is imported; print an error before they end.
-
-    Args:
-        file: the experiment.
-        verbose: show the output of the launcher and of the workers.
-    """
+    """Start the processes that the experiment will need while torch is imported; print an error before they end."""
     stages.begin("importing torch")
     with interruptible(), undisturbed():
         from pipeline import registry
@@ -159,8 +154,8 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
 
     with interruptible(), ExitStack() as begun:
         begun.enter_context(memory.huge_pages())
-        launcher = registry.load("launchers", file.experiment.parallel.launcher).Launcher
-        begun.enter_context(launcher.preparing(file.experiment, verbose=verbose))
+        kind = registry.load("launchers", file.experiment.parallel.launcher).Launcher
+        begun.enter_context(kind.preparing(file.experiment, verbose=verbose))
         if not is_follower():
             begun.enter_context(mlflow_subscriber.head_start(file.experiment.tracking.uri))
         try:

@@ -64,7 +64,8 @@ class Launcher(base.Launcher):
         hashes = os.environ.get(_HASHES, str(experiment.seed % 2**32))
         with environment(**{_HASHES: hashes}):
             if outer_launcher() is None:
-                count, libraries = min(experiment.parallel.workers, resources.detect().cpus), find_libraries(experiment)
+                count = min(experiment.parallel.workers, max(1, len(resources.usable_cores())))
+                libraries = find_libraries(experiment)
                 _waiting.extend(_start(libraries, None, quiet=not verbose) for _ in range(count))
             try:
                 yield

@@ -25,29 +25,28 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 573,
-    "cli": 1_471,
-    "commands": 6_124,
+    "api": 572,
+    "cli": 1_467,
+    "commands": 6_123,
     "data": 1_031,
-    "drive": 1_905,
-    "experiment": 4_340,
-    "launch": 4_001,
+    "drive": 1_580,
+    "experiment": 4_339,
+    "launch": 3_512,
     "models": 434,
-    "plan": 1_042,
-    "protocol": 2_095,
+    "plan": 974,
+    "protocol": 1_942,
     "record": 2_302,
     "report": 6_550,
     "strategies": 725,
-    "system": 1_034,
+    "system": 987,
     "tasks": 1_016,
     "tracking": 2_926,
     "train": 10_711,
-    "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 374
+FILES = 351
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_479
+TEST_LINES = 51_023
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
