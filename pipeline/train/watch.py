@@ -3,7 +3,7 @@
 A hanging rank can't report itself, so a thread beside training does: it sends heartbeats with the training thread's
 stack, which also move the progress bar, and ends the process when training has made no progress for
 ``parallel.timeout_s``. A stopped process (SIGSTOP) sends nothing, which the launcher detects, see
-`pipeline.launch._hang_detector`.
+`pipeline.launch.hang`.
 
 Progress is marked by training: each micro-batch read, each pass, each evaluated batch. A step or an evaluation may take
 any time, as long as no single batch takes ``parallel.timeout_s``. Building, the first step (which may compile) and

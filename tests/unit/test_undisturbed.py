@@ -62,6 +62,20 @@ def test_ctrl_c_waits_for_the_end() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_ctrl_c_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def import_it() -> None:
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            told.append(capfd.readouterr().err)
+            signal.raise_signal(signal.SIGINT)
+
+    told: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        import_it()
+    assert told == ["\nInterrupted. Ending as soon as the libraries are imported ...\n"]
+    assert capfd.readouterr().err == "", "once"
+
+
 def test_ctrl_c_comes_even_if_the_import_fails() -> None:
     def import_it() -> None:
         with undisturbed():
