@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -28,7 +28,6 @@ from pydantic import ValidationError
 from pipeline.errors import PipelineError, ResourceError, Terminated, TrainingError, UsageError
 from pipeline.experiment.parallel import Parallel
 from pipeline.experiment.schema import Experiment
-from pipeline.experiment.summary import flatten
 from pipeline.experiment.values import Frozen
 from pipeline.launch.base import LOOPBACK, Attempt, StopRequest
 from pipeline.plan.outer_launcher import OuterLauncher, outer_launcher
@@ -74,8 +73,6 @@ class RankFacts(Frozen):
     """Address of the machine that faces rank 0's."""
     versions: dict[str, str]
     """Versions that all ranks must share, by package."""
-    settings: Mapping[str, str] = {}
-    """Settings of the experiment as the rank has read it."""
 
 
 class Command(Frozen):
@@ -99,7 +96,6 @@ class Group:
 
     def __init__(self, outer: OuterLauncher, *, timeout_s: float) -> None:
         self.outer, self.node = outer, socket.gethostname()
-        self.settings: Mapping[str, str] = {}
         self.number = 0
         """Number of the next command."""
         self._timeout_s, self._host, self._server = timeout_s, outer.host, None
@@ -141,7 +137,6 @@ class Group:
             gpus=visible_gpus(),
             address=address_facing(outer.host) if outer.has_several_nodes else LOOPBACK,
             versions=_find_versions(),
-            settings=self.settings,
         )
         self._store.set(f"facts/{outer.rank}", facts.model_dump_json())
 
@@ -252,7 +247,6 @@ def leading(experiment: Experiment) -> Iterator[None]:
             f"Add parallel.launcher={_LAUNCHER}, or start it with pipeline run alone."
         )
     group, code = join(outer, timeout_s=experiment.parallel.start_timeout_s), 1
-    group.settings = flatten(experiment)
     try:
         yield
         code = 0
@@ -318,7 +312,6 @@ def follow(experiment: Experiment) -> None:
     # Python's own handler would wait until torch's C code has returned, and it waits for the other ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     group = join(outer, timeout_s=experiment.parallel.start_timeout_s)
-    group.settings = flatten(experiment)
     from torch.distributed import DistError
 
     gone = f"rank {outer.rank} on {group.node} lost the connection to rank 0, which drives the run"
@@ -526,14 +519,6 @@ def combined(facts: Sequence[RankFacts]) -> Resources:
         each = "; ".join(f"{', '.join(names[:_NAMED])}: {kind}" for kind, names in kinds.items())
         notes.append(f"The nodes have different hardware, so in each step the faster nodes wait: {each}")
     first, names = facts[0], [name for name, _ in nodes]
-    for rank in facts[1:]:
-        own, there = first.settings, rank.settings
-        if other := [key for key in {**own, **there} if own.get(key) != there.get(key)]:
-            notes.append(  # without their values, which may be secret
-                f"rank {rank.rank} on {rank.resources.node} was started with another file or other arguments. Those "
-                f"of rank 0 on {first.resources.node} are used. Different: {', '.join(other)}"
-            )
-            break
     return Resources(
         cpus=sum(node.cpus for node in placed),
         memory_mb=sum(ranks[0].resources.memory_mb for ranks in nodes.values()),

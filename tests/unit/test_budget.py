@@ -31,7 +31,7 @@ LARGER_TODAY = {
     "data": 1_031,
     "drive": 1_580,
     "experiment": 4_339,
-    "launch": 3_512,
+    "launch": 3_497,
     "models": 434,
     "plan": 974,
     "protocol": 1_942,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 351
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_033
+TEST_LINES = 51_020
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -113,19 +113,6 @@ def test_other_gpus_on_a_node_are_told() -> None:
     assert combined(shared(1, 1)).notes == ()
 
 
-def test_settings_of_another_rank_that_differ_are_named_without_their_values() -> None:
-    settings = {"train.epochs": "2", "optimizer.lr": "0.1"}
-    there = combined([
-        rank(0, local_rank=0, settings=settings),
-        rank(1, node="b", local_rank=0, settings={"train.epochs": "3"}),
-        rank(2, node="b", local_rank=1, settings={"train.epochs": "3"}),
-    ])  # fmt: skip
-    assert there.notes == (
-        "rank 1 on b was started with another file or other arguments. Those of rank 0 on a are used. "
-        "Different: train.epochs, optimizer.lr",
-    )
-
-
 def test_versions_that_differ_are_refused_once_for_each_node() -> None:
     other = {**VERSIONS, "torch": "2.9.1"}
     with pytest.raises(ResourceError) as raised:
