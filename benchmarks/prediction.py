@@ -221,7 +221,7 @@ def _run(trial: Trial, *, network: namespaces.Network | None) -> TrialResult:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trial.json"
         path.write_text(trial.model_dump_json())
-        command = [sys.executable, "-m", "pipeline.worker.main", str(path)]
+        command = [sys.executable, "-m", "pipeline.worker", str(path)]
         ranks = [
             subprocess.Popen(
                 network.inside(rank, command) if network else command,

@@ -20,15 +20,13 @@ from pipeline.commands.benchmark.predicted_rows import parse_request
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.targets import check_not_importing
-from pipeline.launch import _head_start
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.record.console import stages_on
 from pipeline.record.screen import Terminal
 from pipeline.report.report import Report
-from pipeline.system.closed_terminal import hang_up, is_ended_by_hang_up
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
-from pipeline.system.signals import handled
+from pipeline.system.signals import handled, hang_up, is_ended_by_hang_up
 from pipeline.wording import did_you_mean
 
 
@@ -169,7 +167,8 @@ def _started(
         user = environment(**missing_user_variables())
         with shown, user, _sigterm_as_error(), importable(Path.cwd()), _generators_kept():
             file = Experiment.load(experiment, *overrides).file
-            with _head_start.given(file.experiment, verbose=verbose):
+            launcher = registry.load("launchers", file.experiment.parallel.launcher).Launcher
+            with launcher.preparing(file.experiment, verbose=verbose):
                 yield file
     except KeyboardInterrupt as error:
         raise type(error) from None  # without the way through our code

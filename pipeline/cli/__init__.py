@@ -21,9 +21,9 @@ from pipeline.cli import benchmark, comparison, experiments, projects, results, 
 from pipeline.cli.arguments import report_failure, show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
-from pipeline.system.closed_terminal import hang_up, is_ended_by_hang_up
 from pipeline.system.imports import importable
 from pipeline.system.process import missing_user_variables
+from pipeline.system.signals import hang_up, is_ended_by_hang_up
 
 _DISTRIBUTION = "ddp-pipeline"
 _SHOWN = ("torch", "ray", "mlflow")

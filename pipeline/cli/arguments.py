@@ -13,9 +13,9 @@ import typer
 
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, TrainingError, UsageError
 from pipeline.plan.outer_launcher import is_follower
-from pipeline.system import allocator, stages
-from pipeline.system.closed_terminal import redirect_to_null
+from pipeline.system import memory, stages
 from pipeline.system.imports import undisturbed
+from pipeline.system.signals import redirect_to_null
 
 if TYPE_CHECKING:
     from pipeline.experiment.load import ExperimentFile
@@ -144,19 +144,15 @@ def _warn(terminal: "Terminal", message: str) -> None:
 
 @contextmanager
 def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
-    """Start the processes that the experiment will need while torch is imported; print an error before they end.
-
-    Args:
-        file: the experiment.
-        verbose: show the output of the launcher and of the workers.
-    """
+    """Start the processes that the experiment will need while torch is imported; print an error before they end."""
     stages.begin("importing torch")
     with interruptible(), undisturbed():
-        from pipeline.launch import _head_start
+        from pipeline import registry
 
     with interruptible(), ExitStack() as begun:
-        begun.enter_context(allocator.huge_pages())
-        begun.enter_context(_head_start.given(file.experiment, verbose=verbose))
+        begun.enter_context(memory.huge_pages())
+        kind = registry.load("launchers", file.experiment.parallel.launcher).Launcher
+        begun.enter_context(kind.preparing(file.experiment, verbose=verbose))
         try:
             with undisturbed():
                 importlib.import_module("pipeline.commands.run")  # and torch with it
@@ -188,9 +184,9 @@ def report_failure(error: PipelineError) -> None:
     """Send rank 0 of an outer launcher the error of this rank, for which it would wait."""
     with suppress(UsageError):  # the launcher's variables contradict each other, which is the error
         if is_follower():
-            from pipeline.drive import outer_run
+            from pipeline.launch import outer
 
-            outer_run.report_failure(error)
+            outer.report_failure(error)
 
 
 def problems_of(error: PipelineError | None) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipeline.drive.execute import explained
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.experiment.load import ExperimentFile, load
-from pipeline.launch._head_start import find_libraries
+from pipeline.launch.torchrun import find_libraries
 from pipeline.protocol import progress
 from pipeline.protocol.events import Advanced, AnyEvent
 from pipeline.system import stages
@@ -18,7 +18,7 @@ from pipeline.system.child import ChildCrashedError, Report, call_in_child
 from pipeline.system.imports import undisturbed
 from pipeline.system.process import environment
 
-_PRELOADED = ("pipeline.worker.main", "torch._dynamo")
+_PRELOADED = ("pipeline.worker", "torch._dynamo")
 
 
 class CheckResult(NamedTuple):

@@ -10,10 +10,10 @@ from pipeline.drive import preflight
 from pipeline.drive import resume as recovery
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.execute import as_ended, describe_sizes, explained
-from pipeline.drive.outer_run import check_workers, follow, leading
 from pipeline.drive.recorded_run import Membership
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.load import ExperimentFile
+from pipeline.launch.outer import check_workers, follow, leading
 from pipeline.plan.describe import describe, record
 from pipeline.plan.outer_launcher import is_follower
 from pipeline.plan.plan import Plan, make_plan

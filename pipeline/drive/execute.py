@@ -12,8 +12,7 @@ from dataclasses import replace
 from pipeline.drive.recorded_run import open_trial
 from pipeline.errors import ExperimentError, ResourceError, Terminated
 from pipeline.experiment.load import ExperimentFile
-from pipeline.launch._shutdown import gracefully
-from pipeline.launch.base import Launcher
+from pipeline.launch.base import Launcher, gracefully
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Resumed, Started, Trained, TrialOpened, Warned
 from pipeline.protocol.trial import Training, Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome

@@ -1,29 +1,83 @@
 """The interface of a launcher, which starts a trial's workers, and what all launchers share: events, hangs, stops."""
 
-import shutil
+import logging
+import os
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
-from pipeline.experiment.schema import Parallel
-from pipeline.launch._hang_detector import HangDetector
-from pipeline.launch._shutdown import StopRequest
-from pipeline.plan.resources import Resources, UnfitNode
-from pipeline.protocol.channel.inbox import Inbox, Receive, inside, not_kept, replacing
-from pipeline.protocol.channel.wire import Address
+from pipeline.errors import Terminated
+from pipeline.experiment.schema import Experiment, Parallel
+from pipeline.launch.hang import HangDetector
+from pipeline.plan.resources import Resources
+from pipeline.protocol.channel import Address, DirectOutbox, Inbox, Receive
 from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Heartbeat, Phase
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
+from pipeline.system.signals import SAME_S, handled
 
-if TYPE_CHECKING:
-    from pipeline.launch.cluster.draining import Departure
+LOOPBACK = "127.0.0.1"
+_log = logging.getLogger(__name__)
 
-_POLL_S = 0.05
+
+class StopRequest:
+    """Request to a run's workers to save a checkpoint and end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.asked_at = 0.0
+        """Time of the request, in seconds of `time.monotonic`."""
+        self.why: BaseException = Terminated()
+        """Exception that ends the run."""
+
+    def ask(self, why: BaseException | None = None) -> None:
+        """Ask all workers, later ones included; only the first call counts. Safe in a signal handler."""
+        if not self.asked:
+            self.asked, self.asked_at, self.why = True, time.monotonic(), why or self.why
+
+
+@contextmanager
+def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], bool]) -> Iterator[None]:
+    """Ask the workers to stop at SIGTERM; after a stop request, raise its reason however the block ended.
+
+    If the workers haven't stopped after ``grace_s`` seconds, or at a second SIGTERM, the block ends at once; so it does
+    at the first one if there is nothing worth a checkpoint.
+
+    Raises:
+        Terminated: SIGTERM.
+        OSError: the run can't be recorded.
+    """
+    timers: list[threading.Timer] = []
+
+    def handle(*_: object) -> None:
+        if stop.asked and time.monotonic() - stop.asked_at < SAME_S:
+            return
+        if stop.asked or not is_worth_it():
+            raise Terminated
+        stop.ask()
+        timers.append(threading.Timer(grace_s, os.kill, (os.getpid(), signal.SIGTERM)))
+        timers[0].daemon = True
+        timers[0].start()
+
+    try:
+        with handled(handle, signal.SIGTERM):
+            yield
+    except Exception as error:
+        if not stop.asked:
+            raise
+        _log.warning("failed while it was being stopped", exc_info=error)  # only the log has it
+        raise stop.why from error
+    finally:
+        for timer in timers:
+            timer.cancel()
+    if stop.asked:
+        raise stop.why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +90,6 @@ class Session:
     """Takes each event; called from any thread."""
     parallel: Parallel
     """Placement of the workers."""
-    unfit: Mapping[str, UnfitNode] = field(default_factory=dict)
-    """Nodes of a cluster that were left out when the run was planned, by Ray's id."""
     verbose: bool = False
     """True if the output of the launcher and the workers goes to the terminal."""
 
@@ -48,65 +100,35 @@ class Session:
         return folder
 
 
-class DirectOutbox:
-    """Outbox of a worker in the driver's own process."""
-
-    def __init__(self, session: Session, *, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        self._session = session
-        self._is_stopping = is_stopping
-
-    @property
-    def stop_asked(self) -> bool:
-        """True if the run's own process was asked to stop."""
-        return self._is_stopping()
-
-    def event(self, event: AnyEvent) -> None:
-        """Pass the event on."""
-        self._session.receive(event)
-
-    def file(self, path: Path, name: str) -> None:
-        """Copy the file into the run's folder."""
-        try:
-            place = inside(self._session.folder, name)
-            with replacing(place) as partial:
-                shutil.copyfile(path, partial)
-        except OSError as error:  # a full disk is no failure of the training
-            self._session.receive(not_kept(name, error))
-
-
 class Attempt:
-    """One launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of.
+    """One launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of."""
 
-    Workers in processes of their own send events and hang up while it listens, in any thread.
-    """
-
-    def __init__(self, trial: Trial, *, session: Session, stop: StopRequest, resize: StopRequest) -> None:
+    def __init__(self, trial: Trial, *, session: Session, stop: StopRequest) -> None:
+        self.trial = trial.model_copy(update={"folder": str(session.folder.resolve())})
+        """The trial as the workers get it."""
         self.nodes: dict[int, str] = {}
         """Nodes of the ranks that have come, by rank."""
         self.ended: set[int] = set()
         """Ranks that have ended in order, or have reported their failure."""
         self.lost: set[int] = set()
         """Ranks whose connection broke before they had ended."""
-        self._trial = trial
+        self.outbox = DirectOutbox(session.folder, self.receive, is_stopping=lambda: stop.asked)
+        """Outbox for a worker in this process."""
         self._detector = HangDetector(trial, receive=self.receive)
         self._beside = {one.name for one in trial.compared_with} if isinstance(trial, Training) else set()
-        self._session = session
-        self._stop, self._resize = stop, resize
+        self._session, self._stop = session, stop
         self._opened_at = time.monotonic()
         self._time_to_first_step: float | None = None
         self._outcome = Outcome()
         self._lock = threading.Lock()
-        own = replace(session, receive=self.receive)
-        self.outbox = DirectOutbox(own, is_stopping=lambda: stop.asked)
-        """Outbox for a worker in this process."""
 
     @property
     def silent(self) -> Mapping[int, str]:
         """Reasons for which silent ranks of other nodes count as lost, by rank."""
         return self._detector.lost
 
-    def receive(self, event: AnyEvent) -> None:
-        """Forward an event of a worker, from any thread; if it can't be recorded, the run stops.
+    def receive(self, event: AnyEvent, line: bytes | None = None) -> None:
+        """Forward an event, from any thread; if it can't be recorded, the run stops after a checkpoint.
 
         Events of trials that the training is compared with are kept for the outcome: the training ends after them.
         """
@@ -122,52 +144,45 @@ class Attempt:
             self._outcome = self._outcome.after(event)
         try:
             self._session.receive(event)
-        except OSError as error:  # without a journal the run stops, after a checkpoint
+        except OSError as error:
             self._stop.ask(error)
 
-    @contextmanager
-    def listening(self, host: str) -> Iterator[Address]:
-        """Open an inbox on an address of this machine; yield where workers connect to it.
-
-        Meanwhile hanging ranks are detected and stop requests are passed on to the workers.
-        """
-        inbox = Inbox(
-            host=host,
-            receive=self.receive_sent,
-            folder=self._session.folder,
-            hung_up=self.hung_up,
-        )
-        tell = inbox.ask_to_stop
-        with self._detector.watching(), inbox, self._stop.telling(tell), self._resize.telling(tell):
-            yield inbox.address
-
-    def receive_sent(self, event: AnyEvent) -> None:
-        """Take an event that a worker has sent: note which ranks are there, and find those that hang."""
-        with self._lock:
-            if isinstance(event, Heartbeat):
-                self.nodes[event.rank.rank] = event.rank.node
-            if isinstance(event, Failed) or (isinstance(event, Heartbeat) and event.phase is Phase.ENDED):
-                self.ended.add(event.rank.rank)
-        self._detector.receive(event)
+    def receive_sent(self, event: AnyEvent, line: bytes | None = None) -> None:
+        """Take an event of a worker in a process of its own: note which ranks are there, and find those that hang."""
+        if isinstance(event, Heartbeat | Failed):
+            rank = event.rank.rank
+            with self._lock:
+                self.nodes[rank] = event.rank.node
+                if isinstance(event, Failed) or event.phase is Phase.ENDED:
+                    self.ended.add(rank)
+            self._detector.note(event)
+            if isinstance(event, Heartbeat) and (rank > 0 or event.phase is Phase.ENDED):
+                return  # those of rank 0 move the bar
+        self.receive(event, line)
 
     def hung_up(self, rank: int) -> None:
         """Note that a rank has disconnected."""
+        self._detector.forget(rank)
         with self._lock:
             if rank not in self.ended:
                 self.lost.add(rank)
 
-    def await_ends(self, ranks: Iterable[int], *, timeout_s: float) -> set[int]:
-        """Wait until all of the ranks have ended, or one is lost; return the lost and, after a timeout, the missing."""
-        wanted, deadline = set(ranks), time.monotonic() + timeout_s
-        while (missing := wanted - self.ended) and not self.lost and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return set(self.lost) or missing
+    @contextmanager
+    def listening(self, host: str) -> Iterator[Address]:
+        """Receive what workers send inside the block, find those that hang, and pass stop requests on.
+
+        Yields where they connect to, an address of this machine.
+        """
+        inbox = Inbox(
+            host=host, receive=self.receive_sent, hung_up=self.hung_up, is_stopping=lambda: self._stop.asked
+        )  # fmt: skip
+        with self._detector.watching(), inbox:
+            yield inbox.address
 
     def outcome(self, losses: Mapping[int, str] | None = None) -> Outcome:
         """Return the outcome; ``losses`` says how workers were lost, by rank."""
-        reported = {failure.rank.rank for failure in self._outcome.failures}
         if losses:
-            self._detector.report_stall_of(losses.keys() - reported)
+            self._detector.report_stall_of(losses.keys() - {failure.rank.rank for failure in self._outcome.failures})
         return replace(self._outcome, losses=dict(losses or {}), nodes=dict(self.nodes))
 
 
@@ -182,9 +197,6 @@ class Launcher(ABC):
     many_processes: ClassVar[bool] = True
     """True if it can run more than one worker."""
 
-    departures: "Callable[[], Mapping[str, Departure]] | None" = None
-    """Returns the nodes that are about to go away, by id, in any thread; None if the launcher can't know."""
-
     replaces_workers: bool = True
     """True if it can start a trial's workers again after some were lost."""
 
@@ -192,12 +204,14 @@ class Launcher(ABC):
         self.session = session
         self.stop = StopRequest()
         """Asks the workers of this and all later trials to save a checkpoint and end."""
-        self.resize = StopRequest()
-        """Asks the workers of the running trial to save a checkpoint and end because others are to continue: more of
-        them, or on other nodes."""
-
         self.held = ExitStack()
         """Resources shared by all trials, released at the end."""
+
+    @classmethod
+    @contextmanager
+    def preparing(cls, experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
+        """Start what takes long while the experiment is checked; at the end of the block, end what was not needed."""
+        yield
 
     def __enter__(self) -> Self:
         return self
@@ -214,19 +228,9 @@ class Launcher(ABC):
             ResourceError: they can't be reached.
         """
 
-    def check_nodes(self, trial: Trial) -> None:  # noqa: B027 - most launchers have this machine only
-        """Check the nodes that may get workers of a trial; called before its workers are counted or started.
-
-        Raises:
-            ResourceError: too few workers fit on the nodes that can have workers.
-        """
-
-    def request_nodes(self, trial: Trial, *, workers: int) -> None:  # noqa: B027 - most launchers have this machine only
-        """Ask for nodes for a number of a trial's workers that have no room, if nodes can be added."""
-
     @abstractmethod
     def capacity(self, trial: Trial) -> int:
-        """Return the number of a trial's workers that fit now, running ones included; called from any thread."""
+        """Return the number of a trial's workers that fit now."""
 
     @abstractmethod
     def launch(self, trial: Trial) -> Outcome:
@@ -238,5 +242,4 @@ class Launcher(ABC):
 
     def attempt(self, trial: Trial) -> Attempt:
         """Begin an attempt at a trial: the first thing that `launch` does."""
-        self.resize = StopRequest()
-        return Attempt(trial, session=self.session, stop=self.stop, resize=self.resize)
+        return Attempt(trial, session=self.session, stop=self.stop)

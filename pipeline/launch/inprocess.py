@@ -3,6 +3,7 @@
 import socket
 from contextlib import suppress
 
+from pipeline import worker
 from pipeline.experiment.schema import Parallel
 from pipeline.launch import base
 from pipeline.plan import resources
@@ -10,7 +11,6 @@ from pipeline.plan.resources import Resources
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.worker import main
 
 
 class Launcher(base.Launcher):
@@ -30,6 +30,6 @@ class Launcher(base.Launcher):
     def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launch.base.Launcher`."""
         attempt = self.attempt(trial)
-        with suppress(main.WorkerFailed):  # it has been reported
-            main.run(trial, rank=Rank(node=socket.gethostname()), outbox=attempt.outbox)
+        with suppress(worker.WorkerFailed):  # it has been reported
+            worker.run(attempt.trial, Rank(node=socket.gethostname()), attempt.outbox)
         return attempt.outcome()

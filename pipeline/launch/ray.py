@@ -3,8 +3,9 @@
 It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster. All trials of a run share it.
 """
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -14,9 +15,9 @@ from ray.exceptions import RayActorError, RayError
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
 
 from pipeline.errors import ResourceError
-from pipeline.experiment.schema import Parallel
+from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch import base
-from pipeline.launch._ray import local
+from pipeline.launch._ray import early, local
 from pipeline.launch._ray.early import local_ray
 from pipeline.launch._ray.interface import public_because
 from pipeline.launch._ray.network import RendezvousConfig
@@ -26,13 +27,12 @@ from pipeline.launch.cluster import placement as places
 from pipeline.launch.cluster.autoscaling import NodeRequest
 from pipeline.launch.cluster.code import sent, to_send
 from pipeline.launch.cluster.connection import outside_main_thread
-from pipeline.launch.cluster.draining import departures
 from pipeline.launch.cluster.fit_nodes import Check, FitNodes
 from pipeline.launch.cluster.join import connected
 from pipeline.launch.cluster.ray_internals import has_autoscaler
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
-from pipeline.protocol.channel.wire import Address
+from pipeline.protocol.channel import Address
 from pipeline.protocol.events import Warned
 from pipeline.protocol.trial import Baseline, Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
@@ -60,11 +60,21 @@ class Launcher(base.Launcher):
     def __init__(self, session: base.Session) -> None:
         super().__init__(session)
         self._address = session.parallel.cluster
-        self.departures = departures if self._address is not None else None
         self._running = 0  # workers
         self._fit_nodes: FitNodes | None = None  # for a local Ray
         self._request: NodeRequest | None = None  # without an autoscaler
         self._public_because = public_because()
+
+    @classmethod
+    @contextmanager
+    def preparing(cls, experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
+        """Start a local Ray; the workers have Python's hashes from the experiment's seed."""
+        with environment(PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", str(experiment.seed % 2**32))):
+            early.begin(experiment, verbose=verbose)
+            try:
+                yield
+            finally:
+                early.end_begun()
 
     def __enter__(self) -> Self:
         """Connect to Ray. An existing cluster receives the code; a local Ray needs none.
@@ -82,7 +92,7 @@ class Launcher(base.Launcher):
                 stack.enter_context(local_ray(session.parallel, verbose=session.verbose))
             else:
                 stack.enter_context(connected(self._address, verbose=session.verbose, runtime_env=runtime_env))
-                self._fit_nodes = FitNodes(session.parallel, code=self._code, unfit=session.unfit)
+                self._fit_nodes = FitNodes(session.parallel, code=self._code, unfit={})
                 stack.callback(self._fit_nodes.close)
                 if has_autoscaler():
                     self._request = NodeRequest()
@@ -99,12 +109,12 @@ class Launcher(base.Launcher):
             return resources.detect() if address is None else join.cluster_resources(address, parallel)
 
     def check_nodes(self, trial: Trial) -> None:
-        """Check the cluster's nodes that are new; see `pipeline.launch.base.Launcher`."""
+        """Check the cluster's nodes that are new."""
         if self._fit_nodes is not None:
             self._fit_nodes.check(self._check(trial), needs_room=self._request is None)
 
     def request_nodes(self, trial: Trial, *, workers: int) -> None:
-        """Ask the cluster's autoscaler, if there is one; see `pipeline.launch.base.Launcher`."""
+        """Ask the cluster's autoscaler, if there is one."""
         if self._request is None or not self._request.make(trial, workers=workers):
             return
         asked = places.asked_for(trial.model_copy(update={"workers": workers}))
@@ -134,7 +144,7 @@ class Launcher(base.Launcher):
         self._await_capacity(trial)
         host = local.LOOPBACK if self._address is None else ray.util.get_node_ip_address()
         with attempt.listening(host) as address, environment(**_patience(trial)):
-            error = self._train(trial, address)
+            error = self._train(attempt.trial, address)
         return attempt.outcome(_losses(error, trial, silent=attempt.silent))
 
     def _await_capacity(self, trial: Trial) -> None:
@@ -190,7 +200,7 @@ class Launcher(base.Launcher):
             work,
             train_loop_config={
                 "trial": trial.model_dump_json(),
-                "channel": address.model_dump_json(),
+                "channel": str(address),
                 "code": self._code.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
             },

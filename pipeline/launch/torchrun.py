@@ -1,62 +1,82 @@
-"""Launcher for worker processes on this machine, with the environment variables of ``torchrun``.
+"""Launcher for worker processes on this machine: one for each rank, which meet in a file.
 
-Workers are forked from a process that has imported torch, so that the first step comes sooner than under torch's
-elastic agent. In a run that ``torchrun`` or ``srun`` started, this process starts rank 0's worker only. The
-processes of other ranks start theirs, see `pipeline.drive.outer_run`.
+The processes start as soon as the experiment file has been read, and import torch while this process checks the
+experiment; a process waits for its job, and ends if there is none. In a run that ``torchrun`` or ``srun`` started each
+of their processes is a rank, see `pipeline.launch.outer`.
 """
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
-from typing import Self
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pipeline.errors import terminate
-from pipeline.experiment.schema import Parallel
-from pipeline.launch import _head_start, base
-from pipeline.launch._forks import Forks, Process
-from pipeline.launch._outer_group import joined
-from pipeline.launch._outer_ranks import resources_of_all
-from pipeline.launch._outer_workers import OtherWorker, OuterWorkers
+from pipeline.experiment import components
+from pipeline.experiment.schema import Experiment, Parallel
+from pipeline.experiment.targets import BUILT_IN
+from pipeline.launch import base, outer
 from pipeline.plan import resources
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.resources import Resources
-from pipeline.protocol.channel.wire import Address
-from pipeline.protocol.events import Warned
+from pipeline.protocol.rank import Job, Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
+from pipeline.system.process import environment
 from pipeline.system.signals import handled
-from pipeline.worker import rendezvous
 
-_LOOPBACK = "127.0.0.1"
+Process = subprocess.Popen[bytes]
+_CODE = "import gc, sys; gc.disable(); from pipeline.worker import work; work(sys.argv[1:])"
+"""Collections of garbage would take a quarter of the time of the imports."""
+_HASHES = "PYTHONHASHSEED"
+_IMPORTED = {"torch", "pipeline", "ray"}
 _POLL_S = 0.05
 _INTERRUPTED_S = 5.0
 _END_S = 30.0
 """Seconds that workers get to end after SIGINT, and after SIGTERM, before they are killed."""
 _LOSS_S = 3.0
 """The same after a failure, when there is nothing to save: a rank that waits for its GPU never reacts to SIGTERM."""
+_waiting: list[Process] = []
+"""Processes that have no job yet."""
 
 
 class Launcher(base.Launcher):
-    """Runs `pipeline.worker.main` in one process per rank."""
+    """Runs `pipeline.worker.work` in one process per rank."""
 
     def __init__(self, session: base.Session) -> None:
         super().__init__(session)
-        self._forks: Forks | None = None
         self._outer = outer_launcher()
         self.replaces_workers = self._outer is None
 
-    def __enter__(self) -> Self:
-        self._forks = self.held.enter_context(_head_start.forks())
-        return self
+    @classmethod
+    @contextmanager
+    def preparing(cls, experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
+        """Start the processes of all ranks; end those that got no job.
+
+        They have Python's hashes from the experiment's seed: otherwise each of them, and each run, would iterate over a
+        set of texts in another order.
+        """
+        hashes = os.environ.get(_HASHES, str(experiment.seed % 2**32))
+        with environment(**{_HASHES: hashes}):
+            if outer_launcher() is None:
+                count = min(experiment.parallel.workers, max(1, len(resources.usable_cores())))
+                libraries = find_libraries(experiment)
+                _waiting.extend(_start(libraries, None, quiet=not verbose) for _ in range(count))
+            try:
+                yield
+            finally:
+                _end(_waiting, patience_s=0.0)
+                _waiting.clear()
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
         """Return the resources of this machine, or of all ranks of an outer launcher."""
-        outer = outer_launcher()
-        return resources.detect() if outer is None else resources_of_all(outer, parallel)
+        there = outer_launcher()
+        return resources.detect() if there is None else outer.resources_of_all(there, parallel)
 
     def capacity(self, trial: Trial) -> int:
         """Return how many workers this machine has cores and GPUs for; under an outer launcher, how many there are."""
@@ -68,99 +88,77 @@ class Launcher(base.Launcher):
 
     def launch(self, trial: Trial) -> Outcome:
         """Run the trial; see `pipeline.launch.base.Launcher`."""
-        attempt, outer = self.attempt(trial), None
+        attempt = self.attempt(trial)
+        path = self.session.folder / "trials" / f"{trial.name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(attempt.trial.model_dump_json(indent=1))
         if self._outer is not None and trial.workers > 1:
-            group = joined(self._outer, timeout_s=trial.experiment.parallel.start_timeout_s)
-            outer = OuterWorkers(trial, group=group, attempt=attempt)
-        assert self._forks is not None
-        folder = self.session.folder / "trials"
-        folder.mkdir(exist_ok=True)
-        assignment, channel = folder / f"{trial.name}.json", folder / f"{trial.name}.channel"
-        assignment.write_text(trial.model_dump_json(indent=1))
-        try:
-            with attempt.listening(outer.host if outer else _LOOPBACK) as address:
-                _write_secret(channel, address)
-                arguments = [str(assignment), "--channel", str(channel)]
-                if outer is not None:
-                    outer.start_others(address)
-                losses = self._run(trial, arguments, self._forks, lost=attempt.lost, outer=outer)
-        finally:
-            channel.unlink(missing_ok=True)
+            return outer.launch(attempt, self._outer, self.stop)
+        with attempt.listening(base.LOOPBACK) as address, TemporaryDirectory(prefix="pipeline-") as folder:
+            job = {"trial": str(path.resolve()), "channel": str(address), "store": f"{folder}/store"}
+            losses = self._run(trial, job, lost=attempt.lost)
         # The last connections are read at the end of the block.
-        losses = losses or dict.fromkeys(attempt.lost, _how(0))
-        return outer.outcome(losses) if outer is not None else attempt.outcome(losses)
+        return attempt.outcome(losses or dict.fromkeys(attempt.lost, _how(0)))
 
-    def _run(
-        self,
-        trial: Trial,
-        arguments: Sequence[str],
-        forks: Forks,
-        *,
-        lost: Collection[int] = (),
-        outer: OuterWorkers | None = None,
-    ) -> dict[int, str]:
-        """Run all ranks to their end; if some fail, end the others, and return how the failed ones ended, by rank.
+    def _run(self, trial: Trial, job: dict[str, str], *, lost: Collection[int] = ()) -> dict[int, str]:
+        """Run all ranks to their end; if some fail, end the others. Return how the failed ones ended, by rank.
 
-        Args:
-            trial: the trial.
-            arguments: arguments of each rank's process.
-            forks: starts the processes.
-            lost: ranks that have disconnected before their end; it grows meanwhile.
-            outer: workers on the ranks of an outer launcher, if there is one: only rank 0's is started here.
+        ``lost`` are the ranks that have disconnected before their end; it grows meanwhile.
         """
-        if outer is not None:
-            variables = [outer.variables]
-        else:
-            timeout = timedelta(seconds=trial.experiment.parallel.start_timeout_s)
-            store = rendezvous.opened(_LOOPBACK, 0, timeout=timeout)  # until the end of this function
-            variables = [self._variables(trial, rank=rank, port=store.port) for rank in range(trial.workers)]
         ranks: list[Process] = []
-        with _quitting_ends():
+        is_default = signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
+        # SIGQUIT doesn't reach the workers, which have sessions of their own.
+        with handled(terminate, *([signal.SIGQUIT] if is_default else [])):
             try:
-                for rank, own in enumerate(variables):
-                    streams = () if self.session.verbose else ("stdout", "stderr")  # files are named as under Ray
-                    logs = [self.session.log_folder(trial) / f"rank{rank}-{stream}.log" for stream in streams]
-                    ranks.append(forks.start(arguments, environment=os.environ | own, logs=logs))
-                if warning := forks.take_warning():
-                    self.session.receive(Warned(trial=trial.name, message=warning))
-                others = outer.others if outer else []
-                losses = _losses([*ranks, *others], lost=lost, meanwhile=lambda: self._pass_on_stop(outer))
+                ranks.extend(self._start_rank(number, trial, job) for number in range(trial.workers))
+                losses = _await_ends(ranks, lost=lost)
             except BaseException as error:
                 _end(ranks, interrupted=isinstance(error, KeyboardInterrupt))
                 raise
         if losses:
             _end(ranks, patience_s=_LOSS_S)
-        if losses and outer is not None:
-            return losses | outer.find_lost(losses)
         return losses
 
-    def _pass_on_stop(self, outer: OuterWorkers | None) -> None:
-        """Treat a stop that another rank of an outer launcher asks for as SIGTERM to this process."""
-        if outer is not None and not self.stop.asked and outer.is_stop_asked():
-            signal.raise_signal(signal.SIGTERM)
-
-    def _variables(self, trial: Trial, *, rank: int, port: int) -> dict[str, str]:
-        """Return the environment variables that ``torchrun`` sets for a worker."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(trial.workers),
-            "LOCAL_WORLD_SIZE": str(trial.workers),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": _LOOPBACK,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": f"{self.session.folder.name}-{trial.name}",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # opened by this process
-            "OMP_NUM_THREADS": str(trial.cpus_per_worker),
-        }
+    def _start_rank(self, number: int, trial: Trial, job: dict[str, str]) -> Process:
+        """Give a rank's job to a waiting process, or to a new one."""
+        folder, node = self.session.log_folder(trial).resolve(), os.uname().nodename
+        rank = Rank(
+            rank=number, local_rank=number, world_size=trial.workers, local_world_size=trial.workers, node=node
+        )  # fmt: skip
+        process = _waiting.pop(0) if _waiting else None
+        if process is None or process.poll() is not None:  # its imports failed: those of a new one are logged
+            process = _start(find_libraries(trial.experiment), None if self.session.verbose else folder, number)
+        line = Job(**job, rank=rank, output="" if self.session.verbose else str(folder)).model_dump_json()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(f"{line}\n".encode())
+        return process
 
 
-def _losses(
-    ranks: Sequence[Process | OtherWorker], *, lost: Collection[int], meanwhile: Callable[[], None] = lambda: None
-) -> dict[int, str]:
+def find_libraries(experiment: Experiment) -> list[str]:
+    """Return the libraries of built-in components, except torch; each worker imports the project's own packages."""
+    targets = [component.target for _, component in components.named(experiment)]
+    return sorted({target.partition(".")[0] for target in targets if target.startswith(BUILT_IN)} - _IMPORTED)
+
+
+def _start(libraries: Sequence[str], logs: Path | None, number: int = 0, *, quiet: bool = False) -> Process:
+    """Start a process that imports what a rank needs and waits for its job; ``logs`` are for what fails before it."""
+    streams = [(logs / f"rank{number}-{name}.log").open("ab") for name in ("stdout", "stderr")] if logs else []
+    try:
+        return subprocess.Popen(  # noqa: S603 - our own interpreter
+            [sys.executable, "-c", _CODE, *libraries],
+            stdin=subprocess.PIPE,
+            stdout=streams[0] if streams else subprocess.DEVNULL if quiet else None,
+            stderr=streams[1] if streams else subprocess.DEVNULL if quiet else None,
+            start_new_session=True,  # Ctrl-C is for the driver
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # until the trial says how many
+        )
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _await_ends(ranks: Sequence[Process], *, lost: Collection[int]) -> dict[int, str]:
     """Wait until all ranks have ended, or one has failed; return how the failed ones ended, by rank.
 
     A lost rank has failed whatever its exit code is: its code, or a library, may call ``os._exit(0)``.
@@ -170,7 +168,6 @@ def _losses(
         failed = {rank: _how(code) for rank, code in codes.items() if code or (code == 0 and rank in lost)}
         if failed or None not in codes.values():
             return failed
-        meanwhile()
         time.sleep(_POLL_S)
 
 
@@ -184,17 +181,9 @@ def _end(ranks: Sequence[Process], *, interrupted: bool = False, patience_s: flo
         deadline = time.monotonic() + seconds
         while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-
-
-def _quitting_ends() -> AbstractContextManager[None]:
-    """Raise Terminated at SIGQUIT, unless it is ignored. It doesn't reach the workers, which have separate sessions."""
-    is_default = signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
-    return handled(terminate, *([signal.SIGQUIT] if is_default else []))
-
-
-def _write_secret(path: "os.PathLike[str]", address: Address) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(address.model_dump_json())
+    for rank in ranks:
+        if rank.stdin is not None:
+            rank.stdin.close()
 
 
 def _how(exit_code: int) -> str:

@@ -10,7 +10,6 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pipeline.errors import UsageError
 
@@ -23,6 +22,8 @@ _COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _OTHER_RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 """Variables of platforms and of MPI, in which each process trains alone."""
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables in which torchrun says which of its processes this one is."""
 Variables = Mapping[str, str]
 
 
@@ -78,8 +79,76 @@ def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
         UsageError: some variables of a launcher are missing, malformed, or contradict others.
     """
     given = os.environ if variables is None else variables
-    names = _find_names(given)
-    return _Reader(given, names).read() if names is not None else None
+    steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")
+    is_torchrun = "TORCHELASTIC_RUN_ID" in given
+    if is_torchrun:
+        launcher, names = "torchrun", _TORCHRUN
+    elif "SLURM_PROCID" in given and any(name in given for name in steps):  # a batch script and salloc have no step
+        # srun --preserve-env leaves the job's number of tasks in SLURM_NTASKS.
+        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
+        each = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in given else "SLURM_TASKS_PER_NODE"
+        launcher, names = "srun", ("SLURM_PROCID", size, "SLURM_LOCALID", each)
+    else:
+        return None
+
+    def text(name: str) -> str:
+        if name not in given:
+            raise UsageError(f"started by {launcher}, but {name} is not set")
+        return given[name]
+
+    def number(name: str) -> int:
+        if not (text(name).isascii() and text(name).isdecimal()):
+            raise UsageError(f"started by {launcher}, but {name}={text(name)} is not a number")
+        return int(text(name))
+
+    if number(names[1]) == 1 and not is_torchrun:
+        return None
+    if is_torchrun:
+        local_world_size = number(names[3])
+    else:  # for each node, e.g. 2(x3),1
+        counts, node = text(names[3]), number("SLURM_NODEID")
+        tasks = [int(count) for count, times in _COUNTS.findall(counts) for _ in range(int(times or 1))]
+        if node >= len(tasks):
+            raise UsageError(f"started by srun, but SLURM_NODEID={node} is no node of {names[3]}={counts}")
+        local_world_size = tasks[node]
+    host = _LOOPBACK
+    if is_torchrun or local_world_size < number(names[1]):
+        if "MASTER_ADDR" not in given and not is_torchrun:
+            raise UsageError(
+                "started by srun on several machines, but MASTER_ADDR, the name of the first one, is not set. "
+                'Set it before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+            )
+        host = text("MASTER_ADDR")
+    # A port that all ranks derive from the same job, and other jobs rarely share.
+    job = f"{given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '')}".strip(".")
+    derived = _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS if job else _DEFAULT_PORT
+    outer = OuterLauncher(
+        name=launcher,
+        rank=number(names[0]),
+        world_size=number(names[1]),
+        local_rank=number(names[2]),
+        local_world_size=local_world_size,
+        host=host,
+        port=number("MASTER_PORT") if is_torchrun or "MASTER_PORT" in given else derived,
+        has_store=is_torchrun and given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=given.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchrun else "0",
+    )
+    limits = ((outer.rank, outer.world_size, 0, 1), (outer.local_rank, outer.local_world_size, 2, 3))
+    for value, most, name, limit in limits:
+        if value >= most:
+            raise UsageError(
+                f"{names[name]}={value} and {names[limit]}={most} contradict each other: ranks count from 0"
+            )  # fmt: skip
+    if outer.local_world_size > outer.world_size:
+        raise UsageError(
+            f"{names[3]} says {outer.local_world_size} processes on this machine, but {names[1]} says "
+            f"{outer.world_size} in all"
+        )
+    # Scripts that were written for torch often export these; a rank that is the same for all tasks would hang.
+    for own, theirs in zip(_TORCHRUN[:3], names[:3], strict=True):
+        if (exported := given.get(own)) not in {None, here := outer.variables[own]}:
+            raise UsageError(f"{own}={exported} and {theirs}={here} contradict each other; unset {own}")
+    return outer
 
 
 def find_ignored_ranks(variables: Variables | None = None) -> str:
@@ -96,123 +165,3 @@ def find_ignored_ranks(variables: Variables | None = None) -> str:
 def is_follower() -> bool:
     """Return True in a rank other than 0 of an outer launcher, whose driver is another process."""
     return (outer := outer_launcher()) is not None and not outer.is_driver
-
-
-class _Names(NamedTuple):
-    """Names of the variables in which a launcher says which of its processes this one is."""
-
-    launcher: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-
-
-_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-def _find_names(given: Variables) -> _Names | None:
-    """Return the variables of the innermost launcher; None without one.
-
-    A batch script and a shell of salloc have a SLURM_PROCID, but no step.
-    """
-    if "TORCHELASTIC_RUN_ID" in given:
-        return _TORCHRUN
-    steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")
-    if "SLURM_PROCID" not in given or not any(name in given for name in steps):
-        return None
-    # srun --preserve-env leaves the job's number of tasks in SLURM_NTASKS.
-    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
-    counts = "SLURM_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" not in given else "SLURM_STEP_TASKS_PER_NODE"
-    return _Names("srun", "SLURM_PROCID", size, "SLURM_LOCALID", counts)
-
-
-class _Reader:
-    """Reads the variables of a launcher."""
-
-    def __init__(self, given: Variables, names: _Names) -> None:
-        self._given, self._names = given, names
-
-    def read(self) -> OuterLauncher | None:
-        """Return the launcher; None if it started a single process, unless it is torchrun.
-
-        Raises:
-            UsageError: a variable is missing or malformed, or two contradict each other.
-        """
-        names, is_torchrun = self._names, self._names is _TORCHRUN
-        world_size = self._number(names.world_size)
-        if world_size == 1 and not is_torchrun:
-            return None
-        local_world_size = self._local_world_size()
-        outer = OuterLauncher(
-            name=names.launcher,
-            host=self._host(is_one=local_world_size >= world_size),
-            rank=self._number(names.rank),
-            world_size=world_size,
-            local_rank=self._number(names.local_rank),
-            local_world_size=local_world_size,
-            port=self._number("MASTER_PORT") if is_torchrun or "MASTER_PORT" in self._given else self._derive_port(),
-            has_store=is_torchrun and self._given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=self._given.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchrun else "0",
-        )
-        self._check(outer)
-        return outer
-
-    def _text(self, name: str) -> str:
-        if name not in self._given:
-            raise UsageError(f"started by {self._names.launcher}, but {name} is not set")
-        return self._given[name]
-
-    def _number(self, name: str) -> int:
-        text = self._text(name)
-        if not (text.isascii() and text.isdecimal()):
-            raise UsageError(f"started by {self._names.launcher}, but {name}={text} is not a number")
-        return int(text)
-
-    def _local_world_size(self) -> int:
-        """Return the number of processes on this node, which srun gives for each node, e.g. as ``2(x3),1``."""
-        name = self._names.local_world_size
-        if self._names.launcher != "srun":
-            return self._number(name)
-        counts, node = self._text(name), self._number("SLURM_NODEID")
-        each = [int(count) for count, times in _COUNTS.findall(counts) for _ in range(int(times or 1))]
-        if node >= len(each):
-            raise UsageError(f"started by srun, but SLURM_NODEID={node} is no node of {name}={counts}")
-        return each[node]
-
-    def _host(self, *, is_one: bool) -> str:
-        """Return the host of rank 0."""
-        if is_one and self._names is not _TORCHRUN:
-            return _LOOPBACK
-        if "MASTER_ADDR" not in self._given and self._names is not _TORCHRUN:
-            raise UsageError(
-                "started by srun on several machines, but MASTER_ADDR, the name of the first one, is not set. "
-                'Set it before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-            )
-        return self._text("MASTER_ADDR")
-
-    def _derive_port(self) -> int:
-        """Return a port that all ranks derive from the same job, and other jobs rarely share."""
-        get = self._given.get
-        identity = f"{get('SLURM_JOB_ID', '')}.{get('SLURM_STEP_ID', '')}".strip(".")
-        return _FIRST_PORT + zlib.crc32(identity.encode()) % _PORTS if identity else _DEFAULT_PORT
-
-    def _check(self, outer: OuterLauncher) -> None:
-        """Check that the variables go together; an error names both of two that don't."""
-        _, rank, world_size, local_rank, local_world_size = self._names
-        for value, name, most, limit in (
-            (outer.rank, rank, outer.world_size, world_size),
-            (outer.local_rank, local_rank, outer.local_world_size, local_world_size),
-        ):
-            if value >= most:
-                raise UsageError(f"{name}={value} and {limit}={most} contradict each other: ranks count from 0")
-        if outer.local_world_size > outer.world_size:
-            raise UsageError(
-                f"{local_world_size} says {outer.local_world_size} processes on this machine, but {world_size} says "
-                f"{outer.world_size} in all"
-            )
-        # Scripts that were written for torch often export these; a rank that is the same for all tasks would hang.
-        for own, name in zip(_TORCHRUN[1:4], self._names[1:4], strict=True):
-            exported, here = self._given.get(own), outer.variables[own]
-            if exported not in {None, here}:
-                raise UsageError(f"{own}={exported} and {name}={here} contradict each other; unset {own}")

@@ -12,7 +12,7 @@ import psutil
 
 from pipeline.experiment.values import Frozen
 from pipeline.plan.visible_gpus import visible_gpus
-from pipeline.system.memory_limits import find_memory_limits
+from pipeline.system.memory import find_memory_limits
 from pipeline.wording import counted
 
 _COMPILER = "clang++" if sys.platform == "darwin" else "g++"

@@ -41,23 +41,14 @@ def _list_gpus() -> tuple[dict[str, str], bool]:
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError:
         return {}, False
-    try:
-        for index in range(count):
-            with suppress(pynvml.NVMLError):  # not permitted (Slurm's cgroups), or lost: CUDA leaves it out
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                gpus[str(pynvml.nvmlDeviceGetUUID(handle))] = str(pynvml.nvmlDeviceGetName(handle))
-                is_partitioned = is_partitioned or _is_partitioned(handle)
-    finally:
-        pynvml.nvmlShutdown()
+    for index in range(count):
+        with suppress(pynvml.NVMLError):  # not permitted (Slurm's cgroups), or lost: CUDA leaves it out
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            gpus[str(pynvml.nvmlDeviceGetUUID(handle))] = str(pynvml.nvmlDeviceGetName(handle))
+            with suppress(pynvml.NVMLError):  # not supported
+                is_partitioned |= pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    pynvml.nvmlShutdown()
     return gpus, is_partitioned
-
-
-def _is_partitioned(handle: object) -> bool:
-    import pynvml
-
-    with suppress(pynvml.NVMLError):  # not supported
-        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    return False
 
 
 def _ask_cuda() -> dict[str, str] | None:
@@ -77,24 +68,16 @@ def _select(visible: str, uuids: Sequence[str]) -> list[str]:
     As CUDA does, stop at the first entry without a GPU, and select none if a GPU is named twice.
     """
     entries = visible.split(",")
-    find = _find_by_prefix if entries[0].startswith(("GPU-", "MIG-")) else _find_by_index
     selected: list[str] = []
     for entry in entries:
-        if (uuid := find(entry, uuids)) is None:
+        if entries[0].startswith(("GPU-", "MIG-")):
+            found = [uuid for uuid in uuids if uuid.startswith(entry)]
+        else:  # CUDA reads an index as C's strtoul does: "1b" is 1
+            index = re.match(r"\s*\+?(\d+)", entry)
+            found = list(uuids[int(index[1]) : int(index[1]) + 1]) if index else []
+        if len(found) != 1:
             break
-        if uuid in selected:
+        if found[0] in selected:
             return []
-        selected.append(uuid)
+        selected += found
     return selected
-
-
-def _find_by_prefix(entry: str, uuids: Sequence[str]) -> str | None:
-    """Return the only UUID that starts like this; None without one, or if several do."""
-    found = [uuid for uuid in uuids if uuid.startswith(entry)]
-    return found[0] if len(found) == 1 else None
-
-
-def _find_by_index(entry: str, uuids: Sequence[str]) -> str | None:
-    """Return the UUID at an index, which CUDA reads as C's ``strtoul`` does: "1b" is 1."""
-    index = re.match(r"\s*\+?(\d+)", entry)
-    return uuids[int(index[1])] if index and int(index[1]) < len(uuids) else None

@@ -2,9 +2,6 @@
 
 from pipeline.experiment.values import Frozen
 
-GPU_VARIABLE = "PIPELINE_GPU"
-"""Variable with the `Rank.gpu` of a worker, where the driver has chosen it."""
-
 
 class Rank(Frozen):
     """Position of a process among the workers of a trial."""
@@ -30,3 +27,23 @@ class Rank(Frozen):
         """Rank in words, with its node if there are several, e.g. "rank 137 on node17"."""
         has_several_nodes = self.local_world_size < self.world_size
         return f"rank {self.rank} on {self.node}" if has_several_nodes else f"rank {self.rank}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables in which torchrun tells a process its rank; user code may read them."""
+        names = ("rank", "local_rank", "world_size", "local_world_size")
+        return {name.upper(): str(getattr(self, name)) for name in names}
+
+
+class Job(Frozen):
+    """What a waiting process gets to do, as a line on its standard input."""
+
+    trial: str
+    """Path of the trial's JSON."""
+    channel: str
+    """Address of the driver."""
+    store: str
+    """File in which the ranks meet."""
+    rank: Rank
+    output: str
+    """Folder for the rank's output; empty: it goes where the driver's goes."""

@@ -52,6 +52,8 @@ class Trial(Frozen):
     """Packages that a ``_target_`` may name, as the driver found them; workers have another working directory."""
     repeat: int = 0
     """Index among equal measurements, from 0; all have the same name."""
+    folder: str = ""
+    """Absolute folder of the run, which all nodes share; its launcher sets it. Empty: files are not kept."""
     initial: Weights | None = None
     """Weights of ``train.start_from``; None without it, and for a training that resumes from a checkpoint."""
 

@@ -8,8 +8,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
@@ -22,9 +21,6 @@ T = TypeVar("T")
 Report = Callable[[Any], None]
 """Sends a picklable object to the parent."""
 _MOST_LINES = 12
-_PR_SET_PDEATHSIG = 1
-_IS_FATAL = "Fatal Python error"
-_IS_LONG = "Extension modules:"
 
 
 class ChildCrashedError(Exception):
@@ -60,19 +56,30 @@ def call_in_child(function: Callable[[Report], T], *, receive: Report) -> T:
         process.start()
         theirs.close()
         try:
-            for is_result, message in iter(lambda: _next(ours, process), None):
-                if is_result:
-                    return message  # type: ignore[no-any-return] # what the function returned
-                receive(message)
+            with suppress(EOFError, ConnectionResetError):  # it has ended
+                while True:
+                    is_result, message = ours.recv()
+                    if is_result:
+                        process.join(1.0)  # it ends by itself
+                        return message  # type: ignore[no-any-return] # what the function returned
+                    receive(message)
             process.join()
-            raise ChildCrashedError(_describe_end(process), _last_lines(Path(output.name)))
+            raise ChildCrashedError(_describe_end(process.exitcode), _last_lines(Path(output.name)))
         finally:
-            _end(process)
+            if process.exitcode is None:
+                with suppress(psutil.Error):  # e.g. after Ctrl-C
+                    for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+                        each.kill()
+            process.join()
+            process.close()
 
 
 def _call(function: Callable[[Report], object], sender: Connection, output: str) -> None:
-    """Run the function in the child."""
-    end_with_parent()
+    """Run the function in the child, which the kernel kills together with its parent: user code may wait for ever."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if (parent := multiprocessing.parent_process()) is not None and os.getppid() != parent.pid:
+        os._exit(1)  # it was killed before
     log = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -89,38 +96,7 @@ def _call(function: Callable[[Report], object], sender: Connection, output: str)
         os._exit(code)  # whatever threads there are
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent is killed, on Linux; user code may wait for ever."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if (parent := multiprocessing.parent_process()) is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it was killed before
-
-
-def _next(connection: Connection, process: BaseProcess) -> tuple[bool, Any] | None:
-    """Return the next message of the child; None if it has ended."""
-    ready = wait([connection, process.sentinel])
-    if connection in ready or connection.poll():
-        with suppress(EOFError, ConnectionResetError):
-            return connection.recv()  # type: ignore[no-any-return]
-    return None
-
-
-def _end(process: BaseProcess) -> None:
-    """End the child if it is there, e.g. after Ctrl-C, and the processes that it has started."""
-    if process.exitcode is None:
-        process.join(1.0)  # it has sent its result and ends by itself
-    if process.exitcode is None and process.pid is not None:
-        with suppress(psutil.Error):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-        process.kill()
-    process.join()
-    process.close()
-
-
-def _describe_end(process: BaseProcess) -> str:
-    code = process.exitcode or 0
+def _describe_end(code: int) -> str:
     if code >= 0:
         return f"exited with code {code}"
     hint = " (perhaps memory ran out)" if -code == signal.SIGKILL else ""
@@ -129,6 +105,7 @@ def _describe_end(process: BaseProcess) -> str:
 
 def _last_lines(output: Path) -> str:
     """Return what a crash has printed: the stack that Python writes, else the last lines."""
-    lines = [line for line in output.read_text(errors="replace").splitlines() if not line.startswith(_IS_LONG)]
-    start = next((n for n, line in enumerate(lines) if line.startswith(_IS_FATAL)), max(0, len(lines) - _MOST_LINES))
+    lines = [line for line in output.read_text(errors="replace").splitlines() if "Extension modules:" not in line]
+    start = max(0, len(lines) - _MOST_LINES)
+    start = next((n for n, line in enumerate(lines) if line.startswith("Fatal Python error")), start)
     return "\n".join(lines[start : start + _MOST_LINES]).strip()

@@ -33,7 +33,7 @@ def undisturbed() -> Iterator[None]:
 
     A C extension that is being imported may swallow a signal handler's exception, or abort. A second Ctrl-C interrupts.
     """
-    with uncollected(), deferred_signals():
+    with uncollected(), deferred_signals("Interrupted. Ending as soon as the libraries are imported ..."):
         yield
 
 

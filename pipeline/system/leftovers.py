@@ -94,6 +94,11 @@ class Leftovers:
                 yield thread
 
 
+def abandon(thread: threading.Thread) -> None:
+    """Let the process end without a thread, if it still runs then."""
+    _abandoned.append(thread)
+
+
 def exit_despite_threads(code: int) -> None:
     """Exit at once if threads are left, for which Python would wait; else return."""
     if not any(thread.is_alive() for thread in _abandoned):

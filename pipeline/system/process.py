@@ -1,14 +1,17 @@
-"""Environment variables of this process, its threads and its limits."""
+"""This process: its environment variables, threads, limits and processor time."""
 
 import os
 import pwd
 import resource
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-TASKS = Path("/proc/self/task")
-"""Folder with the threads of this process; without it, it is unknown if a process may be forked."""
+import psutil
+
+_TASKS = Path("/proc/self/task")
 _GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _OPEN_FILES = 2**16
 """Enough for thousands of workers; a program that closes all possible descriptors takes minutes for a billion."""
@@ -16,10 +19,10 @@ _OPEN_FILES = 2**16
 
 def can_fork() -> bool:
     """Return True if this process may be forked: /proc shows a single thread and no open GPU device."""
-    if not TASKS.is_dir():
+    if not _TASKS.is_dir():
         return False
     files = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return len(list(TASKS.iterdir())) == 1 and not any(file.startswith(_GPUS) for file in files)
+    return len(list(_TASKS.iterdir())) == 1 and not any(file.startswith(_GPUS) for file in files)
 
 
 @contextmanager
@@ -70,3 +73,61 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextmanager
+def in_background(run: Callable[[threading.Event], None], *, name: str) -> Iterator[None]:
+    """Call ``run`` in a thread inside the block; at the end its event is set, and the thread is waited for."""
+    done = threading.Event()
+    thread = threading.Thread(target=run, args=(done,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def seconds_after_boot(process: psutil.Process) -> float:
+    """Return when a process was started; unlike `psutil.Process.create_time` it stays when the clock is set."""
+    booted = psutil.boot_time()  # older versions of psutil keep it for the next line
+    return round(psutil.Process(process.pid).create_time() - booted, 2)
+
+
+class OtherLoad:
+    """Processor time since this object was made: that of the machine, and the part of this process and its children.
+
+    The parts are given apart, as several processes of a machine may belong together.
+    """
+
+    def __init__(self) -> None:
+        self._began, self._own, self._busy = time.monotonic(), _own_s(), _busy_s()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self._began
+
+    @property
+    def own_s(self) -> float:
+        """Processor time of this process and its children, in seconds."""
+        return _own_s() - self._own
+
+    @property
+    def busy_s(self) -> float:
+        """Processor time of the whole machine, in seconds."""
+        return _busy_s() - self._busy
+
+
+def _own_s() -> float:
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system  # of those that have ended
+    return total
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))

@@ -1,4 +1,4 @@
-"""Signals: SIGINT and SIGTERM deferred while C extensions run, and SIGTERM in processes that train.
+"""Signals: deferred while C extensions run, SIGTERM in processes that train, and a terminal that is closed.
 
 An extension may swallow or wrap the exception of a signal handler, or abort.
 """
@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import current_thread, main_thread
 from types import FrameType
 
@@ -17,8 +17,11 @@ SAME_S = 2.0
 
 
 @contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the context; a second one, `SAME_S` later, acts at once."""
+def deferred_signals(answer: str = "") -> Iterator[None]:
+    """Defer SIGINT and SIGTERM to the end of the context; a second one, `SAME_S` later, acts at once.
+
+    The first one is answered by a line on standard error.
+    """
     if current_thread() is not main_thread():  # other threads get no signals
         yield
         return
@@ -29,6 +32,9 @@ def deferred_signals() -> Iterator[None]:
     def wait(number: int, frame: FrameType | None) -> None:
         if not first:
             first.append((number, time.monotonic()))
+            if answer:
+                with suppress(OSError):
+                    os.write(2, f"\n{answer}\n".encode())
         elif time.monotonic() - first[0][1] > SAME_S:
             handlers[number](number, frame)
 
@@ -120,3 +126,25 @@ def _wait_for(reader: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != reader:
         pass  # sent by another process
     os._exit(0)  # as torch's own handler does
+
+
+def hang_up(*_: object) -> None:
+    """Treat SIGHUP as SIGTERM; a handler of signals. The terminal may be closed, so nothing is written there."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            redirect_to_null(stream)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def is_ended_by_hang_up() -> bool:
+    """Return True if SIGHUP would end this process at once. Under nohup it is ignored, and stays so."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def redirect_to_null(stream: int) -> None:
+    """Discard what is written to a file descriptor from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream)
+    os.close(null)

@@ -29,7 +29,7 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.system.other_load import OtherLoad
+from pipeline.system.process import OtherLoad
 from pipeline.train.build import build
 from pipeline.train.errors import is_out_of_memory
 from pipeline.train.kept import endless, suspend_updates

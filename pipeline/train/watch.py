@@ -2,7 +2,7 @@
 
 A thread beside training sends heartbeats with the training thread's stack, which also move the progress bar, and ends
 the process when training has made no progress for ``parallel.timeout_s``. A stopped process (SIGSTOP) sends nothing,
-which the launcher detects, see `pipeline.launch._hang_detector`.
+which the launcher detects, see `pipeline.launch.hang`.
 
 Progress is marked by training: each micro-batch read, each pass, each evaluated batch. Building, the first step (which
 may compile) and saving may take longer, unless another rank waits for ``parallel.timeout_s``: gloo's collectives time
@@ -25,7 +25,7 @@ import psutil
 from pipeline.errors import Stopped
 from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.system.process_start import seconds_after_boot
+from pipeline.system.process import seconds_after_boot
 from pipeline.train.errors import OURS, TORCH
 
 GRACE_S = 2.0

@@ -39,7 +39,7 @@ def worker(nodes: Nodes, assignment: Path, *, rank: int) -> subprocess.Popen[str
     }
     variables |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
     return subprocess.Popen(
-        nodes.inside(rank, [sys.executable, "-m", "pipeline.worker.main", assignment]),
+        nodes.inside(rank, [sys.executable, "-m", "pipeline.worker", assignment]),
         env={**os.environ, **{name: str(value) for name, value in variables.items()}},
         stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -11,20 +11,20 @@ import pytest
 DRIVER = """
 import sys
 from pathlib import Path
-from pipeline.protocol.channel.inbox import Inbox
+from pipeline.protocol.channel import Inbox
 
-with Inbox(host="127.0.0.1", receive=lambda event: print(event.message, flush=True), folder=Path(sys.argv[1])) as inbox:
-    print(inbox.address.model_dump_json(), flush=True)
+with Inbox(host="127.0.0.1", receive=lambda event, _: print(event.message, flush=True)) as inbox:
+    print(inbox.address, flush=True)
     sys.stdin.read()
 """
 
 WORKER = """
 import sys, threading
-from pipeline.protocol.channel.outbox import ChannelOutbox
-from pipeline.protocol.channel.wire import Address
+from pathlib import Path
+from pipeline.protocol.channel import Address, ChannelOutbox
 from pipeline.protocol.events import Warned
 
-with ChannelOutbox(Address.model_validate_json(sys.argv[1])) as outbox:
+with ChannelOutbox(Address.parse(sys.argv[1].strip()), rank=0, folder=Path()) as outbox:
     outbox.event(Warned(time=0, message="training"))
     if sys.argv[2] == "busy":
         while True:

@@ -7,12 +7,12 @@ import pytest
 import toys
 from torch import nn
 
+from pipeline import worker as main
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Failed
 from pipeline.protocol.rank import Rank
 from pipeline.train import compilation
 from pipeline.train.compilation import explained
-from pipeline.worker import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 

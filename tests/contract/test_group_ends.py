@@ -11,8 +11,8 @@ import torch.distributed as dist
 import toys
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline import worker as main
 from pipeline.protocol.rank import Rank
-from pipeline.worker import main
 
 
 def test_ddp_is_gone_when_its_group_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import toys
 from ranks import Ranks
 from torch import Tensor, nn
 
-from pipeline.launch.base import DirectOutbox, Session
+from pipeline.protocol.channel import DirectOutbox
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
@@ -127,5 +127,4 @@ def _trace(rank: Rank, folder: Path) -> None:
     trial = toys.trial(max_steps=4).model_copy(update={"profile": True, "workers": 2, "strategy": "ddp"})
     own = folder / str(rank.rank)
     own.mkdir()
-    session = Session(folder=own, receive=lambda _: None, parallel=trial.experiment.parallel)
-    train(trial, rank=rank, outbox=DirectOutbox(session))
+    train(trial, rank=rank, outbox=DirectOutbox(own, lambda _: None))

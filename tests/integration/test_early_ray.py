@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pipeline.errors import ResourceError
 from pipeline.experiment.load import load
-from pipeline.launch import _head_start
+from pipeline.launch import ray as launcher
 from pipeline.launch._ray import early
 
 MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
@@ -45,7 +45,7 @@ def local_ray() -> early.LocalRay:
 
 
 def test_what_was_begun_is_used_and_ended() -> None:
-    with _head_start.given(load(MLP, DDP).experiment):
+    with launcher.Launcher.preparing(load(MLP, DDP).experiment):
         (begun,) = early._begun
         with local_ray() as local:
             assert local is begun
@@ -71,7 +71,7 @@ def test_prepared_processes_become_workers() -> None:
 
     class Worker:
         def is_prepared(self) -> tuple[int, bool]:
-            return os.getpid(), "torch._dynamo" in sys.modules and "pipeline.worker.main" in sys.modules
+            return os.getpid(), "torch._dynamo" in sys.modules and "pipeline.worker" in sys.modules
 
     with local_ray():
         prepared = {
@@ -88,7 +88,7 @@ def test_prepared_processes_become_workers() -> None:
 
 
 def test_what_nobody_asked_for_is_ended() -> None:
-    with _head_start.given(load(MLP, DDP).experiment):
+    with launcher.Launcher.preparing(load(MLP, DDP).experiment):
         (begun,) = early._begun
     assert not early._begun
     assert not begun._thread.is_alive()
@@ -109,10 +109,10 @@ def test_ctrl_c_while_it_starts() -> None:
 
 
 def test_others_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _head_start.given(load(MLP, [*DDP, "parallel.address=127.0.0.1:1"]).experiment):
+    with launcher.Launcher.preparing(load(MLP, [*DDP, "parallel.address=127.0.0.1:1"]).experiment):
         assert not early._begun
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with _head_start.given(load(MLP, DDP).experiment):
+    with launcher.Launcher.preparing(load(MLP, DDP).experiment):
         assert not early._begun
 
 

@@ -22,11 +22,11 @@ def same_threads() -> Any:
 
 
 def replay(trial: Trial, folder: Path) -> tuple[int, list[AnyEvent], str]:
-    """``python -m pipeline.worker.main trial.json``, as somebody would who looks for a mistake."""
+    """``python -m pipeline.worker trial.json``, as somebody would who looks for a mistake."""
     path = folder / "trial.json"
     path.write_text(trial.model_dump_json())
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline.worker.main", str(path)], capture_output=True, text=True,
+        [sys.executable, "-m", "pipeline.worker", str(path)], capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(Path(toys.__file__).parent)},
     )  # fmt: skip
     return done.returncode, [event_from_json(line) for line in done.stdout.splitlines()], done.stderr

@@ -172,5 +172,4 @@ def workers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 def ranks_of(driver: psutil.Process) -> list[psutil.Process]:
     """What torchrun's launcher has started, without loader processes."""
-    servers = [child for child in driver.children() if "pipeline.launch._forkserver" in child.cmdline()]
-    return [rank for server in servers for rank in server.children()]
+    return [child for child in driver.children() if "pipeline.worker import work" in " ".join(child.cmdline())]

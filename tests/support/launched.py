@@ -14,7 +14,6 @@ from pipeline import registry
 from pipeline.drive.recorded_run import open_trial
 from pipeline.experiment.load import load
 from pipeline.experiment.targets import allowed_packages
-from pipeline.launch import _head_start
 from pipeline.launch.base import Session
 from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
@@ -60,7 +59,7 @@ def _launched(name: str, folder: Path) -> Launched:
     session = Session(folder=folder, receive=recorder.receive, parallel=trials[0].experiment.parallel)
     outcomes: dict[str, Outcome] = {}
     before = State.now()
-    with closing(recorder), _head_start.given(trials[0].experiment), launcher(session) as ready:
+    with closing(recorder), launcher.preparing(trials[0].experiment), launcher(session) as ready:
         for trial in trials:
             open_trial(trial, recorder)
             outcomes[trial.name] = ready.launch(trial)

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline import worker as main
 from pipeline.experiment.load import load
 from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.events import AnyEvent, Event, Failed, event_from_json, event_to_json
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training, Trial
 from pipeline.train.manifest import folder_name
-from pipeline.worker import main
 
 Kind = TypeVar("Kind", bound=Event)
 

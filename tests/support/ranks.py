@@ -21,7 +21,7 @@ from pipeline.protocol.rank import Rank
 
 # What takes seconds to import, once for all ranks of all tests; toys have a metric.
 multiprocessing.set_forkserver_preload(
-    ["pipeline.worker.main", "pipeline.strategies.fsdp", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"]
+    ["pipeline.worker", "pipeline.strategies.fsdp", "torch._dynamo", "torchmetrics", "pytest", "hypothesis"]
 )
 
 

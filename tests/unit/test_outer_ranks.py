@@ -12,16 +12,14 @@ import torch
 import toys
 
 from pipeline.errors import ResourceError, UsageError
-from pipeline.launch import _outer_group as outer_group
-from pipeline.launch._outer_group import Command, OuterGroup
-from pipeline.launch._outer_ranks import RankFacts, combined, find_gpus, refuse_others
+from pipeline.launch import outer as outer_launch
+from pipeline.launch.outer import Command, Group, RankFacts, combined, find_gpus, refuse_others
 from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.plan.plan import Planner, make_plan
 from pipeline.plan.resources import Resources
+from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Reference, Training
-from pipeline.system.process import environment
 from pipeline.train.ranks import device_of
-from pipeline.worker.main import rank_from_environment
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}
 
@@ -91,16 +89,11 @@ def test_each_rank_gets_a_gpu_that_it_sees_and_no_other_rank_has(
 def test_a_rank_uses_the_gpu_that_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    group = object.__new__(OuterGroup)
-    group.outer, group._host = outer(rank=2, local_rank=2, local_world_size=4), "a"
     trial = toys.trial().model_copy(update={"device": "cuda", "devices_per_worker": 1})
-
-    with environment(**group.variables(Command(gpus=(0, 0, 1, 1)), cpus=1)):
-        assert device_of(trial, rank=rank_from_environment()) == torch.device("cuda", 1)
-    with environment(**group.variables(Command(gpus=(0, 1, None, None)), cpus=1)):
-        nothing_free = rank_from_environment()
+    where = Rank(rank=2, world_size=4, local_rank=2, local_world_size=4)
+    assert device_of(trial, rank=where.model_copy(update={"gpu": 1})) == torch.device("cuda", 1)
     with pytest.raises(ResourceError, match=r"rank 2 on .* has no GPU: CUDA shows 2 GPUs to 4 ranks"):
-        device_of(trial, rank=nothing_free)
+        device_of(trial, rank=where)
 
 
 def test_machines_of_the_same_name_are_two() -> None:
@@ -117,19 +110,6 @@ def test_other_gpus_on_a_node_are_told() -> None:
         "The nodes have different hardware, so in each step the faster nodes wait: a: H100; b: A100",
     )
     assert combined(shared(1, 1)).notes == ()
-
-
-def test_settings_of_another_rank_that_differ_are_named_without_their_values() -> None:
-    settings = {"train.epochs": "2", "optimizer.lr": "0.1"}
-    there = combined([
-        rank(0, local_rank=0, settings=settings),
-        rank(1, node="b", local_rank=0, settings={"train.epochs": "3"}),
-        rank(2, node="b", local_rank=1, settings={"train.epochs": "3"}),
-    ])  # fmt: skip
-    assert there.notes == (
-        "rank 1 on b was started with another file or other arguments. Those of rank 0 on a are used. "
-        "Different: train.epochs, optimizer.lr",
-    )
 
 
 def test_versions_that_differ_are_refused_once_for_each_node() -> None:
@@ -155,27 +135,27 @@ def outer(**more: Any) -> OuterLauncher:
 def test_ranks_that_did_not_come_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    group = OuterGroup(outer(host="127.0.0.1", port=port, local_world_size=4), timeout_s=0.2)
-    group.publish("{}")
+    group = Group(outer(host="127.0.0.1", port=port, local_world_size=4), timeout_s=0.2)
+    group.publish()
     with pytest.raises(ResourceError, match=r"0.2 s\): rank 1, 2, 3$"):
-        group.gathered()
+        group.gather()
 
 
 def test_a_rank_that_cannot_start_ends_the_wait_for_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    lead = OuterGroup(outer(host="127.0.0.1", port=port, local_world_size=4), timeout_s=30)
-    lead.publish("{}")
-    OuterGroup(outer(rank=1, host="127.0.0.1", port=port, local_world_size=4), timeout_s=30).report_failure("no file")
+    lead = Group(outer(host="127.0.0.1", port=port, local_world_size=4), timeout_s=30)
+    lead.publish()
+    Group(outer(rank=1, host="127.0.0.1", port=port, local_world_size=4), timeout_s=30).report_failure("no file")
     with pytest.raises(UsageError, match=r"^rank 1 on .* could not start: no file$"):
-        lead.gathered()
+        lead.gather()
 
 
 def test_ranks_ask_for_work_less_often_the_longer_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise hundreds of ranks would disturb rank 0, which measures the baseline meanwhile."""
 
     class Store:
-        now, asked, has_stop = 0.0, 0, False
+        now, asked = 0.0, 0
 
         def check(self, _: list[str]) -> bool:
             self.asked += 1
@@ -187,26 +167,15 @@ def test_ranks_ask_for_work_less_often_the_longer_they_wait(monkeypatch: pytest.
         def add(self, _: str, number: int) -> int:
             return number
 
-        def set(self, key: str, _: str) -> None:
-            self.has_stop |= key == "stop"
-
         def sleep(self, seconds: float) -> None:
             self.now += seconds
 
-    store, group = Store(), object.__new__(OuterGroup)
-    group.outer, group._store, group._number = outer(), store, 0
-    monkeypatch.setattr(outer_group, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
-    assert group.next_command(has_to_stop=lambda: store.now > 30).trial
-    assert store.has_stop
+    store, group = Store(), object.__new__(Group)
+    group.outer, group._store, group.number = outer(), store, 0
+    monkeypatch.setattr(outer_launch, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep))
+    assert group.receive().trial
     assert store.asked < 100
     assert store.now < 62, "it starts soon"
-
-
-def test_rank_0_listens_at_the_address_of_its_name_unless_that_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_file = {"a": "10.1.0.1", "debian": "127.0.1.1"}
-    monkeypatch.setattr(outer_group, "_find_address", own_file.__getitem__)
-    assert outer_group._own_address(outer()) == "10.1.0.1"
-    assert outer_group._own_address(outer(host="debian")) == "0.0.0.0"
 
 
 def planned(there: Resources, *, workers: int, **parallel: object) -> Training:

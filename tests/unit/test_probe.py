@@ -14,7 +14,7 @@ import torch
 import toys
 from torch import Tensor, nn
 
-from pipeline.launch.base import DirectOutbox, Session
+from pipeline.protocol.channel import DirectOutbox
 from pipeline.protocol.events import AnyEvent, ArtifactSaved
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import StepParts
@@ -155,10 +155,10 @@ NAME = "traces/main.json.gz"
 def test_a_trace_shows_forward_backward_and_optimizer_of_each_step(tmp_path: Path) -> None:
     received: list[AnyEvent] = []
     trial = toys.trial(max_steps=4)
-    session = Session(folder=tmp_path, receive=received.append, parallel=trial.experiment.parallel)
-    train(trial, rank=Rank(), outbox=DirectOutbox(session))
+    outbox = DirectOutbox(tmp_path, received.append)
+    train(trial, rank=Rank(), outbox=outbox)
     assert list(tmp_path.iterdir()) == []  # unless it is asked for
-    train(trial.model_copy(update={"profile": True}), rank=Rank(), outbox=DirectOutbox(session))
+    train(trial.model_copy(update={"profile": True}), rank=Rank(), outbox=outbox)
     with gzip.open(tmp_path / NAME) as file:
         names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
     assert names["aten::linear"] == TRACED_STEPS

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import toys
 from torch import Tensor, nn
 
+from pipeline import worker as main
 from pipeline.protocol.events import Failed
 from pipeline.protocol.rank import Rank
 from pipeline.train.errors import is_out_of_memory, origin
-from pipeline.worker import main
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51423"
 LATE = "[/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"

@@ -13,10 +13,9 @@ from pydantic import field_serializer
 from pipeline.errors import Terminated, terminate
 from pipeline.experiment.values import Frozen
 from pipeline.system import process
-from pipeline.system.closed_terminal import hang_up
 from pipeline.system.imports import undisturbed
 from pipeline.system.process import missing_user_variables
-from pipeline.system.signals import handled
+from pipeline.system.signals import handled, hang_up
 
 
 @pytest.fixture(autouse=True)

@@ -63,4 +63,4 @@ def test_no_torch_is_imported(module: str) -> None:
 
 
 def test_a_worker_does() -> None:
-    assert way_to("torch", "pipeline.worker.main") == ["pipeline.worker.main", "torch"]
+    assert way_to("torch", "pipeline.worker") == ["pipeline.worker", "torch"]

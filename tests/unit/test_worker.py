@@ -18,13 +18,11 @@ import torch.distributed as dist
 import toys
 
 import pipeline
+from pipeline import worker
 from pipeline.errors import Stopped
 from pipeline.protocol.events import AnyEvent, Failed, Finished, SystemMetrics, Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial
-from pipeline.worker import main as worker
-from pipeline.worker import process_group, system_metrics
-from pipeline.worker.system_metrics import system_sampled
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +121,7 @@ def test_a_layer_of_torch_that_fails_is_named_without_the_frames_that_lead_to_it
 
 def test_an_error_that_this_project_raises_keeps_its_whole_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "train", toys.trial)  # which takes other arguments
-    assert '/pipeline/worker/main.py", line' in failure(toys.trial()).traceback
+    assert '/pipeline/worker.py", line' in failure(toys.trial()).traceback
 
 
 def test_a_package_whose_name_begins_like_ours_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +161,14 @@ def test_a_failure_has_the_reference_to_a_variable_of_the_environment(monkeypatc
         assert "hunter2" not in failed.model_dump_json()
 
 
+def test_a_node_without_the_folder_of_the_run_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    there = toys.trial(model={"_target_": "toys.BrokenModel"}).model_copy(update={"folder": str(tmp_path / "gone")})
+    assert failure(there).error == (
+        f"{os.uname().nodename} has no folder {tmp_path}/gone. All nodes must share the folder of runs. "
+        "Set tracking.directory to a place that they share."
+    )
+
+
 def test_a_strategy_that_needs_a_process_group_gets_one() -> None:
     trial = toys.trial().model_copy(update={"strategy": "ddp"})
     alone, grouped = toys.Kept(), toys.Kept()
@@ -182,7 +188,7 @@ def test_an_error_is_reported_before_an_abort_that_hangs(monkeypatch: pytest.Mon
     """NCCL waits for the other ranks, which wait for the failed one."""
     trial = toys.trial(model={"_target_": "toys.BrokenModel"}).model_copy(update={"strategy": "ddp"})
     outbox, freed, reported = toys.Kept(), threading.Event(), list[AnyEvent]()
-    monkeypatch.setattr(process_group, "_ABORT_S", 0.1)
+    monkeypatch.setattr(worker, "_ABORT_S", 0.1)
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", freed.wait)
     monkeypatch.setattr(dist, "destroy_process_group", pytest.fail)
     with pytest.raises(worker.WorkerFailed):
@@ -195,11 +201,11 @@ def test_an_error_is_reported_before_an_abort_that_hangs(monkeypatch: pytest.Mon
 
 def test_a_group_of_gpus_outlasts_the_hang_detector_and_is_destroyed_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(process_group, "device_of", lambda *_, **__: torch.device("cuda", 1))
+    monkeypatch.setattr(worker, "device_of", lambda *_, **__: torch.device("cuda", 1))
     monkeypatch.setattr(dist, "init_process_group", lambda **given: calls.append(given))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     trial = toys.trial(parallel={"timeout_s": 100}).model_copy(update={"strategy": "ddp"})
-    with pytest.raises(Stopped), process_group.process_group(trial, rank=Rank(), end=None):
+    with pytest.raises(Stopped), worker.process_group(trial, Rank(), store=None, end=None):
         raise Stopped
     given, end = calls
     assert (given["backend"], given["device_id"]) == ("nccl", torch.device("cuda", 1))
@@ -245,13 +251,13 @@ class Waiting(toys.Kept):
 
 def sampled(rank: Rank, *, count: int = 1, **on: object) -> list[SystemMetrics]:
     outbox = Waiting(count)
-    with system_sampled(toys.trial().model_copy(update=on), rank, outbox):
+    with worker.system_sampled(toys.trial().model_copy(update=on), rank, outbox):
         assert outbox.enough.wait(timeout=30)
     return [event for event in outbox.events if isinstance(event, SystemMetrics)]
 
 
 def test_the_load_of_a_node_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_metrics, "INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(worker, "INTERVAL_S", 0.05)
     first, second, *_ = sampled(Rank(node="n"), count=2)
     values = {point.name: point.value for point in second.points}
 
@@ -266,7 +272,7 @@ def test_the_load_of_a_node_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_training_shorter_than_an_interval_has_a_sample() -> None:
     outbox = toys.Kept()
-    with system_sampled(toys.trial(), Rank(), outbox):
+    with worker.system_sampled(toys.trial(), Rank(), outbox):
         pass
     (event,) = outbox.events
     assert isinstance(event, SystemMetrics)

@@ -15,7 +15,7 @@ from typing import NoReturn
 from pipeline.commands.sweep.assignment import Record, TrialJob
 from pipeline.commands.sweep.journals import describe_early_stop, has_begun
 from pipeline.errors import PipelineError, Terminated, terminate
-from pipeline.system import allocator
+from pipeline.system import memory
 from pipeline.system.imports import importable, undisturbed
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
 
@@ -39,7 +39,7 @@ def _run() -> int:
     job, record = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
     try:
-        with importable(Path.cwd()), allocator.huge_pages():
+        with importable(Path.cwd()), memory.huge_pages():
             train(job, record)
     except PipelineError as error:
         sys.stderr.write(f"{error.told}\n")

@@ -2,10 +2,10 @@
 
 Ray's `TorchConfig` would make the process group itself, but imports torch in Ray's controller before the workers start,
 which delays each trial by two seconds. Here workers get torchrun's environment variables and make the group themselves,
-see `pipeline.worker.main`.
+see `pipeline.worker`.
 
 Each rank is given the interface that owns the address under which its node joined Ray, see
-`pipeline.worker.interfaces`.
+`pipeline.launch.outer`.
 """
 
 import os
@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from pipeline.protocol.channel.ports import open_server
-from pipeline.worker.interfaces import interface_variables
+from pipeline.launch.outer import interface_variables
+from pipeline.protocol.channel import open_server
 
 
 class RendezvousConfig(BackendConfig):  # type: ignore[misc]

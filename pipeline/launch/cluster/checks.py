@@ -21,7 +21,7 @@ from pipeline.launch.cluster.node_facts import INSTALL_SAME_COMMIT, NodeFacts, f
 from pipeline.launch.cluster.nodes import NodeQuestion, ask_facts, read_facts
 from pipeline.launch.cluster.placement import node_name
 from pipeline.plan.resources import UnfitNode
-from pipeline.protocol.channel.ports import open_server
+from pipeline.protocol.channel import open_server
 from pipeline.train.storage import Storage
 
 

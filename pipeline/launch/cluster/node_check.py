@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.errors import ResourceError
 from pipeline.experiment.values import Frozen
 from pipeline.launch.cluster.code import Code
-from pipeline.protocol.channel.ports import connect
+from pipeline.protocol.channel import connect
 
 
 class Question(Frozen):
