@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from pipeline.errors import ResourceError
 from pipeline.launch.base import Launcher
@@ -26,9 +26,7 @@ from pipeline.protocol.trial import Training, Trial
 from pipeline.system.background import in_background
 from pipeline.wording import counted
 
-if TYPE_CHECKING:
-    from pipeline.launch.cluster.draining import Departure
-
+Departure = Any
 T = TypeVar("T", bound=Trial)
 
 _POLL_S = 3.0

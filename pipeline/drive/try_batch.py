@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from pipeline.drive import initial_weights
 from pipeline.drive.execute import explained
 from pipeline.errors import ExperimentError, ResourceError
@@ -12,7 +14,6 @@ from pipeline.experiment import components
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.schema import Experiment
 from pipeline.launch.base import Session
-from pipeline.launch.cluster.node_facts.collect import find_memory
 from pipeline.plan import resources
 from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
@@ -20,6 +21,7 @@ from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import BatchCheck, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.imports import undisturbed
+from pipeline.system.memory_limits import find_memory_limits
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 2
@@ -125,4 +127,4 @@ def _free_bytes(experiment: Experiment) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    return find_memory()[0]
+    return min([psutil.virtual_memory().available, *(limit.free for limit in find_memory_limits())])

@@ -58,7 +58,7 @@ class Parallel(Section):
     """Program that starts the workers: inprocess, torchrun, ray, or the name of another package's launcher."""
     worker_counts: Annotated[WorkerCounts, Field(alias="workers", json_schema_extra={"default": 1})] = (1, 1)
     """Worker processes, one device each. [1, 4] is elastic: 1 to 4 workers, depending on the free resources. Training
-    continues with fewer workers if a node is lost, and with more workers once resources are free again."""
+    continues with fewer workers if a node is lost."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto uses GPUs if there are any, otherwise the CPU. The plan shows the device."""
     cpus_per_worker: Positive | None = None
@@ -77,8 +77,7 @@ class Parallel(Section):
     timeout_s: PositiveFloat = 300.0
     """Timeout of collective operations: after this time, a missing rank is reported."""
     max_failures: NotNegative = 0
-    """Maximum number of restarts from the latest checkpoint after workers were lost, e.g. killed. Nodes that Ray drains
-    do not count."""
+    """Maximum number of restarts from the latest checkpoint after workers were lost, e.g. killed."""
     grace_s: PositiveFloat = 25.0
     """Maximum time to wait for a checkpoint after SIGTERM. Batch systems kill a job about 30 s after SIGTERM."""
     options: Mapping[str, Any] = {}

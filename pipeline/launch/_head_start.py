@@ -39,11 +39,11 @@ def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
             stack.callback(_end_unused)
             _begun.append(Forks(find_libraries(experiment)))
         elif experiment.parallel.launcher == "ray":
-            from pipeline.launch._ray import early  # takes half a second
-
             stack.enter_context(environment(**hashes))
-            stack.callback(early.end_begun)
-            early.begin(experiment, verbose=verbose)
+            if experiment.parallel.cluster is None:
+                from pipeline.launch.cluster import LocalRay  # takes half a second
+
+                stack.enter_context(LocalRay.begin(verbose=verbose))
         yield
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pipeline.experiment.parallel import Parallel
 from pipeline.launch._hang_detector import HangDetector
@@ -19,9 +19,6 @@ from pipeline.protocol.channel.wire import Address
 from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Heartbeat, Phase
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
-
-if TYPE_CHECKING:
-    from pipeline.launch.cluster.draining import Departure
 
 _POLL_S = 0.05
 
@@ -183,7 +180,7 @@ class Launcher(ABC):
     many_processes: ClassVar[bool] = True
     """True if it can run more than one worker."""
 
-    departures: "Callable[[], Mapping[str, Departure]] | None" = None
+    departures: Callable[[], Mapping[str, Any]] | None = None
     """Returns the nodes that are about to go away, by id, in any thread; None if the launcher can't know."""
 
     replaces_workers: bool = True

@@ -89,7 +89,7 @@ class Planner:
         if self._resources.is_autoscaled and (room := self._room()) < trial.workers:
             yield f"Room for {room} of {most} workers is free. The run requests nodes from the cluster's autoscaler."
         elif trial.workers < most:
-            yield f"Room for {trial.workers} of {most} workers is free. More workers can join later."
+            yield f"Room for {trial.workers} of {most} workers is free."
 
     def _check_compilation(self) -> None:
         how = self._experiment.train.compile

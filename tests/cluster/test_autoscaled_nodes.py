@@ -3,7 +3,7 @@
 The added nodes are processes on the head's machine. Both versions of the autoscaler run here.
 """
 
-# promise: an autoscaler is asked for nodes, at the start and to grow; Ray's own
+# promise: an autoscaler is asked for nodes; Ray's own
 
 import json
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
-"""Nodes that are lost or drained in the middle of a training, and what it does about it."""
+"""Nodes that are lost in the middle of a training, and what it does about it."""
 
 # promise: an existing Ray cluster; several nodes
-# promise: a node that is about to go away is left in time, at a common step, not counted as a failure
 
-import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -14,9 +12,8 @@ import pytest
 from nodes import Nodes
 from projects import PATIENCE_S, Ran, line, project
 
-from pipeline.protocol.events import CheckpointSaved, Metrics, Resumed, Started, TrialOpened, Warned
+from pipeline.protocol.events import CheckpointSaved, Resumed, Started, Warned
 from pipeline.record import journal
-from pipeline.report.numbers.goodput import WallClock
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -130,93 +127,9 @@ def test_a_node_that_is_cut_off_counts_as_lost(expected: dict[int, float]) -> No
         assert done.losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
 
 
-def test_a_node_that_is_drained_is_left_in_time(expected: dict[int, float]) -> None:
-    """Another node takes its place: no step is lost or done twice, and nothing counts as a failure."""
-    with Nodes(3) as nodes, training(nodes, "parallel.workers=2", "parallel.start_timeout_s=240") as (process, cwd):
-        far = far_node(cwd)
-        nodes.drain(far, seconds=120)
-        await_resumed(cwd, process)
-        nodes.kill(far)
-        done = ended(process, cwd)
-
-        check_moved(done, expected, node=far)
-        label = f"node{far} ({nodes.host(far)})"
-        notice, moved = (event.message for event in all_of_events(Warned, done) if label in event.message)
-        seconds = r"1[012]\d s"
-        assert re.fullmatch(
-            rf"{re.escape(label)} is being drained and ends in {seconds}\. "
-            r"Saving a checkpoint to continue on other nodes\.",
-            notice,
-        )
-        (resumed,) = all_of_events(Resumed, done)
-        assert moved == (
-            f"Resuming with 2 of 2 workers from step {resumed.step}. Not used: {label}. "
-            "This does not count as a failure."
-        )
-        left = {f"node{node}" for node in range(3)} - {f"node{far}"}
-        assert {device.split()[0] for device in all_of_events(Started, done)[-1].devices} == left
-
-
-def test_a_node_that_gets_sigterm_is_left_in_time(expected: dict[int, float]) -> None:
-    """Ray drains a node whose ``ray start`` gets SIGTERM, as at the end of a pod; here by Ray's public interface."""
-    plain = {"PIPELINE_PLAIN_RAY": "1"}
-    with Nodes(2) as nodes, training(nodes, "parallel.workers=[1, 2]", env=plain) as (process, cwd):
-        for started in nodes.processes(1):
-            if "start" in started.cmdline() and "--block" in started.cmdline():
-                started.terminate()
-        await_resumed(cwd, process)
-        done = ended(process, cwd)
-
-        check_moved(done, expected, node=1)
-        (resumed,) = all_of_events(Resumed, done)
-        left = f"Not used: node1 ({nodes.host(1)})."
-        assert warned_of(done, f"Resuming with 1 of 2 workers from step {resumed.step}. {left}")
-        assert [len(started.devices) for started in all_of_events(Started, done)] == [2, 1]
-
-
-def test_the_drained_node_of_the_command_ends_the_run_like_sigterm(expected: dict[int, float]) -> None:
-    with Nodes(2) as nodes, training(nodes, "parallel.workers=2") as (process, cwd):
-        nodes.drain(0, seconds=120)
-        done = ended(process, cwd)
-
-        assert done.code == 143, done.output
-        assert f"node0 ({nodes.host(0)}) is being drained and ends in " in done.output
-        assert "This command runs on that node, so it saves a checkpoint and ends." in done.output
-        assert all_of_events(CheckpointSaved, done)[-1].step == max(done.losses)
-        assert done.losses == pytest.approx({step: expected[step] for step in done.losses}, rel=EXACT, abs=EXACT)
-
-
 def far_node(cwd: Path) -> int:
     """A node of a rank, but not the head's."""
     return next(int(device[4]) for device in all_of(Started, cwd)[0].devices if not device.startswith("node0"))
-
-
-def await_resumed(cwd: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not all_of(Resumed, cwd):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, all_of(Warned, cwd)
-        time.sleep(0.2)
-
-
-def check_moved(done: Ran, expected: dict[int, float], *, node: int) -> None:
-    """The training left the node after a checkpoint of the last step that was reported, and went on from there."""
-    assert done.code == 0, done.output
-    (resumed,) = all_of_events(Resumed, done)
-    before = done.events[: done.events.index(resumed)]
-    opened = max(place for place, event in enumerate(before) if isinstance(event, TrialOpened))
-    assert resumed.step == max(event.step for event in before[:opened] if isinstance(event, Metrics))
-    assert not warned_of(done, "failure 1 of")
-    assert f"node{node}" not in {device.split()[0] for device in all_of_events(Started, done)[-1].devices}
-    assert done.losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
-    goodput = WallClock("main", done.events).goodput
-    assert goodput is not None
-    assert goodput.percents["redone"] == 0  # a system metric may come some ms after the checkpoint
-    assert goodput.seconds["stopped"] > 0
-
-
-def warned_of(done: Ran, text: str) -> bool:
-    return any(text in event.message for event in all_of_events(Warned, done))
 
 
 def all_of_events(kind: type, done: Ran) -> list:  # type: ignore[type-arg]

@@ -27,11 +27,11 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "api": 573,
     "cli": 1_471,
-    "commands": 6_124,
+    "commands": 6_115,
     "data": 1_031,
     "drive": 1_905,
-    "experiment": 4_340,
-    "launch": 4_001,
+    "experiment": 4_339,
+    "launch": 2_531,
     "models": 434,
     "plan": 1_042,
     "protocol": 2_095,
@@ -45,9 +45,9 @@ LARGER_TODAY = {
     "worker": 507,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 374
+FILES = 350
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 51_479
+TEST_LINES = 50_634
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
