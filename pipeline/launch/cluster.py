@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import psutil
 import ray
 from ray import cloudpickle
 from ray.exceptions import AuthenticationError, RayError, RpcError
@@ -50,7 +51,7 @@ _ANSWER_S = 60.0  # Ray starts a process for a node's answer
 _GPU_NAME = "accelerator_type:"  # resource of a node with GPUs
 _NODE_TYPE = "ray.io/node-group"  # label of nodes that KubeRay or an autoscaler manages
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's jobs API for the driver that it starts, sent along with its code
-_NOT_CODE = [".git", ".venv", "venv", "runs", "mlruns", "*.db", ".env"]
+_NOT_CODE = [".env", "/.git", "/.venv", "/venv", "/runs", "/mlruns", "/mlflow.db*"]  # besides what .gitignore names
 
 
 @contextmanager
@@ -108,6 +109,19 @@ def _check_address(address: str) -> None:
         except OSError as error:
             what = f"no Ray cluster answers at {address}: {error.strerror or error}"
             raise ResourceError(f"{what}. Check the address, and that Ray runs there.") from error
+        _check_is_node(address)
+
+
+def _check_is_node(address: str) -> None:
+    """Refuse a machine that has joined no cluster: Ray would abort this process there."""
+    here = {each.address for those in psutil.net_if_addrs().values() for each in those}
+    running = (process.info for process in psutil.process_iter(["name", "cmdline"]))
+    nodes = (info["cmdline"] or [] for info in running if info["name"] == "raylet")
+    if not any(part.partition("=")[2] in here for command in nodes for part in command):
+        raise ResourceError(
+            f"this machine is not a node of the Ray cluster at {address}. Add it with ray start --address={address} "
+            "--num-cpus=0, or send the run with ray job submit."
+        )
 
 
 def _refusal(address: str | None, error: Exception) -> str:
@@ -118,12 +132,8 @@ def _refusal(address: str | None, error: Exception) -> str:
     if "Version mismatch" in said:  # Ray has no type for it; its message has a line for each version
         return f"{address}: {said}. Use the same Python and Ray on all machines."
     if "Package size" in said:
-        return f"{_project()}: the code can't be sent to the cluster. {said} Or name data and results in .gitignore."
-    if "none of these match" in said:
-        return (
-            f"this machine is not a node of the Ray cluster at {address}. Add this machine with ray start "
-            f"--address={address} --num-cpus=0, or send the run with ray job submit."
-        )
+        size = said.partition(". ")[0]
+        return f"{_project()}: the code can't be sent to the cluster: {size}. Name data in .gitignore or .rayignore."
     return f"no Ray cluster answers at {address}: {first_line(error)}"
 
 

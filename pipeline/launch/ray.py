@@ -34,7 +34,7 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system import stages
 from pipeline.system.process import environment, python_path
 from pipeline.train.storage import address_of
-from pipeline.wording import first_line
+from pipeline.wording import counted, first_line
 from pipeline.worker.interfaces import LOOPBACK, interface_variables
 
 _AFTER_OTHERS_S = 30.0
@@ -278,14 +278,17 @@ def _find_losses(error: BaseException | None, trial: Trial, *, silent: Mapping[i
         return {rank: _describe_loss(failure) for rank, failure in error.worker_failures.items()} | dict(silent)
     if silent:
         return silent
+    if isinstance(error, RayActorError):
+        return dict.fromkeys(range(trial.workers), "Ray Train's controller was killed or crashed")
     if not isinstance(error, TrainingFailedError):
         raise error
     # The controller's own error says in its first line only that it is one.
     said = first_line(error.controller_failure if isinstance(error, ControllerError) else error)
+    why = f": {said}"
     if "timed out" in said:
         room, limit_s = cluster.count_room(trial, running=0), trial.experiment.parallel.start_timeout_s
-        said = f"room for {room} of them was free within parallel.start_timeout_s ({limit_s:g} s)."
-    raise ResourceError(f"Ray could not start {cluster.asked_for(trial)}: {said}")
+        why = f". Room for {counted(room, 'worker')} was free within parallel.start_timeout_s ({limit_s:g} s)."
+    raise ResourceError(f"Ray could not start {cluster.asked_for(trial)}{why}")
 
 
 def _describe_loss(failure: BaseException) -> str:

@@ -120,9 +120,8 @@ def test_a_machine_without_ray_is_told_how_to_join(nodes: Nodes) -> None:
 
     assert refused.code == 3
     assert refused.stderr == (
-        f"error: this machine is not a node of the Ray cluster at {nodes.address}. "
-        f"Add this machine with ray start --address={nodes.address} --num-cpus=0, or "
-        "send the run with ray job submit.\n"
+        f"error: this machine is not a node of the Ray cluster at {nodes.address}. Add it with ray start "
+        f"--address={nodes.address} --num-cpus=0, or send the run with ray job submit.\n"
     )
 
 

@@ -151,7 +151,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_project_is_sent_and_found_there(here: Path) -> None:
     code = cluster.code_for_nodes()
     assert code["working_dir"] == str(here)
-    assert {"runs", ".env", ".git"} <= set(code["excludes"])
+    assert {"/runs", ".env", "/.git"} <= set(code["excludes"])
     assert cluster.import_paths() == ("src",)
 
 
@@ -191,15 +191,19 @@ def test_a_worker_that_cannot_connect_ends_the_run() -> None:
         ray._find_losses(WorkerGroupError("", failures), toys.trial(), silent={})
 
 
+def test_without_its_controller_all_workers_are_lost() -> None:
+    assert ray._find_losses(RayActorError(), trial(2), silent={}).keys() == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("the startup timed out after 600 seconds", r"room for 4 of them was free within parallel\.start_timeout_s"),
-        ("no such bundle", "no such bundle"),
+        ("the startup timed out after 600 seconds", r"\. Room for 4 workers was free within parallel\.start_timeout_s"),
+        ("no such bundle", ": no such bundle"),
     ],
 )
 def test_workers_that_ray_cannot_start(nodes: Nodes, said: str, told: str) -> None:
-    with pytest.raises(ResourceError, match=f"Ray could not start 5 workers with 1 CPU each: {told}"):
+    with pytest.raises(ResourceError, match=f"Ray could not start 5 workers with 1 CPU each{told}"):
         ray._find_losses(ControllerError(RuntimeError(said)), trial(5), silent={})
 
 
