@@ -43,7 +43,7 @@ def given(experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
             if experiment.parallel.cluster is None:
                 from pipeline.launch.cluster import LocalRay  # takes half a second
 
-                stack.enter_context(LocalRay.begin(verbose=verbose))
+                stack.callback(LocalRay(verbose=verbose).end)
         yield
 
 

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import psutil
 import ray
 from ray import cloudpickle
-from ray.exceptions import AuthenticationError, RayError, RpcError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import PipelineError, ResourceError, UsageError
@@ -31,7 +31,7 @@ from pipeline.system.signals import own_signals
 from pipeline.wording import counted, first_line, last_line
 
 _SETTINGS = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # polling interval that the end of a trial waits for
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # Ray Train asks whether its workers have ended; by default every 2 s
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
@@ -83,7 +83,7 @@ def connected(address: str | None, *, verbose: bool, runtime_env: Mapping[str, A
         try:
             with own_signals():  # otherwise Ray would handle SIGTERM for the rest of the run
                 ray.init(log_to_driver=verbose, logging_level=level, configure_logging=verbose, **options)
-        except (OSError, ValueError, RuntimeError, AuthenticationError, RpcError, RayError) as error:
+        except Exception as error:  # Ray raises bare ones, too
             raise ResourceError(_refusal(address, error)) from error
         try:
             yield
@@ -156,24 +156,15 @@ class LocalRay(threading.Thread):
     Linux ends Ray's processes together with the thread that started them, so this thread holds them until the end.
     """
 
-    begun: ClassVar["list[LocalRay]"] = []
+    newest: ClassVar["LocalRay | None"] = None
 
     def __init__(self, *, verbose: bool) -> None:
         super().__init__(name="local-ray", daemon=True)
         self._verbose = verbose
         self._error: BaseException | None = None
         self._is_ready, self.is_over = threading.Event(), threading.Event()
+        LocalRay.newest = self
         self.start()
-
-    @classmethod
-    @contextmanager
-    def begin(cls, *, verbose: bool) -> Iterator[None]:
-        """Start one in advance, for `local_ray`; end it after the block unless it has ended."""
-        cls.begun.append(cls(verbose=verbose))
-        try:
-            yield
-        finally:
-            cls.begun.pop().__exit__()
 
     def run(self) -> None:
         """Hold it."""
@@ -189,20 +180,25 @@ class LocalRay(threading.Thread):
         try:
             self._is_ready.wait()
         except BaseException:  # Ctrl-C
-            self.__exit__()
+            self.end()
             raise
         if self._error is not None:
             raise self._error
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End it, if it hasn't ended, and wait for that."""
         self.is_over.set()
         self.join()
 
 
 def local_ray(*, verbose: bool) -> LocalRay:
     """Return the local Ray that was started in advance, or a new one. The caller ends it."""
-    return next((one for one in LocalRay.begun if not one.is_over.is_set()), None) or LocalRay(verbose=verbose)
+    newest = LocalRay.newest
+    return LocalRay(verbose=verbose) if newest is None or newest.is_over.is_set() else newest
 
 
 def outside_main_thread(
@@ -210,11 +206,7 @@ def outside_main_thread(
 ) -> BaseException | None:
     """Call a function of Ray in a thread and return its error: in the main one Ray would take over Ctrl-C.
 
-    Args:
-        call: the function.
-        name: name of the thread.
-        interrupt: called at Ctrl-C, before it is raised.
-        patience_s: seconds that the thread then has to end.
+    At Ctrl-C, ``interrupt`` is called, and the thread has ``patience_s`` to end, before it is raised.
     """
     errors: list[BaseException] = []
 
@@ -251,9 +243,8 @@ def find_resources(address: str, parallel: Parallel) -> Resources:
     with_gpus = [record for record in able if record["Resources"].get("GPU", 0) >= 1]
     able = with_gpus if with_gpus and parallel.device == "auto" else able
     if not able and not is_autoscaled:
-        there = "; ".join(f"{name_of(record)} has {_in_words(record['Resources'], least)}" for record in records)
-        needs = _in_words(least, least)
-        raise ResourceError(f"no node of the Ray cluster is large enough for a worker with {needs}: {there}")
+        there = "; ".join(f"{name_of(record)} has {_in_words(least, record['Resources'])}" for record in records)
+        raise ResourceError(f"no node of the Ray cluster is large enough for a worker with {_in_words(least)}: {there}")
     total = {name: int(sum(record["Resources"].get(name, 0) for record in able)) for name in ("CPU", "GPU", "memory")}
     names = (name for record in able for name in record["Resources"] if name.startswith(_GPU_NAME))
     gpu = next(names, "GPU").removeprefix(_GPU_NAME)
@@ -315,11 +306,12 @@ def per_worker(trial: Trial) -> dict[str, float]:
 
 def asked_for(trial: Trial) -> str:
     """Return a trial's workers and their resources in words."""
-    return f"{counted(trial.workers, 'worker')} with {_in_words(per_worker(trial), per_worker(trial))} each"
+    return f"{counted(trial.workers, 'worker')} with {_in_words(per_worker(trial))} each"
 
 
-def _in_words(there: Mapping[str, float], names: Sequence[str] | Mapping[str, float]) -> str:
-    return ", ".join(f"{there.get(name, 0):g} {name}" for name in names)
+def _in_words(names: Mapping[str, float], there: Mapping[str, float] | None = None) -> str:
+    """Return amounts in words: these, or what there is of the same resources."""
+    return ", ".join(f"{(names if there is None else there).get(name, 0):g} {name}" for name in names)
 
 
 def await_room(trial: Trial, *, may_come: bool, warn: Callable[[str], None]) -> None:
@@ -337,8 +329,8 @@ def await_room(trial: Trial, *, may_come: bool, warn: Callable[[str], None]) -> 
         time.sleep(_POLL_S)
     start = time.monotonic()
     while (fit := count_room(trial, running=0)) < trial.workers:
-        asked = f"requested {asked_for(trial)}. The Ray cluster has "
-        asked += _in_words(ray.cluster_resources(), per_worker(trial))
+        there = _in_words(per_worker(trial), ray.cluster_resources())
+        asked = f"requested {asked_for(trial)}. The Ray cluster has {there}"
         if not may_come and (total := count_room(trial)) < trial.workers:
             raise ResourceError(f"{asked}. Its nodes have room for {counted(total, 'worker')}.")
         if time.monotonic() - start > min(patience_s, _BRIEF_S):
@@ -385,12 +377,12 @@ def code_for_nodes() -> dict[str, Any]:
     return {"working_dir": str(_project()), "excludes": _NOT_CODE}
 
 
-def import_paths() -> tuple[str, ...]:
+def import_paths(*, is_sent: bool) -> tuple[str, ...]:
     """Return the folders that the project's own packages need on ``sys.path``; relative to the folder if it is sent."""
     found = [spec for spec in map(importlib.util.find_spec, _own_packages()) if spec is not None]
     places = [Path(each).resolve() for spec in found for each in spec.submodule_search_locations or [spec.origin or ""]]
     project = _project().resolve()
-    base = Path() if code_for_nodes() else project
+    base = Path() if is_sent else project
     roots = (str(base / place.parent.relative_to(project)) for place in places if place.is_relative_to(project))
     return tuple(dict.fromkeys(roots))
 

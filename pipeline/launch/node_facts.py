@@ -77,9 +77,10 @@ class NodeFacts(Frozen):
 
     @property
     def versions(self) -> dict[str, str | None]:
-        """Versions that all nodes of a run must share, by package; see `installed_versions`."""
-        torch = self.torch.version if self.torch else None
-        return shared_versions(python=self.python, torch=torch, ray=self.ray, pipeline=self.pipeline)
+        """Versions that all nodes must share, by package; without what may differ, as +cpu on nodes without GPUs."""
+        torch = self.torch.version.partition("+")[0] if self.torch else None
+        python = ".".join(self.python.split(".")[:2])
+        return {"Python": python, "torch": torch, "ray": self.ray, "ddp-pipeline": self.pipeline}
 
     @property
     def label(self) -> str:
@@ -90,19 +91,6 @@ class NodeFacts(Frozen):
 def facts_here() -> NodeFacts:
     """Collect the facts of this machine."""
     return NodeFacts.model_validate_json(collect())
-
-
-def installed_versions() -> dict[str, str | None]:
-    """Return the versions of this process that all nodes of a run must share, by package."""
-    torch = _torch_of(_torch_source())["version"]
-    python, ray, pipeline = platform.python_version(), _version("ray"), _version("ddp-pipeline")
-    return shared_versions(python=python, torch=torch, ray=ray, pipeline=pipeline)
-
-
-def shared_versions(*, python: str, torch: str | None, ray: str | None, pipeline: str | None) -> dict[str, str | None]:
-    """Leave out what may differ: Python's patch level, and torch's build, as +cpu on nodes without GPUs."""
-    short = ".".join(python.split(".")[:2])
-    return {"Python": short, "torch": torch and torch.partition("+")[0], "ray": ray, "ddp-pipeline": pipeline}
 
 
 def collect(*, all_gpus: bool = False) -> str:
@@ -119,16 +107,14 @@ def collect(*, all_gpus: bool = False) -> str:
     if (limit := _text("/sys/fs/cgroup/memory.max") or "max") != "max":
         used = int(_text("/sys/fs/cgroup/memory.current") or 0)
         available, memory = min(available, max(0, int(limit) - used)), min(memory, int(limit))
-    source = _torch_source()
-    torch = _torch_of(source)
-    if source and torch["cuda"] and gpus["gpus"]:
+    if (torch := _torch()) and torch["cuda"] and gpus["gpus"]:
         torch |= _try_cuda(all_gpus=all_gpus)
     return json.dumps(
         {
             **gpus,
             "node": socket.gethostname(),
             "python": platform.python_version(),
-            "torch": torch if source else None,
+            "torch": torch,
             "ray": _version("ray"),
             "mlflow": _version("mlflow") or _version("mlflow-skinny"),
             "pipeline": _version("ddp-pipeline"),
@@ -148,20 +134,18 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _torch_source() -> str:
-    """Return torch's own statement of its version, without importing it, which takes seconds; empty without torch."""
+def _torch() -> dict[str, Any] | None:
+    """Read torch's version without importing it, which takes seconds."""
     found = importlib.util.find_spec("torch")
-    return Path(found.origin).with_name("version.py").read_text() if found and found.origin else ""
-
-
-def _torch_of(source: str) -> dict[str, Any]:
-    version = re.search(r"^__version__ = '(.*)'", source, re.MULTILINE)
+    if found is None or not found.origin:
+        return None
+    source = Path(found.origin).with_name("version.py").read_text()
     cuda = re.search(r"^cuda\b.*= '([\d.]+)'", source, re.MULTILINE)
-    nccl = next(filter(None, map(_version, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"))), None)
+    version = re.search(r"^__version__ = '(.*)'", source, re.MULTILINE)
     return {
-        "version": version[1] if version else None,
+        "version": version[1] if version else _version("torch"),
         "cuda": cuda[1] if cuda else None,
-        "nccl": nccl,
+        "nccl": next(filter(None, map(_version, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"))), None),
         "cuda_available": None,
         "cuda_error": None,
     }

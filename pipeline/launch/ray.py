@@ -4,6 +4,7 @@ It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster
 for Ray itself is in `pipeline.launch.cluster`.
 """
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from ray.train.backend import Backend, BackendConfig
 from pipeline.errors import ResourceError
 from pipeline.experiment.parallel import Parallel
 from pipeline.launch import base, cluster
-from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, installed_versions
+from pipeline.launch.node_facts import INSTALL_SAME_COMMIT
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel.outbox import ChannelOutbox
@@ -49,6 +50,7 @@ class Launcher(base.Launcher):
     def __init__(self, session: base.Session) -> None:
         super().__init__(session)
         self._address = session.parallel.cluster
+        self._code = cluster.code_for_nodes() if self._address is not None else {}
         self._running = 0  # workers
 
     def __enter__(self) -> Self:
@@ -63,8 +65,7 @@ class Launcher(base.Launcher):
             if self._address is None:
                 self.held.enter_context(cluster.local_ray(verbose=verbose))
             else:
-                code = cluster.code_for_nodes()
-                self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=code))
+                self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
         return self
 
     @staticmethod
@@ -111,9 +112,9 @@ class Launcher(base.Launcher):
                 "channel": address.model_dump_json(),
                 "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
                 "cwd": str(Path.cwd()),
-                "paths": cluster.import_paths(),
+                "paths": cluster.import_paths(is_sent=bool(self._code)),
                 "shared": self._shared_folders(trial),
-                "versions": installed_versions(),
+                "versions": _find_versions(),
             },
             torch_config=_Rendezvous(is_local=self._address is None),
             scaling_config=ScalingConfig(
@@ -229,7 +230,7 @@ def _run(config: dict[str, Any], *, rank: Rank, leftovers: Any) -> None:
 
 def _check_node(node: str, *, versions: Mapping[str, str | None], shared: Mapping[str, str]) -> None:
     """Compare this node with the driver's machine: versions, and folders that must be on shared storage."""
-    here = installed_versions()
+    here = _find_versions()
     for package, version in versions.items():
         if version is not None and here[package] != version:
             has = f"it has {package} {here[package]}" if here[package] else f"it has no {package}"
@@ -243,6 +244,14 @@ def _check_node(node: str, *, versions: Mapping[str, str | None], shared: Mappin
             raise ResourceError(
                 f"{node} can't run workers: {what}. Set {key} to a folder that all nodes share{address}."
             )
+
+
+def _find_versions() -> dict[str, str | None]:
+    """Return the versions that all nodes must share; Ray itself compares its own and Python's."""
+    from torch.version import __version__  # and torch with it
+
+    ours = next((each.version for each in importlib.metadata.distributions(name="ddp-pipeline")), None)
+    return {"torch": __version__.partition("+")[0], "ddp-pipeline": ours}
 
 
 def _redirect_output(folder: Path, *, rank: Rank) -> None:

@@ -39,13 +39,13 @@ def command(process: psutil.Process) -> str:
 
 def test_what_was_begun_is_used_and_ended() -> None:
     with _head_start.given(load(MLP, DDP).experiment):
-        (begun,) = LocalRay.begun
+        begun = LocalRay.newest
+        assert begun is not None
         with local_ray(verbose=False) as local:
             assert local is begun
             assert ray.cluster_resources()["CPU"] == os.cpu_count()
             there = commands()
     assert "raylet" in there
-    assert not LocalRay.begun
     assert not begun.is_alive()
     assert not ray.is_initialized()
     assert not commands()
@@ -65,11 +65,12 @@ def test_ctrl_c_while_it_starts() -> None:
 
 
 def test_others_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = LocalRay.newest
     with _head_start.given(load(MLP, [*DDP, "parallel.address=127.0.0.1:1"]).experiment):
-        assert not LocalRay.begun
+        assert LocalRay.newest is before
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with _head_start.given(load(MLP, DDP).experiment):
-        assert not LocalRay.begun
+        assert LocalRay.newest is before
 
 
 def test_a_ray_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

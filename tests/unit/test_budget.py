@@ -31,7 +31,7 @@ LARGER_TODAY = {
     "data": 1_031,
     "drive": 1_905,
     "experiment": 4_339,
-    "launch": 2_544,
+    "launch": 2_529,
     "models": 434,
     "plan": 1_042,
     "protocol": 2_095,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 350
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 50_637
+TEST_LINES = 50_617
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -17,7 +17,6 @@ from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.parallel import Parallel
 from pipeline.launch import cluster, ray
 from pipeline.launch.base import Session
-from pipeline.launch.node_facts import installed_versions
 from pipeline.protocol.trial import Trial
 
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -152,20 +151,20 @@ def test_the_project_is_sent_and_found_there(here: Path) -> None:
     code = cluster.code_for_nodes()
     assert code["working_dir"] == str(here)
     assert {"/runs", ".env", "/.git"} <= set(code["excludes"])
-    assert cluster.import_paths() == ("src",)
+    assert cluster.import_paths(is_sent=True) == ("src",)
 
 
 def test_code_is_not_sent_twice_nor_without_a_project(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB, '{"runtime_env": {"working_dir": "gcs://package.zip"}}')
     assert cluster.code_for_nodes() == {}  # it came with the job
-    assert cluster.import_paths() == (str(here / "src"),)
+    assert cluster.import_paths(is_sent=False) == (str(here / "src"),)
     monkeypatch.delenv(JOB)
     (here / "pyproject.toml").write_text("[tool.pipeline]\n")
-    assert (cluster.code_for_nodes(), cluster.import_paths()) == ({}, ())
+    assert (cluster.code_for_nodes(), cluster.import_paths(is_sent=False)) == ({}, ())
 
 
 def test_a_node_with_other_versions_has_no_worker() -> None:
-    here = installed_versions()
+    here = ray._find_versions()
     ray._check_node("node1", versions={**here, "ddp-pipeline": None}, shared={})  # started from a source folder
     with pytest.raises(ResourceError) as error:
         ray._check_node("node1", versions={**here, "torch": "1.0"}, shared={})
@@ -177,7 +176,7 @@ def test_a_node_with_other_versions_has_no_worker() -> None:
 
 @pytest.mark.parametrize("key", ["tracking.directory", "checkpoint.directory"])
 def test_a_node_without_the_shared_folder_has_no_worker(key: str, tmp_path: Path) -> None:
-    versions = installed_versions()
+    versions = ray._find_versions()
     ray._check_node("node1", versions=versions, shared={key: str(tmp_path)})
     refused = rf"node1 can't run workers: {tmp_path}/a of the driver's .* Set {key} to a folder that all nodes share"
     with pytest.raises(ResourceError, match=refused):
