@@ -188,7 +188,7 @@ def test_what_is_not_tried_is_said(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], free: int, said: str
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(try_batch, "find_memory", lambda: (free, free))
+    monkeypatch.setattr(try_batch, "_free_bytes", lambda _: free)
     experiment = toys.experiment(**sections)
 
     reason = try_batch.find_reason_to_skip(experiment, allowed=ALLOWED)
