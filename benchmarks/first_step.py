@@ -1,9 +1,9 @@
 """Where the time from a command to its first optimizer step goes, for each launcher.
 
     python benchmarks/first_step.py [--rounds 3] [--workers 1]
-    python benchmarks/first_step.py --rounds 5 --workers 2 --launchers torchrun ray ray-public
+    python benchmarks/first_step.py --rounds 5 --workers 2 --launchers torchrun ray
 
-Runs a small MLP with each launcher in turn; "ray-public" is Ray by its public interface alone. The stamps: when the
+Runs a small MLP with each launcher in turn. The stamps: when the
 command was given; when the kernel started the worker's process; the events of the journal; and this module's own data
 and model, which write down when they are called. Writes results/first_step.json and .md.
 """
@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pipeline.data import digits
-from pipeline.launch._ray import interface
 from pipeline.models import MLP
 from pipeline.plan.resources import detect
 from pipeline.protocol.events import FirstStep, RunOpened, Started, TrialOpened
@@ -33,7 +32,7 @@ from pipeline.record import journal
 
 HERE = Path(__file__).parent
 _STAMPS = "FIRST_STEP_STAMPS"
-LAUNCHERS = ("inprocess", "torchrun", "ray", "ray-public")
+LAUNCHERS = ("inprocess", "torchrun", "ray")
 PARTS = {
     "driver: start, imports, checks": ("command", "run opened"),
     "driver: recording, launcher's imports": ("run opened", "trial opened"),
@@ -96,9 +95,7 @@ def run(launcher: str, *, workers: int, folder: Path) -> dict[str, float]:
     folder.mkdir()
     (folder / "pyproject.toml").write_text('[tool.pipeline]\npackages = ["first_step"]\n')
     stamps = folder / "stamps.jsonl"
-    launcher, _, is_public = launcher.partition("-")
-    plain = {interface.VARIABLE: "1" if is_public else "0"}
-    environment = {**os.environ, **plain, "PYTHONPATH": str(HERE), _STAMPS: str(stamps)}
+    environment = {**os.environ, "PYTHONPATH": str(HERE), _STAMPS: str(stamps)}
     (folder / "experiment.yaml").write_text(yaml.safe_dump(_experiment(launcher, workers)))
     command = [sys.executable, "-m", "pipeline", "run", "experiment.yaml", "--no-baseline"]
     begin = time.time()

@@ -31,7 +31,7 @@ from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import BatchCheck, Trial
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.imports import undisturbed
-from pipeline.system.memory_limits import find_memory_limits
+from pipeline.system.memory import find_memory_limits
 from pipeline.tracking import loggers
 
 if TYPE_CHECKING:

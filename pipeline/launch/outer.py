@@ -26,8 +26,7 @@ import psutil
 from pydantic import ValidationError
 
 from pipeline.errors import PipelineError, ResourceError, Terminated, TrainingError, UsageError
-from pipeline.experiment.schema import Parallel
-from pipeline.experiment.schema import Experiment
+from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.experiment.values import Frozen
 from pipeline.launch.base import LOOPBACK, Attempt, StopRequest
 from pipeline.plan.outer_launcher import OuterLauncher, outer_launcher

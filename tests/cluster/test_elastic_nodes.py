@@ -1,6 +1,6 @@
 """An elastic training continues without a node that is cut off."""
 
-# promise: `workers: [1, 4]` on Ray nodes that die and join
+# promise: `workers: [1, 4]` on Ray nodes that die
 
 import re
 import subprocess

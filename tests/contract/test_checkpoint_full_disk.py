@@ -40,7 +40,7 @@ def test_a_run_whose_weights_are_lost_fails_and_can_be_continued(
 
     with monkeypatch.context() as patch, written_here():
         patch.setattr(Writer, "_write", full)
-        patch.setattr(shutil, "copyfile", full)
+        patch.setattr(shutil, "copyfileobj", full)
         ended = command("run", *here, *tracking)
     assert ended.code == 3, ended.stderr
     assert "No checkpoint was saved, but the training ended at step" in ended.stdout

@@ -155,7 +155,7 @@ def test_slots_in_turn_leave_the_training_as_it_was(ranks: Ranks, case: str) -> 
     if case == "broken baseline":
         assert first.warnings == [
             "The baseline (1 worker) could not be measured next to the training: model: test_in_turn.Broken raised "
-            "MemoryError: no room"
+            "MemoryError: no room (test_in_turn.py:36)"
         ]
         assert first.ends == []
         return

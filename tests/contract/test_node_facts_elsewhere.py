@@ -10,15 +10,16 @@ import ray
 import torch
 from ray import cloudpickle
 
-from pipeline.launch.cluster.node_facts import NodeFacts, collect, facts_here
+from pipeline.launch import node_facts
+from pipeline.launch.node_facts import NodeFacts, facts_here
 
 
 def test_the_questions_can_be_asked_where_the_package_is_missing() -> None:
-    cloudpickle.register_pickle_by_value(collect)
+    cloudpickle.register_pickle_by_value(node_facts)
     try:
-        question = cloudpickle.dumps(collect.facts)
+        question = cloudpickle.dumps(node_facts.collect)
     finally:
-        cloudpickle.unregister_pickle_by_value(collect)
+        cloudpickle.unregister_pickle_by_value(node_facts)
     there = "import sys, pickle; sys.modules['pipeline'] = None; print(pickle.load(sys.stdin.buffer)(all_gpus=True))"
     asked = subprocess.run([sys.executable, "-c", there], input=question, capture_output=True, check=True)
     facts = NodeFacts.model_validate_json(asked.stdout)

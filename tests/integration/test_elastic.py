@@ -1,4 +1,4 @@
-"""After a node has died, training goes on with as many workers as fit, and stays the same."""
+"""An elastic training continues with fewer workers when a node dies, and stays the same."""
 
 # promise: `workers: [1, 4]` on Ray nodes that die
 
@@ -164,20 +164,14 @@ def line(folder: Path, *overrides: str) -> list[str]:
 
 
 def test_a_node_dies(cluster: Cluster, repository: Path, tmp_path: Path, start: Any, command: Any) -> None:
-    parallel = [
-        "parallel.launcher=ray",
-        "parallel.strategy=ddp",
-        f"parallel.address={cluster.address}",
-    ]
-    parallel += ["parallel.workers=[1, 2]"]
-    elastic, alone = tmp_path / "elastic", tmp_path / "alone"
     cluster.add()
-    cluster.await_nodes(2)
-    run = Run(elastic, start(*line(elastic, *parallel), cwd=repository, env=cluster.environment))
+    parallel = ["parallel.launcher=ray", "parallel.strategy=ddp", f"parallel.address={cluster.address}"]
+    elastic, alone = tmp_path / "elastic", tmp_path / "alone"
+    line_of_run = line(elastic, *parallel, "parallel.workers=[1, 2]", "parallel.start_timeout_s=120")
+    run = Run(elastic, start(*line_of_run, cwd=repository, env=cluster.environment))
     assert command(*line(alone, "model.ms=0")).code == 0
     expected = [value for _, value in Run(alone).points("train/loss")]
-    run.wait_until(lambda: run.trains_with(2))
-    run.wait_until(lambda: bool(run.all_of(CheckpointSaved)))
+    run.wait_until(lambda: run.trains_with(2) and run.all_of(CheckpointSaved))
     cluster.kill(1)
     run.wait_until(lambda: run.trains_with(1))
     run.release.touch()

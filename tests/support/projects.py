@@ -54,11 +54,13 @@ def line(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0) -> list[str]:
     return nodes.inside(node, ["env", f"--chdir={nodes.path(node, cwd)}", *command, *arguments])
 
 
-def run(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0) -> Ran:
-    """``pipeline run lab.yaml`` on a node."""
-    before = set((cwd / "runs").glob("*"))
+def run(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0, runs: Path | None = None) -> Ran:
+    """``pipeline run lab.yaml`` on a node, with the folder of its runs."""
+    where = [] if runs is None else [f"tracking.directory={runs}"]
+    runs = runs or cwd / "runs"
+    before = set(runs.glob("*"))
     done = subprocess.run(
-        line(nodes, cwd, *arguments, node=node),
+        line(nodes, cwd, *arguments, *where, node=node),
         env=nodes.environment,
         cwd=nodes.folder,
         capture_output=True,
@@ -66,5 +68,5 @@ def run(nodes: Nodes, cwd: Path, *arguments: str, node: int = 0) -> Ran:
         timeout=PATIENCE_S,
         check=False,
     )
-    new = set((cwd / "runs").glob("*")) - before
+    new = set(runs.glob("*")) - before
     return Ran(done.returncode, done.stdout, done.stderr, new.pop() if new else None)

@@ -8,7 +8,7 @@ import rich.console
 from pipeline.commands.doctor import machine
 from pipeline.commands.doctor.check_result import CheckResult
 from pipeline.commands.doctor.examination import Examination, show
-from pipeline.launch.cluster.node_facts import Gpu, NodeFacts, Torch, facts_here
+from pipeline.launch.node_facts import Gpu, NodeFacts, Torch, facts_here
 
 HERE = facts_here().model_copy(
     update={

@@ -5,7 +5,8 @@ import subprocess
 import pytest
 import torch
 
-from pipeline.launch.cluster.node_facts import collect, facts_here
+from pipeline.launch import node_facts
+from pipeline.launch.node_facts import facts_here
 from pipeline.plan import resources
 
 
@@ -21,8 +22,8 @@ def test_cores_and_memory_are_those_that_the_plan_counts_on() -> None:
 def test_a_container_s_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"/sys/fs/cgroup/cpu.max": "150000 100000", "/sys/fs/cgroup/memory.max": str(2**30)}
     limits["/sys/fs/cgroup/memory.current"] = str(2**29)
-    text = collect._text
-    monkeypatch.setattr(collect, "_text", lambda path: limits.get(path) or text(path))
+    text = node_facts._text
+    monkeypatch.setattr(node_facts, "_text", lambda path: limits.get(path) or text(path))
 
     facts = facts_here()
 
@@ -38,5 +39,5 @@ def test_cuda_itself_counts_its_gpus(monkeypatch: pytest.MonkeyPatch, capsys: py
         exec(command[-1], {})
         return subprocess.CompletedProcess(command, 0, stdout=capsys.readouterr().out)
 
-    monkeypatch.setattr(collect.subprocess, "run", run)
-    assert collect._cuda(all_gpus=False) == {"cuda_available": True, "cuda_devices": 1, "nccl": "2.28.9"}
+    monkeypatch.setattr(node_facts.subprocess, "run", run)
+    assert node_facts._try_cuda(all_gpus=False) == {"cuda_available": True, "cuda_devices": 1, "nccl": "2.28.9"}

@@ -5,7 +5,6 @@
 import json
 import re
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import yaml
 
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.experiment.schema import Parallel
-from pipeline.launch.cluster import join, placement
+from pipeline.launch import cluster
 from pipeline.plan.describe import DataSizes, describe, record
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import Resources
@@ -285,15 +284,16 @@ def test_a_cluster_s_nodes_without_gpus_count_on_cpu_only(
 ) -> None:
     place = {"NodeManagerHostname": "n", "NodeManagerAddress": "10.0.0.2"}
     amounts = {"head": {"CPU": 8.0, "memory": 1e9}, "other": {"CPU": 16.0, "memory": 1e9, "GPU": 4.0}}
+    amounts["other"]["accelerator_type:H200"] = 1.0
     records = [{"NodeID": name, "Resources": each, **place} for name, each in amounts.items()]
-    monkeypatch.setattr(placement, "usable_nodes", lambda: records)
-    monkeypatch.setattr(join, "connected", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(join, "has_autoscaler", lambda: False)
-    monkeypatch.setattr(join, "available_resources_per_node", dict)
-    monkeypatch.setattr(join, "ask_facts", lambda _: SimpleNamespace(answers=lambda: ({}, {})))
+    monkeypatch.setattr(cluster, "connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(cluster, "reachable_nodes", lambda: records)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: records)
+    monkeypatch.setattr(cluster.ray, "available_resources", lambda: {"CPU": 20.0, "GPU": 1.0, "node:10.0.0.2": 1.0})
 
-    there = join.cluster_resources("10.0.0.1:6379", Parallel(device=device))
-    assert (there.cpus, there.nodes, len(there.gpus)) == (cores, nodes, 4)
+    there = cluster.find_resources("10.0.0.1:6379", Parallel(device=device))
+    assert (there.cpus, there.nodes, there.gpus) == (cores, nodes, ("H200",) * 4)
+    assert there.idle == ({"CPU": min(20, cores), "GPU": 1},)
     if device == "auto":
         assert plan(there, parallel={**ddp(4), "launcher": "ray"}).main.cpus_per_worker == 4
         assert plan(there, parallel={"strategy": "dp", "launcher": "ray"}).main.devices_per_worker == 4

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import toys
 
 from pipeline.commands.sweep import planning, supervisor
 from pipeline.commands.sweep.assignment import Record, TrialJob
@@ -17,7 +16,6 @@ from pipeline.commands.sweep.journals import find_trial, state_of
 from pipeline.drive.recorded_run import Membership, _status
 from pipeline.errors import ResourceError
 from pipeline.experiment.load import ExperimentFile, load
-from pipeline.launch.cluster import placement
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, Started
 from pipeline.record.journal import FILE_NAME, Journal
@@ -179,25 +177,3 @@ def test_a_lack_of_room_interrupts_a_trial_on_a_cluster() -> None:
 
     assert status(True) == ("KILLED", NO_ROOM)
     assert status(False) == ("FAILED", NO_ROOM)
-
-
-def test_a_run_that_waits_for_room_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    waits = iter([0, 0, 0, 1])
-    monkeypatch.setattr(placement, "_SILENT_S", 0.0)
-    monkeypatch.setattr(placement, "_POLL_S", 0.0)
-    monkeypatch.setattr(placement, "free", lambda *_: next(waits))
-    monkeypatch.setattr(placement.ray, "cluster_resources", lambda: {"CPU": 2.0})
-    node = {"NodeID": "a", "Resources": {"CPU": 2.0}}
-
-    placement.await_capacity(toys.trial(), nodes=lambda: [node], warn=warnings.append)
-    assert warnings == [
-        "waiting up to 600 s (parallel.start_timeout_s): requested 1 worker with 1 CPU each. The Ray cluster has "
-        "2 CPU. Room for 0 workers is free now."
-    ]
-
-
-def test_the_spare_cpus_of_a_local_ray_are_not_for_workers() -> None:
-    """They are for Ray Data in a data function, which would wait forever for a CPU."""
-    node = {"NodeID": "a", "Resources": {"CPU": 4.0, placement.SPARE: 2.0}}
-    assert placement.total_capacity(toys.trial(), [node]) == 2

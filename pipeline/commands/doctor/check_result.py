@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from pipeline.experiment.values import Frozen
-from pipeline.launch.cluster.node_facts import NodeFacts
+from pipeline.launch.node_facts import NodeFacts
 
 Status = Literal["ok", "warning", "problem"]
 _NAMED = 3

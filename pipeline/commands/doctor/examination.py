@@ -12,7 +12,7 @@ from pipeline.commands.doctor import machine, tracking
 from pipeline.commands.doctor.check_result import CheckResult, amount
 from pipeline.experiment.schema import Parallel
 from pipeline.experiment.values import Frozen
-from pipeline.launch.cluster.node_facts import NodeFacts, facts_here
+from pipeline.launch.node_facts import NodeFacts, facts_here
 from pipeline.record.screen import headed, print_report_table
 from pipeline.report.text.tables import Column, from_columns
 from pipeline.wording import counted
@@ -68,7 +68,7 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
     findings: list[CheckResult] = []
     with ExitStack() as stack:
         if address is not None:
-            from pipeline.launch.cluster.join import connected
+            from pipeline.launch.cluster import connected
 
             stack.enter_context(connected(address, verbose=False))
             say(f"asking the nodes of the Ray cluster at {address} ...")
@@ -81,19 +81,16 @@ def examine(parallel: Parallel, *, uri: str | None, say: Say) -> Examination:
 
 def _asked(findings: list[CheckResult]) -> tuple[NodeFacts, ...]:
     """Return the facts of the nodes that answer; add a problem for each node that does not."""
-    from pipeline.launch.cluster.nodes import ask_facts, read_facts
-    from pipeline.launch.cluster.placement import node_name, usable_nodes
+    from pipeline.launch.cluster import ask_nodes
 
-    nodes = {str(node["NodeID"]): node for node in usable_nodes()}
-    answers, silent = ask_facts(nodes).answers()
+    answers, silent = ask_nodes()
     fix = "on that node: ray stop; ray start --address ADDRESS"
     findings += [
-        CheckResult(subject="nodes", status="problem", what=f"{node_name(nodes[node])}: {why}", fix=fix)
-        for node, why in silent.items()
+        CheckResult(subject="nodes", status="problem", what=f"{node}: {why}", fix=fix) for node, why in silent.items()
     ]
     if not silent:
         findings.append(CheckResult(subject="nodes", status="ok", what=f"all answer ({len(answers)})"))
-    return tuple(read_facts(answers, records=nodes))
+    return tuple(answers)
 
 
 def show(examination: Examination, *, terminal: rich.console.Console) -> None:

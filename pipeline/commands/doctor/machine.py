@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pipeline.commands.doctor.check_result import CheckResult, amount, by_node, listed
-from pipeline.launch._ray.interface import public_because
-from pipeline.launch.cluster.node_facts import INSTALL_SAME_COMMIT, NodeFacts
+from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, NodeFacts
 
 _SHM = "/dev/shm"  # noqa: S108 - only looked at
 _SHARED_MB, _SHARED_FREE_MB = 1024, 256
@@ -115,6 +114,3 @@ def _versions(nodes: Sequence[NodeFacts], *, here: NodeFacts) -> Iterator[CheckR
         everywhere = f" on all {len(nodes)} nodes" if len(nodes) > 1 else ""
         torch = here.torch.version if here.torch else None
         yield _ok("versions", f"Python {here.python}, torch {torch}, Ray {here.ray}, MLflow {here.mlflow}{everywhere}")
-    if reason := public_because():
-        what = f"workers take longer to start, because {reason}"
-        yield CheckResult(subject="versions", status="warning", what=what, fix="pip install 'ray[train]==2.60.*'")

@@ -176,7 +176,7 @@ def find_needs(trial: Trial) -> dict[str, float]:
 
 def _count_free(trial: Trial, resources: Resources) -> int:
     """Return the number of workers that fit into what is free on a cluster's nodes."""
-    from pipeline.launch.cluster.placement import count_fitting, per_worker  # loads Ray
+    from pipeline.launch.cluster import count_fitting, per_worker  # loads Ray
 
     return sum(count_fitting(node, per_worker(trial)) for node in resources.idle)
 

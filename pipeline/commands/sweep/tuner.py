@@ -20,7 +20,7 @@ from pipeline.commands.sweep.planning import SweepPlan
 from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
 from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
 from pipeline.experiment.sweep import Sweep
-from pipeline.launch.cluster.connection import outside_main_thread
+from pipeline.launch.cluster import connected, outside_main_thread
 from pipeline.record.screen import write
 from pipeline.report.swept import LEFT, SweptTrial, assigned, figure
 from pipeline.system import stages
@@ -161,10 +161,8 @@ Search = Callable[..., None]
 @contextmanager
 def searching(*, job: TrialJob, display: SweepDisplay) -> Iterator[Search]:
     """Start a local Ray for Tune; yield a function that runs trials to their end. Stop trials that an error leaves."""
-    from pipeline.launch._ray.local import LocalRayRequest, started
-
     stages.begin("starting Ray")
-    with started(LocalRayRequest(), verbose=job.verbose), display.shown():
+    with connected(None, verbose=job.verbose), display.shown():
         try:
             yield partial(_search, job=job, display=display)
         except BaseException:
