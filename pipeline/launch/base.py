@@ -16,7 +16,7 @@ from pipeline.errors import Terminated
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch.hang import HangDetector
 from pipeline.plan.resources import Resources
-from pipeline.protocol.channel import Address, DirectOutbox, Inbox, Receive
+from pipeline.protocol.channel import Address, DirectOutbox, Inbox
 from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Heartbeat, Phase
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
@@ -86,8 +86,8 @@ class Session:
 
     folder: Path
     """The run's folder; files of workers go there."""
-    receive: Receive
-    """Takes each event; called from any thread."""
+    receive: Callable[..., None]
+    """Takes each event, and its line if a worker has sent it; called from any thread."""
     parallel: Parallel
     """Placement of the workers."""
     verbose: bool = False
@@ -139,11 +139,11 @@ class Attempt:
         if isinstance(event, FirstStep):
             self._time_to_first_step = time.monotonic() - self._opened_at
         elif isinstance(event, Finished):
-            event = event.model_copy(update={"time_to_first_step_s": self._time_to_first_step})
+            event, line = event.model_copy(update={"time_to_first_step_s": self._time_to_first_step}), None
         with self._lock:
             self._outcome = self._outcome.after(event)
         try:
-            self._session.receive(event)
+            self._session.receive(event, *([] if line is None else [line]))  # the journal keeps a worker's own bytes
         except OSError as error:
             self._stop.ask(error)
 

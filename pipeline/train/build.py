@@ -40,9 +40,6 @@ def build(trial: Trial, *, rank: Rank, outbox: Outbox = NOBODY, datasets: Datase
     """Build a rank's part of a trial, equal on all ranks. Collective.
 
     ``datasets`` are those of another trial in this process, which is still to take steps; None builds them.
-
-    Raises:
-        ExperimentError: a component can't be built, has the wrong type, or differs between ranks.
     """
     train = trial.experiment.train
     device = device_of(trial, rank=rank)

@@ -32,7 +32,7 @@ from pipeline.train.metrics import (
     merge,
     read,
 )
-from pipeline.train.names import TASK, listed, shown
+from pipeline.train.names import TASK, shown
 from pipeline.train.optim import evaluating
 from pipeline.train.order import MicroBatch
 from pipeline.train.ranks import broadcast_from_first, copy_from_first, gather
@@ -148,13 +148,6 @@ def evaluate(
         if show is not None:
             for name, curve in readings.curves.items():
                 show(name, curve)
-        if shared.ambiguous:
-            s.warn(
-                f"{listed([f'metrics.{name}' for name in shared.ambiguous])}: torchmetrics takes batches whose outputs "
-                f"are all between 0 and 1 for probabilities, and others for logits. The {split} set has both, so the "
-                "value depends on the batches. Return probabilities from the model, e.g. torch.sigmoid(logits)",
-                subject="metrics",
-            )
     values |= {f"{split}/{name}": value for name, value in own_values.items()}
     if hasattr(s.task, "own_evaluation") and split == "validation":  # whose logs no check could know
         for key, metric in s.experiment.followed.items():

@@ -77,11 +77,7 @@ def as_arrays(values: Any) -> Any:
 def write_mlflow_model(
     experiment: Experiment, path: Path, *, folder: Path, allowed: tuple[str, ...], warn: Callable[[str], None]
 ) -> None:
-    """Build the model of a run's folder again; write it as MLflow does, for batches of any size.
-
-    It is a program of torch.export, which runs no code of the model when it is loaded and takes named inputs by
-    position; or a pickle, if the export fails.
-    """
+    """Write a run's model, built again, as MLflow does: as a program of torch.export, or a pickle if that fails."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow.pytorch
     from mlflow.models import ModelSignature

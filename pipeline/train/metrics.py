@@ -1,7 +1,7 @@
 """Metrics: building them, the direction that is better, merging their states over ranks, and what they compute."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain, groupby, product, zip_longest
 from pathlib import Path
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _MOST_LABELLED = 20
 _MOST_VALUES = 1000
 """Values of a metric that are numbers of each evaluation; results with more are files of the last one."""
-_OF_PROBABILITIES = frozenset(("MulticlassPrecisionRecallCurve", "MulticlassCalibrationError", "MulticlassHingeLoss"))
-"""torchmetrics' classes of metrics of probabilities, and bases of such classes."""
 _OF_METRICS = frozenset(("training", "update", "compute", "sync_on_compute"))
 """Public attributes that torchmetrics sets."""
 
@@ -102,37 +100,18 @@ class SharedMetrics:
         """Start with the states that the metrics have; ``copies`` if the next batch overwrites what they get."""
         self._metrics, self._rank, self._copies = metrics, rank, copies
         self._named: dict[str, Metric] = dict(metrics.items(copy_state=False))
-        self._guessing = [name for name, one in self._named.items() if _is_guessing(one)]
-        self._has = torch.zeros(2, dtype=torch.bool)  # a batch with outputs from 0 to 1 only, and another batch
-        self.ambiguous: Sequence[str] = ()
-        """Metrics that took some batches for probabilities and others for logits; known after `merge`."""
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Update all metrics with a batch, 16-bit floats converted to fp32."""
         self._metrics.update(*convert_to_full_precision((outputs, targets), copies=self._copies))
-        if self._guessing and isinstance(outputs, Tensor) and outputs.is_floating_point():
-            is_outside = ((outputs < 0) | (outputs > 1)).any()
-            self._has = self._has.to(outputs.device) | torch.stack([~is_outside, is_outside])
 
     def merge(self) -> None:
         """Give the metrics of every rank the states of all ranks. Collective."""
-        if self._guessing:
-            found = gather(self._has.tolist(), rank=self._rank)
-            self.ambiguous = self._guessing if all(any(column) for column in zip(*found, strict=True)) else ()
         merge(self._metrics, rank=self._rank)
 
     def read(self) -> "Readings":
         """Return what the metrics compute, of all samples once they are merged; see `read`."""
         return read(self._metrics.compute(), self._named)
-
-
-def _is_guessing(metric: nn.Module) -> bool:
-    """Return True if torchmetrics guesses in each batch whether outputs are probabilities or logits.
-
-    See its `normalize_logits_if_needed`; metrics of several classes that only compare outputs don't need to know.
-    """
-    names = {one.__name__ for one in type(metric).__mro__ if one.__module__.startswith("torchmetrics.classification")}
-    return any(name.startswith(("Binary", "Multilabel")) or name in _OF_PROBABILITIES for name in names)
 
 
 def convert_to_full_precision(values: tuple[Any, Any], *, copies: bool = False) -> tuple[Any, Any]:

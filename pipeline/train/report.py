@@ -147,11 +147,7 @@ def model(s: State, *, folder: Path, best: Best | None = None) -> None:
 
 
 def exported_model(trial: Training, outbox: Outbox | None, *, folder: Path) -> None:
-    """Write the model whose weights and example are in ``folder``, if both are, as MLflow keeps it, and send it.
-
-    A model that can't be saved, for which too little memory is left, or that computes something else when it is built
-    again, is left to the process that writes to MLflow, which warns of it.
-    """
+    """Write the model as MLflow keeps it, and send it; one that can't be saved is left to MLflow's own process."""
     if outbox is None or not (trial.exports and trial.experiment.tracking.log_model and (folder / EXAMPLE).exists()):
         return
     path, told = folder / _MLFLOW_MODEL, list[str]()

@@ -74,11 +74,7 @@ def _digest(kind: str, shape: Sequence[int], content: bytes) -> str:
 
 
 def check_data(sets: Mapping[str, tuple[Callable[[list[int]], Any], int, int]], *, rank: Rank) -> None:
-    """Compare the sizes and some samples of the datasets over the ranks. Collective.
-
-    ``sets`` has by name: a function that reads samples, their number, and that of those that can be read by index.
-    Samples that differ each time they are read differ between ranks by intention.
-    """
+    """Compare sizes and some samples of the datasets over the ranks: (read, size, readable) by name. Collective."""
     if rank.world_size == 1:
         return
     sizes = gather((rank.place, {name: samples for name, (_, samples, _) in sets.items()}), rank=rank)
@@ -114,11 +110,7 @@ def check_order(indices: npt.NDArray[np.int64], *, rank: Rank) -> None:
 
 
 def check_module(module: nn.Module, *, key: str, rank: Rank, is_sharded: bool) -> None:
-    """Compare tensors, arrays and numbers in a module's attributes over the ranks. Collective.
-
-    Parameters and buffers are broadcast from rank 0, unless the model ``is_sharded``: then some values of each are
-    compared, too. An attribute that holds the rank may differ.
-    """
+    """Compare tensors, arrays and numbers in a module's attributes over the ranks, but the rank itself. Collective."""
     if rank.world_size == 1:
         return
     own = attribute_prints(module)

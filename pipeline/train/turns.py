@@ -134,8 +134,6 @@ def measure_in_turn(s: State, *, step_ms: float, since: float, complete: Complet
 
     Returns what the training's slots change in its result; nothing if no other trial could be measured. Rank 0 sends
     the events of the others, a `Finished` each included.
-
-    ``step_ms`` is a step of the training on this rank, ``since`` the `time.monotonic` of its end.
     """
     trial, rank = s.trial, s.rank
     assert isinstance(trial, Training)

@@ -217,7 +217,7 @@ def test_an_abort_by_nccl_is_a_hang_of_the_rank_behind_and_no_lost_worker(
     idle_s: float, is_hang: bool, tmp_path: Path
 ) -> None:
     trial = toys.trial()
-    session = Session(folder=tmp_path, receive=lambda _: None, parallel=trial.experiment.parallel)
+    session = Session(folder=tmp_path, receive=lambda *_: None, parallel=trial.experiment.parallel)
     attempt = inprocess.Launcher(session).attempt(trial)
     with attempt.listening("127.0.0.1"):
         attempt.receive_sent(beat(1, step=1, phase=Phase.FORWARD))

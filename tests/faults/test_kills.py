@@ -176,7 +176,7 @@ def killed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Attempt:
     [
         (["optimizer.lr=0.2", "--resume"], "optimizer.lr: is 0.2, but was 0.1 in"),
         (["--resume", "nowhere"], "--resume nowhere: no such run"),
-        (["name=other", "--resume"], "has no run of other. Start one without --resume"),
+        (["name=other", "--resume"], "has no run of other that has made a step. Start one without --resume"),
         (["train.global_batch_size=8", "--resume", "--allow-changed"], "train.global_batch_size: is 8, but was 16 in"),
         (["seed=7", "--resume", "--allow-changed"], "Set it back, or start a new run without --resume."),
     ],

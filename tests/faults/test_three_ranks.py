@@ -43,8 +43,8 @@ class Killer:
         self._moments = list(moments)
         self._draw = draw
 
-    def receive(self, event: AnyEvent) -> None:
-        self._recorder.receive(event)
+    def receive(self, event: AnyEvent, *line: bytes) -> None:
+        self._recorder.receive(event, *line)
         if self._moments and isinstance(event, Metrics) and event.step >= self._moments[0]:
             self._moments.pop(0)
             self._draw.choice(self._workers()).kill()

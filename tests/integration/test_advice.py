@@ -40,7 +40,7 @@ def advised(folder: Path, *overrides: str, with_baseline: bool = False) -> tuple
     machine = resources.detect()
     plan = make_plan(experiment, machine, allowed=allowed_packages(), with_baseline=with_baseline)
     events: list[AnyEvent] = []
-    session = Session(folder=folder, receive=events.append, parallel=experiment.parallel)
+    session = Session(folder=folder, receive=lambda event, *_: events.append(event), parallel=experiment.parallel)
     for trial in plan.trials:
         kind = trial.launcher if trial.workers > 1 else "inprocess"  # it takes seconds to start a process
         with registry.load("launchers", kind).Launcher(session) as launcher:

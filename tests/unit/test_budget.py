@@ -41,12 +41,12 @@ LARGER_TODAY = {
     "system": 749,
     "tasks": 930,
     "tracking": 2_258,
-    "train": 9_304,
+    "train": 9_255,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 279
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_677
+TEST_LINES = 48_650
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import toys
-from torchmetrics import MetricCollection, classification
+from torchmetrics import classification
 from typer.testing import CliRunner
 
 from pipeline import cli
@@ -22,11 +22,9 @@ from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment import reported
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.protocol.events import ArtifactSaved, Warned
-from pipeline.protocol.rank import Rank
 from pipeline.record.screen import Terminal
 from pipeline.train import metrics as metrics_of
 from pipeline.train.manifest import entries, verify
-from pipeline.train.metrics import SharedMetrics
 from pipeline.train.storage import Storage
 
 MSE = "mse: {_target_: torchmetrics.MeanSquaredError}"
@@ -260,29 +258,3 @@ class TestWhatMetricsCompute:
         ]
         plain, tried = (files["model/weights.pt"] for files in weights)
         assert all(torch.equal(plain[name], tried[name]) for name in plain)
-
-
-# Probabilities or logits
-
-
-def test_metrics_that_guess_what_outputs_are_guess_the_same_in_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchmetrics applies softmax to a batch with an output outside of 0 to 1, and to no other."""
-    collection = MetricCollection(
-        {
-            "auroc": classification.MulticlassAUROC(num_classes=3),
-            "accuracy": classification.MulticlassAccuracy(num_classes=3),
-        },
-        compute_groups=False,
-    )
-    within, beyond = torch.rand(8, 3), 5 * torch.randn(8, 3)
-    for batches, ambiguous in (([within, within], []), ([beyond], []), ([within, beyond], ["auroc"])):
-        shared = SharedMetrics(collection, rank=Rank())
-        for outputs in batches:
-            shared.update(outputs, torch.arange(8) % 3)
-        shared.merge()
-        assert list(shared.ambiguous) == ambiguous
-        collection.reset()
-    monkeypatch.setattr(SharedMetrics, "merge", lambda self: setattr(self, "ambiguous", ["auroc"]))
-    _, outbox = toys.trained(**CLASSES, metrics={"auroc": metric("MulticlassAUROC")})
-    said = [event for event in outbox.events if isinstance(event, Warned) and event.subject == "metrics"]
-    assert {event.message.partition(":")[0] for event in said} == {"metrics.auroc"}
