@@ -164,7 +164,6 @@ def line(folder: Path, *overrides: str) -> list[str]:
 
 
 def test_a_node_dies(cluster: Cluster, repository: Path, tmp_path: Path, start: Any, command: Any) -> None:
-    cluster.add()
     parallel = ["parallel.launcher=ray", "parallel.strategy=ddp", f"parallel.address={cluster.address}"]
     elastic, alone = tmp_path / "elastic", tmp_path / "alone"
     line_of_run = line(elastic, *parallel, "parallel.workers=[1, 2]", "parallel.start_timeout_s=120")
