@@ -16,6 +16,7 @@ from pipeline.launch.base import Launcher, gracefully
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Finished, Resumed, Started, Trained, TrialOpened, Warned
 from pipeline.protocol.trial import Training, Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
+from pipeline.record.folder import EXPERIMENT_NAME
 from pipeline.record.recorder import Recorder
 
 _MEASUREMENTS_MISSING = "Training was already complete. The measurements after it are missing."
@@ -106,7 +107,7 @@ def _execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, reached: _
                 raise
             hint = ""
             if isinstance(trial, Training) and trial.compared_with and trial.saves:
-                hint = f" Measure the speedup with: pipeline benchmark {recorder.folder}"
+                hint = f" Measure the speedup with: pipeline benchmark {recorder.folder / EXPERIMENT_NAME}"
             warn(f"interrupted. {_MEASUREMENTS_MISSING}{hint}")
             return end_as_trained(Outcome(), reached.trained)
         if outcome.has_ended and not outcome.has_failed:

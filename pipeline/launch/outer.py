@@ -393,6 +393,12 @@ def launch(attempt: Attempt, outer: OuterLauncher, stop: StopRequest) -> Outcome
         far = (each.address for each in facts[1:] if not is_loopback(each.address))
         host = address_facing(next(far, outer.host))
     gpus = find_gpus(facts, each=max(1, trial.devices_per_worker))
+    if trial.device == "cuda" and None in gpus:
+        bare = gpus.index(None)
+        raise ResourceError(
+            f"rank {bare} on {facts[bare].resources.node} has no GPU of its own: other ranks of its node take all that "
+            "it sees. Start at most one rank per GPU, or show each rank only its own GPU (srun: --gpus-per-task=1)."
+        )
     with attempt.listening(host) as address:
         group.send(Command(trial=trial.model_dump_json(), channel=str(address), gpus=gpus))
         rank = _enter(trial, group, gpus, host=host)

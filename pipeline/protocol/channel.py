@@ -174,7 +174,10 @@ class Inbox:
         except ValidationError as error:
             _log.warning("rank %d sent what is no event: %s", peer.rank, error)
             return False
-        self._receive(event, line)
+        try:
+            self._receive(event, line)
+        except Exception:  # noqa: BLE001 - a mistake of ours must not silence a worker
+            _log.exception("an event was lost")
         return True
 
     def _drop(self, peer: "_Peer") -> None:

@@ -71,6 +71,23 @@ def test_all_events_arrive_in_order_before_the_worker_has_hung_up(driver: Driver
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outbox")]
 
 
+def test_an_event_that_cannot_be_taken_costs_no_other(tmp_path: Path) -> None:
+    taken: list[AnyEvent] = []
+
+    def receive(event: AnyEvent, _: bytes) -> None:
+        if isinstance(event, Warned) and event.message == "5":
+            raise RuntimeError
+        taken.append(event)
+
+    with (
+        Inbox(host="127.0.0.1", receive=receive) as inbox,
+        ChannelOutbox(inbox.address, rank=0, folder=tmp_path) as out,
+    ):
+        for number in range(10):
+            out.event(warned(number))
+    assert [event.message for event in taken if isinstance(event, Warned)] == [*"01234", *"6789"]
+
+
 def test_what_is_no_number_arrives_with_its_line_and_the_time_of_the_driver(driver: Driver, worker: Worker) -> None:
     sent = Metrics(time=7.0, step=1, epoch=1, points=(Point("a", 1, float("inf")), Point("b", 1, 1e-300)))
     with worker() as outbox:

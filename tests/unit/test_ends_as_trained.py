@@ -106,7 +106,7 @@ def test_an_interruption_after_the_training_names_the_command_that_measures(
     monkeypatch.setattr(Launcher, "launch", launch)
     trial = (with_baseline() if is_compared else toys.trial()).model_copy(update={"checkpoints": str(tmp_path)})
     run = carried_out(tmp_path, ([], {}), trial=trial)
-    command = f" Measure the speedup with: pipeline benchmark {tmp_path}" if is_compared else ""
+    command = f" Measure the speedup with: pipeline benchmark {tmp_path / 'experiment.yaml'}" if is_compared else ""
     assert run.warnings == [
         f"interrupted. Training was already complete. The measurements after it are missing.{command}"
     ]
