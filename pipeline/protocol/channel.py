@@ -126,8 +126,8 @@ class Inbox:
                 if not self._was_full:
                     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                     message = (
-                        f"The driver can't accept more workers: {error.strerror} (its limit is {limit}). They wait "
-                        "until files are closed. Start the run with a higher limit: ulimit -n 65536"
+                        f"The driver can't accept more workers: {error.strerror} (its limit is {limit}). They "
+                        f"give up after {CONNECT_S:g} s. Start the run with a higher limit: ulimit -n 65536"
                     )
                     warned = Warned(message=message)
                     self._receive(warned, event_to_json(warned))
@@ -251,9 +251,14 @@ class ChannelOutbox(DirectOutbox):
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._socket = connect(address.host, address.port, subject=socket.gethostname())
         self._said, nonce = self._socket.makefile("rb"), secrets.token_hex(16)
-        proof = _prove(address.key, self._said.readline().decode(errors="replace").strip())
-        self._socket.sendall(b"%s %s %d\n" % (proof, nonce.encode(), rank))
-        if not hmac.compare_digest(self._said.readline().strip(), _prove(address.key, nonce)):
+        try:
+            proof = _prove(address.key, self._said.readline().decode(errors="replace").strip())
+            self._socket.sendall(b"%s %s %d\n" % (proof, nonce.encode(), rank))
+            answer = self._said.readline().strip()
+        except TimeoutError as error:
+            said = f"the driver at {address.host}:{address.port} does not answer rank {rank} within {CONNECT_S:g} s"
+            raise ResourceError(f"{said}. It may have too many files open: see its warnings.") from error
+        if not hmac.compare_digest(answer, _prove(address.key, nonce)):
             self._said.close()
             self._socket.close()
             raise ConnectionError(f"what answers at {address.host}:{address.port} is not the driver of this run")
