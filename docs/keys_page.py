@@ -31,7 +31,8 @@ train: {epochs: 5, global_batch_size: 64}
   arguments. Components may be nested. `pyproject.toml` lists your packages: `packages = ["mypackage"]` below
   `[tool.pipeline]`. Of other libraries, only models, losses, optimizers and similar classes are allowed.
 - A **string** may refer to another key (`${train.epochs}`) or to an environment variable (`${oc.env:NAME,default}`).
-  In a component it may refer to `${total_steps}`, `${steps_per_epoch}` and `${world_size}`.
+  In a component it may refer to `${total_steps}`, `${steps_per_epoch}` and `${world_size}`. There the value of a
+  variable is a text; `${oc.decode:${oc.env:WIDTH,16}}` is a number.
 - The **command line** sets any key by its dotted name: `pipeline run FILE train.lr_scaling.rule=linear`.
 - An **unknown key** is an error that names the most similar known key. `pipeline check FILE` checks a file.
 

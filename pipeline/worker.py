@@ -1,7 +1,8 @@
 """One rank of one trial, whichever launcher started it: `run` builds, trains, and sends what happens to the driver.
 
-Any rank can be replayed by hand: ``python -m pipeline.worker runs/<id>/trials/main.json`` trains rank 0 alone, or under
-``torchrun`` as many ranks as it starts, and prints its events.
+A rank of ``launcher: torchrun`` can be replayed by hand: ``python -m pipeline.worker runs/<id>/trials/main.json``
+trains rank 0 alone, or under ``torchrun`` as many ranks as it starts, and prints its events. It writes checkpoints to
+the ``folder`` that the file names: change that in a copy of the file, or those of the run are replaced.
 """
 
 import gc

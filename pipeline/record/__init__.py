@@ -1,1 +1,1 @@
-"""Folder of a run with its journal: written, found, read and summarized."""
+"""Folder of a run with its journal: written, found, read and summarized; and the terminal, which shows its events."""

@@ -1,1 +1,1 @@
-"""Records of a run: the journal first; the terminal, MLflow and trackers are copies of it."""
+"""The process that sends a run to MLflow and to loggers: a reader of the run's journal."""
