@@ -19,7 +19,6 @@ from pipeline.cli.arguments import (
     TrainOnly,
     Verbose,
     head_start,
-    interruptible,
     opened,
     print_json,
     with_address,
@@ -103,10 +102,7 @@ def sweep(
 ) -> None:
     """Search hyperparameters: train the trials of the file's sweep section in parallel and find the best."""
     given = with_address(overrides, address)
-    with (
-        opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal),
-        interruptible(),
-    ):
+    with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
         stages.begin("importing torch")
         with undisturbed():
             from pipeline.commands.sweep import planning

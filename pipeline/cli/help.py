@@ -6,6 +6,7 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from pipeline.cli.arguments import interruptible
 from pipeline.errors import UsageError
 
 GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -73,6 +74,11 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options, without their types in the help."""
         return _untyped(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; else typer would give SIGTERM the exit code of Ctrl-C, and no message."""
+        with interruptible():
+            return super().invoke(ctx)
 
 
 class Command(TyperCommand):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.arguments import Json, interruptible, problems_of, show
+from pipeline.cli.arguments import Json, problems_of, show
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experiment.targets import lacking
 from pipeline.system import stages
@@ -37,7 +37,7 @@ def check(
     if not files:
         raise UsageError(f"name an experiment file, too: pipeline check FILE {overrides[0]}")
     console = rich.console.Console(highlight=False, stderr=True, quiet=quiet)
-    with interruptible(), stages_on(rich.console.Console(quiet=True) if as_json else console):
+    with stages_on(rich.console.Console(quiet=True) if as_json else console):
         for file, check_file in iter_checks(files, overrides, with_data=data):
             with progress_on(console):
                 found = check_file()
@@ -118,12 +118,8 @@ def doctor(
     parallel = experiment.parallel if experiment else Parallel(launcher="ray")
     if address is not None:
         parallel = parallel.model_copy(update={"launcher": "ray", "address": address})
-    with interruptible():
-        examination = examine(
-            parallel,
-            uri=experiment.tracking.uri if experiment else None,
-            say=lambda what: typer.echo(what, err=True),
-        )
+    uri = experiment.tracking.uri if experiment else None
+    examination = examine(parallel, uri=uri, say=lambda what: typer.echo(what, err=True))
     if as_json:
         typer.echo(examination.model_dump_json(indent=2))
     else:

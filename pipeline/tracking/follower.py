@@ -114,7 +114,7 @@ class Follower:
         assert self._process.stdin is not None
         if not self._has_end:
             self._has_end = True
-            with suppress(OSError):  # the process has ended, which `_listen` notices, too
+            with suppress(OSError, ValueError):  # the process has ended; `_listen` may have closed the pipe
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
 

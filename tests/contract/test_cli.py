@@ -107,7 +107,6 @@ def test_what_needs_no_training_loads_no_heavy_library(arguments: list[str]) -> 
 
 def test_an_unknown_command_is_a_usage_error(command: Command) -> None:
     ended = command("trian")
-
     assert ended.code == 2
     assert "trian" in ended.stderr
 
@@ -117,14 +116,12 @@ def test_the_experiments_are_right(command: Command, path: Path) -> None:
     if path.stem == "cifar10":
         pytest.importorskip("torchvision")
     ended = command("check", "--no-data", str(path))
-
     assert ended.code == 0
     assert re.fullmatch(rf"{re.escape(str(path))}: ok(; sweep of .*)?\n", ended.stdout)
 
 
 def test_check_takes_values_for_its_files(command: Command) -> None:
     ended = command("check", MLP, "optimizer.lr=abc", "--no-data")
-
     assert ended.code == 2
     assert ended.stdout == ""
     assert ended.stderr.endswith("command line: optimizer.lr=abc: optimizer.lr: is 'abc' (a string). Write a number.\n")
@@ -242,7 +239,6 @@ def test_the_ui_needs_a_free_port(command: Command, tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         ended = command("ui", "--port", port, "--store", f"sqlite:///{tmp_path}/mlflow.db")
-
     assert ended.code == 2
     assert f"port {port}" in ended.stderr
     assert "--port" in ended.stderr
@@ -250,7 +246,6 @@ def test_the_ui_needs_a_free_port(command: Command, tmp_path: Path) -> None:
 
 def test_the_ui_needs_a_store(command: Command, tmp_path: Path) -> None:
     ended = command("ui", "--store", f"sqlite:///{tmp_path}/none.db")
-
     assert ended.code == 2
     assert "no runs yet" in ended.stderr
     assert list(tmp_path.iterdir()) == []
@@ -258,6 +253,5 @@ def test_the_ui_needs_a_store(command: Command, tmp_path: Path) -> None:
 
 def test_sync_needs_a_run(command: Command, tmp_path: Path) -> None:
     ended = command("sync", str(tmp_path))
-
     assert ended.code == 2
     assert f"{tmp_path}: no such run in runs" in ended.stderr

@@ -2,13 +2,16 @@
 
 import pickle
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import toys
 from pydantic import ValidationError
 from samples import finished, spread
+from typer.core import TyperGroup
 
 from pipeline import errors
+from pipeline.cli import app
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
 from pipeline.protocol import events
 from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, event_from_json, event_to_json
@@ -142,10 +145,13 @@ def test_errors_survive_a_process_boundary(error: errors.PipelineError) -> None:
     assert (str(again), again.__dict__, again.exit_code) == (str(error), error.__dict__, error.exit_code)
 
 
-def test_exit_codes() -> None:
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = (ExperimentError, errors.UsageError, errors.ResourceError, TrainingError, Interrupted)
     assert [kind.exit_code for kind in classes] == [2, 2, 3, 1, 130]
-    assert Interrupted("stop", 143).exit_code == 143
+    monkeypatch.setattr(TyperGroup, "invoke", Mock(side_effect=errors.Terminated))
+    with pytest.raises(Interrupted, match="SIGTERM") as ended:
+        app(["list"])
+    assert ended.value.exit_code == 143
 
 
 def test_a_problem_is_place_key_message() -> None:
