@@ -237,8 +237,6 @@ class Heartbeat(Event):
     kind: Literal["heartbeat"] = "heartbeat"
     rank: Rank
     pid: int
-    process_started: float
-    """Start of the process in seconds since the node's boot; together with the pid it identifies the process."""
     step: int
     """Current or last optimizer step, counted from 1; 0 before the first."""
     phase: Phase
@@ -377,8 +375,6 @@ class ModelExported(Event):
     kind: Literal["model_exported"] = "model_exported"
     program: str
     """Path of the program inside the run's folder. The file is removed once the tracking store has it."""
-    samples: str
-    """Path of an .npz file with an example of inputs and outputs; see `pipeline.train.exported`."""
     torch: str
     """Version of torch that exported it."""
 

@@ -88,12 +88,6 @@ def in_background(run: Callable[[threading.Event], None], *, name: str) -> Itera
         thread.join()
 
 
-def seconds_after_boot(process: psutil.Process) -> float:
-    """Return when a process was started; unlike `psutil.Process.create_time` it stays when the clock is set."""
-    booted = psutil.boot_time()  # older versions of psutil keep it for the next line
-    return round(psutil.Process(process.pid).create_time() - booted, 2)
-
-
 class OtherLoad:
     """Processor time since this object was made: that of the machine, and the part of this process and its children.
 

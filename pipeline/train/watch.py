@@ -20,12 +20,9 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Self
 
-import psutil
-
 from pipeline.errors import Stopped
 from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.system.process import seconds_after_boot
 from pipeline.train.errors import OURS, TORCH
 
 GRACE_S = 2.0
@@ -103,7 +100,6 @@ class Watchdog:
             setattr(_now, one.name, one.default)
         self._watched = threading.get_ident()
         self._depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))  # frames outside, e.g. of the command line
-        self._process_started = seconds_after_boot(psutil.Process())
         if self._end is not None:  # the driver can name only ranks that it has heard from
             self._outbox.event(self._heartbeat())
         self._thread.start()
@@ -149,7 +145,6 @@ class Watchdog:
             trial=self._trial,
             rank=self._rank,
             pid=os.getpid(),
-            process_started=self._process_started,
             step=_now.step,
             phase=_now.phase,
             idle_s=self._idle_s,
