@@ -94,8 +94,8 @@ class Session:
     """True if the output of the launcher and the workers goes to the terminal."""
 
     def log_folder(self, trial: Trial) -> Path:
-        """Return the folder for the output of a trial's workers; make it if it is missing."""
-        folder = self.folder / "logs" / trial.name
+        """Return the absolute folder for the output of a trial's workers; make it if it is missing."""
+        folder = self.folder.resolve() / "logs" / trial.name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -115,17 +115,14 @@ class Attempt:
         self.outbox = DirectOutbox(session.folder, self.receive, is_stopping=lambda: stop.asked)
         """Outbox for a worker in this process."""
         self._detector = HangDetector(trial, receive=self.receive)
+        self.silent: Mapping[int, str] = self._detector.lost
+        """Reasons for which silent ranks of other nodes count as lost, by rank."""
         self._beside = {one.name for one in trial.compared_with} if isinstance(trial, Training) else set()
         self._session, self._stop = session, stop
         self._opened_at = time.monotonic()
         self._time_to_first_step: float | None = None
         self._outcome = Outcome()
         self._lock = threading.Lock()
-
-    @property
-    def silent(self) -> Mapping[int, str]:
-        """Reasons for which silent ranks of other nodes count as lost, by rank."""
-        return self._detector.lost
 
     def receive(self, event: AnyEvent, line: bytes | None = None) -> None:
         """Forward an event, from any thread; if it can't be recorded, the run stops after a checkpoint.

@@ -115,9 +115,9 @@ def collect(*, all_gpus: bool = False) -> str:
             "node": socket.gethostname(),
             "python": platform.python_version(),
             "torch": torch,
-            "ray": _version("ray"),
-            "mlflow": _version("mlflow") or _version("mlflow-skinny"),
-            "pipeline": _version("ddp-pipeline"),
+            "ray": version_of("ray"),
+            "mlflow": version_of("mlflow") or version_of("mlflow-skinny"),
+            "pipeline": version_of("ddp-pipeline"),
             "cpus": cpus if quota == "max" else min(cpus, max(1, int(quota) // int(period))),
             "memory_mb": memory >> 20,
             "memory_free_mb": available >> 20,
@@ -127,7 +127,8 @@ def collect(*, all_gpus: bool = False) -> str:
     )
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the installed version of a package; None without it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -143,9 +144,9 @@ def _torch() -> dict[str, Any] | None:
     cuda = re.search(r"^cuda\b.*= '([\d.]+)'", source, re.MULTILINE)
     version = re.search(r"^__version__ = '(.*)'", source, re.MULTILINE)
     return {
-        "version": version[1] if version else _version("torch"),
+        "version": version[1] if version else version_of("torch"),
         "cuda": cuda[1] if cuda else None,
-        "nccl": next(filter(None, map(_version, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"))), None),
+        "nccl": next(filter(None, map(version_of, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"))), None),
         "cuda_available": None,
         "cuda_error": None,
     }

@@ -419,17 +419,13 @@ def _train(attempt: Attempt, rank: Rank, store: "Store", stop: StopRequest) -> N
     folder = Path(attempt.trial.folder)
     outbox = DirectOutbox(folder, attempt.receive_sent, is_stopping=lambda: stop.asked)
     try:
-        # This process records: it doesn't end itself when it hangs.
-        if not worker.run(attempt.trial, rank, outbox, store=store, end=_wait_for_ever):
+        # This process records: when it hangs, it waits instead of ending.
+        if not worker.run(attempt.trial, rank, outbox, store=store, end=threading.Event().wait):
             stop.ask()  # perhaps another rank has been asked
     except worker.WorkerFailed:
         pass  # it has been reported, and the run's log has the traceback
     finally:
         attempt.hung_up(0)
-
-
-def _wait_for_ever() -> None:
-    threading.Event().wait()
 
 
 def await_ends(attempt: Attempt, training: threading.Thread, *, deadline: float) -> dict[int, str]:

@@ -4,7 +4,6 @@ It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster
 for Ray itself is in `pipeline.launch.cluster`.
 """
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from pipeline.errors import ResourceError
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch import base, cluster
 from pipeline.launch.base import LOOPBACK
-from pipeline.launch.node_facts import INSTALL_SAME_COMMIT
+from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, version_of
 from pipeline.launch.outer import interface_variables
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
@@ -122,7 +121,7 @@ class Launcher(base.Launcher):
             train_loop_config={
                 "trial": trial.model_dump_json(),
                 "channel": str(address),
-                "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
+                "logs": None if self.session.verbose else str(self.session.log_folder(trial)),
                 "cwd": str(Path.cwd()),
                 "paths": cluster.import_paths(is_sent=bool(self._code)),
                 "shared": self._shared_folders(trial),
@@ -262,8 +261,7 @@ def _find_versions() -> dict[str, str | None]:
     """Return the versions that all nodes must share; Ray itself compares its own and Python's."""
     from torch.version import __version__  # and torch with it
 
-    ours = next((each.version for each in importlib.metadata.distributions(name="ddp-pipeline")), None)
-    return {"torch": __version__.partition("+")[0], "ddp-pipeline": ours}
+    return {"torch": __version__.partition("+")[0], "ddp-pipeline": version_of("ddp-pipeline")}
 
 
 def _timeouts(trial: Trial) -> dict[str, str]:

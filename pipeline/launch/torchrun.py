@@ -121,7 +121,7 @@ class Launcher(base.Launcher):
 
     def _start_rank(self, number: int, trial: Trial, job: dict[str, str]) -> Process:
         """Give a rank's job to a waiting process, or to a new one."""
-        folder, node = self.session.log_folder(trial).resolve(), os.uname().nodename
+        folder, node = self.session.log_folder(trial), os.uname().nodename
         rank = Rank(
             rank=number, local_rank=number, world_size=trial.workers, local_world_size=trial.workers, node=node
         )  # fmt: skip

@@ -24,8 +24,8 @@ from pipeline.protocol.events import (
 )
 from pipeline.record import loss_file
 from pipeline.record.journal import FILE_NAME, Journal, read
+from pipeline.record.trial_progress import LOSS
 
-LOSS = "train/loss"
 TRANSIENT = (Advanced, Heartbeat)
 """Events for displays only."""
 

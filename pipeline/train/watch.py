@@ -87,7 +87,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, trial: str, *, rank: Rank, outbox: Outbox, timeout_s: float, end: Callable[[], None] | None
+        self, trial: str, *, rank: Rank, outbox: Outbox, timeout_s: float, end: Callable[[], object] | None
     ) -> None:
         self._trial, self._rank, self._outbox, self._end, self._timeout_s = trial, rank, outbox, end, timeout_s
         self._interval_s = min(FIRST_HEARTBEAT_S if rank.is_first else HEARTBEAT_S, timeout_s / 10)
