@@ -243,10 +243,7 @@ def find_store(rank: Rank, *, timeout: timedelta) -> Store:
 
 
 def open_store(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> TCPStore:
-    """Open a store that listens at one address: torch's own listens at all, for anybody.
-
-    It waits until ``world_size`` ranks have joined, if it is given.
-    """
+    """Open a store that listens at one address, not at all as torch's, and waits for ``world_size`` ranks if given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -49,10 +49,7 @@ class Membership:
 
 
 class Log(io.TextIOBase):
-    """Text stream to the run's log, for consoles and log handlers of any thread; never raises.
-
-    Text that can't be written is dropped: on a full disk the journal stops the run.
-    """
+    """Text stream to the run's log, for any thread; drops what it can't write: the journal stops the run."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)

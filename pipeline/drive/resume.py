@@ -173,10 +173,7 @@ def check_same(
     allowable: Collection[str] = (),
     is_allowed: bool = False,
 ) -> None:
-    """Check that the experiment has changed only in keys with certain prefixes since the run.
-
-    ``allowable`` keys may change with ``--allow-changed``, if ``is_allowed``.
-    """
+    """Check that since the run only keys with certain prefixes changed, or ``allowable`` ones if ``is_allowed``."""
     problems = [
         Problem(
             key,

@@ -202,10 +202,7 @@ def _check(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
 
 
 def _refer_to_mlflow_variables(tree: dict[str, Any]) -> Iterator[Problem]:
-    """Have keys of ``tracking`` that the file does not set refer to MLflow's variables; yield what is wrong with them.
-
-    They are references, as a file may have them, so that a job on a cluster reads the variables too.
-    """
+    """Have ``tracking`` refer to MLflow's variables, as jobs on a cluster read them, too; yield what is wrong."""
     section = tree.get("tracking", {})
     for name, variable in (("uri", TRACKING_VARIABLE), ("experiment", "MLFLOW_EXPERIMENT_NAME")):
         value = os.environ.get(variable)

@@ -125,10 +125,7 @@ class Attempt:
         self._lock = threading.Lock()
 
     def receive(self, event: AnyEvent, line: bytes | None = None) -> None:
-        """Forward an event, from any thread; if it can't be recorded, the run stops after a checkpoint.
-
-        Events of trials that the training is compared with are kept for the outcome: the training ends after them.
-        """
+        """Forward an event, or keep it for the outcome; if it can't be recorded, the run stops after a checkpoint."""
         if event.trial in self._beside:
             with self._lock:
                 self._outcome = replace(self._outcome, beside=(*self._outcome.beside, event))
@@ -166,10 +163,7 @@ class Attempt:
 
     @contextmanager
     def listening(self, host: str) -> Iterator[Address]:
-        """Receive what workers send inside the block, find those that hang, and pass stop requests on.
-
-        Yields where they connect to, an address of this machine.
-        """
+        """Receive what workers send to the yielded address, find those that hang, and pass stop requests on."""
         inbox = Inbox(
             host=host, receive=self.receive_sent, hung_up=self.hung_up, is_stopping=lambda: self._stop.asked
         )  # fmt: skip

@@ -151,10 +151,7 @@ def naming_address(parallel: Parallel) -> Iterator[None]:
 
 
 class LocalRay(threading.Thread):
-    """A local Ray that starts while the driver continues; a context manager that waits for it, and ends it.
-
-    Linux ends Ray's processes together with the thread that started them, so this thread holds them until the end.
-    """
+    """A local Ray that starts meanwhile, in a thread that holds it: Linux ends Ray's processes together with it."""
 
     newest: ClassVar["LocalRay | None"] = None
 
@@ -368,10 +365,7 @@ def ask_nodes(*, timeout_s: float = _ANSWER_S) -> tuple[list[NodeFacts], dict[st
 
 
 def code_for_nodes() -> dict[str, Any]:
-    """Return Ray's ``runtime_env`` that sends the project's folder to the nodes; empty if there is nothing to send.
-
-    Ray leaves out what .gitignore and .rayignore name.
-    """
+    """Return Ray's ``runtime_env`` that sends the project's folder to the nodes; empty if there is nothing to send."""
     if "working_dir" in os.environ.get(_JOB, "") or not any(_own_packages()):
         return {}
     return {"working_dir": str(_project()), "excludes": _NOT_CODE}

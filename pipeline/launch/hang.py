@@ -38,10 +38,7 @@ class _Heard:
 
 
 class HangDetector:
-    """Judges a trial's heartbeats, and reports a rank that hangs by a `Failed` with the rank's last stack, once.
-
-    A silent rank of another node counts as lost with its node instead: training may continue without that node.
-    """
+    """Reports a rank that hangs, once, by a `Failed` with its stack; a silent one of another node counts as lost."""
 
     def __init__(self, trial: Trial, *, receive: Callable[[AnyEvent], None]) -> None:
         self.lost: dict[int, str] = {}

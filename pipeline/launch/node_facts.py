@@ -94,10 +94,7 @@ def facts_here() -> NodeFacts:
 
 
 def collect(*, all_gpus: bool = False) -> str:
-    """Return the facts of this machine as the JSON of a `NodeFacts`.
-
-    ``all_gpus`` ignores CUDA_VISIBLE_DEVICES, which Ray empties for tasks that ask for no GPU.
-    """
+    """Return the facts of this machine as the JSON of a `NodeFacts`; ``all_gpus`` ignores CUDA_VISIBLE_DEVICES."""
     gpus = _gpus(all_gpus=all_gpus)
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108 - only looked at
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -590,11 +590,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_variables(own: str) -> dict[str, str]:
-    """Return the variables that name the interface with an address of this machine to gloo and NCCL.
-
-    By default gloo takes the address of the node's own name, which is often a loopback address: ranks on several nodes
-    would never connect. Variables that are in the environment stay.
-    """
+    """Return the variables that name an address's interface to gloo, which would take the host name's, and to NCCL."""
     interfaces = {name: [each.address for each in those] for name, those in psutil.net_if_addrs().items()}
     name = next((name for name, addresses in interfaces.items() if own in addresses), None)
     # Without "=" NCCL takes the name as a prefix.

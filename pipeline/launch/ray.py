@@ -65,11 +65,7 @@ class Launcher(base.Launcher):
                     begun.end()
 
     def __enter__(self) -> Self:
-        """Connect to Ray. An existing cluster receives the code; a local Ray needs none.
-
-        Raises:
-            ResourceError: no cluster answers, or the code can't be sent.
-        """
+        """Connect to Ray. An existing cluster receives the code; a local Ray needs none."""
         verbose = self.session.verbose
         stages.begin("starting Ray" if self._address is None else "connecting to Ray")
         with cluster.naming_address(self.session.parallel):
@@ -142,11 +138,7 @@ class Launcher(base.Launcher):
         )
 
     def _shared_folders(self, trial: Trial) -> dict[str, str]:
-        """Return the folders that all nodes must have, by the key that sets them.
-
-        Raises:
-            ResourceError: this machine can't make the one for checkpoints.
-        """
+        """Return the folders that all nodes must have, by the key that sets them; make the one for checkpoints."""
         shared = {"tracking.directory": str(self.session.folder.resolve())}
         own = trial.experiment.checkpoint
         if own.directory and "://" not in own.directory and own.keep and isinstance(trial, Training | Baseline):
@@ -198,12 +190,7 @@ def _set_rendezvous(address: str, port: int, own: str) -> None:
 
 
 def work(config: dict[str, Any]) -> None:
-    """Run one rank of a trial in the process that Ray Train gave it.
-
-    Raises:
-        ResourceError: this node lacks something.
-        WorkerFailed: the rank failed and has reported it to the driver.
-    """
+    """Run one rank of a trial in the process that Ray Train gave it."""
     from pipeline.system.leftovers import Leftovers
 
     leftovers = Leftovers()
@@ -274,12 +261,7 @@ def _timeouts(trial: Trial) -> dict[str, str]:
 
 
 def _find_losses(error: BaseException | None, trial: Trial, *, silent: Mapping[int, str]) -> Mapping[int, str]:
-    """Return how workers ended, by rank, from the trainer's error and the ranks of other nodes that became silent.
-
-    Raises:
-        ResourceError: Ray could not start the workers, a node lacks something, or can't connect to the driver.
-        BaseException: the trainer's error, if it says nothing of workers.
-    """
+    """Return how workers ended, by rank; raise an error that is about no worker, or that a node lacks something."""
     if error is None:
         return {}
     if isinstance(error, WorkerGroupError):

@@ -44,13 +44,7 @@ class Reported(NamedTuple):
 
 
 class TrialProgress:
-    """State of a running trial: steps, stage, pace and values, as far as its events tell.
-
-    Args:
-        directions: directions in which validation metrics are better, by reported name, the main metric first.
-        batch: samples of a global batch; None if unknown.
-        earlier: evaluations of earlier attempts, for the best values so far.
-    """
+    """State of a running trial: steps, stage, pace and values; ``earlier`` evaluations count for the best so far."""
 
     def __init__(
         self,
@@ -200,12 +194,7 @@ class TrialProgress:
 
 
 class RunProgress:
-    """State of a command, updated by each of its events.
-
-    Args:
-        trials: all trials that are measured, also those that a training is compared with; empty if only the events
-            are known.
-    """
+    """State of a command, updated by each of its events; ``trials``: all that are measured, if they are known."""
 
     def __init__(self, trials: Sequence[Trial] = ()) -> None:
         self.opened: RunOpened | None = None

@@ -24,12 +24,7 @@ _MOST_LINES = 12
 
 
 class ChildCrashedError(Exception):
-    """The child ended without a result.
-
-    Args:
-        how: the end in words, e.g. "was ended by SIGSEGV".
-        output: last lines that it printed; with a stack of Python if native code crashed.
-    """
+    """The child ended without a result: ``how``, e.g. "was ended by SIGSEGV", and the last lines of its ``output``."""
 
     def __init__(self, how: str, output: str) -> None:
         self.how, self.output = how, output

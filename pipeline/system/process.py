@@ -89,10 +89,7 @@ def in_background(run: Callable[[threading.Event], None], *, name: str) -> Itera
 
 
 class OtherLoad:
-    """Processor time since this object was made: that of the machine, and the part of this process and its children.
-
-    The parts are given apart, as several processes of a machine may belong together.
-    """
+    """Processor time since this object was made: of the machine, and apart from it of this process and its children."""
 
     def __init__(self) -> None:
         self._began, self._own, self._busy = time.monotonic(), _own_s(), _busy_s()

@@ -18,10 +18,7 @@ SAME_S = 2.0
 
 @contextmanager
 def deferred_signals(answer: str = "") -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the context; a second one, `SAME_S` later, acts at once.
-
-    The first one is answered by a line on standard error.
-    """
+    """Defer SIGINT and SIGTERM, with an answer, to the end of the context; a second one, `SAME_S` later, acts now."""
     if current_thread() is not main_thread():  # other threads get no signals
         yield
         return

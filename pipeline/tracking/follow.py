@@ -403,11 +403,7 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
 
 
 def _find_ends(folder: Path) -> tuple[RunOpened, RunClosed]:
-    """Return the events that opened and ended a run; a killed run ended at its last event.
-
-    Raises:
-        UsageError: the journal is missing or damaged, or there is nothing to send yet.
-    """
+    """Return the events that opened and ended a run; a killed run ended at its last event."""
     path = folder / journal.FILE_NAME
     opened, last = None, None
     for event in journal.read(path):  # one event in memory at a time

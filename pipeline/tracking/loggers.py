@@ -121,10 +121,7 @@ def start(
     is_over: Callable[[], bool],
     end: Callable[[], RunClosed | None],
 ) -> list[Logger]:
-    """Start the loggers that are named, and if ``with_own``, the experiment's components.
-
-    ``tell`` gets a name and a warning, or an empty text when this logger has ended.
-    """
+    """Start the loggers; ``tell`` gets a name and a warning, or an empty text when this logger has ended."""
     builders: dict[str, Callable[[], Tracker]] = {name: partial(build, name, folder) for name in names}
     remedies = dict.fromkeys(names, f"Send the rest with: pipeline sync {folder}")
     if with_own:
@@ -217,11 +214,7 @@ def scalars(event: AnyEvent) -> Sequence[Point]:
 
 
 def figures(event: Finished) -> Iterator[Point]:
-    """Return a trial's measurements as metrics at its last step.
-
-    Throughput and step time are the report's; the series of their windows are named ``throughput/samples_per_second``
-    and ``time/step_ms``.
-    """
+    """Return a trial's measurements as metrics at its last step; throughput and step time are the report's."""
     result = event.result
     values = {number.metric: number.value(result) for number in MEASURED} | {STARTUP.metric: STARTUP.value(event)}
     if len(result.peak_memory_mb) > 1:

@@ -257,10 +257,7 @@ class MlflowRun:
         self.client.set_terminated(run_id, status=status, end_time=milliseconds(event))
 
     def _end_all(self, event: RunClosed) -> None:
-        """End all open runs, and delete empty duplicates.
-
-        A server may create a run although its answer is lost; a retry then creates the run that is used.
-        """
+        """End all open runs, and delete empty duplicates, which servers create whose answers are lost."""
         runs = self._runs({RUN_TAG: self._name})
         used = Counter(run.data.tags[TRIAL_TAG] for run in runs if _content(run))
         for run in runs:
@@ -315,11 +312,7 @@ def _content(run: "Run") -> int:
 
 
 def delete_runs(uri: str, *, experiment: str, name: str) -> None:
-    """Delete the MLflow runs of a run folder and of its trials' folders; MLflow can restore them.
-
-    Raises:
-        MlflowException: the store's.
-    """
+    """Delete the MLflow runs of a run folder and of its trials' folders; MLflow can restore them."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -330,10 +323,7 @@ def delete_runs(uri: str, *, experiment: str, name: str) -> None:
 
 
 def name_run(event: RunOpened) -> str:
-    """Name a run, e.g. "ddp, 2 workers" or "sweep"; ``tracking.run_name`` and the title of a sweep's trial come first.
-
-    The id of the run, the name of its folder, is a tag.
-    """
+    """Name a run by its own title, or else e.g. "ddp, 2 workers" or "sweep"; its id is a tag."""
     role = event.tags.get("role", "main")
     if event.title or role != "main":
         return event.title or role
@@ -352,11 +342,7 @@ def milliseconds(event: Event) -> int:
 
 
 def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
-    """Convert metric points; ``timestamp`` in milliseconds since the epoch.
-
-    A figure of the whole run gets step 0, where MLflow draws bars, one for each run; at a later step it draws a line of
-    a single dot.
-    """
+    """Convert metric points; a figure of the whole run gets step 0, where MLflow draws bars instead of a single dot."""
     from mlflow.entities import Metric
 
     return [

@@ -112,10 +112,7 @@ def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
 
 
 def _describe(client: "MlflowClient", logged: "LoggedModel", model: "Model", *, path: Path, step: int | None) -> None:
-    """Write the description on the model's page: origin, code to load it, signature, metrics. Idempotent.
-
-    ``step`` is that of the weights; None for the last.
-    """
+    """Write the description on the model's page: origin, code, signature, metrics at ``step``, by default the last."""
     run = client.get_run(logged.source_run_id)
     client.log_batch(run.info.run_id, metrics=list(_figures(client, run, logged, step=step)), synchronous=True)
     at = "" if step is None else f", with the best weights (step {step:,})"

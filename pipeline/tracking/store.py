@@ -49,10 +49,7 @@ def is_server(uri: str) -> bool:
 
 
 def with_credentials(uri: str) -> str:
-    """Return a store's URI with the credentials of MLFLOW_TRACKING_URI, if that names the same store.
-
-    MLflow itself reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
-    """
+    """Return a store's URI with the credentials of MLFLOW_TRACKING_URI, if that names the same store."""
     current = os.environ.get("MLFLOW_TRACKING_URI", "")
     return current if without_credentials(current) == uri else uri
 
