@@ -87,11 +87,7 @@ class Command(Frozen):
 
 
 class Group:
-    """This process's part in the group of ranks.
-
-    Raises:
-        ResourceError: rank 0's machine doesn't answer, or can't open the store.
-    """
+    """This process's part in the group of ranks."""
 
     def __init__(self, outer: OuterLauncher, *, timeout_s: float) -> None:
         self.outer, self.node = outer, socket.gethostname()
@@ -145,12 +141,7 @@ class Group:
             self._store.set("failure", f"rank {self.outer.rank} on {self.node} could not start: {message}")
 
     def gather(self) -> list[RankFacts]:
-        """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0.
-
-        Raises:
-            ResourceError: some ranks have not come within the timeout, or have another version of this package.
-            UsageError: a rank could not start.
-        """
+        """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0."""
         missing, deadline = set(range(self.outer.world_size)), time.monotonic() + self._timeout_s
         while missing := {rank for rank in missing if not self._store.check([f"facts/{rank}"])}:
             if self._store.check(["failure"]):
@@ -184,11 +175,7 @@ class Group:
             time.sleep(_POLL_S)
 
     def receive(self) -> Command:
-        """Wait for rank 0's next command. For the other ranks.
-
-        Raises:
-            DistError: rank 0 or its store is gone.
-        """
+        """Wait for rank 0's next command; DistError if its store is gone. For the other ranks."""
         key, start = f"command/{self.number}", time.monotonic()
         while not self._store.check([key]):  # less and less often: rank 0 answers all ranks while it measures
             time.sleep(min(max(_POLL_S, 0.1 * (time.monotonic() - start)), _LONGEST_POLL_S))
@@ -212,7 +199,7 @@ class Group:
 
 @cache
 def join(outer: OuterLauncher, *, timeout_s: float) -> Group:
-    """Return this process's group, and join it first at the first call; for the errors see `Group`."""
+    """Return this process's group, and join it first at the first call."""
     with undisturbed():
         import torch  # noqa: F401 - takes seconds
     return Group(outer, timeout_s=timeout_s)
@@ -220,7 +207,7 @@ def join(outer: OuterLauncher, *, timeout_s: float) -> Group:
 
 @cache
 def facts_of_all(outer: OuterLauncher, *, timeout_s: float) -> list[RankFacts]:
-    """Return the facts of all ranks, in the order of ranks. For rank 0; for the errors see `Group.gather`."""
+    """Return the facts of all ranks, in the order of ranks. For rank 0."""
     group = join(outer, timeout_s=timeout_s)
     group.publish()
     return group.gather()
@@ -455,22 +442,14 @@ def await_ends(attempt: Attempt, training: threading.Thread, *, deadline: float)
 
 
 def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:
-    """Return what all ranks have together. For rank 0.
-
-    Raises:
-        ResourceError: ranks are missing, or have other versions than rank 0.
-    """
+    """Return what all ranks have together. For rank 0."""
     facts = facts_of_all(outer, timeout_s=parallel.start_timeout_s)
     refuse_others(facts)
     return combined(facts)
 
 
 def refuse_others(facts: Sequence[RankFacts]) -> None:
-    """Check that all ranks have rank 0's versions of Python, torch and this package.
-
-    Raises:
-        ResourceError: versions differ; names each node once, with both versions.
-    """
+    """Check that all ranks have rank 0's versions of Python, torch and this package."""
     problems = dict.fromkeys(
         f"{rank.resources.node}: it has {package} {there}, and rank 0 has {own}"
         for rank in facts[1:]
@@ -573,11 +552,7 @@ def find_own_address(outer: OuterLauncher) -> str:
 
 
 def address_facing(host: str) -> str:
-    """Return the address of this machine from which packets to a host leave.
-
-    Raises:
-        OSError: the host has no address, or there is no way to it.
-    """
+    """Return the address of this machine from which packets to a host leave."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with closing(socket.socket(family, kind, protocol)) as probe:  # it sends nothing
         probe.connect(address)

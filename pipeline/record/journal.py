@@ -57,14 +57,7 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
     def append(self, event: AnyEvent | bytes, *, is_end: bool = False) -> None:
-        """Write one event, or its line, to the operating system; if it ends the run, also to the disk.
-
-        After an error the rest of its line is written before the next event: order is kept, and no line stays torn.
-
-        Raises:
-            OSError: the disk is full, the journal was deleted, or another driver has resumed the run; carries its path.
-            ValueError: the journal has been closed.
-        """
+        """Write an event or its line, after what a failed write has left; OSErrors carry the path."""
         if taker := self._lock.taken_by:
             raise OSError(
                 errno.EPERM,

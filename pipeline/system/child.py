@@ -36,10 +36,7 @@ def call_in_child(function: Callable[[Report], T], *, receive: Report) -> T:
 
     The child is forked if that is safe, else it is a new process, for which the function and its result must be
     picklable. It prints to a temporary file, and leaves no process and no thread behind.
-
-    Args:
-        function: called with a function that reports objects to ``receive``.
-        receive: gets them, in this process.
+    ``receive`` gets what the function reports.
 
     Raises:
         ChildCrashedError: the child ended without a result.

@@ -32,14 +32,7 @@ class Leftovers:
         self._processes = {child.pid for child in psutil.Process().children()}
 
     def end(self, warn: Callable[[str], None], *, run_exit_functions: bool = True) -> None:
-        """Wait `WAIT_S` seconds for processes, which are killed then, and for threads; warn of both by name.
-
-        The remaining threads end together with the process, see `exit_despite_threads`.
-
-        Args:
-            warn: shows a warning.
-            run_exit_functions: True if this process ends next: libraries end their processes in functions of `atexit`.
-        """
+        """Wait `WAIT_S` seconds for processes, which are killed then, and for threads; warn of both by name."""
         if names := self._kill_processes(run_exit_functions=run_exit_functions):
             warn(
                 f"Processes that user code started were still running after {WAIT_S:g} s: {_join(names)}. They were "
@@ -66,7 +59,7 @@ class Leftovers:
         killed = _wait_for_end([child for child in found if child.pid in waited_for], deadline=deadline)
         _kill(killed)
         others = [child for child in found if child not in killed and _is_alive(child)]
-        if others and run_exit_functions:
+        if others and run_exit_functions:  # this process ends next, and in these libraries end theirs
             atexit._run_exitfuncs()
         _kill(others := _wait_for_end(others, deadline=deadline))
         return [found[child] for child in (*killed, *others)]

@@ -56,16 +56,7 @@ class _IncompleteError(Exception):
 
 
 class Delivery:
-    """Delivery of a run's journal to MLflow, for one thread.
-
-    Args:
-        folder: the run's folder.
-        uri: URI of the store with credentials.
-        sent: what was sent before.
-        warn: called when an outage starts and when it ends, and once for each reason of a refusal.
-        keeps: True to write the state into the run's folder.
-        opened: called once MLflow has the run, unless that is after the run's end.
-    """
+    """Delivery of a run's journal to MLflow, for one thread; ``opened`` is called once, before the run's end."""
 
     def __init__(
         self,

@@ -43,17 +43,7 @@ class Tracker(Protocol):
 
 
 class Logger:
-    """A tracker with the thread that feeds it the run's journal.
-
-    Args:
-        name: name in warnings.
-        build: builds the tracker, in the thread.
-        folder: the run's folder.
-        is_over: tells if the journal is complete.
-        end: gives the run's last event, which a full disk may have kept from the journal.
-        tell: called from the thread with a warning, and with an empty text when the tracker has ended.
-        remedy: what to do about missing results, for warnings.
-    """
+    """A tracker with the thread that builds it and feeds it the journal; ``tell`` gets warnings, and "" at its end."""
 
     def __init__(
         self,

@@ -48,15 +48,7 @@ _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 
 
 class MlflowRun:
-    """MLflow run of one run folder, with a child run for each measurement.
-
-    Args:
-        folder: the run's folder.
-        client: client of the store.
-        opened: the run's first event, or one of a later session.
-        sent: what has been sent so far; updated, but not written.
-        warn: called with each artifact or model that can't be logged.
-    """
+    """MLflow run of one run folder, with a child run for each measurement; updates ``sent``, but does not write it."""
 
     def __init__(
         self,
@@ -83,11 +75,7 @@ class MlflowRun:
             raise
 
     def write(self, events: Iterable[AnyEvent]) -> None:
-        """Write events in order, metrics in as few calls as MLflow allows; files are added to the uploads.
-
-        Raises:
-            Exception: whatever MLflow raises; the same events may be written again.
-        """
+        """Write events in order, metrics in as few calls as MLflow allows; after an exception it may be repeated."""
         self._points = {}
         for event in events:
             self._write(event)
@@ -153,11 +141,7 @@ class MlflowRun:
                 self._end_all(event)
 
     def upload(self, event: ArtifactSaved | ModelSaved) -> None:
-        """Upload the file or model of one of the uploads.
-
-        Raises:
-            Exception: whatever MLflow raises; the upload may be repeated.
-        """
+        """Upload the file or model of one of the uploads; after an exception of MLflow it may be repeated."""
         if isinstance(event, ModelSaved):
             self._upload_model(event)
             return
@@ -240,11 +224,7 @@ class MlflowRun:
         return str(run.info.run_id)
 
     def id_of(self, name: str, *, trial: str = MAIN) -> str:
-        """Return the id of the MLflow run of another run folder, e.g. of this trial's sweep.
-
-        Raises:
-            LookupError: MLflow doesn't have the run yet.
-        """
+        """Return the id of another run folder's MLflow run; LookupError if MLflow doesn't have it yet."""
         if not (found := self._runs({RUN_TAG: name, TRIAL_TAG: trial})):
             raise LookupError(f"{name} isn't in MLflow yet. Send it with pipeline sync")
         return str(max(found, key=_content).info.run_id)

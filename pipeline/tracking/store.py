@@ -153,14 +153,7 @@ def newest_revisions() -> set[str]:
 
 
 def create_store(uri: str) -> None:
-    """Create a SQLite store unless it exists: under another name, then renamed, so that a kill leaves no half of it.
-
-    Several processes may call this at the same time. Other stores are created by their servers.
-
-    Raises:
-        TimeoutError: another process has been creating it for a minute.
-        Exception: whatever MLflow raises.
-    """
+    """Create a SQLite store unless it exists: under another name, then renamed, so that a kill leaves no half of it."""
     if (path := sqlite_path(uri)) is None:
         return
     place = path.resolve()  # a symbolic link is kept
