@@ -21,7 +21,7 @@ from pipeline.experiment.problems import find_problems, shown
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.sweep import Parameter
 from pipeline.experiment.uris import TRACKING_VARIABLE, problem_of, without_credentials, without_credentials_in
-from pipeline.wording import nearest
+from pipeline.wording import listed, nearest
 
 _IN_PYTHON = "experiment"  # instead of a file name in messages
 _PLAIN = (str, int, float, bool, type(None))
@@ -326,8 +326,7 @@ def _suggest(folder: Path, *, meant: str = "") -> str:
         return f"; did you mean {by_name[near]}?"
     if not there:
         return f"; there is no YAML file in {folder}"
-    more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
-    return f"; there are {', '.join(map(str, there[:_MOST_NAMED]))}{more}"
+    return f"; there are {listed([*map(str, there)], most=_MOST_NAMED)}"
 
 
 # Overrides

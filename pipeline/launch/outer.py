@@ -40,6 +40,7 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.imports import PACKAGE, undisturbed
 from pipeline.system.leftovers import abandon
 from pipeline.system.signals import SAME_S, end_after, on_sigterm
+from pipeline.wording import listed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -497,7 +498,7 @@ def combined(facts: Sequence[RankFacts]) -> Resources:
         cpus=sum(node.cpus for node in placed),
         memory_mb=sum(ranks[0].resources.memory_mb for ranks in nodes.values()),
         gpus=tuple(gpus),
-        node=", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""),
+        node=listed(names, most=_NAMED),
         processor=first.resources.processor,
         nodes=len(nodes),
         has_compiler=all(rank.resources.has_compiler for rank in facts),

@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.trial import Evaluation, Training, Trial
-from pipeline.wording import clock, counted, figure
+from pipeline.wording import clock, counted, figure, listed
 
 VALIDATION, TEST = "validation/", "test/"
 LOSS, THROUGHPUT = "train/loss", "throughput/samples_per_second"
@@ -321,9 +321,9 @@ def facts(event: Started) -> list[str]:
     if event.epoch_samples != event.train_samples:
         samples += f", {event.epoch_samples:,} in an epoch"
     devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
-    shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
     frozen = f" of {event.parameters + event.frozen:,}" if event.frozen else ""
-    return [f"{event.parameters:,}{frozen} parameters", samples, f"{event.total_steps:,} steps", f"on {shown}"]
+    steps, places = f"{event.total_steps:,} steps", f"on {listed(devices, most=2)}"
+    return [f"{event.parameters:,}{frozen} parameters", samples, steps, places]
 
 
 def left(seconds: float | None) -> list[str]:

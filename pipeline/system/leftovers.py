@@ -7,16 +7,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as thread_pool
 from contextlib import suppress
 
 import psutil
 
+from pipeline.wording import listed
+
 WAIT_S = 5.0
 """Seconds that processes and threads get to end by themselves: one of them may still write a file."""
 _POLL_S = 0.05
-_SHOWN = 5
+_MOST_NAMED = 5
 _HELPERS = ("resource_tracker import main", "from multiprocessing.forkserver")
 """Processes of Python and joblib, which end together with this one."""
 _POOLS = ("concurrent.futures.process", "joblib.externals.loky.process_executor", "loky.process_executor")
@@ -33,17 +35,17 @@ class Leftovers:
 
     def end(self, warn: Callable[[str], None], *, run_exit_functions: bool = True) -> None:
         """Wait `WAIT_S` seconds for processes, which are killed then, and for threads; warn of both by name."""
-        if names := self._kill_processes(run_exit_functions=run_exit_functions):
+        if names := listed(self._kill_processes(run_exit_functions=run_exit_functions), most=_MOST_NAMED):
             warn(
-                f"Processes that user code started were still running after {WAIT_S:g} s: {_join(names)}. They were "
-                "killed. End them in your code."
+                f"Processes that user code started were still running after {WAIT_S:g} s: {names}. They were killed. "
+                "End them in your code."
             )
         if threads := self._wait_for_threads():
             _abandoned.extend(threads)
+            names = listed([thread.name for thread in threads], most=_MOST_NAMED)
             warn(
-                f"Threads that user code started were still running after {WAIT_S:g} s: "
-                f"{_join([thread.name for thread in threads])}. The process ends without them. Join them in your code, "
-                "or start them with daemon=True."
+                f"Threads that user code started were still running after {WAIT_S:g} s: {names}. The process ends "
+                "without them. Join them in your code, or start them with daemon=True."
             )
 
     def _kill_processes(self, *, run_exit_functions: bool) -> list[str]:
@@ -130,8 +132,3 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
         with suppress(psutil.Error):
             for each in (*process.children(recursive=True), process):
                 each.kill()
-
-
-def _join(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
