@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pipeline.system.process import can_fork
+from pipeline.system.process import can_fork, kill_tree
 
 T = TypeVar("T")
 Report = Callable[[Any], None]
@@ -59,9 +59,7 @@ def call_in_child(function: Callable[[Report], T], *, receive: Report) -> T:
             raise ChildCrashedError(_describe_end(process.exitcode), _last_lines(Path(output.name)))
         finally:
             if process.exitcode is None:
-                with suppress(psutil.Error):  # e.g. after Ctrl-C
-                    for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
-                        each.kill()
+                kill_tree(process.pid)  # e.g. after Ctrl-C
             process.join()
             process.close()
 

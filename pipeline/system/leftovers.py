@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import psutil
 
+from pipeline.system.process import kill_tree
 from pipeline.wording import listed
 
 WAIT_S = 5.0
@@ -59,11 +60,13 @@ class Leftovers:
             multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined] # end managers, as at exit
         waited_for = {child.pid for child in multiprocessing.active_children()}  # by a function of atexit
         killed = _wait_for_end([child for child in found if child.pid in waited_for], deadline=deadline)
-        _kill(killed)
+        for child in killed:
+            kill_tree(child.pid)
         others = [child for child in found if child not in killed and _is_alive(child)]
         if others and run_exit_functions:  # this process ends next, and in these libraries end theirs
             atexit._run_exitfuncs()
-        _kill(others := _wait_for_end(others, deadline=deadline))
+        for child in (others := _wait_for_end(others, deadline=deadline)):
+            kill_tree(child.pid)
         return [found[child] for child in (*killed, *others)]
 
     def _find_processes(self) -> list[psutil.Process]:
@@ -125,10 +128,3 @@ def _is_alive(process: psutil.Process) -> bool:
         line = " ".join(process.cmdline())
         return process.status() != psutil.STATUS_ZOMBIE and not any(helper in line for helper in _HELPERS)
     return False
-
-
-def _kill(processes: Iterable[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.Error):
-            for each in (*process.children(recursive=True), process):
-                each.kill()

@@ -88,6 +88,13 @@ def in_background(run: Callable[[threading.Event], None], *, name: str) -> Itera
         thread.join()
 
 
+def kill_tree(pid: int) -> None:
+    """Kill a process, if it still runs, with all that it has started."""
+    with suppress(psutil.Error):
+        for each in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
+            each.kill()
+
+
 class OtherLoad:
     """Processor time since this object was made: of the machine, and apart from it of this process and its children."""
 
