@@ -84,16 +84,8 @@ def recorded(
 ) -> Iterator[Recorder]:
     """Open a run and yield its recorder; close the run with the status in which the block ends.
 
-    Args:
-        plan: trials of the run.
-        terminal: output for progress and warnings.
-        tracked: True to send results to the tracking store, False to write to the run's folder only.
-        folder: folder of a run to resume, in the journal and in the tracking store; None starts a new run.
-        member: role of the run in a sweep, if it is a trial.
-        source: path of the experiment file, by which ``--resume`` finds the run.
-        directions: directions in which validation metrics are better, by reported name, the main metric first.
-        adds: True to add to a run that has ended, in ``folder``: it keeps its status and duration, and its description
-            unless there is a new summary.
+    A run is resumed if its ``folder`` is given. One that has ended may be added to (``adds``): it keeps its status and
+    duration, and its description unless there is a new summary. ``--resume`` finds a run by its ``source``, a file.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written, now or later.

@@ -153,11 +153,7 @@ class Launcher(base.Launcher):
 
 @dataclass
 class _Rendezvous(BackendConfig):  # type: ignore[misc]
-    """Sends the workers of a trainer their network interface and the address of rank 0.
-
-    They make the process group themselves. Ray's own configuration would import torch in Ray's controller before the
-    workers start, which delays each trial.
-    """
+    """Sends workers their interface and rank 0's address; Ray's own would import torch in its controller first."""
 
     is_local: bool
     backend: str = "made by the workers"  # asked for by TorchTrainer

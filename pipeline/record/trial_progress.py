@@ -272,13 +272,7 @@ class RunProgress:
         return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
 
     def outlook(self, left_s: float | None) -> list[str]:
-        """Return the place among several trials, and how long the rest takes as far as that is known.
-
-        Trials take as long as equal ones before; the speedup takes at most about `Measure.limit_s`.
-
-        Args:
-            left_s: remaining seconds of the running trial; None if unknown.
-        """
+        """Return the place among several trials, and the time of the rest, as far as equal ones have told it."""
         number, total = self.place
         shown = [f"trial {number} of {total}"] if total > 1 and number else []
         if left_s is None or not number or not self._launches:

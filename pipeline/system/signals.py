@@ -99,10 +99,7 @@ def sigterm_only_from(reader: int, _: int = 0) -> None:
     """Ignore SIGTERM in a loader process unless the rank that reads sends it, as torch does to end the process.
 
     Otherwise the job's SIGTERM would end the loader, and training with an error instead of a checkpoint. The loader
-    still ends when its parent does: torch checks for it every few seconds.
-
-    Args:
-        reader: process id of the rank; not always the parent's, which with "forkserver" is the server.
+    still ends when its parent does, which with "forkserver" is no rank: torch checks for it every few seconds.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_wait_for, args=(reader,), name="sigterm", daemon=True).start()

@@ -328,11 +328,8 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
 
     If the journal lacks the end of the run, its MLflow runs end as KILLED at the time of its last event.
 
-    Args:
-        folder: the run's folder.
-        warn: called when an outage starts and when it ends.
-        to: URI of another store as `resolve_uri` returns it, with credentials; empty for its own, and its loggers.
-        only_first: True to do no more than open the run.
+    ``to`` is the URI of another store, with credentials, in place of its own and its loggers. With ``only_first`` the
+    run is opened and no more.
 
     Raises:
         UsageError: the journal is missing or damaged, or the run is still running and sends its events itself.

@@ -57,9 +57,6 @@ def with_credentials(uri: str) -> str:
 def check_store(uri: str) -> str | None:
     """Check before training that the store can keep results. Creates nothing.
 
-    Args:
-        uri: tracking URI, as `resolve_uri` returns it.
-
     Returns:
         A warning if a server doesn't answer now, else None. Training continues; results wait in the journal.
 
