@@ -333,13 +333,7 @@ def _suggest(folder: Path, *, meant: str = "") -> str:
 
 
 def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, Line | str]) -> list[Problem]:
-    """Set each override in ``tree``, and record it in ``entries`` as the origin of its key.
-
-    A value replaces a whole section. Returns the problems of the overrides that can't be set.
-
-    Raises:
-        UsageError: an override is not ``key=value``.
-    """
+    """Set each override in ``tree``, in place of a whole section, and ``entries``; return problems of others."""
     found = []
     for each in overrides:
         key, equals, text = each.partition("=")

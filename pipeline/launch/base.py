@@ -95,9 +95,9 @@ class Session:
 
     def log_folder(self, trial: Trial) -> Path:
         """Return the absolute folder for the output of a trial's workers; make it if it is missing."""
-        folder = self.folder.resolve() / "logs" / trial.name
+        folder = self.folder / "logs" / trial.name
         folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return folder.resolve()
 
 
 class Attempt:

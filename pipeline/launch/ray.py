@@ -132,14 +132,14 @@ class Launcher(base.Launcher):
             ),
             run_config=RunConfig(
                 name=trial.name,
-                storage_path=str((self.session.folder / "ray").resolve()),
+                storage_path=str(Path(trial.folder) / "ray"),
                 failure_config=FailureConfig(**{own.name: 0 for own in fields(FailureConfig) if own.name in _LIMITS}),
             ),
         )
 
     def _shared_folders(self, trial: Trial) -> dict[str, str]:
         """Return the folders that all nodes must have, by the key that sets them; make the one for checkpoints."""
-        shared = {"tracking.directory": str(self.session.folder.resolve())}
+        shared = {"tracking.directory": trial.folder}
         own = trial.experiment.checkpoint
         if own.directory and "://" not in own.directory and own.keep and isinstance(trial, Training | Baseline):
             place = shared["checkpoint.directory"] = address_of(own.directory, run=self.session.folder)

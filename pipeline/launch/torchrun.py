@@ -32,7 +32,6 @@ from pipeline.system.signals import handled
 Process = subprocess.Popen[bytes]
 _CODE = "import gc, sys; gc.disable(); from pipeline.worker import work; work(sys.argv[1:])"
 """Collections of garbage would take a quarter of the time of the imports."""
-_HASHES = "PYTHONHASHSEED"
 _IMPORTED = {"torch", "pipeline", "ray"}
 _POLL_S = 0.05
 _INTERRUPTED_S = 5.0
@@ -57,8 +56,7 @@ class Launcher(base.Launcher):
     def preparing(cls, experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
         """Start the processes of all ranks; end those that got no job."""
         # Otherwise each process, and each run, would iterate over a set of texts in another order.
-        hashes = os.environ.get(_HASHES, str(experiment.seed % 2**32))
-        with environment(**{_HASHES: hashes}):
+        with environment(PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", str(experiment.seed % 2**32))):
             if outer_launcher() is None:
                 count = min(experiment.parallel.workers, max(1, len(resources.usable_cores())))
                 libraries = find_libraries(experiment)
