@@ -54,6 +54,12 @@ def join_names(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
+def listed(names: Sequence[str], *, most: int = 8) -> str:
+    """Return names with commas, the first ones of many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def nearest(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the most similar name, or None; ignores case, and dashes in place of underscores."""
     names = {_plain(name): name for name in among}

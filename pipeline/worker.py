@@ -49,7 +49,7 @@ from pipeline.protocol.trial import BatchCheck, Evaluation, Training, Trial, tri
 from pipeline.system import memory
 from pipeline.system.leftovers import Leftovers, exit_despite_threads
 from pipeline.system.process import in_background, raise_limit_of_open_files
-from pipeline.system.signals import end_after, on_sigterm
+from pipeline.system.signals import end_after, on_sigterm, redirect_to_null
 from pipeline.train import compilation, errors
 from pipeline.train.loader import close_new_loaders
 from pipeline.train.ranks import device_of, set_backends, uuid_of
@@ -73,7 +73,7 @@ class WorkerFailed(Exception):
 
 
 def run(
-    trial: Trial, rank: Rank, outbox: Outbox, *, store: Store | None = None, end: Callable[[], None] | None = None
+    trial: Trial, rank: Rank, outbox: Outbox, *, store: Store | None = None, end: Callable[[], object] | None = None
 ) -> bool:
     """Run a trial on this rank; send its result or its error to the driver. Return False if it was asked to stop.
 
@@ -176,7 +176,7 @@ def _own_traceback(error: BaseException) -> str:
 
 
 @contextmanager
-def process_group(trial: Trial, rank: Rank, *, store: Store | None, end: Callable[[], None] | None) -> Iterator[None]:
+def process_group(trial: Trial, rank: Rank, *, store: Store | None, end: Callable[[], object] | None) -> Iterator[None]:
     """Join the process group of the trial's ranks: destroyed after success or a stop, aborted after a failure.
 
     With NCCL, destroying a group waits for its kernels, which wait for the other ranks: a rank that failed would hang.
@@ -244,10 +244,7 @@ def find_store(rank: Rank, *, timeout: timedelta) -> Store:
 
 
 def open_store(host: str, port: int, *, timeout: timedelta, world_size: int | None = None) -> TCPStore:
-    """Open a store that listens at one address: torch's own listens at all, for anybody.
-
-    It waits until ``world_size`` ranks have joined, if it is given.
-    """
+    """Open a store that listens at one address, not at all as torch's, and waits for ``world_size`` ranks if given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -363,8 +360,7 @@ def work(libraries: Sequence[str]) -> None:
         return  # nobody needs it
     job = Job.model_validate_json(line)
     trial, rank = trial_from_json(Path(job.trial).read_text()), job.rank
-    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
-        os.dup2(nothing.fileno(), 0)
+    redirect_to_null(0)
     if job.output:
         redirect_output(Path(job.output), rank)
     with suppress(OSError):  # a sandbox may forbid it, and it is only what ps, top and nvidia-smi call the rank

@@ -102,12 +102,7 @@ class Invocation:
         """Hold the plan's launcher; yield a function that runs one trial to its end, see `execute`."""
         parallel = self.plan.experiment.parallel
         kind: type[Launcher] = registry.load("launchers", parallel.launcher).Launcher
-        session = Session(
-            folder=self.folder,
-            receive=self.recorder.receive,
-            parallel=parallel,
-            verbose=self.verbose,
-        )
+        session = Session(folder=self.folder, receive=self.recorder.receive, parallel=parallel, verbose=self.verbose)
         stages.begin("preparing the workers")
         with kind(session) as launcher:
             yield partial(execute, launcher=launcher, recorder=self.recorder, file=self.file, initial=self._initial)

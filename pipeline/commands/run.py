@@ -20,6 +20,7 @@ from pipeline.plan.plan import Plan, make_plan
 from pipeline.protocol.events import WEIGHTS
 from pipeline.protocol.trial import Training, Trial
 from pipeline.record.journal import FILE_NAME, read
+from pipeline.record.runs import LATEST
 from pipeline.record.screen import Terminal
 from pipeline.report.numbers.row_numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
@@ -91,7 +92,7 @@ def _run(
     if earlier is not None:
         file, kept = recovery.with_batch_of(file, earlier)
         changes = [*kept, *recovery.changes(file, earlier, allowed=allow_changed)]
-        changes += recovery.describe_newer(file, earlier) if resume == recovery.LATEST else []
+        changes += recovery.describe_newer(file, earlier) if resume == LATEST else []
     plan = make(file, **extent, resumes=earlier is not None)
     plan = plan.model_copy(update={"notes": (*plan.notes, *changes)})
     folder = earlier.folder if earlier else None

@@ -13,10 +13,7 @@ from pipeline.system.imports import undisturbed
 
 
 def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Build the metrics, which know whether small or large values are good.
-
-    Metrics that need run-time values can't be built yet; their classes are returned instead.
-    """
+    """Build the metrics, which know which values are good; of those that need run-time values, return the classes."""
     with undisturbed():
         from pipeline.train import metrics
 

@@ -46,14 +46,7 @@ _MANY = 2**16
 
 
 def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool = True) -> tuple[str, ...]:
-    """Check components and their arguments, strategies and their options, metrics and values of a sweep.
-
-    With ``with_data`` the data is loaded, too; ``with_weights`` looks for those to start from.
-
-    Nothing is built before all names are allowed, also those of a sweep's values.
-
-    Returns the packages that components may come from.
-    """
+    """Check all of the file that needs no workers, names first; return the packages that components may come from."""
     allowed, experiment = allowed_packages(), file.experiment
 
     def check_varied(varied: ExperimentFile) -> None:
@@ -102,11 +95,7 @@ def data_sizes(experiment: Experiment, *, allowed: tuple[str, ...]) -> DataSizes
 def find_parameter_problems(
     experiment: Experiment, *, allowed: tuple[str, ...], with_weights: bool = True
 ) -> list[Problem]:
-    """Find patterns that match no parameter, and weights that don't exist or don't fit, on a model without memory.
-
-    A model that can't be built so is checked by the workers, with the same errors. ``with_weights`` is False if the
-    weights to start from need not be there, e.g. as a checkpoint has them.
-    """
+    """Find patterns that match no parameter, and weights that don't exist or don't fit, on a model without memory."""
     problems: list[Problem] = []
     start, initial = experiment.train.start_from, None
     if with_weights:
@@ -203,11 +192,7 @@ def find_reason_to_skip(experiment: Experiment, *, allowed: tuple[str, ...]) -> 
 
 
 def try_steps(file: ExperimentFile, *, allowed: tuple[str, ...], receive: Callable[[AnyEvent], None]) -> None:
-    """Take the first steps of a training and evaluate, on a few samples, without a folder and without a run.
-
-    An error in a step on two samples counts if samples of a worker's whole batch raise one: code may need its size.
-    ``receive`` gets the progress.
-    """
+    """Take the first steps of a training and evaluate, on two samples; after an error on a worker's whole batch."""
     from pipeline.launch.inprocess import Launcher  # and torch with it
 
     def run(trial: BatchCheck) -> Outcome:

@@ -49,10 +49,7 @@ class Membership:
 
 
 class Log(io.TextIOBase):
-    """Text stream to the run's log, for consoles and log handlers of any thread; never raises.
-
-    Text that can't be written is dropped: on a full disk the journal stops the run.
-    """
+    """Text stream to the run's log, for any thread; drops what it can't write: the journal stops the run."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -87,16 +84,8 @@ def recorded(
 ) -> Iterator[Recorder]:
     """Open a run and yield its recorder; close the run with the status in which the block ends.
 
-    Args:
-        plan: trials of the run.
-        terminal: output for progress and warnings.
-        tracked: True to send results to the tracking store, False to write to the run's folder only.
-        folder: folder of a run to resume, in the journal and in the tracking store; None starts a new run.
-        member: role of the run in a sweep, if it is a trial.
-        source: path of the experiment file, by which ``--resume`` finds the run.
-        directions: directions in which validation metrics are better, by reported name, the main metric first.
-        adds: True to add to a run that has ended, in ``folder``: it keeps its status and duration, and its description
-            unless there is a new summary.
+    A run is resumed if its ``folder`` is given. One that has ended may be added to (``adds``): it keeps its status and
+    duration, and its description unless there is a new summary. ``--resume`` finds a run by its ``source``, a file.
 
     Raises:
         ResourceError: the run's folder or the tracking store can't be written, now or later.
@@ -184,21 +173,16 @@ def _closed_by_status(
         if end is not None:
             own = end.model_copy(update={"summary": summary or end.summary})
         try:
-            _close(recorder, own)
+            try:
+                artifact(LOG_NAME, recorder)
+                if (recorder.folder / LOSSES).exists():
+                    artifact(LOSSES, recorder)
+            finally:
+                recorder.receive(own)
         except OSError as error:
             if status == "FINISHED":
                 raise
             warn(f"the end of the run is not recorded in {error.filename}: {error.strerror}")
-
-
-def _close(recorder: Recorder, end: RunClosed) -> None:
-    """Record the end of the run, and what has been written up to it."""
-    try:
-        artifact(LOG_NAME, recorder)
-        if (recorder.folder / LOSSES).exists():
-            artifact(LOSSES, recorder)
-    finally:
-        recorder.receive(end)
 
 
 def open_trial(trial: Trial, recorder: Recorder, *, time: float | None = None) -> None:

@@ -19,8 +19,6 @@ from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.train.manifest import LENGTHS, rate_keys
 from pipeline.train.storage import Storage, address_of
 
-LATEST = "latest"
-"""Value of ``--resume``: see `newest`."""
 _HOW_NOT_WHAT = (
     *("parallel.", "benchmark.", "loader.", "tracking.", "checkpoint.", "sweep"),
     *("train.compile", "train.cudnn_benchmark", "train.activation_checkpointing", "train.batch_size_per_worker"),
@@ -31,9 +29,9 @@ _BY_WORKER = "train.batch_size_per_worker"
 
 
 def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
-    """Find the run, the sweep or the study meant by `LATEST`, an id, or a folder."""
+    """Find the run, the sweep or the study meant by `runs.LATEST`, an id, or a folder."""
     directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
-    if resume == LATEST:
+    if resume == runs.LATEST:
         folder = newest(file, role=role)
     else:
         try:
@@ -175,10 +173,7 @@ def check_same(
     allowable: Collection[str] = (),
     is_allowed: bool = False,
 ) -> None:
-    """Check that the experiment has changed only in keys with certain prefixes since the run.
-
-    ``allowable`` keys may change with ``--allow-changed``, if ``is_allowed``.
-    """
+    """Check that since the run only keys with certain prefixes changed, or ``allowable`` ones if ``is_allowed``."""
     problems = [
         Problem(
             key,

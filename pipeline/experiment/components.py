@@ -155,10 +155,7 @@ def _iter_found(component: Component, *, key: str, allowed: tuple[str, ...]) -> 
 
 
 def _check_arguments(found: _Found, *, passed: Sequence[str]) -> list[Problem]:
-    """Find keywords that the callable doesn't take, required ones that are missing, and texts in place of numbers.
-
-    ``passed`` describes the positional arguments that it is also called with.
-    """
+    """Find keywords that the callable doesn't take, required ones that are missing, and texts in place of numbers."""
     key, (target, given), problems = found.key, (found.component.target, found.component.arguments), list[Problem]()
     try:
         parameters = list(inspect.signature(found.function).parameters.values())
@@ -347,10 +344,7 @@ def _with_tensors(arguments: Mapping[str, Any], parameters: Parameters) -> dict[
 
 
 def _find_wrong_type(error: Exception, name: str, value: object, parameter: inspect.Parameter | None) -> str:
-    """Return what to write for an argument that an error is probably about; empty for others.
-
-    An error about a number names the other type, e.g. 'str'; an argument such as ``size=[32, 48]`` may be correct.
-    """
+    """Return what to write for an argument that an error, which names its type, is probably about; empty for others."""
     is_named = not isinstance(value, Number) and f"'{type(value).__name__}'" in str(error)
     if parameter is not None and isinstance(parameter.default, Number) and is_named:
         return "Write a number."

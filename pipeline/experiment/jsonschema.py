@@ -96,10 +96,7 @@ def schema_of(model: type[BaseModel]) -> Schema:
 
 
 def follow(schema: Schema, root: Schema) -> Schema:
-    """Follow a schema's reference, and drop its other choices: "or null", "or boolean", "or a name".
-
-    Its own description, default and choices stay.
-    """
+    """Follow a schema's reference, and drop its other choices; its own description, default and choices stay."""
     choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
     sections = [choice for choice in choices if "$ref" in choice]
     inner = (sections or choices)[0] if sections or len(choices) == 1 else schema
@@ -145,10 +142,7 @@ def all_keys(parts: tuple[Part, ...] = ()) -> Iterator[str]:
 
 
 def experiment_json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of the experiment file, with a description of every key.
-
-    A file that extends another may leave out what is required.
-    """
+    """Return the JSON Schema (draft 2020-12) of the experiment file, with a description of every key."""
     root = copy.deepcopy(dict(schema_of(Experiment)))
     for name, targets in SUGGESTED.items():
         key = root["properties"][name]

@@ -21,7 +21,7 @@ from pipeline.experiment.problems import find_problems, shown
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.sweep import Parameter
 from pipeline.experiment.uris import TRACKING_VARIABLE, problem_of, without_credentials, without_credentials_in
-from pipeline.wording import nearest
+from pipeline.wording import listed, nearest
 
 _IN_PYTHON = "experiment"  # instead of a file name in messages
 _PLAIN = (str, int, float, bool, type(None))
@@ -202,10 +202,7 @@ def _check(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
 
 
 def _refer_to_mlflow_variables(tree: dict[str, Any]) -> Iterator[Problem]:
-    """Have keys of ``tracking`` that the file does not set refer to MLflow's variables; yield what is wrong with them.
-
-    They are references, as a file may have them, so that a job on a cluster reads the variables too.
-    """
+    """Have ``tracking`` refer to MLflow's variables, as jobs on a cluster read them, too; yield what is wrong."""
     section = tree.get("tracking", {})
     for name, variable in (("uri", TRACKING_VARIABLE), ("experiment", "MLFLOW_EXPERIMENT_NAME")):
         value = os.environ.get(variable)
@@ -329,21 +326,14 @@ def _suggest(folder: Path, *, meant: str = "") -> str:
         return f"; did you mean {by_name[near]}?"
     if not there:
         return f"; there is no YAML file in {folder}"
-    more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
-    return f"; there are {', '.join(map(str, there[:_MOST_NAMED]))}{more}"
+    return f"; there are {listed([*map(str, there)], most=_MOST_NAMED)}"
 
 
 # Overrides
 
 
 def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dict[str, Line | str]) -> list[Problem]:
-    """Set each override in ``tree``, and record it in ``entries`` as the origin of its key.
-
-    A value replaces a whole section. Returns the problems of the overrides that can't be set.
-
-    Raises:
-        UsageError: an override is not ``key=value``.
-    """
+    """Set each override in ``tree``, in place of a whole section, and ``entries``; return problems of others."""
     found = []
     for each in overrides:
         key, equals, text = each.partition("=")

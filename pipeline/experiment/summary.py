@@ -12,10 +12,7 @@ from pipeline.experiment.yaml_text import Dumper
 
 
 def flatten(experiment: Experiment) -> dict[str, str]:
-    """Return dotted keys with their values as strings, e.g. {"train.epochs": "3"}, for MLflow's parameters.
-
-    A list of plain values, such as an optimizer's betas, is one parameter.
-    """
+    """Return dotted keys with their values as strings, e.g. {"train.epochs": "3"}; a list of plain values is one."""
     flat: dict[str, str] = {}
     _flatten(_shown(experiment), "", flat)
     return flat

@@ -163,13 +163,7 @@ def problems(
     vary: Callable[[Mapping[str, Any]], Varied],
     check: Callable[[Varied], object] = lambda _: None,
 ) -> list[Problem]:
-    """Find the parameters that can't be varied and their values that the experiment refuses, tried one at a time.
-
-    Args:
-        sweep: the section of an experiment that is valid by itself.
-        vary: makes the experiment with other values by dotted key; raises ExperimentError if they are refused.
-        check: called with each of these experiments; raises ExperimentError if it is refused.
-    """
+    """Find the parameters that can't be varied, and values that ``vary`` or ``check`` refuses, tried one at a time."""
     found: dict[Problem, None] = {}
     for key, parameter in sweep.parameters.items() if sweep is not None else ():
         where = f"sweep.parameters.{key}"

@@ -151,10 +151,7 @@ def lacking(what: str, package: str) -> str:
 
 
 def install_command(*packages: str) -> str:
-    """Return the command that installs optional packages.
-
-    This project is on no index: a command that names it or its extras would run the code of whoever registers the name.
-    """
+    """Return the command that installs optional packages; this project itself is on no index."""
     return f"pip install {shlex.join(packages)}"
 
 

@@ -1,6 +1,5 @@
 """Base classes and field types of the experiment's sections, frozen and strict."""
 
-import os
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -41,25 +40,6 @@ class Recorded(Frozen):
     """
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
-
-
-class WithEnvironment(Frozen):
-    """Message to a process with its environment, whose names and values may be any bytes."""
-
-    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-
-    environment: tuple[tuple[bytes, bytes], ...]
-    """Names and values of all variables; see `encoded`."""
-
-    @staticmethod
-    def encoded(environment: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
-        """Encode an environment such as ``os.environ``."""
-        return tuple((os.fsencode(name), os.fsencode(value)) for name, value in environment.items())
-
-    def enter(self) -> None:
-        """Make it the environment of this process."""
-        os.environ.clear()
-        os.environb.update(self.environment)
 
 
 class Section(Frozen):

@@ -94,10 +94,10 @@ class Session:
     """True if the output of the launcher and the workers goes to the terminal."""
 
     def log_folder(self, trial: Trial) -> Path:
-        """Return the folder for the output of a trial's workers; make it if it is missing."""
+        """Return the absolute folder for the output of a trial's workers; make it if it is missing."""
         folder = self.folder / "logs" / trial.name
         folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return folder.resolve()
 
 
 class Attempt:
@@ -115,6 +115,8 @@ class Attempt:
         self.outbox = DirectOutbox(session.folder, self.receive, is_stopping=lambda: stop.asked)
         """Outbox for a worker in this process."""
         self._detector = HangDetector(trial, receive=self.receive)
+        self.silent: Mapping[int, str] = self._detector.lost
+        """Reasons for which silent ranks of other nodes count as lost, by rank."""
         self._beside = {one.name for one in trial.compared_with} if isinstance(trial, Training) else set()
         self._session, self._stop = session, stop
         self._opened_at = time.monotonic()
@@ -122,16 +124,8 @@ class Attempt:
         self._outcome = Outcome()
         self._lock = threading.Lock()
 
-    @property
-    def silent(self) -> Mapping[int, str]:
-        """Reasons for which silent ranks of other nodes count as lost, by rank."""
-        return self._detector.lost
-
     def receive(self, event: AnyEvent, line: bytes | None = None) -> None:
-        """Forward an event, from any thread; if it can't be recorded, the run stops after a checkpoint.
-
-        Events of trials that the training is compared with are kept for the outcome: the training ends after them.
-        """
+        """Forward an event, or keep it for the outcome; if it can't be recorded, the run stops after a checkpoint."""
         if event.trial in self._beside:
             with self._lock:
                 self._outcome = replace(self._outcome, beside=(*self._outcome.beside, event))
@@ -169,10 +163,7 @@ class Attempt:
 
     @contextmanager
     def listening(self, host: str) -> Iterator[Address]:
-        """Receive what workers send inside the block, find those that hang, and pass stop requests on.
-
-        Yields where they connect to, an address of this machine.
-        """
+        """Receive what workers send to the yielded address, find those that hang, and pass stop requests on."""
         inbox = Inbox(
             host=host, receive=self.receive_sent, hung_up=self.hung_up, is_stopping=lambda: self._stop.asked
         )  # fmt: skip

@@ -58,11 +58,6 @@ _NOT_CODE = [".env", "/.git", "/.venv", "/venv", "/runs", "/mlruns", "/mlflow.db
 def connected(address: str | None, *, verbose: bool, runtime_env: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Connect to the cluster at an address, or start a local Ray (None) that ends with the calling thread.
 
-    Args:
-        address: address of the cluster, e.g. HOST:6379.
-        verbose: pass the output of Ray and the workers on to the terminal.
-        runtime_env: Ray's ``runtime_env`` for the workers.
-
     Raises:
         UsageError: the address leads to a dashboard or to Ray Client.
         ResourceError: no cluster answers at the address, this machine is not one of its nodes, or Ray can't start.
@@ -151,10 +146,7 @@ def naming_address(parallel: Parallel) -> Iterator[None]:
 
 
 class LocalRay(threading.Thread):
-    """A local Ray that starts while the driver continues; a context manager that waits for it, and ends it.
-
-    Linux ends Ray's processes together with the thread that started them, so this thread holds them until the end.
-    """
+    """A local Ray that starts meanwhile, in a thread that holds it: Linux ends Ray's processes together with it."""
 
     newest: ClassVar["LocalRay | None"] = None
 
@@ -229,13 +221,7 @@ def outside_main_thread(
 
 
 def find_resources(address: str, parallel: Parallel) -> Resources:
-    """Return the total resources of the nodes that are large enough for a worker.
-
-    With ``device: auto``, these are the nodes with GPUs, if there are any.
-
-    Raises:
-        ResourceError: no cluster answers at the address, or none of its nodes is large enough.
-    """
+    """Return the resources of the nodes large enough for a worker; with ``device: auto`` of those with GPUs, if any."""
     with connected(address, verbose=False):
         records, free, is_autoscaled = reachable_nodes(), ray.available_resources(), has_autoscaler()
     least = {"CPU": float(parallel.cpus_per_worker or 1)} | ({"GPU": 1.0} if parallel.device == "cuda" else {})
@@ -315,13 +301,7 @@ def _in_words(names: Mapping[str, float], there: Mapping[str, float] | None = No
 
 
 def await_room(trial: Trial, *, may_come: bool, warn: Callable[[str], None]) -> None:
-    """Wait until Ray has noticed its dead nodes, and a moment for room; Ray Train waits longer, and asks an autoscaler.
-
-    ``may_come``: nodes may be added or return, so that there may be too few now.
-
-    Raises:
-        ResourceError: the nodes are too small or too few.
-    """
+    """Wait until dead nodes are noticed, and a moment for room; refuse what never fits, unless nodes ``may_come``."""
     start, patience_s = time.monotonic(), trial.experiment.parallel.start_timeout_s
     while not all(_is_reachable(record) for record in ray.nodes() if record["Alive"]):
         if time.monotonic() - start > min(patience_s, _DEATH_NOTICE_S):
@@ -368,10 +348,7 @@ def ask_nodes(*, timeout_s: float = _ANSWER_S) -> tuple[list[NodeFacts], dict[st
 
 
 def code_for_nodes() -> dict[str, Any]:
-    """Return Ray's ``runtime_env`` that sends the project's folder to the nodes; empty if there is nothing to send.
-
-    Ray leaves out what .gitignore and .rayignore name.
-    """
+    """Return Ray's ``runtime_env`` that sends the project's folder to the nodes; empty if there is nothing to send."""
     if "working_dir" in os.environ.get(_JOB, "") or not any(_own_packages()):
         return {}
     return {"working_dir": str(_project()), "excludes": _NOT_CODE}

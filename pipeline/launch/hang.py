@@ -9,14 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-
-import psutil
 
 from pipeline.protocol.events import HEARTBEAT_S, AnyEvent, Failed, Heartbeat, Phase, Warned
 from pipeline.protocol.trial import Trial
-from pipeline.system.process import in_background
+from pipeline.system.process import in_background, kill_tree
 
 _TICK_S = 0.5
 _SILENCE = 3  # missing heartbeats
@@ -38,10 +36,7 @@ class _Heard:
 
 
 class HangDetector:
-    """Judges a trial's heartbeats, and reports a rank that hangs by a `Failed` with the rank's last stack, once.
-
-    A silent rank of another node counts as lost with its node instead: training may continue without that node.
-    """
+    """Reports a rank that hangs, once, by a `Failed` with its stack; a silent one of another node counts as lost."""
 
     def __init__(self, trial: Trial, *, receive: Callable[[AnyEvent], None]) -> None:
         self.lost: dict[int, str] = {}
@@ -136,10 +131,7 @@ class HangDetector:
         stopped += f"no heartbeat for parallel.timeout_s ({self._timeout_s:g} s)"
         self._report(last, stopped if is_silent else last.stall)
         if last.rank.node == here and last.pid != os.getpid():
-            with suppress(psutil.Error):
-                process = psutil.Process(last.pid)
-                for each in (*process.children(recursive=True), process):
-                    each.kill()
+            kill_tree(last.pid)
 
     def _report(self, last: Heartbeat, error: str) -> None:
         traceback = f"Stack of rank {last.rank.rank} (most recent call last):\n{last.stack}"

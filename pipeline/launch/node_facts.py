@@ -94,10 +94,7 @@ def facts_here() -> NodeFacts:
 
 
 def collect(*, all_gpus: bool = False) -> str:
-    """Return the facts of this machine as the JSON of a `NodeFacts`.
-
-    ``all_gpus`` ignores CUDA_VISIBLE_DEVICES, which Ray empties for tasks that ask for no GPU.
-    """
+    """Return the facts of this machine as the JSON of a `NodeFacts`; ``all_gpus`` ignores CUDA_VISIBLE_DEVICES."""
     gpus = _gpus(all_gpus=all_gpus)
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108 - only looked at
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -115,9 +112,9 @@ def collect(*, all_gpus: bool = False) -> str:
             "node": socket.gethostname(),
             "python": platform.python_version(),
             "torch": torch,
-            "ray": _version("ray"),
-            "mlflow": _version("mlflow") or _version("mlflow-skinny"),
-            "pipeline": _version("ddp-pipeline"),
+            "ray": version_of("ray"),
+            "mlflow": version_of("mlflow") or version_of("mlflow-skinny"),
+            "pipeline": version_of("ddp-pipeline"),
             "cpus": cpus if quota == "max" else min(cpus, max(1, int(quota) // int(period))),
             "memory_mb": memory >> 20,
             "memory_free_mb": available >> 20,
@@ -127,7 +124,8 @@ def collect(*, all_gpus: bool = False) -> str:
     )
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the installed version of a package; None without it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -143,9 +141,9 @@ def _torch() -> dict[str, Any] | None:
     cuda = re.search(r"^cuda\b.*= '([\d.]+)'", source, re.MULTILINE)
     version = re.search(r"^__version__ = '(.*)'", source, re.MULTILINE)
     return {
-        "version": version[1] if version else _version("torch"),
+        "version": version[1] if version else version_of("torch"),
         "cuda": cuda[1] if cuda else None,
-        "nccl": next(filter(None, map(_version, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"))), None),
+        "nccl": next(filter(None, map(version_of, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"))), None),
         "cuda_available": None,
         "cuda_error": None,
     }

@@ -40,6 +40,7 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.imports import PACKAGE, undisturbed
 from pipeline.system.leftovers import abandon
 from pipeline.system.signals import SAME_S, end_after, on_sigterm
+from pipeline.wording import listed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -87,11 +88,7 @@ class Command(Frozen):
 
 
 class Group:
-    """This process's part in the group of ranks.
-
-    Raises:
-        ResourceError: rank 0's machine doesn't answer, or can't open the store.
-    """
+    """This process's part in the group of ranks."""
 
     def __init__(self, outer: OuterLauncher, *, timeout_s: float) -> None:
         self.outer, self.node = outer, socket.gethostname()
@@ -145,12 +142,7 @@ class Group:
             self._store.set("failure", f"rank {self.outer.rank} on {self.node} could not start: {message}")
 
     def gather(self) -> list[RankFacts]:
-        """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0.
-
-        Raises:
-            ResourceError: some ranks have not come within the timeout, or have another version of this package.
-            UsageError: a rank could not start.
-        """
+        """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0."""
         missing, deadline = set(range(self.outer.world_size)), time.monotonic() + self._timeout_s
         while missing := {rank for rank in missing if not self._store.check([f"facts/{rank}"])}:
             if self._store.check(["failure"]):
@@ -184,11 +176,7 @@ class Group:
             time.sleep(_POLL_S)
 
     def receive(self) -> Command:
-        """Wait for rank 0's next command. For the other ranks.
-
-        Raises:
-            DistError: rank 0 or its store is gone.
-        """
+        """Wait for rank 0's next command; DistError if its store is gone. For the other ranks."""
         key, start = f"command/{self.number}", time.monotonic()
         while not self._store.check([key]):  # less and less often: rank 0 answers all ranks while it measures
             time.sleep(min(max(_POLL_S, 0.1 * (time.monotonic() - start)), _LONGEST_POLL_S))
@@ -212,7 +200,7 @@ class Group:
 
 @cache
 def join(outer: OuterLauncher, *, timeout_s: float) -> Group:
-    """Return this process's group, and join it first at the first call; for the errors see `Group`."""
+    """Return this process's group, and join it first at the first call."""
     with undisturbed():
         import torch  # noqa: F401 - takes seconds
     return Group(outer, timeout_s=timeout_s)
@@ -220,7 +208,7 @@ def join(outer: OuterLauncher, *, timeout_s: float) -> Group:
 
 @cache
 def facts_of_all(outer: OuterLauncher, *, timeout_s: float) -> list[RankFacts]:
-    """Return the facts of all ranks, in the order of ranks. For rank 0; for the errors see `Group.gather`."""
+    """Return the facts of all ranks, in the order of ranks. For rank 0."""
     group = join(outer, timeout_s=timeout_s)
     group.publish()
     return group.gather()
@@ -425,17 +413,13 @@ def _train(attempt: Attempt, rank: Rank, store: "Store", stop: StopRequest) -> N
     folder = Path(attempt.trial.folder)
     outbox = DirectOutbox(folder, attempt.receive_sent, is_stopping=lambda: stop.asked)
     try:
-        # This process records: it doesn't end itself when it hangs.
-        if not worker.run(attempt.trial, rank, outbox, store=store, end=_wait_for_ever):
+        # This process records: when it hangs, it waits instead of ending.
+        if not worker.run(attempt.trial, rank, outbox, store=store, end=threading.Event().wait):
             stop.ask()  # perhaps another rank has been asked
     except worker.WorkerFailed:
         pass  # it has been reported, and the run's log has the traceback
     finally:
         attempt.hung_up(0)
-
-
-def _wait_for_ever() -> None:
-    threading.Event().wait()
 
 
 def await_ends(attempt: Attempt, training: threading.Thread, *, deadline: float) -> dict[int, str]:
@@ -465,22 +449,14 @@ def await_ends(attempt: Attempt, training: threading.Thread, *, deadline: float)
 
 
 def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:
-    """Return what all ranks have together. For rank 0.
-
-    Raises:
-        ResourceError: ranks are missing, or have other versions than rank 0.
-    """
+    """Return what all ranks have together. For rank 0."""
     facts = facts_of_all(outer, timeout_s=parallel.start_timeout_s)
     refuse_others(facts)
     return combined(facts)
 
 
 def refuse_others(facts: Sequence[RankFacts]) -> None:
-    """Check that all ranks have rank 0's versions of Python, torch and this package.
-
-    Raises:
-        ResourceError: versions differ; names each node once, with both versions.
-    """
+    """Check that all ranks have rank 0's versions of Python, torch and this package."""
     problems = dict.fromkeys(
         f"{rank.resources.node}: it has {package} {there}, and rank 0 has {own}"
         for rank in facts[1:]
@@ -528,7 +504,7 @@ def combined(facts: Sequence[RankFacts]) -> Resources:
         cpus=sum(node.cpus for node in placed),
         memory_mb=sum(ranks[0].resources.memory_mb for ranks in nodes.values()),
         gpus=tuple(gpus),
-        node=", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""),
+        node=listed(names, most=_NAMED),
         processor=first.resources.processor,
         nodes=len(nodes),
         has_compiler=all(rank.resources.has_compiler for rank in facts),
@@ -583,11 +559,7 @@ def find_own_address(outer: OuterLauncher) -> str:
 
 
 def address_facing(host: str) -> str:
-    """Return the address of this machine from which packets to a host leave.
-
-    Raises:
-        OSError: the host has no address, or there is no way to it.
-    """
+    """Return the address of this machine from which packets to a host leave."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with closing(socket.socket(family, kind, protocol)) as probe:  # it sends nothing
         probe.connect(address)
@@ -600,11 +572,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_variables(own: str) -> dict[str, str]:
-    """Return the variables that name the interface with an address of this machine to gloo and NCCL.
-
-    By default gloo takes the address of the node's own name, which is often a loopback address: ranks on several nodes
-    would never connect. Variables that are in the environment stay.
-    """
+    """Return the variables that name an address's interface to gloo, which would take the host name's, and to NCCL."""
     interfaces = {name: [each.address for each in those] for name, those in psutil.net_if_addrs().items()}
     name = next((name for name, addresses in interfaces.items() if own in addresses), None)
     # Without "=" NCCL takes the name as a prefix.

@@ -4,7 +4,6 @@ It starts a local Ray unless ``parallel.address`` or RAY_ADDRESS names a cluster
 for Ray itself is in `pipeline.launch.cluster`.
 """
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from pipeline.errors import ResourceError
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch import base, cluster
 from pipeline.launch.base import LOOPBACK
-from pipeline.launch.node_facts import INSTALL_SAME_COMMIT
+from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, version_of
 from pipeline.launch.outer import interface_variables
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
@@ -66,11 +65,7 @@ class Launcher(base.Launcher):
                     begun.end()
 
     def __enter__(self) -> Self:
-        """Connect to Ray. An existing cluster receives the code; a local Ray needs none.
-
-        Raises:
-            ResourceError: no cluster answers, or the code can't be sent.
-        """
+        """Connect to Ray. An existing cluster receives the code; a local Ray needs none."""
         verbose = self.session.verbose
         stages.begin("starting Ray" if self._address is None else "connecting to Ray")
         with cluster.naming_address(self.session.parallel):
@@ -122,7 +117,7 @@ class Launcher(base.Launcher):
             train_loop_config={
                 "trial": trial.model_dump_json(),
                 "channel": str(address),
-                "logs": None if self.session.verbose else str(self.session.log_folder(trial).resolve()),
+                "logs": None if self.session.verbose else str(self.session.log_folder(trial)),
                 "cwd": str(Path.cwd()),
                 "paths": cluster.import_paths(is_sent=bool(self._code)),
                 "shared": self._shared_folders(trial),
@@ -137,18 +132,14 @@ class Launcher(base.Launcher):
             ),
             run_config=RunConfig(
                 name=trial.name,
-                storage_path=str((self.session.folder / "ray").resolve()),
+                storage_path=str(Path(trial.folder) / "ray"),
                 failure_config=FailureConfig(**{own.name: 0 for own in fields(FailureConfig) if own.name in _LIMITS}),
             ),
         )
 
     def _shared_folders(self, trial: Trial) -> dict[str, str]:
-        """Return the folders that all nodes must have, by the key that sets them.
-
-        Raises:
-            ResourceError: this machine can't make the one for checkpoints.
-        """
-        shared = {"tracking.directory": str(self.session.folder.resolve())}
+        """Return the folders that all nodes must have, by the key that sets them; make the one for checkpoints."""
+        shared = {"tracking.directory": trial.folder}
         own = trial.experiment.checkpoint
         if own.directory and "://" not in own.directory and own.keep and isinstance(trial, Training | Baseline):
             place = shared["checkpoint.directory"] = address_of(own.directory, run=self.session.folder)
@@ -162,11 +153,7 @@ class Launcher(base.Launcher):
 
 @dataclass
 class _Rendezvous(BackendConfig):  # type: ignore[misc]
-    """Sends the workers of a trainer their network interface and the address of rank 0.
-
-    They make the process group themselves. Ray's own configuration would import torch in Ray's controller before the
-    workers start, which delays each trial.
-    """
+    """Sends workers their interface and rank 0's address; Ray's own would import torch in its controller first."""
 
     is_local: bool
     backend: str = "made by the workers"  # asked for by TorchTrainer
@@ -199,12 +186,7 @@ def _set_rendezvous(address: str, port: int, own: str) -> None:
 
 
 def work(config: dict[str, Any]) -> None:
-    """Run one rank of a trial in the process that Ray Train gave it.
-
-    Raises:
-        ResourceError: this node lacks something.
-        WorkerFailed: the rank failed and has reported it to the driver.
-    """
+    """Run one rank of a trial in the process that Ray Train gave it."""
     from pipeline.system.leftovers import Leftovers
 
     leftovers = Leftovers()
@@ -262,8 +244,7 @@ def _find_versions() -> dict[str, str | None]:
     """Return the versions that all nodes must share; Ray itself compares its own and Python's."""
     from torch.version import __version__  # and torch with it
 
-    ours = next((each.version for each in importlib.metadata.distributions(name="ddp-pipeline")), None)
-    return {"torch": __version__.partition("+")[0], "ddp-pipeline": ours}
+    return {"torch": __version__.partition("+")[0], "ddp-pipeline": version_of("ddp-pipeline")}
 
 
 def _timeouts(trial: Trial) -> dict[str, str]:
@@ -276,12 +257,7 @@ def _timeouts(trial: Trial) -> dict[str, str]:
 
 
 def _find_losses(error: BaseException | None, trial: Trial, *, silent: Mapping[int, str]) -> Mapping[int, str]:
-    """Return how workers ended, by rank, from the trainer's error and the ranks of other nodes that became silent.
-
-    Raises:
-        ResourceError: Ray could not start the workers, a node lacks something, or can't connect to the driver.
-        BaseException: the trainer's error, if it says nothing of workers.
-    """
+    """Return how workers ended, by rank; raise an error that is about no worker, or that a node lacks something."""
     if error is None:
         return {}
     if isinstance(error, WorkerGroupError):

@@ -32,7 +32,6 @@ from pipeline.system.signals import handled
 Process = subprocess.Popen[bytes]
 _CODE = "import gc, sys; gc.disable(); from pipeline.worker import work; work(sys.argv[1:])"
 """Collections of garbage would take a quarter of the time of the imports."""
-_HASHES = "PYTHONHASHSEED"
 _IMPORTED = {"torch", "pipeline", "ray"}
 _POLL_S = 0.05
 _INTERRUPTED_S = 5.0
@@ -55,13 +54,9 @@ class Launcher(base.Launcher):
     @classmethod
     @contextmanager
     def preparing(cls, experiment: Experiment, *, verbose: bool = False) -> Iterator[None]:
-        """Start the processes of all ranks; end those that got no job.
-
-        They have Python's hashes from the experiment's seed: otherwise each of them, and each run, would iterate over a
-        set of texts in another order.
-        """
-        hashes = os.environ.get(_HASHES, str(experiment.seed % 2**32))
-        with environment(**{_HASHES: hashes}):
+        """Start the processes of all ranks; end those that got no job."""
+        # Otherwise each process, and each run, would iterate over a set of texts in another order.
+        with environment(PYTHONHASHSEED=os.environ.get("PYTHONHASHSEED", str(experiment.seed % 2**32))):
             if outer_launcher() is None:
                 count = min(experiment.parallel.workers, max(1, len(resources.usable_cores())))
                 libraries = find_libraries(experiment)
@@ -101,10 +96,7 @@ class Launcher(base.Launcher):
         return attempt.outcome(losses or dict.fromkeys(attempt.lost, _how(0)))
 
     def _run(self, trial: Trial, job: dict[str, str], *, lost: Collection[int] = ()) -> dict[int, str]:
-        """Run all ranks to their end; if some fail, end the others. Return how the failed ones ended, by rank.
-
-        ``lost`` are the ranks that have disconnected before their end; it grows meanwhile.
-        """
+        """Run all ranks to their end; if some fail or are ``lost``, end the others. Return how these ended, by rank."""
         ranks: list[Process] = []
         is_default = signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
         # SIGQUIT doesn't reach the workers, which have sessions of their own.
@@ -121,7 +113,7 @@ class Launcher(base.Launcher):
 
     def _start_rank(self, number: int, trial: Trial, job: dict[str, str]) -> Process:
         """Give a rank's job to a waiting process, or to a new one."""
-        folder, node = self.session.log_folder(trial).resolve(), os.uname().nodename
+        folder, node = self.session.log_folder(trial), os.uname().nodename
         rank = Rank(
             rank=number, local_rank=number, world_size=trial.workers, local_world_size=trial.workers, node=node
         )  # fmt: skip
@@ -159,10 +151,7 @@ def _start(libraries: Sequence[str], logs: Path | None, number: int = 0, *, quie
 
 
 def _await_ends(ranks: Sequence[Process], *, lost: Collection[int]) -> dict[int, str]:
-    """Wait until all ranks have ended, or one has failed; return how the failed ones ended, by rank.
-
-    A lost rank has failed whatever its exit code is: its code, or a library, may call ``os._exit(0)``.
-    """
+    """Wait until all ranks have ended, or one has failed or is lost, even with exit code 0; return how those ended."""
     while True:
         codes = dict(enumerate(rank.poll() for rank in ranks))
         failed = {rank: _how(code) for rank, code in codes.items() if code or (code == 0 and rank in lost)}

@@ -59,14 +59,8 @@ class OuterLauncher:
     @property
     def variables(self) -> dict[str, str]:
         """The variables of torchrun, which user code may read."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(self.port),
-        }
+        ranks = {name: str(getattr(self, name.lower())) for name in _TORCHRUN}
+        return {**ranks, "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
 
 
 def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:

@@ -316,10 +316,7 @@ def _find_notes_on_resources(planner: Planner, main: Training, resources: Resour
 
 
 def scheduler_units(experiment: Experiment) -> Iterator[str]:
-    """Yield a note on each scheduler that advances after each step, with numbers that are no more than the epochs.
-
-    Many programs advance a scheduler after each epoch. The same numbers then end the schedule within the first epoch.
-    """
+    """Yield a note on each scheduler that advances after each step, with numbers that are no more than the epochs."""
     epochs = experiment.train.epochs
     if experiment.train.scheduler_interval != "step" or epochs is None:
         return

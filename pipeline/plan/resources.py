@@ -5,7 +5,7 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -27,13 +27,6 @@ class Placed(Frozen):
     """Cores of the node that these workers may use together."""
     cpus_per_worker: int
     """Cores of the worker that has the fewest; 0 if there are more workers than cores."""
-
-
-class UnfitNode(Frozen):
-    """A node of a cluster that can't have workers."""
-
-    name: str
-    problems: tuple[str, ...]
 
 
 class Resources(Frozen):
@@ -61,8 +54,6 @@ class Resources(Frozen):
     """Notes to the user, e.g. on nodes that differ."""
     is_autoscaled: bool = False
     """True if a cluster's autoscaler can add nodes."""
-    unfit: Mapping[str, UnfitNode] = {}
-    """Nodes of the cluster that are left out, because workers can't run there, by Ray's id."""
     idle: tuple[Mapping[str, float], ...] = ()
     """Resources of each node of the cluster that no other job occupies, by Ray's names; empty: this machine."""
 
@@ -76,15 +67,6 @@ class Resources(Frozen):
         """Summary in a line, e.g. "2 cores, 24 GiB, no GPU"."""
         gpus = f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
         return f"{counted(self.cpus, 'core')}, {self.memory_mb / 1024:.0f} GiB, {gpus}"
-
-
-def format_unfit(nodes: Iterable[UnfitNode]) -> list[str]:
-    """Return a line for each problem, which names all nodes that have it."""
-    names: dict[str, list[str]] = {}
-    for node in sorted(nodes, key=lambda node: node.name):
-        for problem in node.problems:
-            names.setdefault(problem, []).append(node.name)
-    return [f"{', '.join(having)}: {problem}" for problem, having in names.items()]
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -106,7 +88,7 @@ def detect() -> Resources:
 
 
 def _cpus() -> int:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = len(usable_cores()) or os.cpu_count() or 1
     limit = Path("/sys/fs/cgroup/cpu.max")  # "max 100000" or "quota period", cgroup v2
     if limit.exists():
         quota, period = limit.read_text().split()

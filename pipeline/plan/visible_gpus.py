@@ -18,11 +18,7 @@ print(json.dumps({f"GPU-{gpu.uuid}": gpu.name for gpu in gpus}))
 
 
 def visible_gpus() -> dict[str, str]:
-    """Return the names of the GPUs that CUDA shows to this process, by UUID.
-
-    They come from the driver's management library (NVML) and CUDA_VISIBLE_DEVICES. If a GPU is partitioned (MIG),
-    another process asks CUDA, which shows fewer instances than NVML lists.
-    """
+    """Return the names of the GPUs that CUDA shows to this process, by UUID: by NVML, or by CUDA itself with MIG."""
     gpus, is_partitioned = _list_gpus()
     if is_partitioned and (shown := _ask_cuda()) is not None:
         return shown

@@ -57,14 +57,7 @@ class Address(Frozen):
 
 
 class Inbox:
-    """Driver's side of the channel; inside its context a thread receives all events.
-
-    Args:
-        host: address of this machine to listen at.
-        receive: takes each event, with its time by this machine's clock, and its line of JSON.
-        hung_up: called with each rank that disconnects.
-        is_stopping: true once all workers, later ones included, are asked to stop.
-    """
+    """Driver's side of the channel; inside its context a thread receives all events, and who has ``hung_up``."""
 
     def __init__(
         self,

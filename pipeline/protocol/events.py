@@ -16,11 +16,10 @@ from pipeline.experiment.values import Direction, Recorded
 from pipeline.protocol.labels import PARENTS, Role, Split, Status
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.wording import counted
+from pipeline.wording import counted, listed
 
 STOPPED_EARLY = "stopped early by ASHA"
 """Beginning of the closing message of a trial that ASHA stopped."""
-_MOST_NAMED = 8
 WEIGHTS = "model/weights.pt"
 """Path of the trained weights inside a run's folder."""
 EXAMPLE = "model/example.pt"
@@ -104,14 +103,9 @@ class Loaded(Recorded):
     """Saved names, renamed, that the model lacks."""
 
     def __str__(self) -> str:
-        left = f", {_some(self.left)} left as initialised" if self.left else ""
-        unused = f", {_some(self.unused)} not used" if self.unused else ""
+        left = f", {listed(self.left)} left as initialised" if self.left else ""
+        unused = f", {listed(self.unused)} not used" if self.unused else ""
         return f"starts from {self.source}: {counted(self.tensors, 'tensor')} loaded{left}{unused}"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 class Started(Event):
@@ -237,8 +231,6 @@ class Heartbeat(Event):
     kind: Literal["heartbeat"] = "heartbeat"
     rank: Rank
     pid: int
-    process_started: float
-    """Start of the process in seconds since the node's boot; together with the pid it identifies the process."""
     step: int
     """Current or last optimizer step, counted from 1; 0 before the first."""
     phase: Phase
@@ -377,8 +369,6 @@ class ModelExported(Event):
     kind: Literal["model_exported"] = "model_exported"
     program: str
     """Path of the program inside the run's folder. The file is removed once the tracking store has it."""
-    samples: str
-    """Path of an .npz file with an example of inputs and outputs; see `pipeline.train.exported`."""
     torch: str
     """Version of torch that exported it."""
 

@@ -12,12 +12,7 @@ def link(text: str, *, run: str) -> str:
 
 
 def completed(markdown: str, address: Callable[[str], str | None]) -> str:
-    """Return a summary whose links have addresses; those without one become plain text.
-
-    Args:
-        markdown: the summary.
-        address: returns the address of a run's page by the run's id, or None.
-    """
+    """Return a summary with the ``address`` of each run that is linked by its id; without one, a link becomes text."""
 
     def complete(found: re.Match[str]) -> str:
         text, run = found.groups()

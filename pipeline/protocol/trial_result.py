@@ -153,10 +153,7 @@ class Spike(Recorded):
 
 
 class Communication(Recorded):
-    """Gradient synchronization during a training, as DDP times it: from the first bucket sent to the last received.
-
-    The exchange overlaps the backward pass; the part that does not is `StepParts.exposed_communication_ms`.
-    """
+    """Gradient synchronization of a training, as DDP times it: from the first bucket sent to the last received."""
 
     ms: float
     """Milliseconds in a step, on the rank that waited for no other."""
@@ -171,10 +168,7 @@ class Communication(Recorded):
 
 
 class Flops(Recorded):
-    """Floating-point operations of training, forward and backward: matrix products, convolutions and attention.
-
-    What activation checkpointing repeats doesn't count.
-    """
+    """Floating-point operations of training, forward and backward, without what activation checkpointing repeats."""
 
     of_sample: Mapping[str, float]
     """Operations for one sample by arithmetic: fp64, fp32, tf32, bf16, fp16."""

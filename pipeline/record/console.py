@@ -196,10 +196,7 @@ class _Activities(Progress):
 
 
 class _Bars:
-    """Display with a progress bar and lines of figures. A narrow terminal gets fewer figures, not more lines.
-
-    An evaluation or an upload has a second bar meanwhile. After the last step the stage takes the place of the bar.
-    """
+    """A bar, a second one of an activity, and figures below: in a narrow terminal fewer figures, not more lines."""
 
     def __init__(self, stdout: rich.console.Console, run: RunProgress) -> None:
         self._width, self._run, self._progress, self._label = stdout.width - len(_INDENT), run, run.progress, run.label
@@ -266,10 +263,7 @@ def progress_on(console: rich.console.Console) -> Iterator[None]:
 
 @contextmanager
 def stages_on(console: rich.console.Console) -> Iterator[None]:
-    """Show what a command waits for before its first trial: a terminal one line, a pipe a line for what takes long.
-
-    Nothing is shown on a quiet console, and in a notebook.
-    """
+    """Show what a command waits for before its first trial: a terminal one line, a pipe a line for what takes long."""
     if console.quiet or console.is_jupyter:
         yield
         return

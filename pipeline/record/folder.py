@@ -77,13 +77,7 @@ def trials_of(folder: Path) -> list[Path]:
 
 
 def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tuple[Path, RunOpened]]:
-    """Yield the folders of an experiment's runs with their first events, the newest first.
-
-    Args:
-        directory: folder of runs, ``tracking.directory``.
-        name: name of the experiment.
-        role: "main" for a training, else the command.
-    """
+    """Yield the folders and first events of an experiment's runs with a role, main or a command, the newest first."""
     for folder in sorted(directory.glob(f"*-{name}-*"), reverse=True):  # their names begin with the time
         path = folder / journal.FILE_NAME
         opened = journal.opened(path) if path.is_file() else None

@@ -57,14 +57,7 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
     def append(self, event: AnyEvent | bytes, *, is_end: bool = False) -> None:
-        """Write one event, or its line, to the operating system; if it ends the run, also to the disk.
-
-        After an error the rest of its line is written before the next event: order is kept, and no line stays torn.
-
-        Raises:
-            OSError: the disk is full, the journal was deleted, or another driver has resumed the run; carries its path.
-            ValueError: the journal has been closed.
-        """
+        """Write an event or its line, after what a failed write has left; OSErrors carry the path."""
         if taker := self._lock.taken_by:
             raise OSError(
                 errno.EPERM,
@@ -126,12 +119,7 @@ class _Lock:
         self._done = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock. Wait until it is clear whether a holder on another machine is alive.
-
-        Raises:
-            _HeldError: the holder is alive.
-            OSError: the file can't be written.
-        """
+        """Take the lock, or raise `_HeldError`; wait until it is clear if a holder on another machine is alive."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         give_up, beat = time.monotonic() + _PATIENCE_S, 0.0
         while True:
@@ -232,13 +220,7 @@ def _machine() -> str:
 
 
 class Tail:
-    """Reader of the events that are new in a journal. Damaged lines are skipped, an incomplete last one is awaited.
-
-    Args:
-        path: the journal; need not exist yet.
-        marks: kinds of the events to read; all if there are none.
-        offset: bytes that have been read before.
-    """
+    """Reader of new events of a journal, which need not exist yet, of kinds (``marks``) or all; skips damaged lines."""
 
     def __init__(self, path: Path, *marks: str, offset: int = 0) -> None:
         self._path = path

@@ -15,14 +15,7 @@ from pipeline.protocol.events import LOSSES
 
 
 def write(folder: Path, losses: Sequence[float], *, first: int) -> None:
-    """Write the losses of the steps from ``first`` on, counted from 1, over those of an earlier attempt.
-
-    Steps before ``first`` without a loss become NaN. The header, whose length does not change, is written last, so that
-    a driver that is killed leaves a file that can be read.
-
-    Raises:
-        OSError: the file can't be written; carries its path.
-    """
+    """Write the losses of the steps from ``first`` on, NaN for missing ones; a kill leaves a readable file."""
     path, known, last = folder / LOSSES, len(_load(folder)), first - 1 + len(losses)
     values = np.array([math.nan] * (first - 1 - known) + list(losses), "<f8")
     header = BytesIO()

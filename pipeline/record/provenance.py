@@ -74,11 +74,7 @@ def hardware(plan: Plan) -> str:
 
 
 def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
-    """Write the experiment and the list of installed packages; return the names of the files.
-
-    Raises:
-        OSError: a file can't be written; the file before it is kept.
-    """
+    """Write the experiment and the list of installed packages; return the names of the files."""
     text = to_yaml(experiment)
     write_atomically(folder / EXPERIMENT_NAME, lambda path: path.write_text(text, encoding="utf-8"))
     write_atomically(folder / ENVIRONMENT_NAME, write_environment)

@@ -24,8 +24,8 @@ from pipeline.protocol.events import (
 )
 from pipeline.record import loss_file
 from pipeline.record.journal import FILE_NAME, Journal, read
+from pipeline.record.trial_progress import LOSS
 
-LOSS = "train/loss"
 TRANSIENT = (Advanced, Heartbeat)
 """Events for displays only."""
 
@@ -52,10 +52,6 @@ class Recorder:
     """Writer of a run's journal, which passes each event on to subscribers. Its methods may be called from any thread.
 
     In a folder with a journal it resumes that run: finished trials are known, metrics of repeated steps are dropped.
-
-    Args:
-        folder: the run's folder.
-        subscribers: receivers of each event after it is journaled.
 
     Raises:
         UsageError: another process writes to the journal, or it is damaged.
@@ -103,15 +99,7 @@ class Recorder:
                 self._subscribers.remove(subscriber)
 
     def receive(self, event: AnyEvent, line: bytes | None = None) -> None:
-        """Record an event.
-
-        Args:
-            event: the event.
-            line: its JSON as a worker has sent it, which is written unless the event changes here.
-
-        Raises:
-            OSError: the journal can't be written; the subscribers receive the event in any case.
-        """
+        """Record an event, by its line from a worker if it stays so; subscribers get it even after an OSError."""
         with self._guard:
             failure: OSError | None = None
             if isinstance(event, Metrics) and event.losses:

@@ -17,9 +17,9 @@ from pipeline.protocol.events import Finished, Metrics, RunOpened, Started, Tagg
 from pipeline.protocol.labels import Status
 from pipeline.record import journal
 from pipeline.record.folder import ENVIRONMENT_NAME, id_of, is_quick, sweep_of
+from pipeline.record.trial_progress import LOSS
 from pipeline.wording import format_parallel
 
-_LOSS = "train/loss"
 _METRIC = ("metrics.", "._target_")
 """Beginning and end of the parameters that name the experiment's metrics."""
 _ENVIRONMENT = ("git_commit", "git_dirty", "hardware", "user", "python")
@@ -115,7 +115,7 @@ def summarized(folder: Path) -> RunSummary | None:
     is_training = role == "main"
     known = {**figures, **(trained.metrics if trained else {}), **best}
     metrics = {name: value for name, value in known.items() if name.startswith(PREFIX)}
-    metrics = metrics or {name: value for name, value in known.items() if name == _LOSS and trained}
+    metrics = metrics or {name: value for name, value in known.items() if name == LOSS and trained}
     throughput = figures.get("samples_per_second")
     if trained:  # as the report shows it: of slots, if there were any
         slots = trained.slots

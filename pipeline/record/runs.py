@@ -33,10 +33,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 def summaries(directory: Path, *, with_unstarted: bool = False) -> Iterator[RunSummary]:
-    """Yield the runs of a directory, the newest last, a sweep before its trials.
-
-    Runs that ended before their first step are left out, unless ``with_unstarted``.
-    """
+    """Yield the runs, the newest last, a sweep before its trials; ``with_unstarted``: also those without a step."""
     for folder in folders(directory):
         if not (with_unstarted or is_listed(folder)):
             continue

@@ -46,12 +46,7 @@ class Terminal(NamedTuple):
 
     @classmethod
     def of(cls, *, as_json: bool = False, quiet: bool = False) -> "Terminal":
-        """Return the consoles of a command.
-
-        Args:
-            as_json: standard output is one JSON document; all else goes to standard error.
-            quiet: no progress; warnings go to standard error.
-        """
+        """Return the consoles; ``as_json``: all but one document goes to standard error; ``quiet``: no progress."""
         stderr = OptionalConsole(highlight=False, stderr=True)
         stdout = stderr if as_json else OptionalConsole(highlight=False)
         silent = Console(quiet=True)
@@ -123,14 +118,7 @@ def listing(
     style: Callable[[Item], str] = lambda _: "",
     right_aligned: Sequence[str] = (),
 ) -> Table:
-    """Build a table with a line for each item; its cells never wrap, since a broken id can't be copied.
-
-    Args:
-        columns: name and text of each column.
-        items: what the lines are about.
-        style: rich style of an item's line.
-        right_aligned: names of columns with figures.
-    """
+    """Build a table with a line for each item; its cells never wrap, since a broken id can't be copied."""
     table = Table(box=None, pad_edge=False)
     for name, _ in columns:
         table.add_column(name, no_wrap=True, justify="right" if name in right_aligned else "left")
@@ -140,10 +128,7 @@ def listing(
 
 
 def print_table(table: Table, *, console: Console) -> None:
-    """Print a table without cutting a cell.
-
-    A terminal folds cells that are too wide, except those of ``no_wrap`` columns; a pipe gets each row whole.
-    """
+    """Print a table without cutting a cell; a terminal folds wide ones, but not those of ``no_wrap`` columns."""
     if not console.is_terminal or all(column.no_wrap for column in table.columns):
         table.width = width_of(table, console)
     console.print(table, crop=False)

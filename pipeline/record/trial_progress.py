@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.trial import Evaluation, Training, Trial
-from pipeline.wording import clock, counted, figure
+from pipeline.wording import clock, counted, figure, listed
 
 VALIDATION, TEST = "validation/", "test/"
 LOSS, THROUGHPUT = "train/loss", "throughput/samples_per_second"
@@ -44,13 +44,7 @@ class Reported(NamedTuple):
 
 
 class TrialProgress:
-    """State of a running trial: steps, stage, pace and values, as far as its events tell.
-
-    Args:
-        directions: directions in which validation metrics are better, by reported name, the main metric first.
-        batch: samples of a global batch; None if unknown.
-        earlier: evaluations of earlier attempts, for the best values so far.
-    """
+    """State of a running trial: steps, stage, pace and values; ``earlier`` evaluations count for the best so far."""
 
     def __init__(
         self,
@@ -200,12 +194,7 @@ class TrialProgress:
 
 
 class RunProgress:
-    """State of a command, updated by each of its events.
-
-    Args:
-        trials: all trials that are measured, also those that a training is compared with; empty if only the events
-            are known.
-    """
+    """State of a command, updated by each of its events; ``trials``: all that are measured, if they are known."""
 
     def __init__(self, trials: Sequence[Trial] = ()) -> None:
         self.opened: RunOpened | None = None
@@ -283,13 +272,7 @@ class RunProgress:
         return f"starting {counted(count, 'worker')} with {trial.launcher} ..."
 
     def outlook(self, left_s: float | None) -> list[str]:
-        """Return the place among several trials, and how long the rest takes as far as that is known.
-
-        Trials take as long as equal ones before; the speedup takes at most about `Measure.limit_s`.
-
-        Args:
-            left_s: remaining seconds of the running trial; None if unknown.
-        """
+        """Return the place among several trials, and the time of the rest, as far as equal ones have told it."""
         number, total = self.place
         shown = [f"trial {number} of {total}"] if total > 1 and number else []
         if left_s is None or not number or not self._launches:
@@ -332,9 +315,9 @@ def facts(event: Started) -> list[str]:
     if event.epoch_samples != event.train_samples:
         samples += f", {event.epoch_samples:,} in an epoch"
     devices = [f"{count} x ({name})" if count > 1 else name for name, count in Counter(event.devices).items()]
-    shown = ", ".join(devices[:2]) + (f" and {len(devices) - 2} more" if len(devices) > 2 else "")
     frozen = f" of {event.parameters + event.frozen:,}" if event.frozen else ""
-    return [f"{event.parameters:,}{frozen} parameters", samples, f"{event.total_steps:,} steps", f"on {shown}"]
+    steps, places = f"{event.total_steps:,} steps", f"on {listed(devices, most=2)}"
+    return [f"{event.parameters:,}{frozen} parameters", samples, steps, places]
 
 
 def left(seconds: float | None) -> list[str]:

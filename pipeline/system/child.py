@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pipeline.system.process import can_fork
+from pipeline.system.process import can_fork, kill_tree
 
 T = TypeVar("T")
 Report = Callable[[Any], None]
@@ -24,12 +24,7 @@ _MOST_LINES = 12
 
 
 class ChildCrashedError(Exception):
-    """The child ended without a result.
-
-    Args:
-        how: the end in words, e.g. "was ended by SIGSEGV".
-        output: last lines that it printed; with a stack of Python if native code crashed.
-    """
+    """The child ended without a result: ``how``, e.g. "was ended by SIGSEGV", and the last lines of its ``output``."""
 
     def __init__(self, how: str, output: str) -> None:
         self.how, self.output = how, output
@@ -41,10 +36,7 @@ def call_in_child(function: Callable[[Report], T], *, receive: Report) -> T:
 
     The child is forked if that is safe, else it is a new process, for which the function and its result must be
     picklable. It prints to a temporary file, and leaves no process and no thread behind.
-
-    Args:
-        function: called with a function that reports objects to ``receive``.
-        receive: gets them, in this process.
+    ``receive`` gets what the function reports.
 
     Raises:
         ChildCrashedError: the child ended without a result.
@@ -67,9 +59,7 @@ def call_in_child(function: Callable[[Report], T], *, receive: Report) -> T:
             raise ChildCrashedError(_describe_end(process.exitcode), _last_lines(Path(output.name)))
         finally:
             if process.exitcode is None:
-                with suppress(psutil.Error):  # e.g. after Ctrl-C
-                    for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
-                        each.kill()
+                kill_tree(process.pid)  # e.g. after Ctrl-C
             process.join()
             process.close()
 

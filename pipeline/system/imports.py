@@ -29,21 +29,14 @@ def importable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Pause garbage collection, and defer SIGINT and SIGTERM, inside the context.
-
-    A C extension that is being imported may swallow a signal handler's exception, or abort. A second Ctrl-C interrupts.
-    """
+    """Pause garbage collection, and defer signals, whose exceptions an extension may swallow; a second Ctrl-C acts."""
     with uncollected(), deferred_signals("Interrupted. Ending as soon as the libraries are imported ..."):
         yield
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause garbage collection inside the context.
-
-    Imported objects stay alive, and collecting them repeatedly takes a quarter of the time of importing torch, or of
-    drawing pictures beside it.
-    """
+    """Pause garbage collection: it takes a quarter of the time of importing torch, whose objects stay alive."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -7,16 +7,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as thread_pool
 from contextlib import suppress
 
 import psutil
 
+from pipeline.system.process import kill_tree
+from pipeline.wording import listed
+
 WAIT_S = 5.0
 """Seconds that processes and threads get to end by themselves: one of them may still write a file."""
 _POLL_S = 0.05
-_SHOWN = 5
+_MOST_NAMED = 5
 _HELPERS = ("resource_tracker import main", "from multiprocessing.forkserver")
 """Processes of Python and joblib, which end together with this one."""
 _POOLS = ("concurrent.futures.process", "joblib.externals.loky.process_executor", "loky.process_executor")
@@ -32,25 +35,18 @@ class Leftovers:
         self._processes = {child.pid for child in psutil.Process().children()}
 
     def end(self, warn: Callable[[str], None], *, run_exit_functions: bool = True) -> None:
-        """Wait `WAIT_S` seconds for processes, which are killed then, and for threads; warn of both by name.
-
-        The remaining threads end together with the process, see `exit_despite_threads`.
-
-        Args:
-            warn: shows a warning.
-            run_exit_functions: True if this process ends next: libraries end their processes in functions of `atexit`.
-        """
-        if names := self._kill_processes(run_exit_functions=run_exit_functions):
+        """Wait `WAIT_S` seconds for processes, which are killed then, and for threads; warn of both by name."""
+        if names := listed(self._kill_processes(run_exit_functions=run_exit_functions), most=_MOST_NAMED):
             warn(
-                f"Processes that user code started were still running after {WAIT_S:g} s: {_join(names)}. They were "
-                "killed. End them in your code."
+                f"Processes that user code started were still running after {WAIT_S:g} s: {names}. They were killed. "
+                "End them in your code."
             )
         if threads := self._wait_for_threads():
             _abandoned.extend(threads)
+            names = listed([thread.name for thread in threads], most=_MOST_NAMED)
             warn(
-                f"Threads that user code started were still running after {WAIT_S:g} s: "
-                f"{_join([thread.name for thread in threads])}. The process ends without them. Join them in your code, "
-                "or start them with daemon=True."
+                f"Threads that user code started were still running after {WAIT_S:g} s: {names}. The process ends "
+                "without them. Join them in your code, or start them with daemon=True."
             )
 
     def _kill_processes(self, *, run_exit_functions: bool) -> list[str]:
@@ -64,11 +60,13 @@ class Leftovers:
             multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined] # end managers, as at exit
         waited_for = {child.pid for child in multiprocessing.active_children()}  # by a function of atexit
         killed = _wait_for_end([child for child in found if child.pid in waited_for], deadline=deadline)
-        _kill(killed)
+        for child in killed:
+            kill_tree(child.pid)
         others = [child for child in found if child not in killed and _is_alive(child)]
-        if others and run_exit_functions:
+        if others and run_exit_functions:  # this process ends next, and in these libraries end theirs
             atexit._run_exitfuncs()
-        _kill(others := _wait_for_end(others, deadline=deadline))
+        for child in (others := _wait_for_end(others, deadline=deadline)):
+            kill_tree(child.pid)
         return [found[child] for child in (*killed, *others)]
 
     def _find_processes(self) -> list[psutil.Process]:
@@ -130,15 +128,3 @@ def _is_alive(process: psutil.Process) -> bool:
         line = " ".join(process.cmdline())
         return process.status() != psutil.STATUS_ZOMBIE and not any(helper in line for helper in _HELPERS)
     return False
-
-
-def _kill(processes: Iterable[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.Error):
-            for each in (*process.children(recursive=True), process):
-                each.kill()
-
-
-def _join(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

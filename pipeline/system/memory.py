@@ -24,10 +24,7 @@ _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 @contextmanager
 def huge_pages() -> Iterator[None]:
-    """Have torch allocate large tensors in huge pages, in this process and in those started inside the context.
-
-    Each process reads the setting once, at its first tensor.
-    """
+    """Have torch allocate large tensors in huge pages, in this process and in those started inside the context."""
     with environment(**{_HUGE_PAGES: os.environ.get(_HUGE_PAGES, "1")}):
         yield
 

@@ -88,17 +88,15 @@ def in_background(run: Callable[[threading.Event], None], *, name: str) -> Itera
         thread.join()
 
 
-def seconds_after_boot(process: psutil.Process) -> float:
-    """Return when a process was started; unlike `psutil.Process.create_time` it stays when the clock is set."""
-    booted = psutil.boot_time()  # older versions of psutil keep it for the next line
-    return round(psutil.Process(process.pid).create_time() - booted, 2)
+def kill_tree(pid: int) -> None:
+    """Kill a process, if it still runs, with all that it has started."""
+    with suppress(psutil.Error):
+        for each in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
+            each.kill()
 
 
 class OtherLoad:
-    """Processor time since this object was made: that of the machine, and the part of this process and its children.
-
-    The parts are given apart, as several processes of a machine may belong together.
-    """
+    """Processor time since this object was made: of the machine, and apart from it of this process and its children."""
 
     def __init__(self) -> None:
         self._began, self._own, self._busy = time.monotonic(), _own_s(), _busy_s()

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import current_thread, main_thread
 from types import FrameType
 
@@ -18,10 +18,7 @@ SAME_S = 2.0
 
 @contextmanager
 def deferred_signals(answer: str = "") -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the context; a second one, `SAME_S` later, acts at once.
-
-    The first one is answered by a line on standard error.
-    """
+    """Defer SIGINT and SIGTERM, with an answer, to the end of the context; a second one, `SAME_S` later, acts now."""
     if current_thread() is not main_thread():  # other threads get no signals
         yield
         return
@@ -39,43 +36,32 @@ def deferred_signals(answer: str = "") -> Iterator[None]:
             handlers[number](number, frame)
 
     try:
-        for number in handlers:
-            signal.signal(number, wait)
-        yield
+        with handled(wait, *handlers):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         if first:
             signal.raise_signal(first[0][0])
 
 
 @contextmanager
-def handled(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals inside the context; in other threads than the main one, which get none, do nothing."""
+def handled(handler: Callable[..., object] | None, *numbers: int) -> Iterator[None]:
+    """Handle signals inside the context, or leave that to its code (None); other threads than the main one get none."""
     if current_thread() is not main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
+        for number in numbers if handler is not None else ():
+            signal.signal(number, handler)
         yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
 
 
-@contextmanager
-def own_signals() -> Iterator[None]:
+def own_signals() -> AbstractContextManager[None]:
     """Restore the signal handlers that a launcher's library replaces inside the context."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = [(number, signal.getsignal(number)) for number in handled]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+    return handled(None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def end_after(seconds: float, unless: Callable[[], bool] = lambda: False) -> None:
@@ -113,10 +99,7 @@ def sigterm_only_from(reader: int, _: int = 0) -> None:
     """Ignore SIGTERM in a loader process unless the rank that reads sends it, as torch does to end the process.
 
     Otherwise the job's SIGTERM would end the loader, and training with an error instead of a checkpoint. The loader
-    still ends when its parent does: torch checks for it every few seconds.
-
-    Args:
-        reader: process id of the rank; not always the parent's, which with "forkserver" is the server.
+    still ends when its parent does, which with "forkserver" is no rank: torch checks for it every few seconds.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_wait_for, args=(reader,), name="sigterm", daemon=True).start()
@@ -144,7 +127,7 @@ def is_ended_by_hang_up() -> bool:
 
 
 def redirect_to_null(stream: int) -> None:
-    """Discard what is written to a file descriptor from now on."""
-    null = os.open(os.devnull, os.O_WRONLY)
+    """Discard what is written to a file descriptor from now on; it has nothing to read."""
+    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, stream)
     os.close(null)

@@ -56,16 +56,7 @@ class _IncompleteError(Exception):
 
 
 class Delivery:
-    """Delivery of a run's journal to MLflow, for one thread.
-
-    Args:
-        folder: the run's folder.
-        uri: URI of the store with credentials.
-        sent: what was sent before.
-        warn: called when an outage starts and when it ends, and once for each reason of a refusal.
-        keeps: True to write the state into the run's folder.
-        opened: called once MLflow has the run, unless that is after the run's end.
-    """
+    """Delivery of a run's journal to MLflow, for one thread; ``opened`` is called once, before the run's end."""
 
     def __init__(
         self,
@@ -337,11 +328,8 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
 
     If the journal lacks the end of the run, its MLflow runs end as KILLED at the time of its last event.
 
-    Args:
-        folder: the run's folder.
-        warn: called when an outage starts and when it ends.
-        to: URI of another store as `resolve_uri` returns it, with credentials; empty for its own, and its loggers.
-        only_first: True to do no more than open the run.
+    ``to`` is the URI of another store, with credentials, in place of its own and its loggers. With ``only_first`` the
+    run is opened and no more.
 
     Raises:
         UsageError: the journal is missing or damaged, or the run is still running and sends its events itself.
@@ -403,11 +391,7 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
 
 
 def _find_ends(folder: Path) -> tuple[RunOpened, RunClosed]:
-    """Return the events that opened and ended a run; a killed run ended at its last event.
-
-    Raises:
-        UsageError: the journal is missing or damaged, or there is nothing to send yet.
-    """
+    """Return the events that opened and ended a run; a killed run ended at its last event."""
     path = folder / journal.FILE_NAME
     opened, last = None, None
     for event in journal.read(path):  # one event in memory at a time

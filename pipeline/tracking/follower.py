@@ -32,14 +32,8 @@ _LOOK_SECONDS = 0.25
 class Follower:
     """Subscriber that has a process send the run to its tracking store, and to its loggers.
 
-    Args:
-        folder: the run's folder, with journal and artifacts.
-        uri: URI of the store with credentials.
-        warn: called from a background thread, once when an outage starts and once when it ends.
-        opened: called from a background thread with the address of the run once a server has it, unless that is after
-            the run's end.
-        loggers: names in ``tracking.loggers``.
-        own: names of the loggers that are components, see `pipeline.tracking.loggers.own_names`.
+    From a background thread it calls ``warn`` when an outage starts and when it ends, and ``opened`` with the address
+    of the run once a server has it, unless that is after the run's end. ``own`` are the names of the user's loggers.
 
     Raises:
         OSError: the process can't be started.

@@ -43,17 +43,7 @@ class Tracker(Protocol):
 
 
 class Logger:
-    """A tracker with the thread that feeds it the run's journal.
-
-    Args:
-        name: name in warnings.
-        build: builds the tracker, in the thread.
-        folder: the run's folder.
-        is_over: tells if the journal is complete.
-        end: gives the run's last event, which a full disk may have kept from the journal.
-        tell: called from the thread with a warning, and with an empty text when the tracker has ended.
-        remedy: what to do about missing results, for warnings.
-    """
+    """A tracker with the thread that builds it and feeds it the journal; ``tell`` gets warnings, and "" at its end."""
 
     def __init__(
         self,
@@ -121,10 +111,7 @@ def start(
     is_over: Callable[[], bool],
     end: Callable[[], RunClosed | None],
 ) -> list[Logger]:
-    """Start the loggers that are named, and if ``with_own``, the experiment's components.
-
-    ``tell`` gets a name and a warning, or an empty text when this logger has ended.
-    """
+    """Start the loggers; ``tell`` gets a name and a warning, or an empty text when this logger has ended."""
     builders: dict[str, Callable[[], Tracker]] = {name: partial(build, name, folder) for name in names}
     remedies = dict.fromkeys(names, f"Send the rest with: pipeline sync {folder}")
     if with_own:
@@ -217,11 +204,7 @@ def scalars(event: AnyEvent) -> Sequence[Point]:
 
 
 def figures(event: Finished) -> Iterator[Point]:
-    """Return a trial's measurements as metrics at its last step.
-
-    Throughput and step time are the report's; the series of their windows are named ``throughput/samples_per_second``
-    and ``time/step_ms``.
-    """
+    """Return a trial's measurements as metrics at its last step; throughput and step time are the report's."""
     result = event.result
     values = {number.metric: number.value(result) for number in MEASURED} | {STARTUP.metric: STARTUP.value(event)}
     if len(result.peak_memory_mb) > 1:

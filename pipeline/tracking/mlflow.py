@@ -48,15 +48,7 @@ _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 
 
 class MlflowRun:
-    """MLflow run of one run folder, with a child run for each measurement.
-
-    Args:
-        folder: the run's folder.
-        client: client of the store.
-        opened: the run's first event, or one of a later session.
-        sent: what has been sent so far; updated, but not written.
-        warn: called with each artifact or model that can't be logged.
-    """
+    """MLflow run of one run folder, with a child run for each measurement; updates ``sent``, but does not write it."""
 
     def __init__(
         self,
@@ -83,11 +75,7 @@ class MlflowRun:
             raise
 
     def write(self, events: Iterable[AnyEvent]) -> None:
-        """Write events in order, metrics in as few calls as MLflow allows; files are added to the uploads.
-
-        Raises:
-            Exception: whatever MLflow raises; the same events may be written again.
-        """
+        """Write events in order, metrics in as few calls as MLflow allows; after an exception it may be repeated."""
         self._points = {}
         for event in events:
             self._write(event)
@@ -153,11 +141,7 @@ class MlflowRun:
                 self._end_all(event)
 
     def upload(self, event: ArtifactSaved | ModelSaved) -> None:
-        """Upload the file or model of one of the uploads.
-
-        Raises:
-            Exception: whatever MLflow raises; the upload may be repeated.
-        """
+        """Upload the file or model of one of the uploads; after an exception of MLflow it may be repeated."""
         if isinstance(event, ModelSaved):
             self._upload_model(event)
             return
@@ -240,11 +224,7 @@ class MlflowRun:
         return str(run.info.run_id)
 
     def id_of(self, name: str, *, trial: str = MAIN) -> str:
-        """Return the id of the MLflow run of another run folder, e.g. of this trial's sweep.
-
-        Raises:
-            LookupError: MLflow doesn't have the run yet.
-        """
+        """Return the id of another run folder's MLflow run; LookupError if MLflow doesn't have it yet."""
         if not (found := self._runs({RUN_TAG: name, TRIAL_TAG: trial})):
             raise LookupError(f"{name} isn't in MLflow yet. Send it with pipeline sync")
         return str(max(found, key=_content).info.run_id)
@@ -257,10 +237,7 @@ class MlflowRun:
         self.client.set_terminated(run_id, status=status, end_time=milliseconds(event))
 
     def _end_all(self, event: RunClosed) -> None:
-        """End all open runs, and delete empty duplicates.
-
-        A server may create a run although its answer is lost; a retry then creates the run that is used.
-        """
+        """End all open runs, and delete empty duplicates, which servers create whose answers are lost."""
         runs = self._runs({RUN_TAG: self._name})
         used = Counter(run.data.tags[TRIAL_TAG] for run in runs if _content(run))
         for run in runs:
@@ -315,11 +292,7 @@ def _content(run: "Run") -> int:
 
 
 def delete_runs(uri: str, *, experiment: str, name: str) -> None:
-    """Delete the MLflow runs of a run folder and of its trials' folders; MLflow can restore them.
-
-    Raises:
-        MlflowException: the store's.
-    """
+    """Delete the MLflow runs of a run folder and of its trials' folders; MLflow can restore them."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -330,10 +303,7 @@ def delete_runs(uri: str, *, experiment: str, name: str) -> None:
 
 
 def name_run(event: RunOpened) -> str:
-    """Name a run, e.g. "ddp, 2 workers" or "sweep"; ``tracking.run_name`` and the title of a sweep's trial come first.
-
-    The id of the run, the name of its folder, is a tag.
-    """
+    """Name a run by its own title, or else e.g. "ddp, 2 workers" or "sweep"; its id is a tag."""
     role = event.tags.get("role", "main")
     if event.title or role != "main":
         return event.title or role
@@ -352,11 +322,7 @@ def milliseconds(event: Event) -> int:
 
 
 def metrics(points: Iterable[Point], *, timestamp: int) -> "list[Metric]":
-    """Convert metric points; ``timestamp`` in milliseconds since the epoch.
-
-    A figure of the whole run gets step 0, where MLflow draws bars, one for each run; at a later step it draws a line of
-    a single dot.
-    """
+    """Convert metric points; a figure of the whole run gets step 0, where MLflow draws bars instead of a single dot."""
     from mlflow.entities import Metric
 
     return [

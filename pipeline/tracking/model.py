@@ -38,16 +38,7 @@ def log_model(
     folder: Path,
     warn: Callable[[str], None],
 ) -> bool:
-    """Log the model of a run once: the folder that rank 0 has written, or one that is written here.
-
-    A model that can't be rebuilt or saved is a warning; its weights are an artifact of the run in any case.
-
-    Returns:
-        True if MLflow has the model.
-
-    Raises:
-        Exception: whatever MLflow's store raises; the call may be repeated.
-    """
+    """Log a run's model once, as rank 0 has written it or built again; return False after a warning."""
     from mlflow.models import Model
     from mlflow.models.model import MLMODEL_FILE_NAME
 
@@ -112,10 +103,7 @@ def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
 
 
 def _describe(client: "MlflowClient", logged: "LoggedModel", model: "Model", *, path: Path, step: int | None) -> None:
-    """Write the description on the model's page: origin, code to load it, signature, metrics. Idempotent.
-
-    ``step`` is that of the weights; None for the last.
-    """
+    """Write the description on the model's page: origin, code, signature, metrics at ``step``, by default the last."""
     run = client.get_run(logged.source_run_id)
     client.log_batch(run.info.run_id, metrics=list(_figures(client, run, logged, step=step)), synchronous=True)
     at = "" if step is None else f", with the best weights (step {step:,})"
@@ -154,13 +142,7 @@ def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel", *, step:
 
 
 def register(client: "MlflowClient", saved: ModelSaved, *, run_id: str, warn: Callable[[str], None]) -> None:
-    """Make a run's logged model a version of a registered model, and give it its alias, each unless it was done.
-
-    A model that couldn't be logged is a warning.
-
-    Raises:
-        Exception: whatever MLflow's store raises; the call may be repeated.
-    """
+    """Make a run's logged model a version of a registered model, and give it its alias, each unless it was done."""
     from mlflow.exceptions import MlflowException
 
     name, logged = saved.registered, logged_model(client, run_id)

@@ -72,10 +72,7 @@ class TrackingOutcome(BaseModel):
             return None
 
     def waiting(self, folder: Path) -> str:
-        """Describe what MLflow lacks, e.g. "12 events and 3 files"; empty if nothing.
-
-        A file that is the last one is named with its size, since a model may take minutes: "1 file: model (2.8 MB)".
-        """
+        """Describe what MLflow lacks, e.g. "12 events and 3 files" or "1 file: model (2.8 MB)"; empty if nothing."""
         events, files = journal.count_lines(folder / journal.FILE_NAME, offset=self.offset), self.uploads
         counts = {"event": events, "file": len(files)}
         text = " and ".join(counted(count, noun, spec=",") for noun, count in counts.items() if count)
@@ -89,13 +86,7 @@ class TrackingOutcome(BaseModel):
         return f"{text}: {name}"
 
     def fail(self, what: str, *, folder: Path, trouble: str) -> None:
-        """Note that the delivery is incomplete.
-
-        Args:
-            what: missing results, e.g. "12 events and 3 files".
-            folder: the run's folder.
-            trouble: why they are missing.
-        """
+        """Note that ``what`` is missing, e.g. "12 events and 3 files", and why."""
         self.delivered = False
         self.message = (
             f"not in MLflow yet: {what or 'some results'} ({trouble}). Nothing is lost. "

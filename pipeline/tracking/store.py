@@ -49,19 +49,13 @@ def is_server(uri: str) -> bool:
 
 
 def with_credentials(uri: str) -> str:
-    """Return a store's URI with the credentials of MLFLOW_TRACKING_URI, if that names the same store.
-
-    MLflow itself reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
-    """
+    """Return a store's URI with the credentials of MLFLOW_TRACKING_URI, if that names the same store."""
     current = os.environ.get("MLFLOW_TRACKING_URI", "")
     return current if without_credentials(current) == uri else uri
 
 
 def check_store(uri: str) -> str | None:
     """Check before training that the store can keep results. Creates nothing.
-
-    Args:
-        uri: tracking URI, as `resolve_uri` returns it.
 
     Returns:
         A warning if a server doesn't answer now, else None. Training continues; results wait in the journal.
@@ -156,14 +150,7 @@ def newest_revisions() -> set[str]:
 
 
 def create_store(uri: str) -> None:
-    """Create a SQLite store unless it exists: under another name, then renamed, so that a kill leaves no half of it.
-
-    Several processes may call this at the same time. Other stores are created by their servers.
-
-    Raises:
-        TimeoutError: another process has been creating it for a minute.
-        Exception: whatever MLflow raises.
-    """
+    """Create a SQLite store unless it exists: under another name, then renamed, so that a kill leaves no half of it."""
     if (path := sqlite_path(uri)) is None:
         return
     place = path.resolve()  # a symbolic link is kept

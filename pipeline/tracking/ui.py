@@ -28,15 +28,7 @@ _TIMEOUT_S = 5.0
 
 
 def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) -> str:
-    """Serve the UI until interrupted; return at once if the store is a server, which has a UI.
-
-    Args:
-        uri: tracking URI, as `resolve_uri` returns it.
-        port: TCP port.
-        ready: called with the address once the server answers.
-
-    Returns:
-        Address of the UI.
+    """Serve the UI, whose address ``ready`` gets, until interrupted; return at once if the store is a server.
 
     Raises:
         UsageError: the port is in use, or there are no runs yet.
@@ -68,9 +60,6 @@ def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) ->
 
 def pages(address: str) -> Iterator[tuple[str, str]]:
     """Yield the experiments that were updated last, the latest first: name, link to the runs.
-
-    Args:
-        address: address of the UI, which is a tracking server, too.
 
     Raises:
         OSError: the server doesn't answer, or asks for credentials.

@@ -20,10 +20,7 @@ _RESERVED = re.compile(r"[/\\#?%:]")
 
 
 class Tracker:
-    """Tracker that sends one W&B run, whose files are in ``wandb``.
-
-    The run's rows are numbered by its journal, so that those that W&B has of an earlier session aren't sent again.
-    """
+    """Tracker of one W&B run; its rows are numbered by the journal, so those that W&B has aren't sent again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()

@@ -15,10 +15,11 @@ from pipeline.protocol.trial_result import BATCH_TRANSFORM, RANDOM_NUMBERS
 from pipeline.tasks import LanguageModel, Supervised, gathering
 from pipeline.tasks.trainee import AsModule, count_samples
 from pipeline.train.kept import keep_buffers
-from pipeline.train.names import find_trainable, listed, shown
+from pipeline.train.names import find_trainable, shown
 from pipeline.train.optim import stays_in_evaluation
 from pipeline.train.same import attribute_prints, find_differing
 from pipeline.train.seeds import keep_generators, seed_all
+from pipeline.wording import listed
 
 if TYPE_CHECKING:
     from pipeline.train.state import State

@@ -25,7 +25,8 @@ from pipeline.protocol.events import Origin
 from pipeline.system.imports import PACKAGE
 from pipeline.tasks import Supervised, describe
 from pipeline.tasks.supervised import describe_shape, remedy_of_shapes
-from pipeline.train.names import listed, shown
+from pipeline.train.names import shown
+from pipeline.wording import listed
 
 if TYPE_CHECKING:
     from pipeline.train.order import MicroBatch

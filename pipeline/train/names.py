@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from pipeline.wording import did_you_mean
+from pipeline.wording import did_you_mean, listed
 
 TASK = "task."
 """Beginning of the names of a task's parameters and buffers."""
@@ -49,9 +49,3 @@ def unmatched(pattern: str, names: Sequence[str], *, of: str = "parameter of the
     beginnings = dict.fromkeys(name[: place + 1] + "*" for name, place in dots)
     meant = f"; did you mean {pattern}.*?" if inside else did_you_mean(pattern, [*names, *beginnings], cutoff=0.7)
     return f"{pattern} matches no {of}{meant}; there are {listed(names)}"
-
-
-def listed(names: Sequence[str], *, most: int = 8) -> str:
-    """Return names with commas, the first ones of many."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -23,9 +23,10 @@ from pipeline.experiment.train import Optimizer as Declared
 from pipeline.experiment.values import Create
 from pipeline.system.imports import undisturbed
 from pipeline.tasks import Trainee
-from pipeline.train.names import Named, listed, matches, named, shown, unmatched, without_match
+from pipeline.train.names import Named, matches, named, shown, unmatched, without_match
 from pipeline.train.ranks import local, shard_like
 from pipeline.train.schedules import keys_of, scaling_factor
+from pipeline.wording import listed
 
 _FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 _FUSED_PLAINLY = "torch.optim.SGD"

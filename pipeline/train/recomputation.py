@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.errors import ExperimentError
 from pipeline.experiment.train import Patterns
 from pipeline.strategies._blocks import find_repeated_blocks
-from pipeline.train.names import listed
-from pipeline.wording import did_you_mean
+from pipeline.wording import did_you_mean, listed
 
 _KEY = "train.activation_checkpointing"
 

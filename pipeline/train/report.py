@@ -162,7 +162,7 @@ def exported_model(trial: Training, outbox: Outbox | None, *, folder: Path) -> N
     for file in sorted(path.rglob("*")):
         if file.is_file():
             outbox.file(file, f"{_MLFLOW_MODEL}/{file.relative_to(path)}")
-    outbox.event(ModelExported(trial=trial.name, program=_MLFLOW_MODEL, samples="", torch=torch.__version__))
+    outbox.event(ModelExported(trial=trial.name, program=_MLFLOW_MODEL, torch=torch.__version__))
 
 
 def example_of(s: State) -> tuple[Example | None, Reference]:

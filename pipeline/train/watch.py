@@ -20,12 +20,9 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Self
 
-import psutil
-
 from pipeline.errors import Stopped
 from pipeline.protocol.events import FIRST_HEARTBEAT_S, HEARTBEAT_S, Heartbeat, Outbox, Phase, Warned
 from pipeline.protocol.rank import Rank
-from pipeline.system.process import seconds_after_boot
 from pipeline.train.errors import OURS, TORCH
 
 GRACE_S = 2.0
@@ -90,7 +87,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, trial: str, *, rank: Rank, outbox: Outbox, timeout_s: float, end: Callable[[], None] | None
+        self, trial: str, *, rank: Rank, outbox: Outbox, timeout_s: float, end: Callable[[], object] | None
     ) -> None:
         self._trial, self._rank, self._outbox, self._end, self._timeout_s = trial, rank, outbox, end, timeout_s
         self._interval_s = min(FIRST_HEARTBEAT_S if rank.is_first else HEARTBEAT_S, timeout_s / 10)
@@ -103,7 +100,6 @@ class Watchdog:
             setattr(_now, one.name, one.default)
         self._watched = threading.get_ident()
         self._depth = sum(1 for _ in traceback.walk_stack(sys._getframe(1)))  # frames outside, e.g. of the command line
-        self._process_started = seconds_after_boot(psutil.Process())
         if self._end is not None:  # the driver can name only ranks that it has heard from
             self._outbox.event(self._heartbeat())
         self._thread.start()
@@ -149,7 +145,6 @@ class Watchdog:
             trial=self._trial,
             rank=self._rank,
             pid=os.getpid(),
-            process_started=self._process_started,
             step=_now.step,
             phase=_now.phase,
             idle_s=self._idle_s,

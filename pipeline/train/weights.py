@@ -16,9 +16,10 @@ from pipeline.experiment.train import StartFrom
 from pipeline.protocol.events import Loaded
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation, Training, Trial, Weights
-from pipeline.train.names import TASK, listed, shown
+from pipeline.train.names import TASK, shown
 from pipeline.train.ranks import broadcast_from_first, copy_from_first
 from pipeline.train.storage import Storage
+from pipeline.wording import listed
 
 _KEY = "train.start_from"
 

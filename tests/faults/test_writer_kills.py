@@ -75,7 +75,7 @@ def with_program(recorded: Recording) -> Path:
     """Export the recorded run's model, as rank 0 does."""
     folder = recorded.folder
     experiment = load(folder / "experiment.yaml").experiment
-    exported = ModelExported(program="model/mlflow", samples="", torch=torch.__version__)
+    exported = ModelExported(program="model/mlflow", torch=torch.__version__)
     write_mlflow_model(experiment, folder / exported.program, folder=folder, allowed=("pipeline",), warn=pytest.fail)
     path = folder / journals.FILE_NAME
     *lines, end = path.read_bytes().splitlines(keepends=True)

@@ -27,10 +27,6 @@ def points(samples: int = 50) -> tuple[TensorDataset, TensorDataset]:
     return _points(samples), _points(samples)
 
 
-def no_samples() -> tuple[TensorDataset, TensorDataset]:
-    return _points(0), _points(10)
-
-
 def ragged() -> tuple[Dataset[tuple[Tensor, int]], None]:
     """Samples of different sizes."""
     return _Ragged(), None
@@ -79,10 +75,6 @@ class Turns:
             outputs = model(batch[0])
             update(name, nn.functional.cross_entropy(outputs, batch[1]))
         return Loss(outputs=outputs, targets=batch[1])
-
-
-def not_a_module() -> str:
-    return "a model"
 
 
 def loss_of_each_sample(outputs: Tensor, targets: Tensor) -> Tensor:

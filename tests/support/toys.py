@@ -143,11 +143,6 @@ def with_test(samples: int = SAMPLES) -> tuple[Dataset[Any], ...]:
     return (*regression(), _regression(samples, seed=2))
 
 
-def triples() -> tuple[Dataset[Any], None]:
-    inputs = torch.ones(8, 3)
-    return TensorDataset(inputs, inputs), None
-
-
 def quadruple() -> tuple[Dataset[Any], ...]:
     return (_regression(8, seed=0),) * 4
 

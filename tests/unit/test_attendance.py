@@ -29,7 +29,7 @@ ENDED = threading.Thread()
 
 def heartbeat(rank: int, phase: Phase = Phase.BUILDING) -> Heartbeat:
     where = Rank(rank=rank, world_size=3)
-    return Heartbeat(trial="main", rank=where, pid=1, process_started=0.0, step=0, phase=phase, idle_s=0.0)
+    return Heartbeat(trial="main", rank=where, pid=1, step=0, phase=phase, idle_s=0.0)
 
 
 def failed(rank: int, origin: Origin = "rank") -> Failed:

@@ -27,26 +27,26 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "api": 569,
     "cli": 1_459,
-    "commands": 6_097,
+    "commands": 6_093,
     "data": 1_027,
-    "drive": 1_161,
-    "experiment": 3_674,
-    "launch": 2_139,
+    "drive": 1_122,
+    "experiment": 3_620,
+    "launch": 2_030,
     "models": 408,
-    "plan": 832,
-    "protocol": 1_850,
-    "record": 2_119,
+    "plan": 801,
+    "protocol": 1_822,
+    "record": 2_031,
     "report": 6_542,
     "strategies": 668,
-    "system": 749,
+    "system": 696,
     "tasks": 930,
-    "tracking": 2_258,
-    "train": 9_255,
+    "tracking": 2_131,
+    "train": 9_247,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 279
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_650
+TEST_LINES = 48_608
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

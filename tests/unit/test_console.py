@@ -169,7 +169,7 @@ def run_opened() -> RunOpened:
 
 
 def beat(step: int, phase: Phase, *, time: float) -> Heartbeat:
-    return Heartbeat(time=time, rank=Rank(), pid=1, process_started=0, step=step, phase=phase, idle_s=0)
+    return Heartbeat(time=time, rank=Rank(), pid=1, step=step, phase=phase, idle_s=0)
 
 
 TRAINED = Trained(time=20, result=end().result)

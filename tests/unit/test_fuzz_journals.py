@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from samples import finished, report, spread
 
 from pipeline.cli import comparison, results
-from pipeline.drive.resume import LATEST, changes, earlier
+from pipeline.drive.resume import changes, earlier
 from pipeline.errors import PipelineError
 from pipeline.experiment.load import load
 from pipeline.experiment.schema import Experiment
@@ -29,6 +29,7 @@ from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened, Trial
 from pipeline.record import journal
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.record.journal import FILE_NAME
+from pipeline.record.runs import LATEST
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.tracking.store import check_store, resolve_uri
 from pipeline.train.manifest import Manifest, StoredFile, parse

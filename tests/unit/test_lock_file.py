@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from test_resumed_file import experiment, run
 
-from pipeline.drive.resume import LATEST, earlier
+from pipeline.drive.resume import earlier
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import Warned
 from pipeline.record import journal
 from pipeline.record.journal import FILE_NAME, Journal, describe_writer, is_open
+from pipeline.record.runs import LATEST
 from pipeline.system import stages
 from pipeline.system.lock_file import locked
 

@@ -56,7 +56,7 @@ def test_an_event_is_in_the_journal_before_anyone_hears_of_it(tmp_path: Path) ->
 def test_what_is_for_displays_alone_is_heard_and_not_journaled(tmp_path: Path) -> None:
     listener = Listener(tmp_path)
     recorder = Recorder(tmp_path, subscribers=[listener])
-    beat = Heartbeat(time=1.0, rank=Rank(), pid=1, process_started=0, step=1, phase=Phase.FORWARD, idle_s=0)
+    beat = Heartbeat(time=1.0, rank=Rank(), pid=1, step=1, phase=Phase.FORWARD, idle_s=0)
     recorder.receive(beat)
     recorder.receive(Advanced(time=2.0, what="evaluating", done=1))
     recorder.close()

@@ -73,7 +73,7 @@ def test_the_newest_run_goes_on_that_did_not_complete_and_was_not_quick() -> Non
     run(7, "a.yaml", status="FAILED", steps=0)
     run(8, "a.yaml", steps=2, quick=True)
     with pytest.raises(UsageError, match=r"has no run of same that has made a step\. Start one without --resume"):
-        resume.earlier(a, resume.LATEST)
+        resume.earlier(a, "latest")
     run(9, "a.yaml", steps=2, status="FINISHED")
     finished = run(10, "a.yaml", steps=2, status="FINISHED")
     run(11, "a.yaml", status="FAILED", steps=0)

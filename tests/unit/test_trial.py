@@ -45,7 +45,7 @@ EVENTS: list[AnyEvent] = [
     Failed(time=1.0, rank=Rank(rank=1, world_size=2), error="E", traceback="T", problems=(Problem("k", "m", "p:1"),)),
     events.Advanced(time=1.0, what="evaluating", done=2, total=3, unit="samples"),
     events.Heartbeat(
-        time=1.0, rank=Rank(rank=1, world_size=2), pid=7, process_started=0.5, step=3, phase=events.Phase.BACKWARD,
+        time=1.0, rank=Rank(rank=1, world_size=2), pid=7, step=3, phase=events.Phase.BACKWARD,
         idle_s=0.1, stack="  File ...",
     ),
     events.Trained(time=1.0, result=finished("main", spread(2.0)).result),
@@ -54,7 +54,7 @@ EVENTS: list[AnyEvent] = [
     events.Checked(time=1.0),
     events.ArtifactSaved(time=1.0, path="p"),
     events.ModelSaved(time=1.0, weights="w", example="e"),
-    events.ModelExported(time=1.0, program="p", samples="s", torch="2.13.0"),
+    events.ModelExported(time=1.0, program="p", torch="2.13.0"),
     events.Tagged(time=1.0, run="r", tags={"stopped_early": "after epoch 1"}),
     events.CheckpointSaved(time=1.0, step=3, path="p/step-00000003", megabytes=0.5, seconds=2.0, blocked_seconds=0.1),
     events.Resumed(time=1.0, step=3, epoch=1, checkpoint="p/step-00000003"),
