@@ -38,8 +38,6 @@ TESTS = {
     "test_epochs_do_not_pile_up_cached_memory": "epochs and evaluations do not pile up cached memory",
     "test_planning_counts_the_gpus_that_torch_sees": "planning counts the GPUs that torch sees",
     "test_system_metrics_have_the_gpu": "system metrics have the GPU",
-    "test_workers_are_forked_from_a_process_that_has_imported_torch": "workers are forked from a process that has "
-    "imported torch",
     "test_an_error_of_the_last_rank_arrives_at_once": "an error of the last rank arrives within seconds: while "
     "building, in the first step, in the third",
     "test_an_error_ends_a_process_of_its_own": "an error ends the rank's process",

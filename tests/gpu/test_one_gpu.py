@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_trials import GPUS, NEEDS_CUDA, NEEDS_GPU, launch, on_ranks, result_of, series, trained_weights, trial
+from gpu_trials import GPUS, NEEDS_CUDA, NEEDS_GPU, launch, result_of, series, trained_weights, trial
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from pipeline.models import resnet18
 from pipeline.plan import resources
-from pipeline.protocol.events import EXAMPLE, WEIGHTS, Warned
+from pipeline.protocol.events import EXAMPLE, WEIGHTS
 from pipeline.record import journal
 from pipeline.tasks import Loss
 
@@ -194,11 +194,3 @@ def test_system_metrics_have_the_gpu(tmp_path: Path) -> None:
     outcome, folder = launch(trial(train={**FP32, "epochs": 50}), tmp_path)
     result_of(outcome)
     assert "system/gpu_0_power_usage_watts" in (folder / journal.FILE_NAME).read_text()
-
-
-def test_workers_are_forked_from_a_process_that_has_imported_torch(tmp_path: Path) -> None:
-    """A library of CUDA that starts a thread when torch is imported would prevent it, and a warning would say so."""
-    outcome, folder = launch(on_ranks(trial(train=FP32), 1, launcher="torchrun"), tmp_path)
-    result_of(outcome)
-    warnings = [event.message for event in journal.read(folder / journal.FILE_NAME) if isinstance(event, Warned)]
-    assert not [message for message in warnings if "new processes" in message]

@@ -26,15 +26,15 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "api": 569,
-    "cli": 1_459,
+    "cli": 1_457,
     "commands": 6_093,
     "data": 1_027,
-    "drive": 1_122,
+    "drive": 1_123,
     "experiment": 3_620,
-    "launch": 2_030,
+    "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_822,
+    "protocol": 1_830,
     "record": 2_031,
     "report": 6_542,
     "strategies": 668,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 279
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_608
+TEST_LINES = 48_616
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
