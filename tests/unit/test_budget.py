@@ -29,7 +29,7 @@ LARGER_TODAY = {
     "cli": 1_457,
     "commands": 6_093,
     "data": 1_027,
-    "drive": 1_123,
+    "drive": 1_128,
     "experiment": 3_620,
     "launch": 2_036,
     "models": 408,
