@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.commands.invocation import invoked
 from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.drive import resume
-from pipeline.drive.checkpoints import choose, ended_training
+from pipeline.drive.checkpoints import check_ended_training, choose
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.schema import Configuration
 from pipeline.plan.plan import Plan, Planner
@@ -43,7 +43,7 @@ def evaluate(
     """
     refuse_outer_launcher("evaluate")
     state = read_state(folder)
-    ended_training(state, command="evaluate")
+    check_ended_training(state, command="evaluate")
     plan = make(file, state=state, checkpoint=checkpoint, split=split)
     with invoked(plan, file=file, terminal=terminal, verbose=verbose, folder=folder, adds=True) as invocation:
         (outcome,) = invocation.execute(plan.trials)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.commands.exported_files import Exported, Weights, write_files
 from pipeline.drive import preflight
-from pipeline.drive.checkpoints import choose, ended_training
+from pipeline.drive.checkpoints import check_ended_training, choose
 from pipeline.drive.execute import explained
 from pipeline.errors import UsageError
 from pipeline.experiment.load import ExperimentFile
@@ -61,7 +61,7 @@ def export(
         PipelineError: ready to be shown.
     """
     state = read_state(folder)
-    ended_training(state, command="export")
+    check_ended_training(state, command="export")
     with explained(file):
         allowed = preflight.check(file, with_weights=False)
         weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed)

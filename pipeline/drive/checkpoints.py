@@ -46,7 +46,7 @@ def iter_complete(address: str, *, intact: bool = False) -> Iterator[Manifest]:
         raise ResourceError(f"{address}: the checkpoints cannot be read. {type(error).__name__}: {error}") from error
 
 
-def ended_training(state: RunState, *, command: str) -> None:
+def check_ended_training(state: RunState, *, command: str) -> None:
     """Check that a run trained a model and has ended."""
     role, name = state.opened.tags.get("role", "main"), id_of(state.folder)
     if role in PARENTS:

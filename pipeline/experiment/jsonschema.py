@@ -151,7 +151,7 @@ def experiment_json_schema() -> dict[str, Any]:
                 description = f"Dotted name of a class or function in an allowed package, e.g. {targets[0]}."
                 target = {"type": "string", "description": description, "examples": list(targets)}
                 choice["properties"] = {"_target_": target}
-    complete = _required(root, root)
+    complete = _find_required(root, root)
     own = [name for name in complete["required"] if name in ("model", "optimizer")]
     complete["required"] = [name for name in complete["required"] if name not in own]
     task = {"properties": {"_target_": {"const": LIGHTNING}}, "required": ["_target_"]}  # whose module brings them
@@ -162,13 +162,15 @@ def experiment_json_schema() -> dict[str, Any]:
     return {**draft, **root, "if": {"not": {"required": ["extends"]}}, "then": complete}
 
 
-def _required(schema: Schema, root: Schema) -> dict[str, Any]:
+def _find_required(schema: Schema, root: Schema) -> dict[str, Any]:
     """Return a schema that demands the required keys of a section, and of those inside, and nothing else."""
     section = follow(schema, root)
     parts = {
         name: section[name] for name in ("items", "additionalProperties") if isinstance(section.get(name), Mapping)
     }
-    found = {name: inner for name, value in parts.items() if (inner := _required(value, root))}
-    names = {name: inner for name, value in section.get("properties", {}).items() if (inner := _required(value, root))}
+    found = {name: inner for name, value in parts.items() if (inner := _find_required(value, root))}
+    names = {
+        name: inner for name, value in section.get("properties", {}).items() if (inner := _find_required(value, root))
+    }
     own = {"required": section["required"]} if "required" in section else {}
     return {**own, **({"properties": names} if names else {}), **found}

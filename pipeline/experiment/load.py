@@ -59,7 +59,7 @@ class Places:
     def locate(self, key: str) -> str:
         """Return "file:line" of a key or of the nearest section around it, or "command line: train.epochs=3"."""
         entry = self.entries.get(self._known(key))
-        return _of_override(entry) if isinstance(entry, str) else str(entry or self.name)
+        return _format_override(entry) if isinstance(entry, str) else str(entry or self.name)
 
     def explain(self, found: Iterable[Problem]) -> ExperimentError:
         """Return an error with the places of problems in the order of their keys, those of overrides last."""
@@ -153,7 +153,7 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
         raise ExperimentError([Problem("", "contains itself. Write out its values.", _IN_PYTHON)]) from None
     if found:
         raise ExperimentError(found)
-    return _check(_IN_PYTHON, _extended(Source(_copied(values)), name=_IN_PYTHON, folder=Path()), overrides)
+    return _check(_IN_PYTHON, _extend(Source(_copy(values)), name=_IN_PYTHON, folder=Path()), overrides)
 
 
 def known_keys(file: Path | None = None) -> list[str]:
@@ -215,11 +215,11 @@ def _refer_to_mlflow_variables(tree: dict[str, Any]) -> Iterator[Problem]:
         tree["tracking"] = section = {**section, name: f"${{oc.env:{variable}}}"}
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Copy a value to plain dicts and lists, as YAML would give it, so that nothing is shared with the caller."""
     if isinstance(value, Mapping):
-        return {name: _copied(inner) for name, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {name: _copy(inner) for name, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _find_not_plain(value: object, parts: tuple[keys.Part, ...]) -> Iterator[Problem]:
@@ -254,10 +254,10 @@ def _read(name: str, *, extending: tuple[Path, ...] = ()) -> Source:
     if not isinstance(tree, dict):
         raise ExperimentError([Problem("", f"is {shown(tree)}; write sections such as model: and data:", name)])
     own = Source(tree, {key: Line(name, number) for key, number in lines.items()})
-    return _extended(own, name=name, folder=path.parent, extending=(*extending, path.resolve()))
+    return _extend(own, name=name, folder=path.parent, extending=(*extending, path.resolve()))
 
 
-def _extended(own: Source, *, name: str, folder: Path, extending: tuple[Path, ...] = ()) -> Source:
+def _extend(own: Source, *, name: str, folder: Path, extending: tuple[Path, ...] = ()) -> Source:
     """Merge a source called ``name`` with the file that it extends, relative to ``folder``."""
     if "extends" not in own.tree:
         return own
@@ -357,7 +357,7 @@ def apply_overrides(overrides: Sequence[str], tree: dict[str, Any], entries: dic
         except ExperimentError as error:
             for problem in error.problems:
                 dot = "." if problem.key and not problem.key.startswith("[") else ""
-                found.append(Problem(f"{key}{dot}{problem.key}", problem.message, _of_override(each)))
+                found.append(Problem(f"{key}{dot}{problem.key}", problem.message, _format_override(each)))
             continue
         normal = list(keys.ancestors(key))[1]
         for known in [known for known in entries if known.startswith((f"{normal}.", f"{normal}["))]:
@@ -389,7 +389,7 @@ def _set(tree: dict[str, Any], parts: tuple[keys.Part, ...], value: object) -> N
             section = section[at]
 
 
-def _of_override(text: str) -> str:
+def _format_override(text: str) -> str:
     """Return the place of a problem that an override caused."""
     text = without_credentials_in(text)
     return f"{_COMMAND_LINE}{text if len(text) <= _LONGEST else f'{text[:_LONGEST]}...'}"

@@ -144,15 +144,15 @@ class _Resolver:
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self.problems: list[Problem] = []
         self._known = [keys.join(parts) for parts, _ in keys.walk(tree) if parts]
-        self.config = _create(self._checked(tree, ""), {})
+        self.config = _create(self._check(tree, ""), {})
         self._open: list[int] = []
 
-    def _checked(self, value: Any, key: str) -> Any:
+    def _check(self, value: Any, key: str) -> Any:
         """Replace strings that OmegaConf can't parse by None and report them; it would stop at the first."""
         if isinstance(value, Mapping):
-            return {name: self._checked(inner, keys.child(key, name)) for name, inner in value.items()}
+            return {name: self._check(inner, keys.child(key, name)) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self._checked(inner, keys.child(key, n)) for n, inner in enumerate(value)]
+            return [self._check(inner, keys.child(key, n)) for n, inner in enumerate(value)]
         if not isinstance(value, str) or "${" not in value:
             return value  # creating a config for each takes long in files with thousands of values
         try:

@@ -169,8 +169,11 @@ class Inbox:
             return False
         try:
             self._receive(event, line)
-        except Exception:  # noqa: BLE001 - a mistake of ours must not silence a worker
+        except Exception as error:  # noqa: BLE001 - a mistake of ours must not silence a worker
             _log.exception("an event was lost")
+            said = f"an event of rank {peer.rank} was not recorded: {type(error).__name__}: {error}. log.txt has more."
+            warned = Warned(message=said)
+            self._receive(warned, event_to_json(warned))
         return True
 
     def _drop(self, peer: "_Peer") -> None:

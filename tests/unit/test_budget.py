@@ -30,11 +30,11 @@ LARGER_TODAY = {
     "commands": 6_093,
     "data": 1_027,
     "drive": 1_128,
-    "experiment": 3_620,
+    "experiment": 3_622,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_830,
+    "protocol": 1_833,
     "record": 2_031,
     "report": 6_542,
     "strategies": 668,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 279
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_616
+TEST_LINES = 48_620
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -76,7 +76,7 @@ def test_an_event_that_cannot_be_taken_costs_no_other(tmp_path: Path) -> None:
 
     def receive(event: AnyEvent, _: bytes) -> None:
         if isinstance(event, Warned) and event.message == "5":
-            raise RuntimeError
+            raise RuntimeError("a mistake")
         taken.append(event)
 
     with (
@@ -85,7 +85,11 @@ def test_an_event_that_cannot_be_taken_costs_no_other(tmp_path: Path) -> None:
     ):
         for number in range(10):
             out.event(warned(number))
-    assert [event.message for event in taken if isinstance(event, Warned)] == [*"01234", *"6789"]
+    assert [event.message for event in taken if isinstance(event, Warned)] == [
+        *"01234",
+        "an event of rank 0 was not recorded: RuntimeError: a mistake. log.txt has more.",
+        *"6789",
+    ]
 
 
 def test_what_is_no_number_arrives_with_its_line_and_the_time_of_the_driver(driver: Driver, worker: Worker) -> None:

@@ -15,7 +15,7 @@ from toy_runs import T0, toy_run
 
 from pipeline.commands import evaluate as evaluating
 from pipeline.commands.history.evaluations import evaluations, line
-from pipeline.drive.checkpoints import Checkpoint, choose, describe_missing_end, ended_training
+from pipeline.drive.checkpoints import Checkpoint, check_ended_training, choose, describe_missing_end
 from pipeline.drive.resume import differences
 from pipeline.errors import ExperimentError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile, load
@@ -103,12 +103,12 @@ def test_what_has_no_training_is_refused(run: Path) -> None:
     state = read_state(run)
     other = state.opened.model_copy(update={"tags": {"role": "benchmark"}})
     with pytest.raises(UsageError, match="a run of pipeline benchmark, which does not train"):
-        ended_training(state.model_copy(update={"opened": other}), command="evaluate")
+        check_ended_training(state.model_copy(update={"opened": other}), command="evaluate")
 
 
 def test_a_run_that_goes_on_is_refused(run: Path) -> None:
     with closing(journal.Journal(run / journal.FILE_NAME)), pytest.raises(UsageError, match="is still running"):
-        ended_training(read_state(run), command="evaluate")
+        check_ended_training(read_state(run), command="evaluate")
 
 
 # Its values
