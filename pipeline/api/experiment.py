@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.drive.checkpoints import find_initial
-from pipeline.drive.execute import explained
+from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.experiment import references
 from pipeline.experiment.load import ExperimentFile, from_mapping, load
@@ -103,7 +103,7 @@ class Parts:
         """
         from torchmetrics import MetricCollection
 
-        with explained(file), importable(Path.cwd()), keep_generators():
+        with explain_problems(file), importable(Path.cwd()), keep_generators():
             trial = Training(
                 name="main",
                 experiment=file.experiment,

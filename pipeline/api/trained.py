@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.api.experiment import Experiment
-from pipeline.drive.execute import explained
+from pipeline.drive.execute import explain_problems
 from pipeline.errors import UsageError
 from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.events import WEIGHTS
@@ -69,7 +69,7 @@ class Trained:
             raise UsageError(f"{folder}: has no {WEIGHTS}. Name a run whose training is complete.")
         experiment = Experiment.load(folder / EXPERIMENT_NAME)
         try:
-            with explained(experiment.file), importable(Path.cwd()):
+            with explain_problems(experiment.file), importable(Path.cwd()):
                 values = torch.load(weights, map_location="cpu", weights_only=True)
                 model = trained_model(
                     experiment.file.experiment,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from pipeline.drive.execute import explained
+from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.launch.torchrun import find_libraries
@@ -117,7 +117,7 @@ def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[Any
         raise
     skipped = preflight.find_reason_to_skip(file.experiment, allowed=allowed) if with_data else ""
     if skipped:
-        with explained(file):
+        with explain_problems(file):
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data:
         preflight.try_steps(file, allowed=allowed, receive=receive)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.commands.exported_files import Exported, Weights, write_files
 from pipeline.drive import preflight
 from pipeline.drive.checkpoints import check_ended_training, choose
-from pipeline.drive.execute import explained
+from pipeline.drive.execute import explain_problems
 from pipeline.errors import UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.schema import Experiment
@@ -62,7 +62,7 @@ def export(
     """
     state = read_state(folder)
     check_ended_training(state, command="export")
-    with explained(file):
+    with explain_problems(file):
         allowed = preflight.check(file, with_weights=False)
         weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed)
         return write_files(model, experiment=file.experiment, run=id_of(folder), weights=weights, to=to, onnx=onnx)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from pipeline import registry
 from pipeline.drive import preflight
-from pipeline.drive.execute import explained
+from pipeline.drive.execute import explain_problems
 from pipeline.errors import UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.plan.outer_launcher import outer_launcher
@@ -34,5 +34,5 @@ def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[t
     if parallel.launcher == "ray" and parallel.cluster:
         stages.begin(f"connecting to Ray at {parallel.cluster}")
     resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
-    with explained(file):
+    with explain_problems(file):
         yield allowed, resources

@@ -9,7 +9,7 @@ from pipeline.commands.preparation import planning
 from pipeline.drive import preflight
 from pipeline.drive import resume as recovery
 from pipeline.drive.checkpoints import find_initial
-from pipeline.drive.execute import as_ended, describe_sizes, explained
+from pipeline.drive.execute import as_ended, describe_sizes, explain_problems
 from pipeline.drive.recorded_run import Membership
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.load import ExperimentFile
@@ -186,7 +186,7 @@ def dry_run(
 
 def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, quick: bool, as_json: bool) -> str:
     plan = make(file, with_baseline=with_baseline, train_only=train_only, quick=quick)
-    with explained(file):
+    with explain_problems(file):
         sizes = preflight.data_sizes(file.experiment, allowed=plan.main.allowed)
     if (initial := find_initial(file.experiment)) is not None:
         plan = plan.model_copy(update={"notes": (f"starts from {initial.source}", *plan.notes)})

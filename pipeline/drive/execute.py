@@ -25,7 +25,7 @@ _SETTLED_S = 3.0
 
 
 @contextmanager
-def explained(file: ExperimentFile) -> Iterator[None]:
+def explain_problems(file: ExperimentFile) -> Iterator[None]:
     """Give problems found inside their line in the file."""
     try:
         yield
@@ -73,7 +73,7 @@ def execute(
             own["compared_with"] = tuple(other.model_copy(update={"initial": initial}) for other in beside)
         trial = trial.model_copy(update=own)
     reached = _Reached()
-    with recorder.subscribed(reached), explained(file):
+    with recorder.subscribed(reached), explain_problems(file):
         outcome = _execute(trial, launcher=launcher, recorder=recorder, reached=reached)
     for other in beside:
         if events := [event for event in outcome.beside if event.trial == other.name]:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pipeline import registry
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.directions import direction_of, judges, sweep_direction
-from pipeline.drive.execute import explained
+from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, Problem, ResourceError, refusals
 from pipeline.experiment import components, references, sweep
 from pipeline.experiment.load import ExperimentFile
@@ -199,7 +199,7 @@ def try_steps(file: ExperimentFile, *, allowed: tuple[str, ...], receive: Callab
         with Launcher(Session(folder=Path(), receive=receive, parallel=trial.experiment.parallel)) as launcher:
             return launcher.launch(trial)
 
-    with explained(file):
+    with explain_problems(file):
         planned = _plan_check(file.experiment, resources.detect(), allowed=allowed)
         few = min(_SAMPLES, planned.samples)
         outcome = run(planned.model_copy(update={"samples": few}))
