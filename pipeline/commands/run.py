@@ -101,7 +101,7 @@ def _run(
         plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again
     ) as invocation:
         done = set(invocation.results)
-        if earlier is not None and (earlier.status == "FINISHED" or _has_lost_weights(invocation)):
+        if earlier is not None and (recovery.is_continued(file, earlier) or _has_lost_weights(invocation)):
             done -= {plan.main.name}  # the training is continued
         try:
             exports = member is None or member.logs_model

@@ -27,9 +27,9 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "api": 569,
     "cli": 1_457,
-    "commands": 6_093,
+    "commands": 6_103,
     "data": 1_027,
-    "drive": 1_128,
+    "drive": 1_130,
     "experiment": 3_622,
     "launch": 2_036,
     "models": 408,
@@ -41,12 +41,12 @@ LARGER_TODAY = {
     "system": 696,
     "tasks": 930,
     "tracking": 2_131,
-    "train": 9_247,
+    "train": 9_240,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 279
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_620
+TEST_LINES = 48_627
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
