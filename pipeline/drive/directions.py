@@ -34,13 +34,6 @@ def direction_of(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]
     return metrics.direction(metric, mode, key=key, judges=judges)
 
 
-def best_direction(experiment: Experiment, *, allowed: tuple[str, ...]) -> Direction:
-    """Resolve ``checkpoint.mode`` of an experiment that has ``checkpoint.best``; for the errors see `direction_of`."""
-    options = experiment.checkpoint
-    assert options.best is not None
-    return direction_of(options.best, options.mode, key="checkpoint.best", judges=judges(experiment, allowed=allowed))
-
-
 def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:
     """Resolve ``sweep.mode``; for the errors see `direction_of`."""
     return direction_of(sweep.metric, sweep.mode, key="sweep.metric", judges=judges)

@@ -36,14 +36,10 @@ from pipeline.tracking.store import check_store, resolve_uri
 class Membership:
     """Role of a run as a trial of a sweep."""
 
-    folder: Path
-    """Folder of the trial inside the sweep's folder, created by the sweep."""
-    title: str
-    """Title that distinguishes the trial, e.g. by its sampled values."""
-    interruption: Callable[[], str]
-    """Returns why the trial was interrupted; empty if unknown."""
-    logs_model: bool
-    """True if the trial logs its model to the tracking store itself."""
+    folder: Path  # Folder of the trial inside the sweep's folder, created by the sweep
+    title: str  # Title that distinguishes the trial, e.g. by its sampled values.
+    interruption: Callable[[], str]  # Returns why the trial was interrupted; empty if unknown
+    logs_model: bool  # True if the trial logs its model to the tracking store itself
     shares_cluster: bool
     """True if the trial's workers run on a cluster. What it lacks, other jobs may have: this is no failure."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.drive.checkpoints import describe_missing_end
+from pipeline.drive.checkpoints import describe_missing_end, iter_complete
 from pipeline.errors import Problem, UsageError
 from pipeline.experiment import references
 from pipeline.experiment.load import ExperimentFile
@@ -161,7 +161,9 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     notes = [_describe(key, *values) for key, values in changed.items() if key != _BY_WORKER]  # its batch is the same
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
-    if is_continued(file, state) and (note := describe_missing_end(file, folder=state.folder)):
+    address = address_of(file.experiment.checkpoint.directory, run=state.folder)
+    last = next(iter_complete(address), None) if is_continued(file, state) else None
+    if last is not None and (note := describe_missing_end(last.step, folder=state.folder)):
         notes.append(f"{note} Training continues from the checkpoint.")
     for key, value in flatten(file.experiment).items() if now.length != before.length else ():
         if "${total_steps}" in value:

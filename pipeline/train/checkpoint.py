@@ -332,7 +332,6 @@ class Writer:
                 trial=s.trial.name,
                 step=manifest.step,
                 path=self._storage.place(manifest.name),
-                megabytes=manifest.megabytes,
                 seconds=time.perf_counter() - job.began,
                 blocked_seconds=job.blocked_s,
             )
