@@ -5,6 +5,7 @@ To add one, add its file and its name here. Other distributions add theirs throu
 """
 
 import importlib
+import sys
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -37,6 +38,10 @@ def load(kind: Kind, name: str) -> ModuleType:
         return importlib.import_module(module)
 
 
-@cache
 def _third_party(kind: Kind) -> dict[str, EntryPoint]:
+    return _find_entry_points(kind, tuple(sys.path))
+
+
+@cache
+def _find_entry_points(kind: Kind, path: tuple[str, ...]) -> dict[str, EntryPoint]:  # noqa: ARG001 - the cache's key
     return {point.name: point for point in entry_points(group=f"pipeline.{kind}")}

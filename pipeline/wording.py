@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 
 def figure(value: float, *, digits: int = 4) -> str:
@@ -59,9 +60,16 @@ def listed(names: Sequence[str], *, most: int = 8) -> str:
 
 def nearest(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the most similar name, or None; ignores case, and dashes in place of underscores."""
-    names = {name.lower().replace("-", "_"): name for name in among}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), names, n=1, cutoff=cutoff)
-    return names[found[0]] if found else None
+    names, word = {_plain(name): name for name in among}, _plain(word)
+
+    def differs(name: str) -> tuple[int, int, int]:
+        """Count letters, kinds of letters, and length: difflib prefers dp to ddp for dpp, as it lacks a letter only."""
+        equal = sum(block.size for block in difflib.SequenceMatcher(None, name, word).get_matching_blocks())
+        longer, shorter = sorted((len(word), len(name)), reverse=True)
+        return longer - equal, len({*word} - {*name}), longer - shorter
+
+    found = partial(difflib.get_close_matches, word, names)
+    return names[min(found(cutoff=min(cutoff, 0.6)), key=differs)] if found(cutoff=cutoff) else None
 
 
 def did_you_mean(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -78,6 +86,10 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's message, or its type; Ray's messages end with what matters."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_")
 
 
 def link(text: str, *, run: str) -> str:

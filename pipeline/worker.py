@@ -1,4 +1,4 @@
-"""One rank of one trial, whichever launcher started it: `run` builds, trains, and sends what happens to the driver.
+"""Work of one rank, whichever launcher started it: `run` builds, trains, and sends what happens to the driver.
 
 A rank of ``launcher: torchrun`` can be replayed by hand: ``python -m pipeline.worker runs/<id>/trials/main.json``
 trains rank 0 alone, or under ``torchrun`` as many ranks as it starts, and prints its events. It writes checkpoints to

@@ -1,4 +1,4 @@
-"""Which values of a metric are better: for ``checkpoint.best``, early stopping, a sweep, and the tables of runs."""
+"""Directions in which metrics are better: for ``checkpoint.best``, early stopping, a sweep, and the tables of runs."""
 
 from collections.abc import Mapping
 from functools import partial

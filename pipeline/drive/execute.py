@@ -1,4 +1,4 @@
-"""One trial from launch to outcome: launched again from its newest checkpoint, with as many workers as fit.
+"""Execution of a trial: launched, launched again from its newest checkpoint, with as many workers as fit.
 
 Global batches, their order and the learning rate are functions of the step, and a checkpoint loads at any world size:
 with another number of workers it is the same training.

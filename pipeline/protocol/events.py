@@ -24,7 +24,7 @@ Origin = Literal["rank", "lost_peer", "peer_timeout"]  # of a failure; the latte
 
 
 class Point(NamedTuple):
-    """One value of one metric."""
+    """Value of a metric after a step."""
 
     name: str
     step: int

@@ -32,7 +32,7 @@ class Rank(Frozen):
 
 
 class Job(Frozen):
-    """What a waiting process gets to do, as a line on its standard input."""
+    """Work of a waiting process, as a line on its standard input."""
 
     trial: str  # Path of the trial's JSON
     channel: str  # Address of the driver

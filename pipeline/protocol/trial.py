@@ -24,7 +24,7 @@ class Weights(Frozen):
 
 
 class Trial(Frozen):
-    """One job for a group of workers, completely described; its class is its role."""
+    """Job for a group of workers, completely described; its class is its role."""
 
     name: str  # Unique in the plan, e.g. "main" or "baseline".
     role: Role
@@ -92,7 +92,7 @@ class Baseline(Measurement):
 
 
 class Reference(Measurement):
-    """One process with all the cores."""
+    """Measurement of one process with all the cores."""
 
     role: Literal["reference"] = "reference"
 
@@ -138,7 +138,7 @@ class BatchCheck(Training):
 
 
 class CellMeasurement(Measurement):
-    """One cell of a matrix of comparisons."""
+    """Measurement of a cell of a matrix of comparisons."""
 
     role: Literal["cell"] = "cell"
     variant: str = ""  # Difference from cells of the same strategy and size, e.g. "static_graph".

@@ -1,4 +1,4 @@
-"""How many workers a training gets, and what is told of it."""
+"""Numbers of workers of an elastic training, and what is told of them."""
 
 # promise: `workers: [1, 4]` trains with as many workers as fit at each start, and the same in a resumed run
 

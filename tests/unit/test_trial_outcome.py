@@ -1,4 +1,4 @@
-"""What is kept of a trial's launch, and which rank's error is shown."""
+"""Outcomes of launches: results, and the rank whose error is shown."""
 
 import threading
 from pathlib import Path

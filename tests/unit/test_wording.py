@@ -31,8 +31,8 @@ def test_figures_have_four_digits_and_no_exponent_that_a_reader_would_have_to_co
     assert figure(value) == text
 
 
-@pytest.mark.parametrize(("word", "name"), [("fsp", "fsdp"), ("Ddp", "ddp"), ("d-dp", "ddp"), ("gpu", None)])
-def test_a_similar_name_is_found(word: str, name: str | None) -> None:
+@pytest.mark.parametrize(("word", "name"), [("dpp", "ddp"), ("fdp", "fsdp"), ("Ddp", "ddp"), ("gpu", None)])
+def test_a_wrong_letter_is_as_likely_as_a_missing_one(word: str, name: str | None) -> None:
     assert nearest(word, ("ddp", "dp", "fsdp", "cpu"), cutoff=0.7) == name
 
 
