@@ -30,7 +30,7 @@ LARGER_TODAY = {
     "commands": 6_093,
     "data": 1_027,
     "drive": 1_128,
-    "experiment": 3_622,
+    "experiment": 3_439,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
@@ -40,13 +40,13 @@ LARGER_TODAY = {
     "strategies": 668,
     "system": 696,
     "tasks": 930,
-    "tracking": 2_131,
+    "tracking": 2_126,
     "train": 9_247,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 279
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_620
+TEST_LINES = 48_599
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
