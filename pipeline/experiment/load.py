@@ -148,11 +148,11 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
         if isinstance(value, Mapping):
             odd = [name for name in value if not isinstance(name, str)]
             found += [Problem(key, f"the key {name!r} is not a string; put it in quotes", _IN_PYTHON) for name in odd]
-        elif callable(value) and hasattr(value, "__qualname__"):
-            dotted = f'write its dotted name, "{value.__module__}.{value.__qualname__}"'
-            found.append(Problem(key, f"is the object {value.__qualname__}; {dotted}", _IN_PYTHON))
         elif not isinstance(value, list | tuple) and type(value) not in _PLAIN:
             message = f"is of type {type(value).__name__}; write strings, numbers, lists and dicts"
+            if callable(value) and hasattr(value, "__qualname__"):
+                dotted = f'write its dotted name, "{value.__module__}.{value.__qualname__}"'
+                message = f"is the object {value.__qualname__}; {dotted}"
             found.append(Problem(key, message, _IN_PYTHON))
     if found:
         raise ExperimentError(found)

@@ -24,22 +24,11 @@ from pipeline.wording import did_you_mean, nearest
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
-BUILT_IN = (
-    "torch.nn",
-    "torch.optim",
-    "torch.utils.data",
-    "torchmetrics",
-    "torchvision.models",
-    "torchvision.datasets",
-    "torchvision.transforms",
-    "torchvision.ops",
-    "timm.models",
-    "transformers.models",
-    "pipeline.models",
-    "pipeline.data",
-    "pipeline.tasks",
-    *("torch.arange", "torch.full", "torch.linspace", "torch.ones", "torch.tensor", "torch.zeros"),
-)
+_LIBRARIES = "torch.nn torch.optim torch.utils.data torchmetrics timm.models transformers.models"
+_OF_TORCHVISION = "torchvision.models torchvision.datasets torchvision.transforms torchvision.ops"
+_OWN = "pipeline.models pipeline.data pipeline.tasks"
+_FUNCTIONS = "torch.arange torch.full torch.linspace torch.ones torch.tensor torch.zeros"
+BUILT_IN = tuple(f"{_LIBRARIES} {_OF_TORCHVISION} {_OWN} {_FUNCTIONS}".split())
 """Packages that are always allowed, and single functions and classes of other packages."""
 _RUN_CODE = (
     "timm.models._helpers",  # unpickle checkpoints

@@ -30,7 +30,7 @@ LARGER_TODAY = {
     "commands": 6_093,
     "data": 1_027,
     "drive": 1_128,
-    "experiment": 3_439,
+    "experiment": 3_428,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 279
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_599
+TEST_LINES = 48_583
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

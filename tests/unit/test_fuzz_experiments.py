@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from damage import damaged, examples, places_in
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import MOST_PROBLEMS, ExperimentError, Problem, UsageError
@@ -342,12 +342,22 @@ def test_values_and_keys(tree: Any, flow: bool) -> None:
 
 @settings(max_examples=examples(400), deadline=None, suppress_health_check=SLOW)
 @given(broken_bytes())
+@example(b"? [a]\n: b")
+@example(b"a: 0x_")
+@example(b"? \n")
+@example(b"a: !!float x")
+@example(b"%TAG ! x\n---\na: !b c")
+@example(b"a: ${" + b"${" * 300)
+@example(b"{a: &x {b: *x}}")
+@example(b"&x {<<: *x}")
 def test_bytes(content: bytes) -> None:
     outcome(content)
 
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=SLOW)
 @given(st.lists(overrides, min_size=1, max_size=3))
+@example(["train.epochs[0]=1"])
+@example(["a[99999999999]=1"])
 def test_overrides(given_: list[str]) -> None:
     outcome(GOOD.encode(), *given_)
 
