@@ -51,7 +51,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems, rejected = components.check(experiment, allowed=allowed)
     problems += _find_strategy_problems(experiment)
     problems += loggers.problems(experiment.tracking.loggers)
-    if rejected := rejected or sweep.problems(experiment.sweep, file.varied, check_varied):
+    if rejected := rejected or sweep.find_problems(experiment.sweep, file.vary, check_varied):
         raise file.explain(dict.fromkeys([*problems, *rejected]))
 
     def are_right(*sections: str) -> bool:
@@ -68,7 +68,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     if are_right("model", "optimizer"):
         problems += find_parameter_problems(experiment, allowed=allowed, with_weights=with_weights)
     if not problems:
-        problems = sweep.problems(experiment.sweep, file.varied, partial(check, with_weights=with_weights))
+        problems = sweep.find_problems(experiment.sweep, file.vary, partial(check, with_weights=with_weights))
     if problems:
         raise file.explain(problems)
     return allowed

@@ -30,7 +30,7 @@ LARGER_TODAY = {
     "commands": 6_084,
     "data": 1_027,
     "drive": 1_085,
-    "experiment": 3_622,
+    "experiment": 3_436,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
@@ -40,13 +40,13 @@ LARGER_TODAY = {
     "strategies": 668,
     "system": 696,
     "tasks": 930,
-    "tracking": 2_131,
+    "tracking": 2_126,
     "train": 9_234,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 278
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_499
+TEST_LINES = 48_463
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
