@@ -1,8 +1,8 @@
 """One rank of one trial, whichever launcher started it: `run` builds, trains, and sends what happens to the driver.
 
 A rank of ``launcher: torchrun`` can be replayed by hand: ``python -m pipeline.worker runs/<id>/trials/main.json``
-trains rank 0 alone, or under ``torchrun`` as many ranks as it starts, and prints its events. It writes checkpoints to
-the ``folder`` that the file names: change that in a copy of the file, or those of the run are replaced.
+trains rank 0 alone, or under ``torchrun`` as many ranks as it starts, and prints its events. It begins at the first
+step and saves no checkpoints: those of the run stay as they are.
 """
 
 import gc
@@ -402,7 +402,10 @@ class _PrintingOutbox(DirectOutbox):
 
 if __name__ == "__main__":
     try:
-        run(trial_from_json(Path(sys.argv[1]).read_text()), rank_from_environment(), _PrintingOutbox())
+        replayed = trial_from_json(Path(sys.argv[1]).read_text())
+        if isinstance(replayed, Training):
+            replayed = replayed.model_copy(update={"checkpoints": "", "resume": False})
+        run(replayed, rank_from_environment(), _PrintingOutbox())
     except WorkerFailed:
         log_traceback()
         sys.exit(1)

@@ -119,7 +119,7 @@ def _run() -> NoReturn:
         SystemExit: always, unless there is an error of this project.
     """
     signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a shell's background
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, interrupt)
     if is_ended_by_hang_up():
         signal.signal(signal.SIGHUP, hang_up)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.errors import TrainingError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.plan.outer_launcher import outer_launcher
@@ -15,6 +16,8 @@ from pipeline.record.folder import is_kept
 def continuable(verb: Sequence[str], *, file: ExperimentFile, folder: Path) -> Iterator[None]:
     """Add a note to an interruption inside: how to continue the run, if it has made a step.
 
+    An outer launcher ends the job when a rank fails: there, the note stands below that error, too.
+
     Args:
         verb: command that continues the run with ``--resume``, with its options; empty if none does.
         file: the experiment.
@@ -22,8 +25,8 @@ def continuable(verb: Sequence[str], *, file: ExperimentFile, folder: Path) -> I
     """
     try:
         yield
-    except KeyboardInterrupt as error:
-        if verb and is_kept(folder):
+    except (KeyboardInterrupt, TrainingError) as error:
+        if verb and is_kept(folder) and (isinstance(error, KeyboardInterrupt) or outer_launcher() is not None):
             error.add_note(way_on(verb, file=file, run=folder.name))
         raise
 

@@ -100,9 +100,9 @@ def test_an_own_error_is_more_than_a_loss() -> None:
 
 
 def test_all_that_ended_without_a_word_are_named() -> None:
-    error = error_of([], {0: KILLED, 3: "ended with exit code 7"})
+    error = error_of([], {0: KILLED, 2: KILLED, 3: "ended with exit code 7"})
     silent = "exited without reporting an error"
-    assert str(error) == f"rank 0 {silent}: {KILLED}\nrank 3 {silent}: ended with exit code 7"
+    assert str(error) == f"rank 0, rank 2 {silent}: {KILLED}; rank 3 {silent}: ended with exit code 7"
 
 
 def test_if_all_lost_each_other_the_first_is_shown() -> None:
