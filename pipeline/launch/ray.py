@@ -24,7 +24,7 @@ from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch import base, cluster
 from pipeline.launch.base import LOOPBACK
 from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, version_of
-from pipeline.launch.outer import interface_variables
+from pipeline.launch.rank_facts import interface_variables
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, open_server
