@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from typing import NoReturn
 
 
@@ -12,12 +13,17 @@ def _end(number: int, _: object) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Import the command line, which handles signals itself, and run it."""
+    """Import the command line, which handles signals itself, and run it; end also if user code has left threads."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a shell's background
         signal.signal(signal.SIGINT, _end)
-    from pipeline import cli
+    if os.name != "posix":
+        sys.exit("error: pipeline needs a POSIX system. On Windows, install it in WSL 2.")
+    from pipeline import cli, system
 
-    cli.main()
+    try:
+        cli.main()
+    except SystemExit as end:
+        system.exit_in_time(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":

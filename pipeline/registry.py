@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from pipeline.system.imports import undisturbed
+from pipeline.system import undisturbed
 
 Kind = Literal["strategies", "launchers"]
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from pipeline import registry
+from pipeline import registry, system
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, Stopped
 from pipeline.experiment import references
 from pipeline.protocol.channel import Address, ChannelOutbox, DirectOutbox
@@ -46,10 +46,15 @@ from pipeline.protocol.events import (
 from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.rank import Job, Rank
 from pipeline.protocol.trial import BatchCheck, Evaluation, Training, Trial, trial_from_json
-from pipeline.system import memory
-from pipeline.system.leftovers import Leftovers, exit_despite_threads
-from pipeline.system.process import in_background, raise_limit_of_open_files
-from pipeline.system.signals import end_after, on_sigterm, redirect_to_null
+from pipeline.system import (
+    Leftovers,
+    end_after,
+    exit_in_time,
+    in_background,
+    on_sigterm,
+    raise_limit_of_open_files,
+    redirect_to_null,
+)
 from pipeline.train import compilation, errors
 from pipeline.train.loader import close_new_loaders
 from pipeline.train.ranks import device_of, set_backends, uuid_of
@@ -97,8 +102,8 @@ def run(
         with (
             report(),
             set_backends(precision=declared.matmul_precision, times_cudnn=declared.cudnn_benchmark),
-            memory.huge_pages(),
-            memory.keep_freed_memory(),
+            system.huge_pages(),
+            system.keep_freed_memory(),
             report_progress_to(outbox.event, trial=trial.name),
             Watchdog(trial.name, rank=rank, outbox=outbox, timeout_s=timeout_s, end=end),
             process_group(trial, rank, store=store, end=end),
@@ -380,10 +385,8 @@ def work(libraries: Sequence[str]) -> None:
     except WorkerFailed:
         log_traceback()
         leftovers.end(_log.warning)
-        exit_despite_threads(1)
-        sys.exit(1)
-    gc.freeze()  # the interpreter's end would look through all of torch
-    exit_despite_threads(0)
+        exit_in_time(1)
+    exit_in_time(0)
 
 
 class _PrintingOutbox(DirectOutbox):

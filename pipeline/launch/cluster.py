@@ -26,8 +26,7 @@ from pipeline.launch.node_facts import NodeFacts
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
-from pipeline.system.process import environment
-from pipeline.system.signals import own_signals
+from pipeline.system import environment, own_signals
 from pipeline.wording import counted, first_line, last_line
 
 _SETTINGS = {

@@ -40,9 +40,7 @@ from pipeline.protocol.channel import Address, ChannelOutbox, DirectOutbox
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial, trial_from_json
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system.imports import undisturbed
-from pipeline.system.leftovers import abandon
-from pipeline.system.signals import SAME_S, end_after, on_sigterm
+from pipeline.system import SAME_S, abandon, end_after, on_sigterm, undisturbed
 from pipeline.wording import listed
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Training, Trial, trial_from_json
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system import stages
-from pipeline.system.process import environment, python_path
+from pipeline.system import begin_stage, environment, python_path
 from pipeline.train.storage import address_of
 from pipeline.wording import counted, first_line
 
@@ -67,7 +66,7 @@ class Launcher(base.Launcher):
     def __enter__(self) -> Self:
         """Connect to Ray. An existing cluster receives the code; a local Ray needs none."""
         verbose = self.session.verbose
-        stages.begin("starting Ray" if self._address is None else "connecting to Ray")
+        begin_stage("starting Ray" if self._address is None else "connecting to Ray")
         with cluster.naming_address(self.session.parallel):
             if self._address is None:
                 self.held.enter_context(cluster.local_ray(verbose=verbose))
@@ -187,7 +186,7 @@ def _set_rendezvous(address: str, port: int, own: str) -> None:
 
 def work(config: dict[str, Any]) -> None:
     """Run one rank of a trial in the process that Ray Train gave it."""
-    from pipeline.system.leftovers import Leftovers
+    from pipeline.system import Leftovers
 
     leftovers = Leftovers()
     context = ray.train.get_context()
@@ -216,7 +215,7 @@ def _run(config: dict[str, Any], *, rank: Rank, leftovers: Any) -> None:
     with ChannelOutbox(Address.parse(config["channel"]), rank=rank.rank, folder=Path(trial.folder)) as outbox:
         try:
             worker.run(trial, rank, outbox, end=partial(worker.end_process, outbox.close))
-            leftovers.end(worker.warning_of(rank, trial=trial, outbox=outbox), run_exit_functions=False)
+            leftovers.end(worker.warning_of(rank, trial=trial, outbox=outbox))
         except worker.WorkerFailed:
             worker.log_traceback()
             raise worker.WorkerFailed from None  # Ray writes the cause as well, with values of the environment

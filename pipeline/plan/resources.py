@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.experiment.values import Frozen
-from pipeline.system.memory import find_memory_limits
+from pipeline.system import find_memory_limits
 from pipeline.wording import counted
 
 _ASK_CUDA = """

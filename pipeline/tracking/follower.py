@@ -19,7 +19,7 @@ import rich.console
 from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
 from pipeline.record.folder import LOG_NAME, is_kept
 from pipeline.record.recorder import Recorder
-from pipeline.system import stages
+from pipeline.system import end_stage
 from pipeline.tracking.follow import INCOMPLETE, UNKNOWN_END
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import join_names
@@ -139,7 +139,7 @@ def flush(
     follower: Follower | None, recorder: Recorder, *, console: rich.console.Console, warn: Callable[[str], None]
 ) -> None:
     """Wait until the tracking store has all results, at most a minute or until Ctrl-C; say what is missing then."""
-    stages.end()
+    end_stage()
     folder = recorder.folder
     try:
         if follower and not _sent(follower, _SILENT_SECONDS, folder=folder, console=console) and follower.late:

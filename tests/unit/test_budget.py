@@ -25,28 +25,28 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 569,
-    "cli": 1_457,
-    "commands": 6_093,
-    "data": 1_027,
-    "drive": 1_128,
+    "": 1_263,
+    "api": 567,
+    "cli": 1_431,
+    "commands": 6_069,
+    "data": 1_026,
+    "drive": 1_127,
     "experiment": 3_622,
-    "launch": 2_036,
+    "launch": 2_000,
     "models": 408,
-    "plan": 801,
-    "protocol": 1_833,
+    "plan": 671,
+    "protocol": 1_828,
     "record": 2_031,
     "report": 6_542,
     "strategies": 668,
-    "system": 696,
     "tasks": 930,
     "tracking": 2_131,
     "train": 9_247,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 279
+FILES = 271
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_620
+TEST_LINES = 48_544
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

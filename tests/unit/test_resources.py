@@ -12,9 +12,9 @@ import pynvml
 import pytest
 import torch
 
+from pipeline import system
 from pipeline.plan import resources as machine
 from pipeline.plan.resources import Resources, detect
-from pipeline.system import memory
 
 
 def test_this_machine() -> None:
@@ -33,10 +33,10 @@ def test_the_memory_of_a_container_is_its_smallest_limit(tmp_path: Path, monkeyp
         for name, value in {"max": limit, "current": 1100, "stat": stat}.items():
             (group / f"memory.{name}").write_text(f"{value}\n")
     (tmp_path / "own").write_text("4:memory:/other\n0::/slurm/job_7/step_0\n")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(system, "_GROUPS", tmp_path)
+    monkeypatch.setattr(system, "_OWN_GROUP", tmp_path / "own")
 
-    assert memory.find_memory_limits() == [(3 * 2**20, 3 * 2**20 - 1000), (2 * 2**20, 2 * 2**20 - 1000)]
+    assert system.find_memory_limits() == [(3 * 2**20, 3 * 2**20 - 1000), (2 * 2**20, 2 * 2**20 - 1000)]
     assert detect().memory_mb == 2
 
 
