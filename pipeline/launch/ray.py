@@ -67,19 +67,17 @@ class Launcher(base.Launcher):
         """Connect to Ray. An existing cluster receives the code; a local Ray needs none."""
         verbose = self.session.verbose
         begin_stage("starting Ray" if self._address is None else "connecting to Ray")
-        with cluster.naming_address(self.session.parallel):
-            if self._address is None:
-                self.held.enter_context(cluster.local_ray(verbose=verbose))
-            else:
-                self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
+        if self._address is None:
+            self.held.enter_context(cluster.local_ray(verbose=verbose))
+        else:
+            self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
         return self
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
         """Return the resources of this machine, or of all nodes of the cluster."""
-        with cluster.naming_address(parallel):
-            address = parallel.cluster
-            return resources.detect() if address is None else cluster.find_resources(address, parallel)
+        address = parallel.cluster
+        return resources.detect() if address is None else cluster.find_resources(address, parallel)
 
     def capacity(self, trial: Trial) -> int:
         """Return the workers that fit now, running ones included; the least number where nodes can be added."""

@@ -26,6 +26,7 @@ from pipeline.wording import join_names
 
 _DRAIN_SECONDS = 60.0
 _SILENT_SECONDS = 15.0  # of the drain, before a warning says what the run waits for
+_INTERRUPTED_SECONDS = 8.0  # the drain of a run that was asked to end; pipeline sync sends the rest
 _LOOK_SECONDS = 0.25
 
 
@@ -140,9 +141,11 @@ def flush(
 ) -> None:
     """Wait until the tracking store has all results, at most a minute or until Ctrl-C; say what is missing then."""
     end_stage()
-    folder = recorder.folder
+    folder, is_interrupted = recorder.folder, isinstance(sys.exc_info()[1], KeyboardInterrupt)
+    silent_s = _INTERRUPTED_SECONDS if is_interrupted else _SILENT_SECONDS
     try:
-        if follower and not _sent(follower, _SILENT_SECONDS, folder=folder, console=console) and follower.late:
+        has_all = follower is None or _sent(follower, silent_s, folder=folder, console=console)
+        if follower and not has_all and not is_interrupted and follower.late:
             verb = "have" if len(follower.late) > 1 else "has"
             warn(
                 f"waiting until {join_names(follower.late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
