@@ -46,15 +46,6 @@ from pipeline.protocol.events import (
 from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.rank import Job, Rank
 from pipeline.protocol.trial import BatchCheck, Evaluation, Training, Trial, trial_from_json
-from pipeline.system import (
-    Leftovers,
-    end_after,
-    exit_in_time,
-    in_background,
-    on_sigterm,
-    raise_limit_of_open_files,
-    redirect_to_null,
-)
 from pipeline.train import compilation, errors
 from pipeline.train.loader import close_new_loaders
 from pipeline.train.ranks import device_of, set_backends, uuid_of
@@ -92,7 +83,7 @@ def run(
     Raises:
         WorkerFailed: after the failure has been reported.
     """
-    raise_limit_of_open_files()
+    system.raise_limit_of_open_files()
     torch.set_num_threads(trial.cpus_per_worker)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
     samples = rank.local_rank == 0 and isinstance(trial, Training)
@@ -313,7 +304,7 @@ def system_sampled(trial: Trial, rank: Rank, outbox: Outbox) -> Iterator[None]:
             if ended:  # after the last sample: a short training has no other
                 return
 
-    with in_background(sample, name="system-metrics"):
+    with system.in_background(sample, name="system-metrics"):
         yield
 
 
@@ -365,7 +356,7 @@ def work(libraries: Sequence[str]) -> None:
         return  # nobody needs it
     job = Job.model_validate_json(line)
     trial, rank = trial_from_json(Path(job.trial).read_text()), job.rank
-    redirect_to_null(0)
+    system.redirect_to_null(0)
     if job.output:
         redirect_output(Path(job.output), rank)
     with suppress(OSError):  # a sandbox may forbid it, and it is only what ps, top and nvidia-smi call the rank
@@ -374,19 +365,19 @@ def work(libraries: Sequence[str]) -> None:
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(trial.cpus_per_worker)  # libraries have read the variable before
-    leftovers = Leftovers()
+    leftovers = system.Leftovers()
     try:
         with ChannelOutbox(Address.parse(job.channel), rank=rank.rank, folder=Path(trial.folder)) as outbox:
             # The driver gets a job's SIGTERM, too, and asks the workers to stop. Without such a request this one ends.
-            on_sigterm(partial(end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
+            system.on_sigterm(partial(system.end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
             store = FileStore(job.store, rank.world_size)
             run(trial, rank, outbox, store=store, end=partial(end_process, outbox.close))
             leftovers.end(warning_of(rank, trial=trial, outbox=outbox))
     except WorkerFailed:
         log_traceback()
         leftovers.end(_log.warning)
-        exit_in_time(1)
-    exit_in_time(0)
+        system.exit_in_time(1)
+    system.exit_in_time(0)
 
 
 class _PrintingOutbox(DirectOutbox):

@@ -24,9 +24,8 @@ from pipeline.tracking.follow import INCOMPLETE, UNKNOWN_END
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import join_names
 
-_DRAIN_SECONDS = 60.0
+_DRAIN_SECONDS, _INTERRUPTED_SECONDS = 60.0, 8.0  # after Ctrl-C or SIGTERM; pipeline sync sends the rest
 _SILENT_SECONDS = 15.0  # of the drain, before a warning says what the run waits for
-_INTERRUPTED_SECONDS = 8.0  # the drain of a run that was asked to end; pipeline sync sends the rest
 _LOOK_SECONDS = 0.25
 
 
@@ -141,14 +140,13 @@ def flush(
 ) -> None:
     """Wait until the tracking store has all results, at most a minute or until Ctrl-C; say what is missing then."""
     end_stage()
-    folder, is_interrupted = recorder.folder, isinstance(sys.exc_info()[1], KeyboardInterrupt)
-    silent_s = _INTERRUPTED_SECONDS if is_interrupted else _SILENT_SECONDS
+    is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+    folder, silent_s = recorder.folder, _INTERRUPTED_SECONDS if is_interrupted else _SILENT_SECONDS
     try:
-        has_all = follower is None or _sent(follower, silent_s, folder=folder, console=console)
-        if follower and not has_all and not is_interrupted and follower.late:
-            verb = "have" if len(follower.late) > 1 else "has"
+        has_all = not follower or _sent(follower, silent_s, folder=folder, console=console) or is_interrupted
+        if follower and not has_all and follower.late:
             warn(
-                f"waiting until {join_names(follower.late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
+                f"waiting until everything is in {join_names(follower.late)}, {_DRAIN_SECONDS:.0f} seconds at most; "
                 f"Ctrl-C ends the wait, pipeline sync {folder} sends the rest later"
             )
             _sent(follower, _DRAIN_SECONDS - _SILENT_SECONDS, folder=folder, console=console)
@@ -156,11 +154,10 @@ def flush(
         recorder.close()
         if follower:
             late = [name for name in follower.late if name != "MLflow"]  # of which MLflow's outcome says nothing
-            outcome = follower.close()
+            if (message := follower.close().message) and is_kept(folder):  # else an error names it
+                warn(message)
             if late:
                 warn(f"not in {join_names(late)} yet: some results; send them with: pipeline sync {folder}")
-            if outcome.message and is_kept(folder):  # else an error names it
-                warn(outcome.message)
 
 
 def _sent(follower: Follower, timeout_s: float, *, folder: Path, console: rich.console.Console) -> bool:

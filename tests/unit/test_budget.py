@@ -25,7 +25,7 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "": 1_263,
+    "": 1_254,
     "api": 567,
     "cli": 1_431,
     "commands": 6_069,
@@ -40,7 +40,7 @@ LARGER_TODAY = {
     "report": 6_542,
     "strategies": 668,
     "tasks": 930,
-    "tracking": 2_134,
+    "tracking": 2_131,
     "train": 9_247,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
