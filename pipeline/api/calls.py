@@ -24,9 +24,7 @@ from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.record.console import stages_on
 from pipeline.record.screen import Terminal
 from pipeline.report.report import Report
-from pipeline.system.imports import importable
-from pipeline.system.process import environment, missing_user_variables
-from pipeline.system.signals import handled, hang_up, is_ended_by_hang_up
+from pipeline.system import environment, handled, hang_up, importable, missing_user_variables
 from pipeline.wording import did_you_mean
 
 
@@ -177,7 +175,7 @@ def _started(
 @contextmanager
 def _sigterm_as_error() -> Iterator[None]:
     """End the run in order at SIGTERM or SIGHUP, then apply SIGTERM as without a run."""
-    hang_ups = [signal.SIGHUP] if is_ended_by_hang_up() else []
+    hang_ups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
     try:
         with handled(terminate, signal.SIGTERM), handled(hang_up, *hang_ups):
             yield

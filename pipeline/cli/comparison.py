@@ -23,8 +23,7 @@ from pipeline.cli.arguments import (
 )
 from pipeline.cli.results import Directory, summary_of
 from pipeline.errors import UsageError
-from pipeline.system import stages
-from pipeline.system.imports import undisturbed
+from pipeline.system import begin_stage, end_stage, undisturbed
 
 if TYPE_CHECKING:
     from pipeline.record.run_summary import RunSummary
@@ -135,11 +134,11 @@ def compare(
     if directory != _RUNS:
         raise UsageError("--directory is for recorded runs. For files, set tracking.directory=FOLDER.")
     with consoles(as_json=as_json, quiet=quiet, prints=dry_run) as terminal:
-        stages.begin("reading the experiments")
+        begin_stage("reading the experiments")
         from pipeline.experiment.variant_files import read_variants
 
         variants = read_variants(files, with_address(overrides, address), vary=vary)
-        stages.begin("importing torch")
+        begin_stage("importing torch")
         with undisturbed():
             from pipeline.commands.compare import study_plan
             from pipeline.commands.compare.compared_runs import Question
@@ -152,7 +151,7 @@ def compare(
         asked_looks = None if resume is not None and seeds is None and not until_clear else looks
         if dry_run:
             _, record = open_record(plan, asked_looks, resume=resume)
-            stages.end()
+            end_stage()
             typer.echo(study_plan.describe_study(plan, looks=record.looks[-1].pairs))
             return
         study(

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.drive.recorded_run import is_complete
+from pipeline.errors import TrainingError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.plan.outer_launcher import outer_launcher
@@ -18,6 +19,8 @@ from pipeline.report.report_files import REPORT_NAME
 def continuable(verb: Sequence[str], plan: Plan, *, file: ExperimentFile, folder: Path) -> Iterator[None]:
     """Add a note to an interruption inside: how to continue the run, if it has made a step.
 
+    An outer launcher ends the job when a rank fails: there, the note stands below that error, too.
+
     Args:
         verb: command that continues the run with ``--resume``, with its options; empty if none does.
         plan: what it was to do.
@@ -26,18 +29,19 @@ def continuable(verb: Sequence[str], plan: Plan, *, file: ExperimentFile, folder
     """
     try:
         yield
-    except KeyboardInterrupt as error:
-        if verb and is_complete(plan, folder):
+    except (KeyboardInterrupt, TrainingError) as error:
+        if not verb or not is_kept(folder):
+            raise
+        way = way_on(verb, file=file, run=folder.name)
+        if is_complete(plan, folder):
             if (folder / REPORT_NAME).is_file():
                 error.add_note(f"the training is complete; see it with: pipeline show {folder}")
             else:
-                way = way_on(verb, file=file, run=folder.name)
                 error.add_note(f"the training is complete, only its report is missing; {way}")
-        elif verb and is_kept(folder):
-            if file.experiment.checkpoint.keep == 0:
-                error.add_note("there is no checkpoint to continue from, since checkpoint.keep is 0")
-            else:
-                error.add_note(way_on(verb, file=file, run=folder.name))
+        elif isinstance(error, KeyboardInterrupt) and file.experiment.checkpoint.keep == 0:
+            error.add_note("there is no checkpoint to continue from, since checkpoint.keep is 0")
+        elif isinstance(error, KeyboardInterrupt) or outer_launcher() is not None:
+            error.add_note(way)
         raise
 
 

@@ -35,7 +35,7 @@ from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.text.claims import classify_speedup
 from pipeline.report.text.tables import speedup
-from pipeline.system import stages
+from pipeline.system import begin_stage
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Invocation:
         parallel = self.plan.experiment.parallel
         kind: type[Launcher] = registry.load("launchers", parallel.launcher).Launcher
         session = Session(folder=self.folder, receive=self.recorder.receive, parallel=parallel, verbose=self.verbose)
-        stages.begin("preparing the workers")
+        begin_stage("preparing the workers")
         with kind(session) as launcher:
             yield partial(execute, launcher=launcher, recorder=self.recorder, file=self.file, initial=self._initial)
 
@@ -145,7 +145,7 @@ class Invocation:
 
     def save_report(self, report: AnyReport) -> None:
         """Write the files of a report into the run's folder, as artifacts."""
-        stages.begin("drawing the report")
+        begin_stage("drawing the report")
         for name in page.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
 

@@ -26,7 +26,7 @@ from pipeline.record.folder import LOG_NAME, create, explained, id_of, is_kept, 
 from pipeline.record.journal import FILE_NAME, ending, marked, read
 from pipeline.record.recorder import Recorder
 from pipeline.record.screen import Terminal, linked
-from pipeline.system import stages
+from pipeline.system import begin_stage
 from pipeline.tracking.follower import Follower, flush
 from pipeline.tracking.loggers import own_names
 from pipeline.tracking.store import check_store, resolve_uri
@@ -84,7 +84,7 @@ def recorded(
         UsageError: the run to resume hasn't ended.
     """
     raise_swallowed_interrupt()  # nothing has been made yet
-    stages.begin("opening the run")
+    begin_stage("opening the run")
     tracking = plan.experiment.tracking
     uri = resolve_uri(tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None

@@ -26,8 +26,7 @@ from pipeline.plan.resources import Resources
 from pipeline.protocol.rank import Job, Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system.process import environment
-from pipeline.system.signals import handled
+from pipeline.system import environment, handled
 
 Process = subprocess.Popen[bytes]
 _CODE = "import gc, sys; gc.disable(); from pipeline.worker import work; work(sys.argv[1:])"

@@ -12,7 +12,6 @@ from pipeline.plan.plan import Plan
 from pipeline.protocol.trial import QUICK_STEPS, Training, Trial
 from pipeline.wording import counted
 
-_WIDTH = 110
 _OF_TRIAL = ("name", "role", "title", "strategy", "launcher", "workers", "device", "cpus_per_worker")
 
 
@@ -34,7 +33,7 @@ def describe(plan: Plan, sizes: DataSizes) -> str:
     """Describe a plan as YAML, without what doesn't apply."""
     shown = {key: value for key, value in _record(plan, sizes).items() if value is not None and value != []}
     shown["trials"] = [{key: value for key, value in trial.items() if value is not None} for trial in shown["trials"]]
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=_WIDTH).rstrip()
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=110).rstrip()
 
 
 def record(plan: Plan, sizes: DataSizes) -> str:

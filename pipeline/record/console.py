@@ -30,7 +30,7 @@ from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.trial import Trial
 from pipeline.record.screen import Terminal, write
 from pipeline.record.trial_progress import VALIDATION, RunProgress, facts, figures, fitted, left
-from pipeline.system import stages
+from pipeline.system import end_stage, show_stages_on
 from pipeline.wording import approximate, clock
 
 LONGEST = 120
@@ -59,7 +59,7 @@ class Console:
         match event:
             case TrialOpened():
                 self.close()
-                stages.end()
+                end_stage()
                 if self.run.is_launched and not self._stdout.quiet:
                     has_bars = self._stdout.is_interactive and not self._stdout.is_jupyter
                     self._display = (_Bars if has_bars else _Lines)(self._stdout, self.run)
@@ -244,7 +244,7 @@ def progress_on(console: rich.console.Console) -> Iterator[None]:
 
     def show(event: Advanced | Warned) -> None:
         if console.is_interactive and not bars.live.is_started:
-            stages.end()  # one live display at a time
+            end_stage()  # one live display at a time
             bars.start()
         if isinstance(event, Warned):
             write(console, event.message)
@@ -287,7 +287,7 @@ def stages_on(console: rich.console.Console) -> Iterator[None]:
             elif shown:
                 shown.pop().stop()
 
-    with stages.show_stages_on(tell):
+    with show_stages_on(tell):
         yield
 
 

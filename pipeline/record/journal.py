@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, event_to_json
-from pipeline.system import stages
+from pipeline.system import begin_stage
 
 FILE_NAME = "events.jsonl"
 """File name in a run's folder."""
@@ -133,7 +133,7 @@ class _Lock:
                 if age >= LEASE_S:
                     break
                 if not beat:
-                    stages.begin(f"{self._path}: waiting up to {LEASE_S:g} s to see if {holder} is alive")
+                    begin_stage(f"{self._path}: waiting up to {LEASE_S:g} s to see if {holder} is alive")
                 is_alive, beat = touched != (beat or touched), touched
             if is_alive:
                 raise _HeldError(holder)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from pipeline.system.signals import redirect_to_null
+from pipeline.system import redirect_to_null
 
 _ADDRESS = r"https?://\S+"
 _LABEL = re.compile(r"[A-Z]{3,}(?=  )")

@@ -19,12 +19,12 @@ import rich.console
 from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
 from pipeline.record.folder import LOG_NAME, is_kept
 from pipeline.record.recorder import Recorder
-from pipeline.system import stages
+from pipeline.system import end_stage
 from pipeline.tracking.follow import INCOMPLETE, UNKNOWN_END
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import join_names
 
-_DRAIN_SECONDS = 60.0
+_DRAIN_SECONDS, _INTERRUPTED_SECONDS = 60.0, 8.0  # after Ctrl-C or SIGTERM; pipeline sync sends the rest
 _SILENT_SECONDS = 15.0  # of the drain, before a warning says what the run waits for
 _LOOK_SECONDS = 0.25
 
@@ -139,13 +139,14 @@ def flush(
     follower: Follower | None, recorder: Recorder, *, console: rich.console.Console, warn: Callable[[str], None]
 ) -> None:
     """Wait until the tracking store has all results, at most a minute or until Ctrl-C; say what is missing then."""
-    stages.end()
-    folder = recorder.folder
+    end_stage()
+    is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+    folder, silent_s = recorder.folder, _INTERRUPTED_SECONDS if is_interrupted else _SILENT_SECONDS
     try:
-        if follower and not _sent(follower, _SILENT_SECONDS, folder=folder, console=console) and follower.late:
-            verb = "have" if len(follower.late) > 1 else "has"
+        has_all = not follower or _sent(follower, silent_s, folder=folder, console=console) or is_interrupted
+        if follower and not has_all and follower.late:
             warn(
-                f"waiting until {join_names(follower.late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
+                f"waiting until everything is in {join_names(follower.late)}, {_DRAIN_SECONDS:.0f} seconds at most; "
                 f"Ctrl-C ends the wait, pipeline sync {folder} sends the rest later"
             )
             _sent(follower, _DRAIN_SECONDS - _SILENT_SECONDS, folder=folder, console=console)
@@ -153,11 +154,10 @@ def flush(
         recorder.close()
         if follower:
             late = [name for name in follower.late if name != "MLflow"]  # of which MLflow's outcome says nothing
-            outcome = follower.close()
+            if (message := follower.close().message) and is_kept(folder):  # else an error names it
+                warn(message)
             if late:
                 warn(f"not in {join_names(late)} yet: some results; send them with: pipeline sync {folder}")
-            if outcome.message and is_kept(folder):  # else an error names it
-                warn(outcome.message)
 
 
 def _sent(follower: Follower, timeout_s: float, *, folder: Path, console: rich.console.Console) -> bool:

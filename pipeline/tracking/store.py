@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.errors import ResourceError
 from pipeline.experiment.uris import SQLITE, expand_home, problem_of, without_credentials
-from pipeline.system.lock_file import locked
+from pipeline.system import locked
 
 _HEALTH_TIMEOUT_S = 3
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI

@@ -22,7 +22,7 @@ from pipeline.errors import ResourceError
 from pipeline.experiment import components, references
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
-from pipeline.system.memory import find_memory_limits
+from pipeline.system import find_memory_limits
 from pipeline.train.names import TASK
 from pipeline.train.parts import seeded_model
 from pipeline.train.reference import Reference, check

@@ -159,6 +159,7 @@ def test_killed_task_is_named_and_the_other_one_ends(cwd: Path) -> None:
         ended, _ = ranks.ended()
     assert ended.code == 1, ended.output
     assert "rank 1 exited without reporting an error: its process was killed or crashed" in ended.stderr
+    assert "continue it with --resume " in ended.stderr
     assert "Traceback" not in ended.output
     assert not any("resuming" in event.message for event in ranks.events if isinstance(event, Warned))
 

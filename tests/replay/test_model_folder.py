@@ -18,7 +18,7 @@ from toy_runs import InFolder
 from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
 from pipeline.protocol.rank import Rank
 from pipeline.record import journal as journals
-from pipeline.system.memory import MemoryLimit
+from pipeline.system import MemoryLimit
 from pipeline.tracking.follow import sync
 from pipeline.train import exported, report
 from pipeline.train.reference import ModelCall, record

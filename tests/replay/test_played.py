@@ -22,7 +22,7 @@ from pipeline.record.journal import FILE_NAME, is_open, read
 from pipeline.report.report import Report
 from pipeline.report.text.row_names import label_row
 from pipeline.report.text.tables import speedup
-from pipeline.system.signals import handled
+from pipeline.system import handled
 
 Play = Callable[..., Any]
 DDP = ("parallel.strategy=ddp", "parallel.workers=2")

@@ -18,7 +18,7 @@ from pipeline.experiment.targets import BUILT_IN
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Started
-from pipeline.system.memory import MemoryLimit
+from pipeline.system import MemoryLimit
 from pipeline.tasks import Loss
 
 ALLOWED = (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in toys.KINDS), "lit", __name__)

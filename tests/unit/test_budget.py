@@ -25,28 +25,28 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 569,
-    "cli": 1_457,
-    "commands": 6_084,
-    "data": 1_027,
-    "drive": 1_085,
+    "": 1_252,
+    "api": 567,
+    "cli": 1_431,
+    "commands": 6_061,
+    "data": 1_026,
+    "drive": 1_084,
     "experiment": 3_436,
-    "launch": 2_036,
+    "launch": 1_988,
     "models": 408,
-    "plan": 801,
-    "protocol": 1_523,
+    "plan": 671,
+    "protocol": 1_518,
     "record": 2_031,
     "report": 6_542,
     "strategies": 668,
-    "system": 696,
     "tasks": 930,
     "tracking": 2_126,
     "train": 9_234,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 278
+FILES = 270
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_460
+TEST_LINES = 48_385
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

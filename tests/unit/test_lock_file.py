@@ -18,8 +18,7 @@ from pipeline.protocol.events import Warned
 from pipeline.record import journal
 from pipeline.record.journal import FILE_NAME, Journal, describe_writer, is_open
 from pipeline.record.runs import LATEST
-from pipeline.system import stages
-from pipeline.system.lock_file import locked
+from pipeline.system import locked, show_stages_on
 
 Elsewhere = Callable[[Path], journal._Lock]
 
@@ -116,7 +115,7 @@ def test_the_journal_of_a_machine_that_is_gone_is_taken_after_a_lease_and_not_gi
     die(gone)
     shown: list[str] = []
     since = time.monotonic()
-    with stages.show_stages_on(shown.append), closing(Journal(path)):
+    with show_stages_on(shown.append), closing(Journal(path)):
         assert time.monotonic() - since >= 0.2
         assert f"{path}.lock: waiting up to 0.4 s to see if process {os.getpid()} on node7 (since" in shown[0]
         gone._confirmed = 0.0  # it was only paused, and has to stop now

@@ -14,7 +14,7 @@ from pipeline.commands.sweep.journals import has_begun
 from pipeline.errors import PipelineError
 from pipeline.record import journal
 from pipeline.record.folder import trials_of
-from pipeline.system import stages
+from pipeline.system import begin_stage, end_stage
 from pipeline.tracking.follow import sync
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import counted
@@ -71,11 +71,11 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
         tell: gets progress messages.
         warn: gets warnings.
     """
-    stages.begin("waiting until the trainings have ended")
+    begin_stage("waiting until the trainings have ended")
     deadline = time.monotonic() + patience_s
     while any(map(_is_open, trials_of(sweep))) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
-    stages.end()
+    end_stage()
     waiting = [folder for folder in find_undelivered(sweep) if not _is_open(folder)]
     if waiting:
         tell(f"sending the results of {_format_names(waiting)} that MLflow lacks")

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from pipeline.experiment.values import Direction
 from pipeline.report.swept import SweptTrial, assigned, figure
-from pipeline.system import stages
+from pipeline.system import end_stage
 from pipeline.wording import approximate, clock, counted
 
 _MOST_ROWS = 8
@@ -206,5 +206,5 @@ def shown_on(console: rich.console.Console, progress: SweepProgress) -> Abstract
     """Show the progress while the block runs, on a terminal; lines that are printed meanwhile stand above it."""
     if not is_live(console):
         return nullcontext()
-    stages.end()  # one live display at a time
+    end_stage()  # one live display at a time
     return Live(progress, console=console, transient=True, refresh_per_second=_PER_SECOND)

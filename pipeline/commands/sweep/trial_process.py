@@ -12,12 +12,11 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline import system
 from pipeline.commands.sweep.assignment import Record, TrialJob
 from pipeline.commands.sweep.journals import describe_early_stop, has_begun
 from pipeline.errors import PipelineError, Terminated, terminate
-from pipeline.system import memory
-from pipeline.system.imports import importable, undisturbed
-from pipeline.system.leftovers import Leftovers, exit_despite_threads
+from pipeline.system import Leftovers, exit_in_time, importable, undisturbed
 
 
 def main() -> NoReturn:
@@ -25,8 +24,7 @@ def main() -> NoReturn:
     leftovers = Leftovers()
     code = _run()
     leftovers.end(_warn)
-    exit_despite_threads(code)
-    sys.exit(code)
+    exit_in_time(code)
 
 
 def _warn(message: str) -> None:
@@ -39,7 +37,7 @@ def _run() -> int:
     job, record = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
     try:
-        with importable(Path.cwd()), memory.huge_pages():
+        with importable(Path.cwd()), system.huge_pages():
             train(job, record)
     except PipelineError as error:
         sys.stderr.write(f"{error.told}\n")

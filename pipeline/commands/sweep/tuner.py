@@ -23,8 +23,7 @@ from pipeline.experiment.sweep import Sweep
 from pipeline.launch.cluster import connected, outside_main_thread
 from pipeline.record.screen import write
 from pipeline.report.swept import LEFT, SweptTrial, assigned, figure
-from pipeline.system import stages
-from pipeline.system.process import environment
+from pipeline.system import begin_stage, end_stage, environment
 
 _SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",  # the new one isn't silent at verbosity 0
@@ -63,7 +62,7 @@ class SweepDisplay(tune.Callback):  # type: ignore[misc]  # Ray has no types
 
     def tell(self, message: str) -> None:
         """Print a message on its own line."""
-        stages.end()
+        end_stage()
         write(self._terminal.progress, message)
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
@@ -161,7 +160,7 @@ Search = Callable[..., None]
 @contextmanager
 def searching(*, job: TrialJob, display: SweepDisplay) -> Iterator[Search]:
     """Start a local Ray for Tune; yield a function that runs trials to their end. Stop trials that an error leaves."""
-    stages.begin("starting Ray")
+    begin_stage("starting Ray")
     with connected(None, verbose=job.verbose), display.shown():
         try:
             yield partial(_search, job=job, display=display)
