@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -79,7 +80,12 @@ def write_mlflow_model(
 ) -> None:
     """Write a run's model, built again, as MLflow does: as a program of torch.export, or a pickle if that fails."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    import mlflow.pytorch
+    is_lightning_unused = sys.modules.setdefault("pytorch_lightning", None) is None  # type: ignore[arg-type]
+    try:  # MLflow would import it for its autologging, which takes three times as long as all the rest
+        import mlflow.pytorch
+    finally:
+        if is_lightning_unused:
+            del sys.modules["pytorch_lightning"]
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
 
