@@ -114,7 +114,7 @@ def is_longer(now: Train, before: Train) -> bool:
 def _refuse_finished(file: ExperimentFile, state: RunState) -> None:
     """Refuse a finished run that the file doesn't continue, or that has no checkpoint to continue from."""
     if not is_longer(file.experiment.train, state.experiment.train):
-        outcome = TrackingOutcome.kept(state.folder)
+        outcome = TrackingOutcome.read(state.folder)
         is_sent = outcome is not None and outcome.delivered
         sync = "" if is_sent else f" To send all its results to MLflow: pipeline sync {state.folder}."
         raise UsageError(

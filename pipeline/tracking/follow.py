@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event as Flag
-from threading import Lock, Thread, get_ident
+from threading import Lock, Thread
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.uris import without_credentials, without_credentials_in
@@ -42,9 +42,6 @@ _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 _TRY_AGAIN = {401, 403, 408, 429}  # wrong credentials can be replaced during the run
-_PACKAGES = {"google": "google-cloud-storage", "azure": "azure-storage-blob azure-identity"}
-_PACKAGES |= {"boto3": "boto3", "psycopg2": "psycopg2-binary", "pymysql": "pymysql", "MySQLdb": "mysqlclient"}
-"""Packages that stores need besides MLflow, by the module that can't be imported."""
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last is repeated
 _LAST_ATTEMPTS = 3  # after the end of the run
 _LOOK_S = 0.5
@@ -94,19 +91,22 @@ class Delivery:
         sent, folder = self.sent, self._folder
         if not is_complete:
             sent.trouble = sent.trouble or "the delivery ended early"
-            sent.fail(sent.waiting(folder), folder=folder, trouble=sent.trouble)
-        elif only_first and not sent.delivered:
-            sent.mark_unfinished(folder)
+            sent.fail(folder, trouble=sent.trouble, what=sent.waiting(folder) or "some results")
         elif not only_first:
             refused = f"MLflow rejected {counted(sent.refused, 'event')}, kept in {folder / journal.FILE_NAME}"
             sent.delivered, sent.message = True, refused if sent.refused else ""
+        elif not sent.delivered:
+            sent.fail(folder)
         self._keep()
         return is_complete
 
     def _deliver(self, *, only_first: bool) -> bool:
         path = self._folder / journal.FILE_NAME
-        while not (self.sent.offset or self._is_kept()):  # a run without a step leaves nothing in the store
-            if self.ending.is_set() and not self._is_kept():
+        while not self.sent.offset:  # a run without a step leaves nothing in the store
+            is_over = self.ending.is_set()  # asked before the last look, here and below
+            if is_kept(self._folder) or (self.end is not None and is_reason_to_keep(self.end)):
+                break
+            if is_over:
                 return True
             if journal.opened(path) is not None:
                 with suppress(Exception):  # takes a second, while workers start; the first call reports an error
@@ -122,7 +122,7 @@ class Delivery:
             begun, size = tail.offset, path.stat().st_size - tail.offset if path.exists() else 0
             with ProgressReporter("sending results", total=size or None, unit="B") as progress:
                 while True:
-                    is_over = self.ending.is_set()  # asked before the last look
+                    is_over = self.ending.is_set()
                     for batch, offset in _batches(tail):
                         self._write(batch, offset)
                         progress.to(offset - begun)
@@ -138,9 +138,6 @@ class Delivery:
         except _IncompleteError:
             return False
         return True
-
-    def _is_kept(self) -> bool:
-        return is_kept(self._folder) or (self.end is not None and is_reason_to_keep(self.end))
 
     def _connect(self) -> bool:
         """Begin at the state that was kept, or at the start of the journal if the store doesn't have the run."""
@@ -237,7 +234,7 @@ class Delivery:
 
     def _keep(self) -> None:
         if not self.ending.is_set():
-            self.sent.mark_unfinished(self._folder)
+            self.sent.fail(self._folder)
         if self._keeps:
             with suppress(OSError):  # a full disk or a deleted folder, which the driver reports; a read-only folder
                 self.sent.keep(self._folder)
@@ -259,40 +256,31 @@ def _batches(tail: journal.Tail) -> Iterator[tuple[list[AnyEvent], int]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep MLflow's log lines and warnings of this thread off the terminal, and its timeouts short."""
+    """Keep MLflow's log lines and warnings off the terminal, and its timeouts short."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Not with catch_warnings, which isn't safe beside other threads. MLflow 3.17 on SQLAlchemy 2.1.
     warnings.filterwarnings(
         "ignore", message=r"The ``noload`` loader strategy is deprecated", category=DeprecationWarning
     )
-    import mlflow  # noqa: F401 - its loggers get their handlers here
+    import mlflow  # noqa: F401 - its loggers get their levels here
 
-    thread = get_ident()
-
-    def elsewhere(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    places = [*logging.getLogger("mlflow").handlers, logging.getLogger("urllib3.connectionpool")]
-    for place in places:
-        place.addFilter(elsewhere)
+    levels = {name: logging.getLogger(name).level for name in ("mlflow", "urllib3.connectionpool")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for place in places:
-            place.removeFilter(elsewhere)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def describe_failure(error: BaseException) -> str:
     """Return the first cause of an exception in one line; MLflow's own exceptions around it add only the URI."""
-    hint = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" if _http_status(error) == 401 else ""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _PACKAGES:
-        hint = f"; pip install {_PACKAGES[package]}"
     text = str(error) if isinstance(error, Exception) else repr(error)  # SystemExit(0), which is "0" as text
-    line = (text or type(error).__name__).partition("\n")[0]
-    return without_credentials_in(line)[:300] + hint
+    return without_credentials_in((text or type(error).__name__).partition("\n")[0])[:300]
 
 
 def _is_outage(error: Exception) -> bool:
@@ -320,9 +308,6 @@ def _http_status(error: BaseException) -> int | None:
     return error.response.status_code if isinstance(error, HTTPError) and error.response is not None else None
 
 
-# A run that has ended
-
-
 def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first: bool = False) -> TrackingOutcome:
     """Send what MLflow lacks of a finished or killed run, and all of it to its named loggers.
 
@@ -335,7 +320,20 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
         UsageError: the journal is missing or damaged, or the run is still running and sends its events itself.
         ResourceError: the store can never keep results.
     """
-    opened, end = _find_ends(folder)
+    path = folder / journal.FILE_NAME
+    opened, last = None, None
+    for event in journal.read(path):  # one event in memory at a time
+        opened, last = (event if isinstance(event, RunOpened) else opened), event
+    if journal.is_open(path):
+        writer = journal.describe_writer(path)
+        raise UsageError(
+            f"{folder}: this run is still running in {writer} and sends its results itself. Sync it after it has ended."
+        )
+    if opened is None or last is None:
+        raise UsageError(f"{path}: nothing to send, because the run ended before it started")
+    if not is_kept(folder):
+        raise UsageError(f"{folder}: nothing to send, because the run ended before its first step")
+    end = journal.ending(path) or killed(at=last.time)
     own = with_credentials(opened.tracking_uri)
     uri = to or own
     try:
@@ -343,7 +341,7 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
     except ResourceError as error:
         raise ResourceError(f"{error}\nOr send it to another store: pipeline sync {folder} --to URI") from error
     other = "" if uri == own else without_credentials(uri)
-    known = TrackingOutcome.kept(folder)
+    known = TrackingOutcome.read(folder)
     sent = known if known and known.uri == other else TrackingOutcome(uri=other)
     sent.trouble = ""
     if sent.refused or sent.missing:  # all is sent again, e.g. where a trial is there now, or more memory is free
@@ -364,7 +362,7 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
         )
     is_complete = delivery.send(only_first=only_first)
     for logger in started:
-        logger.wait()
+        logger.join()
     outcome = delivery.sent.model_copy()
     if is_complete and not outcome.message:
         what = f"all of {folder}{f' except {join_names(outcome.missing)}' if outcome.missing else ''}"
@@ -390,27 +388,6 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
             return
 
 
-def _find_ends(folder: Path) -> tuple[RunOpened, RunClosed]:
-    """Return the events that opened and ended a run; a killed run ended at its last event."""
-    path = folder / journal.FILE_NAME
-    opened, last = None, None
-    for event in journal.read(path):  # one event in memory at a time
-        opened, last = (event if isinstance(event, RunOpened) else opened), event
-    if journal.is_open(path):
-        raise UsageError(
-            f"{folder}: this run is still running in {journal.describe_writer(path)} and sends its results itself. "
-            "Sync it after it has ended."
-        )
-    if opened is None or last is None:
-        raise UsageError(f"{path}: nothing to send, because the run ended before it started")
-    if not is_kept(folder):
-        raise UsageError(f"{folder}: nothing to send, because the run ended before its first step")
-    return opened, journal.ending(path) or killed(at=last.time)
-
-
-# A run that is running
-
-
 def main() -> None:
     """Follow the journal of a run until its driver says that it has ended, in a line of standard input.
 
@@ -431,10 +408,7 @@ def main() -> None:
         if is_server(uri):  # the UI of another store has to be started first
             say("opened", link_of(uri, delivery.sent))
 
-    def tell(name: str, text: str) -> None:
-        say("warn" if text else "done", text or name)
-
-    sent = TrackingOutcome.kept(folder) or TrackingOutcome()
+    sent = TrackingOutcome.read(folder) or TrackingOutcome()
     if sent.uri:  # of another store, to which the run was sent meanwhile
         sent = TrackingOutcome()
     sent.trouble = ""
@@ -443,7 +417,7 @@ def main() -> None:
         given.logger,
         folder,
         with_own=given.own,
-        tell=tell,
+        tell=lambda name, text: say("warn" if text else "done", text or name),
         is_over=delivery.ending.is_set,
         end=lambda: delivery.end,
     )
@@ -451,7 +425,7 @@ def main() -> None:
     is_complete = delivery.send()
     say("done", "MLflow")
     for logger in started:
-        logger.wait()
+        logger.join()
     sys.stdout.flush()
     os._exit(0 if is_complete else INCOMPLETE)  # at once: the driver waits, and all of MLflow would be looked through
 
