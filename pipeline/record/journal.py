@@ -253,11 +253,7 @@ def marked(path: Path, *marks: str) -> Iterator[AnyEvent]:
 
     A long training has hundreds of thousands of other lines, which would take long to parse.
     """
-    wanted = [f'"{mark}"'.encode() for mark in marks]
-    with path.open("rb") as file:
-        for line in file:
-            if any(mark in line for mark in wanted) and (event := _parsed(line)) is not None:
-                yield event
+    return Tail(path, *marks).new()
 
 
 def opened(path: Path) -> RunOpened | None:

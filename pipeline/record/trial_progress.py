@@ -192,8 +192,8 @@ class RunProgress:
             return self.trial.title if self.trial.role == "main" else f"{self.trial.trial}: {self.trial.title}"
         total = len(self._launches) or (self.opened.launches if self.opened else 0)
         keys, key = self._launches or self._launched, (self.trial.trial, self.trial.repeat)
-        number = min(keys.index(key) + 1, total) if key in keys else 0
-        return f"[{number}/{total}] {self.trial.title}" if number else self.trial.title
+        is_numbered = total > 1 and key in keys
+        return f"[{min(keys.index(key) + 1, total)}/{total}] {self.trial.title}" if is_numbered else self.trial.title
 
     @property
     def waiting(self) -> str:

@@ -16,13 +16,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event as Flag
 from threading import Lock, Thread
+from typing import Any
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.uris import without_credentials, without_credentials_in
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, is_reason_to_keep
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.record import journal
-from pipeline.record.folder import LOG_NAME, is_kept, killed, trials_of
+from pipeline.record.folder import is_kept, killed, trials_of
 from pipeline.tracking import loggers
 from pipeline.tracking.mlflow import METRICS_PER_CALL, MlflowRun
 from pipeline.tracking.outcome import TrackingOutcome, link_of
@@ -45,7 +46,6 @@ _TRY_AGAIN = {401, 403, 408, 429}  # wrong credentials can be replaced during th
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last is repeated
 _LAST_ATTEMPTS = 3  # after the end of the run
 _LOOK_S = 0.5
-_UPLOAD_PAUSE_S = 2.0  # after files were refused
 
 
 class _IncompleteError(Exception):
@@ -75,7 +75,13 @@ class Delivery:
         self._down: dict[str, str] = {}
         """Reasons why the store refuses "results" or "files" now."""
         self._told: set[str] = set()
-        self._upload_at = 0.0
+
+    def start_loggers(
+        self, names: Sequence[str], *, tell: Callable[[str, str], None], with_own: bool = False
+    ) -> list[loggers.Logger]:
+        """Start the loggers of the run, which end when it has ended; see `loggers.start`."""
+        is_over, folder = self.ending.is_set, self._folder
+        return loggers.start(names, folder, with_own=with_own, tell=tell, is_over=is_over, end=lambda: self.end)
 
     def send(self, *, only_first: bool = False) -> bool:
         """Send everything until `ending`, or the first event; return False if something is missing."""
@@ -113,7 +119,7 @@ class Delivery:
                     create_store(self._uri)
             self.ending.wait(_LOOK_S)
         try:
-            self._persist(self._connect)
+            self._persist(lambda: self._try("results", lambda _: self._connect()))
             tail = journal.Tail(path, offset=self.sent.offset)
             if only_first:
                 if not self.sent.offset:
@@ -129,8 +135,7 @@ class Delivery:
                     self._accepts("results")
                     if is_over:
                         break
-                    if time.monotonic() >= self._upload_at and not self._upload():
-                        self._upload_at = time.monotonic() + _UPLOAD_PAUSE_S  # metrics don't wait for files
+                    self._upload()  # what fails is tried again after the next results
                     self.ending.wait(_LOOK_S)
             if self.end is not None and not self.sent.is_closed:
                 self._write([self.end], self.sent.offset)
@@ -139,64 +144,69 @@ class Delivery:
             return False
         return True
 
-    def _connect(self) -> bool:
-        """Begin at the state that was kept, or at the start of the journal if the store doesn't have the run."""
+    def _connect(self) -> None:
+        """Start at the state that was kept, or at the start of the journal if the store doesn't have the run."""
         from mlflow import MlflowClient
 
-        try:
-            create_store(self._uri)
-            client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
-            opened = journal.opened(self._folder / journal.FILE_NAME)
-            assert opened is not None
-            self._run = MlflowRun(self._folder, client=client, opened=opened, sent=self.sent, warn=self._warn)
-            if self.sent.run_id and not self._run.is_known():
-                self.sent = self._run.sent = TrackingOutcome(uri=self.sent.uri)
-        except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-            self._refuses("results", error)
-            return False
-        return True
+        create_store(self._uri)
+        client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
+        opened = journal.opened(self._folder / journal.FILE_NAME)
+        assert opened is not None
+        self._run = MlflowRun(self._folder, client=client, opened=opened, sent=self.sent, warn=self._warn)
+        if self.sent.run_id and not self._run.is_known():
+            self.sent = self._run.sent = TrackingOutcome(uri=self.sent.uri)
 
     def _write(self, events: Sequence[AnyEvent], offset: int) -> None:
         """Write events, and note that they end at this offset."""
-        self._persist(lambda: self._attempt(events))
+        self._persist(lambda: self._try("results", self._run.write, events))
         self.sent.offset, self.sent.is_closed = offset, isinstance(events[-1], RunClosed)
         self._keep()
         if self.sent.run_id and not self.ending.is_set():
             self._opened()
             self._opened = lambda: None
 
-    def _attempt(self, events: Sequence[AnyEvent]) -> bool:
-        """Write events, except those that MLflow refuses for good; return False if they must be written again later."""
-        try:
-            self._run.write(events)
-        # No traceback goes to the log, here and below: exceptions of stores quote URIs with their passwords.
-        except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-            if not self.sent.run_id or _is_outage(error):
-                self._refuses("results", error)
-                return False
-            if len(events) > 1:
-                return all(self._attempt([event]) for event in events)
-            self._reject(events[0], describe_failure(error))
-        return True
-
     def _upload(self) -> bool:
         """Upload the files that are due; return False if the rest must be uploaded again later."""
         sent = self.sent
         with ProgressReporter("sending files", total=len(sent.uploads) or None, unit="files") as progress:
             while sent.uploads:
-                try:
-                    self._run.upload(sent.uploads[0])
-                except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-                    # Of a file, MLflow's answer alone is final; e.g. a package for the artifact store can be installed.
-                    if _http_status(error) is None or _is_outage(error):
-                        self._refuses("files", error)
-                        return False
-                    self._reject(sent.uploads[0], describe_failure(error))
+                if not self._try("files", lambda files: self._run.upload(files[0]), sent.uploads[:1]):
+                    return False
                 sent.uploads.pop(0)
                 self._keep()
                 progress.by(1)
         self._accepts("files")
         return True
+
+    def _try(self, what: str, send: Callable[[Sequence[Any]], object], events: Sequence[AnyEvent] = ()) -> bool:
+        """Send events; return False if they must be sent again. Those that MLflow rejects for good are left out."""
+        try:
+            send(events)
+        # No traceback goes to the log: exceptions of stores quote URIs with their passwords.
+        except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
+            reason = describe_failure(error)
+            # Of a file, MLflow's answer alone is final; e.g. a package for the artifact store can be installed.
+            is_answer = self.sent.run_id if what == "results" else _http_status(error) is not None
+            if not events or not is_answer or _is_outage(error):
+                if what not in self._down:
+                    at = f" at {without_credentials(self._uri)}" if self._uri else ""
+                    place = self._folder / journal.FILE_NAME if what == "results" else self._folder
+                    self._warn(f"MLflow{at} doesn't accept {what} ({reason}). Nothing is lost: they wait in {place}")
+                self._down[what] = self.sent.trouble = reason
+                self._keep()
+                return False
+            if len(events) > 1:
+                return all(self._try(what, send, [event]) for event in events)
+            self.sent.refused += 1
+            if reason not in self._told:
+                self._told.add(reason)
+                self._warn(f"MLflow rejected an event of kind {events[0].kind}: {reason}")
+        return True
+
+    def _accepts(self, what: str) -> None:
+        if self._down.pop(what, None) is not None:
+            self._warn(f"MLflow accepts {what} again. All {what} that waited were sent.")
+            self.sent.trouble = next(iter(self._down.values()), "")
 
     def _persist(self, attempt: Callable[[], bool]) -> None:
         """Repeat an attempt until it succeeds, after the end of the run a few times."""
@@ -210,27 +220,6 @@ class Delivery:
             else:
                 self.ending.wait(_PAUSES_S[min(attempts, len(_PAUSES_S) - 1)])
             attempts += 1
-
-    def _refuses(self, what: str, error: Exception) -> None:
-        """Note that the store doesn't accept results or files now, and warn once."""
-        reason = describe_failure(error)
-        if what not in self._down:
-            at = f" at {without_credentials(self._uri)}" if self._uri else ""
-            place = self._folder / journal.FILE_NAME if what == "results" else self._folder
-            self._warn(f"MLflow{at} doesn't accept {what} ({reason}). Nothing is lost: they wait in {place}")
-        self._down[what] = self.sent.trouble = reason
-        self._keep()
-
-    def _accepts(self, what: str) -> None:
-        if self._down.pop(what, None) is not None:
-            self._warn(f"MLflow accepts {what} again. All {what} that waited were sent.")
-            self.sent.trouble = next(iter(self._down.values()), "")
-
-    def _reject(self, event: AnyEvent, reason: str) -> None:
-        self.sent.refused += 1
-        if reason not in self._told:
-            self._told.add(reason)
-            self._warn(f"MLflow rejected an event of kind {event.kind}: {reason}")
 
     def _keep(self) -> None:
         if not self.ending.is_set():
@@ -350,16 +339,8 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
     delivery = Delivery(folder, uri=uri, sent=sent, warn=warn, keeps=keeps)
     delivery.end = end
     delivery.ending.set()
-    started: Sequence[loggers.Logger] = ()
-    if not (to or only_first):
-        started = loggers.start(
-            opened.also,
-            folder,
-            with_own=False,
-            tell=lambda _, text: warn(text) if text else None,
-            is_over=lambda: True,
-            end=lambda: end,
-        )
+    names = () if to or only_first else opened.also
+    started = delivery.start_loggers(names, tell=lambda _, text: warn(text) if text else None)
     is_complete = delivery.send(only_first=only_first)
     for logger in started:
         logger.join()
@@ -401,8 +382,13 @@ def main() -> None:
     given = parser.parse_args()
     folder, uri = given.run, os.environ["MLFLOW_TRACKING_URI"]  # in the environment, since it may have a password
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's goes to all its processes, and the run's end is yet to come
-    say = _private_stdout(folder / LOG_NAME)
+    stdout, lock = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1), Lock()
+    os.dup2(2, 1)  # what libraries print goes to the run's log
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def say(kind: str, text: str) -> None:
+        with lock, suppress(OSError):  # the driver has stopped waiting
+            stdout.write(f"{kind} {' '.join(text.splitlines())}\n")
 
     def opened() -> None:
         if is_server(uri):  # the UI of another store has to be started first
@@ -413,13 +399,8 @@ def main() -> None:
         sent = TrackingOutcome()
     sent.trouble = ""
     delivery = Delivery(folder, uri=uri, sent=sent, warn=lambda text: say("warn", text), opened=opened)
-    started = loggers.start(
-        given.logger,
-        folder,
-        with_own=given.own,
-        tell=lambda name, text: say("warn" if text else "done", text or name),
-        is_over=delivery.ending.is_set,
-        end=lambda: delivery.end,
+    started = delivery.start_loggers(
+        given.logger, with_own=given.own, tell=lambda name, text: say("warn" if text else "done", text or name)
     )
     Thread(target=_await_end, args=(delivery,), daemon=True).start()
     is_complete = delivery.send()
@@ -437,21 +418,6 @@ def _await_end(delivery: Delivery) -> None:
     event = None if line == UNKNOWN_END else event_from_json(line)
     delivery.end = event if isinstance(event, RunClosed) else None
     delivery.ending.set()
-
-
-def _private_stdout(log: Path) -> Callable[[str, str], None]:
-    """Return a function that prints a line for the driver; redirect what libraries print to the run's log."""
-    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    lock = Lock()
-    with suppress(OSError), log.open("ab", buffering=0) as file:  # not on a full disk
-        os.dup2(file.fileno(), 2)
-    os.dup2(2, 1)
-
-    def say(kind: str, text: str) -> None:
-        with lock, suppress(OSError):  # the driver has stopped waiting
-            stdout.write(f"{kind} {' '.join(text.splitlines())}\n")
-
-    return say
 
 
 if __name__ == "__main__":

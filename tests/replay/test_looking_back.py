@@ -232,7 +232,7 @@ def test_the_link_of_a_run_is_shown_while_it_runs_and_what_is_missing_once_it_wa
 ) -> None:
     run = journal("killed")
     opened = TrackingOutcome(experiment_id="1", run_id="5bf9", delivered=True)
-    opened.mark_unfinished(run.folder)
+    opened.fail(run.folder)
     opened.keep(run.folder)
     with closing(cut(run, after=reported(28))):
         running = there("show", "latest").stdout
