@@ -266,10 +266,11 @@ def quiet() -> Iterator[None]:
 
 def describe_failure(error: BaseException) -> str:
     """Return the first cause of an exception in one line; MLflow's own exceptions around it add only the URI."""
+    hint = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" if _http_status(error) == 401 else ""
     while cause := error.__cause__ or error.__context__:
         error = cause
     text = str(error) if isinstance(error, Exception) else repr(error)  # SystemExit(0), which is "0" as text
-    return without_credentials_in((text or type(error).__name__).partition("\n")[0])[:300]
+    return without_credentials_in((text or type(error).__name__).partition("\n")[0])[:300] + hint
 
 
 def _is_outage(error: Exception) -> bool:
