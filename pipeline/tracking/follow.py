@@ -44,8 +44,7 @@ _ENVIRONMENT = {
 }
 _TRY_AGAIN = {401, 403, 408, 429}  # wrong credentials can be replaced during the run
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last is repeated
-_LAST_ATTEMPTS = 3  # after the end of the run
-_LOOK_S = 0.5
+_LAST_ATTEMPTS, _LOOK_S = 3, 0.5  # after the end of the run; between two looks at the journal
 
 
 class _IncompleteError(Exception):
