@@ -36,7 +36,7 @@ class Result:
     @classmethod
     def of(cls, report: Report, folder: Path) -> Self:
         """Return the result of a run that has ended."""
-        kept = TrackingOutcome.kept(folder)
+        kept = TrackingOutcome.read(folder)
         experiment, run = (kept.experiment_id, kept.run_id) if kept else ("", "")
         return cls(report, folder.resolve(), experiment or None, run or None)
 

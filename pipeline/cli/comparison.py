@@ -26,7 +26,7 @@ from pipeline.errors import UsageError
 from pipeline.system import begin_stage, end_stage, undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.record.run_summary import RunSummary
+    from pipeline.record.runs import RunSummary
 
 _LEAST, _PAIRS, _AT_MOST = 2, 5, 20
 _RUNS = Path("runs")
@@ -220,7 +220,7 @@ def _trials(run: "RunSummary") -> "list[RunSummary]":
     """Return the trials of a sweep or a study that have started; of another run, itself."""
     from pipeline.protocol.labels import PARENTS
     from pipeline.record.folder import trials_of
-    from pipeline.record.run_summary import summarized
+    from pipeline.record.runs import summarized
 
     if run.command not in PARENTS:
         return [run]

@@ -10,7 +10,7 @@ from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from pipeline.record.run_summary import RunSummary
+    from pipeline.record.runs import RunSummary
 
 RunArgument = Annotated[
     str,
@@ -42,7 +42,7 @@ def list_(
 
     from pipeline.commands.history.run_list import show_runs
     from pipeline.record import runs
-    from pipeline.record.run_summary import RunSummary
+    from pipeline.record.runs import RunSummary
 
     found = list(runs.summaries(directory, with_unstarted=every))
     if as_json:
@@ -70,7 +70,7 @@ def show(
     from pipeline.commands.ending import print_result
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import format_progress, result_of
-    from pipeline.record.run_summary import data_of
+    from pipeline.record.runs import data_of
     from pipeline.record.screen import headed, linked, print_report, write
     from pipeline.tracking.outcome import places_of
 
@@ -218,7 +218,7 @@ def summary_of(run: str, directory: Path) -> "RunSummary":
         UsageError: there is no such run, or it ended before its training started.
     """
     from pipeline.record import runs
-    from pipeline.record.run_summary import summarized
+    from pipeline.record.runs import summarized
 
     folder = runs.find(run, directory)
     if (summary := summarized(folder)) is None:

@@ -27,7 +27,7 @@ from pipeline.record import provenance
 from pipeline.record.folder import id_of
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.screen import Printable, Terminal
+from pipeline.record.screen import Printable, Terminal, write
 from pipeline.report.advice import advise
 from pipeline.report.numbers.goodput import Goodput, WallClock
 from pipeline.report.numbers.row import Row
@@ -114,7 +114,7 @@ class Invocation:
 
     def warn(self, message: str) -> None:
         """Print a warning."""
-        self.terminal.warnings.print(message, style="yellow", markup=False, highlight=False)
+        write(self.terminal.warnings, message, style="yellow")
 
     def log(self, figures: Mapping[str, float | None], *, trial: str = "main", step: int, epoch: int) -> None:
         """Record the figures that are known as metrics of a trial."""
@@ -189,7 +189,7 @@ def invoked(
     ``again`` is the verb, with its options, that continues the run after an interruption; empty if none does.
     """
     for note in plan.notes:
-        terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
+        write(terminal.warnings, f"note: {note}")
     initial = _initial(plan, resumes=folder is not None)
     shown: list[Printable] = []
     folders: list[Path] = []

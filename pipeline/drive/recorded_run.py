@@ -22,10 +22,10 @@ from pipeline.protocol.labels import PARENTS, Status
 from pipeline.protocol.trial import Trial
 from pipeline.record import provenance
 from pipeline.record.console import Console
-from pipeline.record.folder import LOG_NAME, create, explained, id_of, is_kept, killed, sweep_of
+from pipeline.record.folder import LOG_NAME, create, explain_os_errors, id_of, is_kept, killed, sweep_of
 from pipeline.record.journal import FILE_NAME, ending, marked, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.screen import Terminal, linked
+from pipeline.record.screen import Terminal, linked, write
 from pipeline.system import begin_stage
 from pipeline.tracking.follower import Follower, flush
 from pipeline.tracking.loggers import own_names
@@ -89,7 +89,7 @@ def recorded(
     uri = resolve_uri(tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
     folder = folder or (member.folder if member else create(plan))
-    with explained(folder), ExitStack() as stack:
+    with explain_os_errors(folder), ExitStack() as stack:
         log = stack.enter_context(closing(Log(folder / LOG_NAME)))
         handler = logging.StreamHandler(log)  # what libraries log goes there instead of to the terminal
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -97,8 +97,7 @@ def recorded(
         stack.callback(logging.getLogger().removeHandler, handler)
 
         def warn(message: str) -> None:
-            wraps = terminal.warnings.is_interactive  # lines of a log file aren't wrapped
-            terminal.warnings.print(message, style="yellow", markup=False, highlight=False, soft_wrap=not wraps)
+            write(terminal.warnings, message, style="yellow")
             logging.getLogger(__name__).warning(message)
 
         if warning:
@@ -114,7 +113,7 @@ def recorded(
         for event in read(folder / FILE_NAME) if recorder.is_resumed else ():
             last = event.time
             for console in consoles:
-                console.run.note_evaluation(event)
+                console.run.update(event)
         end = (ending(folder / FILE_NAME) or killed(at=last)) if adds else None
         files = () if adds else provenance.describe(plan.experiment, folder)
         follower = None
@@ -136,7 +135,7 @@ def recorded(
             recorder.receive(_opened(plan, folder, uri=uri, member=member, file=source, directions=directions or {}))
         for name in files:
             artifact(name, recorder)
-        with explained(folder):
+        with explain_os_errors(folder):
             yield recorder
 
 

@@ -2,6 +2,8 @@
 
 # promise: each rank of srun has a GPU that it sees; an export fits into a container
 
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,25 @@ def test_a_model_that_cannot_be_exported_for_any_batch_is_a_pickle(
     path = written(lab, model, warn=told.append, monkeypatch=monkeypatch)
     assert "logged as pickle, because torch.export failed" in told[0]
     assert mlflow.pytorch.load_model(str(path))(torch.ones(5, 4)).shape == (5, 4)
+
+
+EXPORT_NOTHING = """
+import sys
+from pathlib import Path
+from pipeline.train.exported import write_mlflow_model
+
+try:
+    write_mlflow_model(None, Path("there"), folder=Path("missing"), allowed=(), warn=print)
+except FileNotFoundError:
+    print(*(name for name in ("mlflow.pytorch", "pytorch_lightning") if name in sys.modules))
+"""
+
+
+def test_an_export_does_not_import_lightning_for_the_autologging_of_mlflow() -> None:
+    """It takes longer than all the rest of an export."""
+    pytest.importorskip("pytorch_lightning")
+    done = subprocess.run([sys.executable, "-c", EXPORT_NOTHING], capture_output=True, text=True, check=True)
+    assert done.stdout == "mlflow.pytorch\n"
 
 
 def test_the_program_is_sent_without_torch_and_then_removed(

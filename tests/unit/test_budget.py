@@ -28,25 +28,25 @@ LARGER_TODAY = {
     "": 1_252,
     "api": 567,
     "cli": 1_431,
-    "commands": 6_061,
+    "commands": 6_046,
     "data": 1_026,
-    "drive": 1_084,
+    "drive": 1_083,
     "experiment": 3_436,
     "launch": 1_988,
     "models": 408,
     "plan": 671,
     "protocol": 1_518,
-    "record": 2_031,
-    "report": 6_542,
+    "record": 1_799,
+    "report": 6_541,
     "strategies": 668,
     "tasks": 930,
-    "tracking": 2_126,
+    "tracking": 1_824,
     "train": 9_234,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 270
+FILES = 269
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_385
+TEST_LINES = 48_348
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -16,7 +16,7 @@ from scipy.stats import ttest_1samp
 from pipeline.commands.compare.compared_runs import Question, compare_runs, show_compared
 from pipeline.errors import UsageError
 from pipeline.record import loss_file
-from pipeline.record.run_summary import RunSummary, summarized
+from pipeline.record.runs import RunSummary, summarized
 from pipeline.report.compared import CLAIM
 from pipeline.report.numbers.paired import Answer, answer, judge_together
 

@@ -29,7 +29,6 @@ def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
         "BEAT_S": 0.02,
         "LEASE_S": 0.4,
         "_LOOK_S": 0.01,
-        "_SETTLE_S": 0.05,
         "_PATIENCE_S": 0.1,
     }.items():
         monkeypatch.setattr(journal, name, seconds)

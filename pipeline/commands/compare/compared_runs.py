@@ -11,7 +11,7 @@ from pipeline.commands.compare.variants import Pairs, Variant, choose_metric, di
 from pipeline.errors import UsageError
 from pipeline.experiment.values import Direction, Frozen
 from pipeline.protocol.estimates import CONFIDENCE
-from pipeline.record.run_summary import RunSummary
+from pipeline.record.runs import RunSummary
 from pipeline.record.screen import print_report_table, write
 from pipeline.report.compared import Compared, ComparedPair, ComparedVariant, plain
 from pipeline.report.numbers.paired import Answer, answer, have_spread, is_rate, judge_together

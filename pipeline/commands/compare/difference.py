@@ -10,8 +10,8 @@ from pipeline.commands.compare.compared_figures import ComparedFigures, Figure, 
 from pipeline.commands.history.run_result import report_of
 from pipeline.errors import UsageError
 from pipeline.experiment.values import Frozen
-from pipeline.record.run_summary import RunSummary, data_of, environment_of, last_opened
-from pipeline.record.screen import print_table
+from pipeline.record.runs import RunSummary, data_of, environment_of, last_opened
+from pipeline.record.screen import print_table, write
 from pipeline.wording import figure
 
 _NAME_SHARE = 0.4  # of the terminal's width
@@ -69,7 +69,7 @@ def show_difference(
             print_table(_table(pairs, console, names=names), console=console)
     same = [title.lower() for title, pairs in sections.items() if not pairs]
     if same:
-        console.print(f"\nno differences: {', '.join(same)}", markup=False)
+        write(console, f"\nno differences: {', '.join(same)}")
 
 
 def _pairs(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, Pair]:

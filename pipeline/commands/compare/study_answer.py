@@ -17,7 +17,7 @@ from pipeline.errors import UsageError
 from pipeline.experiment.reported import PREFIX
 from pipeline.record import journal
 from pipeline.record.folder import id_of
-from pipeline.record.run_summary import summarized
+from pipeline.record.runs import summarized
 from pipeline.report.compared import Compared, ComparedPair, ComparedVariant
 from pipeline.report.numbers.courses import Course, courses
 from pipeline.report.numbers.time_to_target import TimeToTarget, find_target, seconds_until

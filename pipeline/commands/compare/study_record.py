@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
-
-from pydantic import ValidationError
+from typing import ClassVar, Self
 
 from pipeline.commands.compare.compared_runs import Question
 from pipeline.errors import UsageError
 from pipeline.experiment.values import Frozen
-from pipeline.record.folder import write_atomically
+from pipeline.record.folder import FolderFile
 from pipeline.report.numbers.looks import confidence_of_look
 
 RECORD_NAME = "study.json"
@@ -25,8 +23,10 @@ class Looks(Frozen):
     """Pairs of the last answer of the plan, once it was printed: pairs that are added later are an extension."""
 
 
-class StudyRecord(Frozen):
+class StudyRecord(Frozen, FolderFile):
     """A study as it was planned and extended."""
+
+    file_name: ClassVar[str] = RECORD_NAME
 
     question: Question
     descriptions: Mapping[str, str]
@@ -45,15 +45,9 @@ class StudyRecord(Frozen):
         Raises:
             UsageError: it is missing or damaged.
         """
-        try:
-            return cls.model_validate_json((folder / RECORD_NAME).read_bytes())
-        except (OSError, ValidationError) as error:
-            raise UsageError(f"{folder / RECORD_NAME} can't be read, so the study can't be continued") from error
-
-    def keep(self, folder: Path) -> None:
-        """Write the record atomically."""
-        text = self.model_dump_json(indent=1) + "\n"
-        write_atomically(folder / RECORD_NAME, lambda path: path.write_text(text, encoding="utf-8"))
+        if (record := super().read(folder)) is None:
+            raise UsageError(f"{folder / RECORD_NAME} can't be read, so the study can't be continued")
+        return record
 
     @property
     def _sizes(self) -> list[int]:

@@ -12,7 +12,7 @@ from pipeline.experiment.summary import flatten
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import Finished, RunOpened, Started
 from pipeline.record import journal, loss_file
-from pipeline.record.run_summary import RunSummary, last_opened
+from pipeline.record.runs import RunSummary, last_opened
 from pipeline.report.numbers.courses import direction
 from pipeline.wording import did_you_mean
 

@@ -4,12 +4,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, ClassVar
 
 from pipeline.experiment.load import ExperimentFile, override
 from pipeline.experiment.values import Direction, Frozen
+from pipeline.record.folder import FolderFile
 
 RECORD_NAME = "trial.json"
 """Name of a `Record` in a trial's folder."""
@@ -18,8 +17,10 @@ AFTER_GRACE_S = 15.0
 """Seconds beyond ``parallel.grace_s`` that a trial has to close its journal and send the rest to the tracking store."""
 
 
-class Record(Frozen):
+class Record(Frozen, FolderFile):
     """Number, values and end of a trial, kept in its folder once it is started."""
+
+    file_name: ClassVar[str] = RECORD_NAME
 
     number: int
     """Number of the trial, from 1."""
@@ -41,20 +42,10 @@ class Record(Frozen):
             return f"{self.variant}, seed {self.values['seed']}"
         return f"trial {self.number}: {', '.join(override(key, value) for key, value in self.values.items())}"
 
-    @classmethod
-    def read(cls, folder: Path) -> "Record | None":
-        """Read the record of a trial's folder; None if it is missing or incomplete."""
-        try:
-            return cls.model_validate_json((folder / RECORD_NAME).read_bytes())
-        except (OSError, ValidationError):
-            return None
-
     def keep(self, folder: Path) -> None:
-        """Write the record into the trial's folder atomically."""
+        """Write the record into the trial's folder, which may be new."""
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{RECORD_NAME}.partial"
-        partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        partial.replace(folder / RECORD_NAME)
+        super().keep(folder)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def send(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: C
 
 def find_undelivered(sweep: Path) -> list[Path]:
     """Return the folders of the trials whose results the tracking store lacks."""
-    outcomes = {folder: TrackingOutcome.kept(folder) for folder in trials_of(sweep) if has_begun(folder)}
+    outcomes = {folder: TrackingOutcome.read(folder) for folder in trials_of(sweep) if has_begun(folder)}
     return [folder for folder, outcome in outcomes.items() if outcome is None or not outcome.delivered]
 
 
