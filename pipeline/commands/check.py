@@ -13,11 +13,7 @@ from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.launch.torchrun import find_libraries
-from pipeline.system import (
-    begin_stage,
-    end_stage,
-    undisturbed,
-)
+from pipeline.system import begin_stage, end_stage, undisturbed
 
 _PRELOADED = ("pipeline.worker", "torch._dynamo")
 
@@ -39,7 +35,8 @@ def check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
         file: the experiment.
         with_data: True to load its data and weights, and to try a batch.
     """
-    faulthandler.enable()  # a crash in native code ends the command, with its stack
+    with suppress(OSError, ValueError):  # where standard error is no file
+        faulthandler.enable()  # a crash in native code ends the command, with its stack
     try:
         with redirect_stdout(io.StringIO()):
             begin_stage(f"checking {file.path}")

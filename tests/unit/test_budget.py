@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "": 1_252,
     "api": 567,
     "cli": 1_431,
-    "commands": 6_046,
+    "commands": 6_043,
     "data": 1_026,
     "drive": 1_083,
     "experiment": 3_436,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 269
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_348
+TEST_LINES = 48_343
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -22,7 +22,7 @@ from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
 from pipeline.record.console import _format_finished
 from pipeline.report.report import Report
-from pipeline.tracking.loggers import figures
+from pipeline.tracking.loggers import scalars
 from pipeline.train.manifest import trained
 
 LAPTOP = Resources(cpus=4, memory_mb=16384)
@@ -136,9 +136,9 @@ class TestWhatComesOut:
         assert _format_finished(self.end)[-2:] == ["compiled in 12.3 s", "first step after 6.2 s"]
 
     def test_is_a_metric(self) -> None:
-        points = {point.name: point.value for point in figures(self.end)}
+        points = {point.name: point.value for point in scalars(self.end)}
         assert points["time/compile_s"] == 12.34
-        assert "time/compile_s" not in {point.name for point in figures(samples.finished("a", samples.spread(1.0)))}
+        assert "time/compile_s" not in {point.name for point in scalars(samples.finished("a", samples.spread(1.0)))}
 
     def test_is_in_the_report(self) -> None:
         main: Trial = samples.MAIN.model_copy(update={"experiment": toys.experiment(train=ALL)})
