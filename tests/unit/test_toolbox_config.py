@@ -85,18 +85,6 @@ class TestThePlan:
     def test_says_nothing_of_what_is_off(self) -> None:
         assert "training:" not in describe(plan(), DataSizes(22, 10, 3))
 
-    def test_refuses_cuda_graphs_on_cpu(self) -> None:
-        with pytest.raises(ExperimentError, match=r"train.compile.mode: reduce-overhead uses CUDA graphs"):
-            plan(compile={"mode": "reduce-overhead"})
-        plan(SERVER, compile={"mode": "reduce-overhead"})
-        plan(compile={"mode": "max-autotune"})
-
-    @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-    def test_rejects_cuda_graphs_with_accumulation_on_gpus(self, mode: str) -> None:
-        """An H100 ran it with "accessing tensor output of CUDAGraphs that has been overwritten"."""
-        with pytest.raises(ExperimentError, match=r"train.gradient_accumulation: 2. Use mode: max-autotune-no-cuda"):
-            plan(SERVER, compile={"mode": mode}, gradient_accumulation=2)
-
     def test_refuses_to_compile_on_cpu_without_a_compiler(self) -> None:
         bare = Resources(cpus=4, memory_mb=16384, has_compiler=False)
         with pytest.raises(ResourceError, match=r"train.compile: no C\+\+ compiler found, .* Install g\+\+"):
