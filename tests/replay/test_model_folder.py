@@ -153,7 +153,7 @@ def test_the_program_is_sent_without_torch_and_then_removed(
     (output,) = run.outputs.model_outputs
     model = store.client.get_logged_model(output.model_id)
     assert (model.status, model.name) == ("READY", "model")
-    assert "dtype=torch.float64" in model.tags["mlflow.note.content"]
+    assert "Exported by torch.export" in model.tags["mlflow.note.content"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
     loaded = mlflow.pytorch.load_model(model.model_uri)
     inputs = torch.load(folder / "model" / "example.pt")
