@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pipeline.protocol.estimates import mean_of_independent
 from pipeline.report.numbers.looks import confidence_of_look, plan_looks
-from pipeline.report.numbers.paired import judge
+from pipeline.results.paired import judge
 
 RESULTS = Path(__file__).parent / "results" / "studies.md"
 STUDIES, SEED = 2000, 17

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from pipeline.experiment.values import Frozen
-from pipeline.report.numbers.paired import Answer
+from pipeline.results.paired import Answer
 from pipeline.report.numbers.time_to_target import CLAIM as TIME_CLAIM
 from pipeline.report.numbers.time_to_target import TimeToTarget
 from pipeline.report.text.tables import ReportTable

@@ -18,7 +18,7 @@ from pipeline.errors import UsageError
 from pipeline.record import loss_file
 from pipeline.record.run_summary import RunSummary, summarized
 from pipeline.report.compared import CLAIM
-from pipeline.report.numbers.paired import Answer, answer, judge_together
+from pipeline.results.paired import Answer, answer, judge_together
 
 
 def pairs(folder: Path, first: Sequence[float], second: Sequence[float], name: str = "accuracy") -> list[RunSummary]:

@@ -14,7 +14,7 @@ from pipeline.protocol.estimates import CONFIDENCE
 from pipeline.record.run_summary import RunSummary
 from pipeline.record.screen import print_report_table, write
 from pipeline.report.compared import Compared, ComparedPair, ComparedVariant, plain
-from pipeline.report.numbers.paired import Answer, answer, have_spread, is_rate, judge_together
+from pipeline.results.paired import Answer, answer, have_spread, is_rate, judge_together
 
 
 class Question(Frozen):
