@@ -1,28 +1,31 @@
-"""Which of two variants is better, by pairs of trainings that share a seed, and with it their luck.
+"""Which of two variants is better, and how soon: by pairs of trainings that share a seed, and with it their luck.
 
 Initial weights, order of samples and augmentations are functions of the seed, so the difference within a pair varies
-less than the difference of two averages. The mean difference has Student's t interval.
+less than the difference of two averages. The mean difference has Student's t interval, as the logarithm of a ratio has.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import pstdev, stdev
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pydantic import ConfigDict
+import numpy as np
 
-from pipeline.experiment.values import Direction, Frozen
+from pipeline.experiment.values import Direction
 from pipeline.protocol.estimates import CONFIDENCE, Estimate, chance_of, mean_of_independent, values_to_resolve
+from pipeline.protocol.events import AnyEvent, Metrics, Started
+from pipeline.results import texts
+from pipeline.results.record import Fact, State, format_fact
 from pipeline.wording import counted, figure
 
 Verdict = Literal["better", "worse", "equal", "identical", "inconclusive"]
 MOST_PAIRS = 1000
 """Pairs beyond which it is not said how many more would decide."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-6
+"""Share of a value by which losses and metrics of identical trainings may differ, as sums in another order do."""
+_NO_SPREAD = 1e-9
 """Share of a difference that rounding may make up."""
-_NEGLIGIBLE = 1e-4
-"""Share of an interval below which a value is shown as 0."""
 _LEAST_TO_SEE = 8
 """Pairs from which on a skewed law can be told from a symmetric one."""
 _SIGNED = re.compile(r"r2|r_squared|matthews|mcc|kappa|corr|pearson|spearman|explained|snr|likelihood", re.IGNORECASE)
@@ -31,28 +34,24 @@ _POINTS = 100.0
 """Points in a rate of 1."""
 
 
-class Answer(Frozen):
+class Answer(NamedTuple):
     """Answer to which of two variants is better; "better" and "worse" are said of the second one."""
-
-    model_config = ConfigDict(ser_json_inf_nan="null")
 
     verdict: Verdict
     metric: str
-    unit: Literal["points", ""]
+    unit: Literal["points", "+"]
     """Unit of the difference: hundredths of a rate between 0 and 1, or the metric's own."""
     direction: Direction
     """Direction in which the metric improves."""
-    difference: float
-    """Mean difference of the pairs, second variant minus first."""
-    low: float | None
-    """Lower end of the confidence interval; None with a single pair."""
-    high: float | None
-    pairs: int
+    found: Estimate
+    """Mean difference of the pairs, second variant minus first, with its interval."""
     seeds: tuple[int, ...]
     differences: tuple[float, ...]
     """Difference of each pair, in the order of ``seeds``."""
     margin: float | None = None
     """Difference up to which the variants count as equal, in ``unit``."""
+    apart: float | None = None
+    """Largest share by which a loss or a value differs within a pair; None if losses are not known."""
     more_pairs: int | None = None
     """Pairs that would decide in addition, at this difference and spread; None if it is decided, or unknown."""
 
@@ -62,37 +61,46 @@ class Answer(Frozen):
 
         Fewer than eight pairs are too few to tell.
         """
-        count = self.pairs
+        count = len(self.seeds)
         if count < _LEAST_TO_SEE or not (deviation := pstdev(self.differences)):
             return False
-        skewness = sum(((one - self.difference) / deviation) ** 3 for one in self.differences) / count
+        skewness = sum(((one - self.found.value) / deviation) ** 3 for one in self.differences) / count
         return abs(skewness) > 2 * math.sqrt(6 * (count - 2) / ((count + 1) * (count + 3)))
+
+    @property
+    def state(self) -> State:
+        """State of the facts that it is about."""
+        return "inconclusive" if self.verdict == "inconclusive" else "ok"
+
+    def fact(self, key: str = "difference", label: str = "") -> Fact:
+        """Return the mean difference with its interval, without one of a single pair."""
+        ends = _ends(self.found)
+        return Fact(key=key, value=self.found.value, **ends, unit=self.unit, label=label, state=self.state)
 
     def format(self, first: str, second: str) -> str:
         """Return the answer in a sentence about two variants."""
-        pairs = counted(self.pairs, "pair")
-        if self.verdict == "identical":
-            where = f"all {pairs}" if self.pairs > 1 else "the only pair"
-            return f"{first} and {second} are identical: the same losses to the bit in {where}"
-        measured = f"{self._format_signed(self.difference)}{self._unit}"
-        if self.low is not None and self.high is not None:
-            measured += f" ({CONFIDENCE:.0%} CI {self._format_signed(self.low)} to {self._format_signed(self.high)})"
-        if self.verdict == "equal":
-            within = f"{figure(self.margin or 0.0)}{self._unit}"
-            return f"{first} and {second} are equal within {within}: {self.metric} {measured}, {pairs}"
-        if self.verdict == "inconclusive":
-            more = f". About {self.more_pairs} more would decide" if self.more_pairs else ""
-            return f"Inconclusive: {self.metric} {measured}, {pairs}{more}"
-        return f"{second} is {self.verdict} than {first}: {self.metric} {measured}, {pairs}"
+        words = {"a": first, "b": second, "metric": self.metric, "verdict": self.verdict}
+        words |= {"pairs": counted(len(self.seeds), "pair"), "difference": with_confidence(self.fact())}
+        match self.verdict:
+            case "identical" if not self.apart:
+                return texts.IDENTICAL.format(**words)
+            case "identical":
+                return texts.SAME_BUT_ROUNDING.format(**words, most=f"{self.apart:.0e} of its value")
+            case "equal":
+                unit = "" if self.unit == "+" else f" {self.unit}"
+                return texts.EQUAL.format(**words, margin=f"{figure(self.margin or 0.0)}{unit}")
+            case "inconclusive":
+                more = f". {texts.WOULD_DECIDE.format(more=self.more_pairs)}" if self.more_pairs else ""
+                return texts.INCONCLUSIVE.format(**words) + more
+        return texts.BETTER_OR_WORSE.format(**words)
 
-    @property
-    def _unit(self) -> str:
-        return f" {self.unit}" if self.unit else ""
 
-    def _format_signed(self, value: float) -> str:
-        scale = max(abs(one) for one in (self.difference, self.low, self.high) if one is not None)
-        shown = 0.0 if abs(value) < _NEGLIGIBLE * scale else value  # rounding of the metric, such as -1.2e-06
-        return f"{shown:+.2g}" if abs(shown) < 10 else f"{shown:+.0f}"
+def with_confidence(fact: Fact) -> str:
+    """Format a number; say of its interval that it is one."""
+    text = format_fact(fact)
+    if " (" not in text:  # only the ends of a wide one are shown
+        return f"{text} ({CONFIDENCE:.0%} CI)" if " to " in text else text
+    return text.replace(" (", f" ({CONFIDENCE:.0%} CI ", 1)
 
 
 def answer(
@@ -101,10 +109,8 @@ def answer(
     metric: str,
     direction: Direction,
     is_rate: bool,
-    are_identical: bool = False,
+    apart: float | None = None,
     margin: float | None = None,
-    confidence: float = CONFIDENCE,
-    next_confidence: float | None = None,
 ) -> Answer:
     """Answer which of two variants is better.
 
@@ -113,32 +119,39 @@ def answer(
         metric: name of the metric.
         direction: direction in which it improves.
         is_rate: True if the difference is in points, see `is_rate`.
-        are_identical: True if all losses of both trainings are equal to the bit, in all pairs.
+        apart: largest share by which a loss or a value differs within a pair; None if losses are not known.
         margin: difference up to which they count as equal, in points for a rate.
-        confidence: level of the interval.
-        next_confidence: level at which further pairs would be answered; None: the same.
     """
     scale = _POINTS if is_rate else 1.0
     differences = tuple(scale * (second - first) for first, second in values.values())
-    found = mean_of_independent(differences, confidence=confidence)
+    found = mean_of_independent(differences)
     verdict: Verdict = "identical"
-    if not are_identical:
-        verdict = judge(found, differences, direction=direction, margin=margin, confidence=confidence)
+    if apart is None or apart > ROUNDING:
+        verdict = judge(found, differences, direction=direction, margin=margin)
     return Answer(
         verdict=verdict,
         metric=metric,
-        unit="points" if is_rate else "",
+        unit="points" if is_rate else "+",
         direction=direction,
-        difference=found.value,
-        **_ends(found),
-        pairs=found.size,
+        found=found,
         seeds=tuple(values),
         differences=differences,
         margin=margin,
-        more_pairs=_find_more(differences, confidence=next_confidence or confidence)
-        if verdict == "inconclusive"
-        else None,
+        apart=apart,
+        more_pairs=_find_more(differences, confidence=CONFIDENCE) if verdict == "inconclusive" else None,
     )
+
+
+def find_apart(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return the largest share by which numbers of two trainings differ; None if there are none, or of other number."""
+    if not first or len(first) != len(second):
+        return None
+    if first == second:
+        return 0.0
+    a, b = np.asarray(first), np.asarray(second)
+    scale = np.maximum(np.abs(a), np.abs(b))
+    shares = np.divide(np.abs(a - b), scale, out=np.zeros_like(scale), where=scale != 0)
+    return float(np.max(np.nan_to_num(shares, nan=math.inf)))
 
 
 def is_rate(metric: str, values: Iterable[float], *, direction: Direction) -> bool:
@@ -155,35 +168,30 @@ def _find_more(differences: Sequence[float], *, confidence: float) -> int | None
     return max(1, needed - found.size) if needed is not None else None
 
 
-def judge_together(
-    answers: Sequence[Answer], *, confidence: float = CONFIDENCE, next_confidence: float | None = None
-) -> list[Answer]:
+def judge_together(answers: Sequence[Answer]) -> list[Answer]:
     """Answer for several variants that are compared with the same first one, so that all answers hold together.
 
     The clearest answer has the widest interval, as if all were compared; once one is not clear, those after it are not.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6.
     """
-    open_ = [index for index, one in enumerate(answers) if one.high is not None and one.verdict != "identical"]
-    judged, level, is_clear = list(answers), confidence, True
-    for rank, index in enumerate(sorted(open_, key=lambda index: _p_value(answers[index], confidence=confidence))):
+    open_ = [index for index, one in enumerate(answers) if one.found.size > 1 and one.verdict != "identical"]
+    judged, level, is_clear = list(answers), CONFIDENCE, True
+    for rank, index in enumerate(sorted(open_, key=lambda index: _p_value(answers[index].found))):
         one = answers[index]
         if is_clear:  # else the level stays that of the first one that is not, at which this one is not clear either
-            level = 1 - (1 - confidence) / (len(open_) - rank)
+            level = 1 - (1 - CONFIDENCE) / (len(open_) - rank)
         found = mean_of_independent(one.differences, confidence=level)
         verdict = judge(found, one.differences, direction=one.direction, margin=one.margin, confidence=level)
         is_clear &= verdict != "inconclusive"
-        further = 1 - (1 - level) * (1 - (next_confidence or confidence)) / (1 - confidence)
-        more = _find_more(one.differences, confidence=further) if verdict == "inconclusive" else None
-        judged[index] = one.model_copy(update={"verdict": verdict, "more_pairs": more, **_ends(found)})
+        more = _find_more(one.differences, confidence=level) if verdict == "inconclusive" else None
+        judged[index] = one._replace(verdict=verdict, more_pairs=more, found=found)
     return judged
 
 
-def _p_value(one: Answer, *, confidence: float) -> float:
+def _p_value(found: Estimate) -> float:
     """Return the probability of a mean as far from 0 by chance."""
-    if one.high is None:
-        return 1.0
-    return chance_of(one.difference, half_width=one.high - one.difference, size=one.pairs, confidence=confidence)
+    return chance_of(found.value, half_width=found.high - found.value, size=found.size)
 
 
 def _ends(found: Estimate) -> dict[str, float | None]:
@@ -214,6 +222,172 @@ def have_spread(differences: Sequence[float], *, confidence: float = CONFIDENCE)
 
     Enough equal ones are clear by a sign test alone, e.g. six at 95%.
     """
-    if len(differences) > 1 and stdev(differences) > _ROUNDING * max(map(abs, differences)):
+    if len(differences) > 1 and stdev(differences) > _NO_SPREAD * max(map(abs, differences)):
         return True
     return 2 * 0.5 ** len(differences) <= 1 - confidence
+
+
+class Way(NamedTuple):
+    """Way of a training to its values: what it took to reach each."""
+
+    steps: Sequence[float]
+    """Steps at the end of each report."""
+    seconds: Sequence[float]
+    """Seconds of training steps until then."""
+    values: Sequence[tuple[float, float]]
+    """Step and value of each evaluation, finite ones only."""
+    samples_per_step: float
+    devices: int
+
+    def find_cost(self, target: float, direction: Direction) -> "Cost | None":
+        """Return what it took until a value was first reached; None if it never was.
+
+        Between two evaluations the metric is taken to change evenly.
+        """
+        before: tuple[float, float] | None = None
+        for step, value in self.values:
+            if value == target or (value < target) == (direction == "min"):
+                if before is not None and value != before[1]:
+                    step = before[0] + (step - before[0]) * (target - before[1]) / (value - before[1])
+                return Cost(
+                    float(np.interp(step, self.steps, self.seconds)), step * self.samples_per_step, self.devices
+                )
+            before = step, value
+        return None
+
+
+class Cost(NamedTuple):
+    """What a training took until it reached a target."""
+
+    seconds: float
+    """Seconds of training steps."""
+    samples: float
+    devices: int
+
+
+def read_way(events: Iterable[AnyEvent], metric: str, *, batch: int, devices: int) -> Way:
+    """Read the way of a training; steps that a resumed one did again count once. ``batch`` stands in for an epoch."""
+    windows: list[tuple[int, int, float]] = []
+    values: dict[float, float] = {}
+    samples = float(batch)
+    for event in events:
+        if event.trial != "main":
+            continue
+        if isinstance(event, Started) and event.steps_per_epoch and event.epoch_samples:
+            samples = event.epoch_samples / event.steps_per_epoch
+        if not isinstance(event, Metrics):
+            continue
+        points = {point.name: point.value for point in event.points}
+        if event.steps and (step_ms := points.get("time/step_ms")):
+            begin = event.step - event.steps
+            windows = [window for window in windows if window[1] <= begin]
+            windows.append((begin, event.step, event.steps * step_ms / 1000))
+        values |= {point.step: point.value for point in event.points if point.name == metric}
+    steps, seconds = [0.0], [0.0]
+    for _, end, took in windows:
+        steps.append(end)
+        seconds.append(seconds[-1] + took)
+    finite = [(step, value) for step, value in sorted(values.items()) if math.isfinite(value)]
+    return Way(steps, seconds, finite, samples, devices)
+
+
+def find_target(ways: Iterable[Way], direction: Direction) -> float | None:
+    """Return the worst of the trainings' best values, which each of them has reached; None if none was evaluated."""
+    pick, worst = (min, max) if direction == "min" else (max, min)
+    best = [pick(value for _, value in way.values) for way in ways if way.values]
+    return worst(best) if best else None
+
+
+class Split(NamedTuple):
+    """How much sooner the second variant reaches a target, split into the pace of its steps and what they need."""
+
+    metric: str
+    target: float
+    missed: tuple[tuple[int, bool], ...]
+    """Seeds of trainings that did not reach the target; True for the second variant."""
+    total: int
+    """All pairs."""
+    pairs: int
+    """Pairs in which both reached it."""
+    sooner: Estimate | None
+    """Ratio of the first variant's seconds to the second's, and so on below; None if no pair reached the target."""
+    rate: Estimate | None = None
+    """Ratio of the samples per second, second to first."""
+    samples: Estimate | None = None
+    """Ratio of the samples until the target, second to first."""
+    hours: Estimate | None = None
+    """Ratio of the device hours until the target, second to first."""
+
+    @property
+    def state(self) -> State:
+        """State of its facts: a selection of pairs is no answer, nor is an interval with 1 in it."""
+        is_clear = self.sooner is not None and self.sooner.is_clear and not self.missed
+        return "ok" if is_clear else "inconclusive"
+
+    def facts(self, key: str = "") -> Iterator[Fact]:
+        """Yield the ratios with their intervals; ``key`` is the end of their keys."""
+        named = {"sooner": "times as soon", "rate": "times the samples/s", "samples": "times the samples"}
+        for name, label in (named | {"hours": "times the device hours"}).items():
+            if (found := getattr(self, name)) is not None:
+                yield _fact(found).model_copy(
+                    update={"key": f"target_{name}{key}", "label": label, "state": self.state}
+                )
+
+    def format(self, first: str, second: str) -> Iterator[str]:
+        """Yield sentences about two variants."""
+        words = {"a": first, "b": second, "metric": self.metric, "target": figure(self.target)}
+        if self.missed:
+            names = ", ".join(f"{second if is_second else first} with seed {seed}" for seed, is_second in self.missed)
+            yield texts.NOT_REACHED.format(**words, names=names)
+        if self.sooner is None or self.rate is None or self.samples is None or self.hours is None:
+            return
+        is_sooner = self.sooner.value >= 1
+        ratio = self.sooner if is_sooner else _invert(self.sooner)
+        shown = {"word": "sooner" if is_sooner else "later", "hours": _format_hours(self.hours)}
+        shown["ratio"], _, interval = with_confidence(_fact(ratio)).partition(" (")
+        shown["interval"] = interval and f" ({interval}"
+        shown |= {
+            name: with_confidence(_fact(found)) for name, found in (("rate", self.rate), ("samples", self.samples))
+        }
+        template = texts.SOONER if self.state == "ok" else texts.NOT_CLEARLY_SOONER
+        yield template.format(**words, **shown, pairs=counted(self.pairs, "pair"))
+        if self.missed:
+            yield texts.ONLY_REACHED.format(reached=self.pairs, pairs=counted(self.total, "pair"))
+
+
+def split(
+    costs: Mapping[int, tuple[Cost | None, Cost | None]], *, metric: str, target: float, confidence: float = CONFIDENCE
+) -> Split:
+    """Compare what both variants took to reach a target, by seed, with intervals of this level."""
+    missed = [(seed, bool(index)) for seed, both in costs.items() for index in (0, 1) if both[index] is None]
+    pairs = [(a, b) for a, b in costs.values() if a and b and min(a.seconds, b.seconds, a.samples, b.samples) > 0]
+    if not pairs:
+        return Split(metric, target, tuple(missed), len(costs), 0, None)
+    sooner = [math.log(a.seconds / b.seconds) for a, b in pairs]
+    samples = [math.log(b.samples / a.samples) for a, b in pairs]
+    rate = [one + more for one, more in zip(sooner, samples, strict=True)]
+    hours = [math.log(b.devices / a.devices) - one for (a, b), one in zip(pairs, sooner, strict=True)]
+    found = (mean_of_independent(logs, confidence=confidence) for logs in (sooner, rate, samples, hours))
+    return Split(metric, target, tuple(missed), len(costs), len(pairs), *(_exponentiate(one) for one in found))
+
+
+def _exponentiate(found: Estimate) -> Estimate:
+    value, low, high = (math.exp(min(end, 700.0)) for end in found[:3])
+    return Estimate(value, low, high, found.size)
+
+
+def _invert(found: Estimate) -> Estimate:
+    return Estimate(1 / found.value, 1 / found.high, 1 / found.low if found.low else math.inf, found.size)
+
+
+def _fact(found: Estimate) -> Fact:
+    ends = _ends(found) if found.size > 1 else {}
+    return Fact(key="", value=found.value, **ends, unit="x")
+
+
+def _format_hours(found: Estimate) -> str:
+    """Return e.g. "22% more device hours (95% CI 5% more to 40% more)"."""
+    value, low, high = (f"{abs(end - 1):.0%} {'more' if end >= 1 else 'less'}" for end in found[:3])
+    ends = f" ({CONFIDENCE:.0%} CI {low} to {high})" if found.size > 1 else ""
+    share, _, word = value.partition(" ")
+    return texts.DEVICE_HOURS.format(share=share, word=word) + ends

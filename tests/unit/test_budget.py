@@ -26,8 +26,8 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "api": 569,
-    "cli": 1_457,
-    "commands": 6_093,
+    "cli": 1_446,
+    "commands": 5_614,
     "data": 1_027,
     "drive": 1_128,
     "experiment": 3_622,
@@ -36,7 +36,7 @@ LARGER_TODAY = {
     "plan": 801,
     "protocol": 1_833,
     "record": 2_031,
-    "report": 6_542,
+    "report": 5_795,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
@@ -44,9 +44,9 @@ LARGER_TODAY = {
     "train": 9_247,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 279
+FILES = 273
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_620
+TEST_LINES = 48_693
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
