@@ -312,7 +312,8 @@ def compare_files(comparison: Comparison, *, terminal: Terminal, verbose: bool =
         runs = {seed: read_training(summary) for seed, summary in found.items() if summary is not None}
         variants.append(Variant(one.name, one.description, runs))
     if not all(one.runs for one in variants):
-        raise TrainingError(f"all trainings of a variant failed. The first error: {failures[0] if failures else '?'}")
+        why = failures[0] if failures else "code or packages have changed meanwhile"
+        raise TrainingError(f"all trainings of a variant failed. The first error: {why}")
     notes += [f"{failure} does not count" for failure in failures]
     first = comparison.variants[0]
     result = make_result(variants, comparison.question, notes=notes, is_study=True)
@@ -448,9 +449,13 @@ def _find_look(result: Result, comparison: Comparison) -> str | None:
     """Return a note if the same was answered before from fewer pairs."""
     experiment, pairs = comparison.variants[0].file.experiment, result.fact("pairs")
     for folder, opened in runs_named(Path(experiment.tracking.directory), name=experiment.name, role="compare"):
-        if opened.tags.get(COMPARISON) != comparison.key or (before := record.read(folder)) is None:
+        if opened.tags.get(COMPARISON) != comparison.key:
             continue
-        known = before.fact("pairs")
-        if known and pairs and known.value and pairs.value and known.value < pairs.value:
+        try:
+            before = record.read(folder)
+        except UsageError:  # it is damaged
+            continue
+        known = before.fact("pairs") if before is not None else None
+        if before and known and pairs and known.value and pairs.value and known.value < pairs.value:
             return texts.EXTENDED.format(pairs=counted(int(known.value), "pair"), verdict=before.verdict)
     return None

@@ -373,6 +373,7 @@ def make_result(
         facts += [one.fact(f"difference{end}", f"{other.name} - {first.name}, {metric}")] if one is not None else []
         facts += splits[number].facts(end) if splits else []
     more = max((one.more_pairs or 0 for one in known), default=0)
+    facts += [Fact(key="more_pairs", value=more, label="pairs that would decide in addition")] if more else []
     own = [_make_seeds_table(variants, paired, answers, metric)] if known else []
     if len(rest) > 1 and known:
         own.insert(0, _make_variants_table(variants, answers, metric))

@@ -386,8 +386,10 @@ def _fact(found: Estimate) -> Fact:
 
 
 def _format_hours(found: Estimate) -> str:
-    """Return e.g. "22% more device hours (95% CI 5% more to 40% more)"."""
+    """Return e.g. "22% more device hours (95% CI 5% to 40% more)"."""
     value, low, high = (f"{abs(end - 1):.0%} {'more' if end >= 1 else 'less'}" for end in found[:3])
-    ends = f" ({CONFIDENCE:.0%} CI {low} to {high})" if found.size > 1 else ""
     share, _, word = value.partition(" ")
+    if low.partition(" ")[2] == high.partition(" ")[2]:
+        low = low.partition(" ")[0]
+    ends = f" ({CONFIDENCE:.0%} CI {low} to {high})" if found.size > 1 else ""
     return texts.DEVICE_HOURS.format(share=share, word=word) + ends

@@ -27,7 +27,7 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "api": 569,
     "cli": 1_446,
-    "commands": 5_614,
+    "commands": 5_620,
     "data": 1_027,
     "drive": 1_128,
     "experiment": 3_622,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 273
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_693
+TEST_LINES = 48_570
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -259,3 +259,20 @@ def test_a_screen_has_this_text(tmp_path: Path, name: str) -> None:
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     check(name, "\n".join([*lines, ""]))
+
+
+def test_the_screen_of_a_time_to_target_has_this_text(tmp_path: Path) -> None:
+    """The second variant makes a step in half the time, on twice the devices, and needs about a tenth more steps."""
+    runs = [
+        training(tmp_path, f"{name}-{seed}", seed=seed, lr=name, workers=workers, step_s=step_s * (1 + 0.02 * seed),
+                 evaluations=[0.1 * (step - 0.1 * seed) / slower for step in range(1, 13)],
+                 metrics={"validation/accuracy": 0.9 + 0.01 * seed})
+        for name, workers, step_s, slower in (("0.1", 1, 2.0, 1.0), ("0.2", 2, 1.0, 1.1))
+        for seed in range(4)
+    ]  # fmt: skip
+    found = compare_runs(runs, Question(is_timed=True, target=0.8))
+    ratios = [fact(found, f"target_{name}").value for name in ("sooner", "rate", "samples", "hours")]
+    assert ratios == pytest.approx([2 / 1.1, 2, 1.1, 1.1], rel=0.02)
+    lines = format_screen(found)
+    assert len(lines) <= 24
+    check("compared_time", "\n".join([*lines, ""]))

@@ -86,7 +86,7 @@ def test_the_split_in_words() -> None:
     found = split(costs, metric="m", target=0.97)
     assert [*found.format("A", "B")] == [
         "B reaches m 0.97 1.59x sooner than A (95% CI 1.52 to 1.66): 1.75x (95% CI 1.67 to 1.82) the samples per "
-        "second, 1.10x (95% CI 1.10 to 1.10) the samples; 26% more device hours (95% CI 21% more to 32% more)"
+        "second, 1.10x (95% CI 1.10 to 1.10) the samples; 26% more device hours (95% CI 21% to 32% more)"
     ]
     back = split({seed: both[::-1] for seed, both in costs.items()}, metric="m", target=0.97)
     assert " later " in next(back.format("B", "A"))
