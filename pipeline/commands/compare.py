@@ -253,8 +253,8 @@ def plan_comparison(
             at_once = min(at_once, len(resources.gpus) // (main.workers * main.devices_per_worker))
         if 1 < concurrent > at_once and not parallel.address:
             raise ResourceError(
-                f"--concurrent {concurrent}: {resources.summary} have room for {max(1, at_once)} trainings of "
-                f"{main.title} at a time. Use at most {max(1, at_once)}."
+                f"--concurrent {concurrent}: {resources.node} ({resources.summary}) has room for "
+                f"{counted(max(1, at_once), 'training')} of {main.title} at a time. Use at most {max(1, at_once)}."
             )
         planned.append(_Planned(name_variant(number), description, file, plan, cores))
     first = variants[0][1].experiment.seed

@@ -1,9 +1,11 @@
 """Recorded trainings as ``compare`` sees them: variants, which differ in more than the seed, pairs, and the answer."""
 
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -97,8 +99,9 @@ class SeededRun(NamedTuple):
         devices = int(tags.get("world_size", "1"))
         if tags.get("device") != "cuda":
             devices *= int(tags.get("cpus_per_worker", "1"))
-        elif tags.get("strategy") == "dp":
-            devices = int(params.get("parallel.gpus_per_worker", "1"))
+        elif tags.get("strategy") == "dp":  # by default, it uses all GPUs of "8 x NVIDIA H100"
+            asked, there = params.get("parallel.gpus_per_worker", ""), re.search(r"(\d+) x ", tags.get("hardware", ""))
+            devices = int(asked) if asked.isdecimal() else int(there[1]) if there else 1
         batch = int(params.get("train.global_batch_size", "1"))
         return read_way(journal.read(self.run.folder / journal.FILE_NAME), metric, batch=batch, devices=devices)
 
@@ -278,8 +281,8 @@ def compare_runs(runs: Sequence[RunSummary], question: Question = Question()) ->
             f"{other.run} is a {other.command}. More than two runs can only be compared if all are trainings."
         )
     if other is not None:
-        firsts, result = list(runs), Result(kind="compare", name="", title="", headline=(), verdict=texts.NO_ANSWER)
-        result = result.model_copy(update={"headline": (f"A  {runs[0].run}", f"B  {runs[1].run}")})
+        firsts, both = list(runs), (f"A  {runs[0].run}", f"B  {runs[1].run}")
+        result = Result(kind="compare", name="", title="", headline=both, verdict=texts.NO_ANSWER, answer="none")
     else:
         variants, notes = divide([read_training(one) for one in runs])
         firsts = [one.first.run for one in variants]
@@ -492,10 +495,6 @@ def _mean(variant: Variant, metric: str) -> str:
 
 def _name_next(pairs: int) -> str:
     """Return the command that adds pairs."""
-    words = shlex.split(provenance.command())
-    kept = [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if before != "--seeds" and not word.startswith("--seeds")
-    ]
+    words = ["", *shlex.split(provenance.command())]
+    kept = [word for before, word in pairwise(words) if "--seeds" not in (before, word.partition("=")[0])]
     return shlex.join([*kept, "--seeds", str(pairs)]) if kept else f"Add pairs with --seeds {pairs}"
