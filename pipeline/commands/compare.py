@@ -316,7 +316,7 @@ def compare_files(comparison: Comparison, *, terminal: Terminal, verbose: bool =
         raise TrainingError(f"all trainings of a variant failed. The first error: {why}")
     notes += [f"{failure} does not count" for failure in failures]
     first = comparison.variants[0]
-    result = make_result(variants, comparison.question, notes=notes, is_study=True)
+    result = make_result(variants, comparison.question, notes=notes, can_train=True)
     seeds = f"seeds {comparison.seeds[0]} to {comparison.seeds[-1]}"
     trained = counted(sum(len(one.runs) for one in variants), "training")
     result = result.model_copy(
