@@ -27,7 +27,7 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "api": 569,
     "cli": 1_446,
-    "commands": 5_620,
+    "commands": 5_619,
     "data": 1_027,
     "drive": 1_128,
     "experiment": 3_622,
@@ -36,7 +36,7 @@ LARGER_TODAY = {
     "plan": 801,
     "protocol": 1_833,
     "record": 2_031,
-    "report": 5_795,
+    "report": 5_786,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
