@@ -71,8 +71,14 @@ def hardware(plan: Plan) -> str:
 
 
 def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
-    """Write the experiment, and the installed packages without those vendored by Ray; return the names of the files."""
+    """Write the experiment and the environment into a run's folder; return the names of the files."""
     write_atomically(folder / EXPERIMENT_NAME, to_yaml(experiment))
+    write_atomically(folder / ENVIRONMENT_NAME, list_packages())
+    return EXPERIMENT_NAME, ENVIRONMENT_NAME
+
+
+def list_packages() -> str:
+    """Return Python, platform and the installed packages in pip's format, without those vendored by Ray."""
     vendored = tuple(f"{place}{os.sep}ray{os.sep}" for place in sys.path if place)
     packages = set[str]()
     for package in distributions(path=[place for place in sys.path if not place.startswith(vendored)]):
@@ -81,8 +87,7 @@ def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
         if headers["Name"]:
             packages.add(f"{headers['Name']}=={headers['Version']}")
     lines = [f"# python {platform.python_version()}, {platform.platform()}", *sorted(packages, key=str.lower)]
-    write_atomically(folder / ENVIRONMENT_NAME, "\n".join(lines) + "\n")
-    return EXPERIMENT_NAME, ENVIRONMENT_NAME
+    return "\n".join(lines) + "\n"
 
 
 def git(*arguments: str, folder: Path | None = None) -> str:

@@ -27,26 +27,26 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "": 1_252,
     "api": 567,
-    "cli": 1_431,
-    "commands": 6_043,
+    "cli": 1_420,
+    "commands": 5_574,
     "data": 1_026,
-    "drive": 1_083,
+    "drive": 1_080,
     "experiment": 3_436,
     "launch": 1_988,
     "models": 408,
     "plan": 671,
     "protocol": 1_518,
-    "record": 1_799,
-    "report": 6_541,
+    "record": 1_804,
+    "report": 5_785,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_824,
     "train": 9_234,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 269
+FILES = 263
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_331
+TEST_LINES = 48_281
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
