@@ -29,12 +29,12 @@ from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
 from pipeline.record.screen import Printable, Terminal
 from pipeline.report.advice import advise
-from pipeline.report.numbers.goodput import Goodput, WallClock
 from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.text.claims import classify_speedup
 from pipeline.report.text.tables import speedup
+from pipeline.results.goodput import Goodput, WallClock
 from pipeline.system import stages
 
 _log = logging.getLogger(__name__)

@@ -204,15 +204,17 @@ def probe(s: State, *, known: StepParts) -> StepParts:
     computed, exchanged = slowest["computed"], slowest.get("exchanged")
     paces = [[ms + wait for ms in own["computed"]] for own, wait in ranks]
 
-    def excess(longer: list[float], shorter: list[float]) -> float:
-        """Return the median of the differences in each round, at least 0: a negative one is noise."""
-        return max(0.0, median(a - b for a, b in zip(longer, shorter, strict=True)))
+    def excess(longer: list[float], shorter: list[float]) -> list[float]:
+        """Return the differences in each round, at least 0: a negative one is noise."""
+        return [max(0.0, a - b) for a, b in zip(longer, shorter, strict=True)]
 
+    parts = {"compute_ms": computed, "rest_ms": excess(slowest["whole"], exchanged or computed)}
+    if exchanged is not None:
+        parts["exposed_communication_ms"] = excess(exchanged, computed)
     measured = {
         "held_ms": estimates.spread(slowest["whole"]),
-        "compute_ms": median(computed),
-        "exposed_communication_ms": excess(exchanged, computed) if exchanged else None,
-        "rest_ms": excess(slowest["whole"], exchanged or computed),
+        **{name: median(rounds) for name, rounds in parts.items()},
+        "ranges": {name: (min(rounds), max(rounds)) for name, rounds in parts.items()},
         "ranks": tuple(estimates.spread(pace, keeps_values=True) for pace in paces),
     }
     return known.model_copy(update=measured)
