@@ -71,11 +71,20 @@ def show(
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import format_progress, result_of
     from pipeline.record.run_summary import data_of
-    from pipeline.record.screen import headed, linked, print_report, write
+    from pipeline.record.screen import headed, linked, print_report, print_screen, write
+    from pipeline.results import record
+    from pipeline.results.terminal import format_full, format_screen
     from pipeline.tracking.outcome import places_of
 
     console = rich.console.Console(highlight=False)
     summary = summary_of(run, directory)
+    if (ended := record.read(summary.folder)) is not None:  # the result of a run; those of other commands are old
+        lines = format_full(ended, width=console.width) if full else format_screen(ended)
+        if as_json:
+            typer.echo(ended.model_dump_json(indent=2))
+        else:
+            print_screen(lines, stdout=console)
+        return
     result = result_of(summary)
     if as_json and result is None:
         raise UsageError(f"{summary.folder}: {_state(summary)}, so it has no result")

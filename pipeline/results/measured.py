@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pipeline.experiment.reported import single_names
-from pipeline.protocol.trial import QUICK_STEPS
 from pipeline.results import claims, texts
 from pipeline.results.advice import advise
 from pipeline.results.breakdown import describe_step, parts_table
@@ -245,13 +244,12 @@ def result_of_quick(main: Row, *, hardware: str, command: str, training_s: float
     cost, trial, result = facts.get("cost"), main.trial, main.result
     memory = facts.get("peak_memory_mb")
     per = "worker" if trial.device == "cpu" else "GPU"
-    steps = min(result.steps, QUICK_STEPS)
     fields = {
         "time": f"{duration(training_s)}",
         "hours": figure(facts["estimated_device_hours"].value or 0.0, digits=2),
         "price": f", at a price of {figure(cost.value or 0.0, digits=3)}" if cost else "",
         "steps": counted(result.steps, "step"),
-        "timed": str(max(1, steps - trial.experiment.benchmark.warmup_steps)),
+        "timed": str(max(1, result.steps - trial.experiment.benchmark.warmup_steps)),
         "rate": _format_rate(main),
         "start": NONE if main.start_s is None else duration(main.start_s),
         "memory": f", peak memory {format_fact(memory)} MiB per {per}" if memory else "",
@@ -268,7 +266,7 @@ def result_of_quick(main: Row, *, hardware: str, command: str, training_s: float
         headline=tuple(sentence.format(**fields) for sentence in texts.QUICK),
         verdict=texts.QUICK_VERDICT.format(name=main.name, time=fields["time"]),
         facts=tuple(facts.values()),
-        next=(("FULL RUN", " ".join(words)),) if words else (),
+        next=(("RUN", " ".join(words)),) if words else (),
     )
 
 

@@ -145,7 +145,7 @@ BUFFERS = "{statistics}, and only rank 0's copy is saved. Training in one proces
 STOPPED_EARLY = "Training stopped early, after {steps} steps: {reason}."
 UNSAVED = "{failed} could not be saved: {reason}."
 NEWEST = "The latest checkpoint is from step {newest}, but the training ended at step {steps}."
-NO_CHECKPOINT = "No checkpoint was saved; the training ended at step {steps}."
+NO_CHECKPOINT = "No checkpoint was saved, but the training ended at step {steps}."
 BETTER_LOST = "{metric} may have been better in one of them."
 OTHER_BATCHES = (
     "Other batch sizes: the global batch size is the batch size per device times the number of devices and of "
