@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline import registry
-from pipeline.commands import page as old_page
+from pipeline.commands import old_page
 from pipeline.commands.ending import print_end as print_old_end
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.directions import directions

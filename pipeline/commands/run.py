@@ -110,7 +110,7 @@ def _run(
         if earlier is not None and (earlier.status == "FINISHED" or _has_lost_weights(invocation)):
             done -= {plan.main.name}  # the training is continued
         try:
-            exports = member is None or member.logs_model
+            exports = (member is None or member.logs_model) and not extent["quick"]
             place = partial(
                 _placed,
                 folder=invocation.folder,

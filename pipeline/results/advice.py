@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from pipeline.experiment.load import override
 from pipeline.experiment.schema import Experiment
 from pipeline.results import texts
+from pipeline.results.answers import compare
 from pipeline.results.breakdown import adds_up, explain_lost_time, find_straggler, format_ms, noise_ms
-from pipeline.results.claims import compare
 from pipeline.results.record import Advice
 from pipeline.results.speedup import Row, is_wide
 from pipeline.wording import counted, figure
