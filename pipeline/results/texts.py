@@ -1,4 +1,4 @@
-"""The sentences of results: a template for each state. What fills them is computed elsewhere, e.g. in `answers`."""
+"""The sentences of results: a template for each state. What fills them is computed elsewhere, e.g. in `statements`."""
 
 from collections.abc import Mapping
 
