@@ -122,7 +122,7 @@ def _run(
         finally:
             if plan.main.name in invocation.results:
                 with invocation.unharmed("the report"):
-                    report(invocation, missing=_find_missing(plan, outcomes, invocation.results))
+                    report(invocation, missing=find_missing(plan, outcomes, invocation.results))
         if _has_lost_weights(invocation):
             raise ResourceError(
                 f"{invocation.folder}: the trained weights are lost; neither {WEIGHTS} nor a checkpoint of the last "
@@ -130,7 +130,7 @@ def _run(
             )
 
 
-def _find_missing(plan: Plan, outcomes: Sequence[Outcome], results: Mapping[str, TrialResult]) -> Missing:
+def find_missing(plan: Plan, outcomes: Sequence[Outcome], results: Mapping[str, TrialResult]) -> Missing:
     """Return why a baseline that was planned has no result; empty if it has one, or if none was planned."""
     baselines = [trial for trial in plan.measured if isinstance(trial, Baseline)]
     if all(trial.name in results for trial in baselines):
