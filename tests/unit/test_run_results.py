@@ -148,6 +148,7 @@ SCREENS: dict[str, Callable[[], Result]] = {
     "run_one_device": one_device,
     "run_train_only": lambda: alone(option="--train-only"),
     "run_interrupted": lambda: alone(missing="interrupted"),
+    "run_no_baseline": lambda: alone(missing="no baseline"),
     "run_quick": quick,
 }
 
@@ -193,6 +194,7 @@ def test_the_answer_in_a_line_is_that_of_the_screen() -> None:
         "run_one_device": "1 worker (dp): validation/accuracy 0.9944; speedup not measured",
         "run_train_only": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
         "run_interrupted": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
+        "run_no_baseline": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
         "run_quick": "2 workers (ddp): quick test passed; the whole training takes about 1 min 35 s",
     }
 
