@@ -78,11 +78,12 @@ def show(
 
     console = rich.console.Console(highlight=False)
     summary = summary_of(run, directory)
-    if (saved := record.read(summary.folder)) is not None:
+    if (ended := record.read(summary.folder)) is not None:  # the result of a run; those of other commands are old
+        lines = format_full(ended, width=console.width) if full else format_screen(ended)
         if as_json:
-            typer.echo(saved.model_dump_json(indent=1))
+            typer.echo(ended.model_dump_json(indent=2))
         else:
-            print_screen((format_full if full else format_screen)(saved), stdout=console)
+            print_screen(lines, stdout=console)
         return
     result = result_of(summary)
     if as_json and result is None:

@@ -19,7 +19,7 @@ from pipeline.experiment.values import Direction
 from pipeline.plan.plan import Plan
 from pipeline.protocol.events import LOSSES, ArtifactSaved, Finished, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.labels import PARENTS, Status
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.record import provenance
 from pipeline.record.console import Console
 from pipeline.record.folder import LOG_NAME, create, explain_os_errors, id_of, is_kept, killed, sweep_of
@@ -226,12 +226,13 @@ def _opened(
     file: str = "",
     directions: Mapping[str, Direction] | None = None,
 ) -> RunOpened:
-    tracking = plan.experiment.tracking
+    experiment, is_quick = plan.experiment, isinstance(plan.main, Training) and plan.main.is_quick
+    tracking = experiment.tracking
     return RunOpened(
         run=id_of(folder),
         sweep=sweep_of(folder),
         title=member.title if member else tracking.run_name or "",
-        logs_model=member is None or member.logs_model,
+        logs_model=(member is None or member.logs_model) and not is_quick,
         tracking_uri=without_credentials(uri),
         tracking_experiment=tracking.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or plan.experiment.name,
         tags=provenance.run_tags(plan),

@@ -12,7 +12,7 @@ from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.values import Frozen
 from pipeline.plan.outer_launcher import find_ignored_ranks
 from pipeline.plan.resources import Resources
-from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, Trial
+from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.wording import counted
 
 _LENGTHS = ("step_size", "milestones", "T_max", "T_0", "total_iters")
@@ -163,7 +163,7 @@ def make_plan(
 ) -> Plan:
     """Plan the trials of ``pipeline run``; with ``train_only`` nothing is measured beside or after the training.
 
-    With ``quick`` the training ends after two steps, and nothing is measured either.
+    With ``quick`` the training ends after a few timed steps, and nothing is measured either.
 
     The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
     N times the cores. On CPU a reference shows what one process with all those cores does. Both are measured in turn
@@ -207,7 +207,7 @@ def restriction(trial: Trial) -> str:
     if not isinstance(trial, Training) or not trial.train_only:
         return ""
     if trial.is_quick:
-        return f"--quick: {QUICK_STEPS} steps, one evaluation and one checkpoint. The model is not trained"
+        return f"--quick: {trial.quick_steps} steps, one evaluation and one checkpoint. The model is not trained"
     return "--train-only: no speedup, no step-time breakdown, no recommendations"
 
 

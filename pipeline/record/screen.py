@@ -48,13 +48,17 @@ class Terminal(NamedTuple):
 
     @classmethod
     def of(cls, *, as_json: bool = False, quiet: bool = False) -> "Terminal":
-        """Return the consoles; ``as_json``: all but one document goes to standard error; ``quiet``: no progress."""
-        stderr = OptionalConsole(highlight=False, stderr=True)
-        stdout = stderr if as_json else OptionalConsole(highlight=False)
-        silent = Console(quiet=True)
-        if not quiet:
-            return cls(progress=stdout, result=stdout, warnings=stdout)
-        return cls(progress=silent, result=silent if as_json else stdout, warnings=stderr)
+        """Return the consoles: the result goes to standard output, everything else to standard error.
+
+        Args:
+            as_json: standard output is one JSON document, so the result for people goes to standard error, too.
+            quiet: no progress.
+        """
+        stderr, silent = OptionalConsole(highlight=False, stderr=True), Console(quiet=True)
+        result = stderr if as_json else OptionalConsole(highlight=False)
+        return cls(
+            progress=silent if quiet else stderr, result=silent if quiet and as_json else result, warnings=stderr
+        )
 
     @classmethod
     def on(cls, console: Console) -> "Terminal":

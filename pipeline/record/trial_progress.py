@@ -1,13 +1,15 @@
 """Progress of a command from its events, in the words that bars, plain lines and ``pipeline show`` share."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from statistics import mean
 
 from pipeline.experiment.reported import OF_TRAINING, TRAIN, iter_formatted, iter_shown_names
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import (
+    LAST_STEPS,
     AnyEvent,
     FirstStep,
     Heartbeat,
@@ -34,10 +36,17 @@ _BESIDE_TRAINING: Mapping[Phase | None, str] = {
 
 
 class TrialProgress:
-    """State of a running trial: steps, stage, pace and values."""
+    """State of a running trial: steps, stage, pace and values.
+
+    With ``averages`` the loss is the mean over the last steps, as in the trial's result.
+    """
 
     def __init__(
-        self, directions: Mapping[str, Direction] | None = None, best: dict[str, tuple[float, int]] | None = None
+        self,
+        directions: Mapping[str, Direction] | None = None,
+        best: dict[str, tuple[float, int]] | None = None,
+        *,
+        averages: bool = True,
     ) -> None:
         self.started: Started | None = None
         """Sizes of the trial; None until rank 0 has built it."""
@@ -47,6 +56,8 @@ class TrialProgress:
         """Latest value of each metric."""
         self._directions = directions or {}
         self._best = {} if best is None else best  # with the epoch, also of earlier attempts
+        self._averages = averages
+        self._losses = deque[float](maxlen=LAST_STEPS)
         self._current = 0  # step under way, counted from 1
         self._phase: Phase | None = None
         self._has_stepped = self._has_trained = self._is_measured = False
@@ -70,6 +81,9 @@ class TrialProgress:
                     is_worse = value <= best if direction == "max" else value >= best
                     if direction and not is_worse and not math.isnan(value):
                         self._best[name] = value, event.epoch
+                self._losses.extend(event.losses)
+                if event.losses and self._averages:  # as the result does
+                    self.values[LOSS] = mean(self._losses)
             case Heartbeat() if event.rank.is_first:
                 self._phase, self._current = event.phase, event.step
                 self._advance(event.step if event.phase in _DONE else event.step - 1, time=event.time)
@@ -174,7 +188,8 @@ class RunProgress:
                 if (key := (event.trial, event.repeat)) not in self._launched:
                     self._launched.append(key)
                 directions = self.opened.directions if self.opened else {}
-                self.progress = TrialProgress(directions, self._best[event.trial])
+                averages = self.opened is None or self.opened.params.get("train.log_every_steps") == "auto"
+                self.progress = TrialProgress(directions, self._best[event.trial], averages=averages)
             case _ if self.trial is not None and event.trial == self.trial.trial:
                 self.progress.update(event)
 
@@ -182,6 +197,11 @@ class RunProgress:
     def is_launched(self) -> bool:
         """False for a trial that a training is compared with: the training's rank 0 runs it."""
         return self.trial is not None and self.trial.trial not in self._compared
+
+    @property
+    def is_training(self) -> bool:
+        """False for a baseline and for a configuration of a benchmark, of which a few steps are timed."""
+        return self.trial is not None and self.trial.role not in ("baseline", "reference", "cell")
 
     @property
     def label(self) -> str:

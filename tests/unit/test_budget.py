@@ -26,27 +26,28 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "": 1_252,
-    "api": 567,
-    "cli": 1_420,
-    "commands": 5_574,
+    "api": 627,
+    "cli": 1_422,
+    "commands": 5_733,
     "data": 1_026,
-    "drive": 1_080,
+    "drive": 1_085,
     "experiment": 3_436,
     "launch": 1_988,
     "models": 408,
     "plan": 671,
-    "protocol": 1_518,
-    "record": 1_804,
-    "report": 5_785,
+    "protocol": 1_525,
+    "record": 1_837,
+    "report": 5_581,
+    "results": 2_911,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_824,
-    "train": 9_234,
+    "train": 9_244,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 263
+FILES = 269
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_281
+TEST_LINES = 48_523
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

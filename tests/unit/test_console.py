@@ -100,7 +100,7 @@ def test_a_pipe_gets_one_whole_plain_line_for_each_thing_that_happens() -> None:
         "on 2 x (node-1 cpu x 1 thread)",
         "ddp, 2 workers: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
         "ddp, 2 workers: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:11 left",
-        "main: warning: the [bold]last[/bold] batch is small",
+        "ddp, 2 workers: warning: the [bold]last[/bold] batch is small",
         "ddp, 2 workers: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
     ]
 
@@ -296,7 +296,7 @@ def test_quiet_keeps_progress_from_the_terminal_but_no_warning() -> None:
     console.close()
 
     assert printed(places.progress) == printed(places.result) == ""
-    assert printed(warnings) == "main: warning: careful\n"
+    assert printed(warnings) == "ddp, 2 workers: warning: careful\n"
 
 
 def test_notes_and_warnings_are_one_line_each_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,3 +423,20 @@ def test_output_that_is_no_longer_read_does_not_end_a_training() -> None:
         console.print("a step")
         console.print("another step")
         pipe.write("the end")  # flushed when the file is closed, as Python does at its end
+
+
+def test_the_result_alone_goes_to_standard_output() -> None:
+    """With --json, too, which is another document."""
+    kinds = {(json, quiet): Terminal.of(as_json=json, quiet=quiet) for json in (True, False) for quiet in (True, False)}
+    for (as_json, quiet), places in kinds.items():
+        assert places.warnings.stderr
+        assert places.progress.quiet if quiet else places.progress.stderr
+        assert (not places.result.stderr and not places.result.quiet) != as_json
+
+
+def test_a_baseline_says_that_it_was_timed() -> None:
+    stdout = pipe()
+    console = Console(Terminal.on(stdout), trials=[RAY])
+    console.receive(opened().model_copy(update={"trial": "baseline", "role": "baseline", "title": "1 worker"}))
+    console.receive(finished("baseline", spread(690), metrics={"train/loss": 2.196}))
+    assert printed(stdout).splitlines()[-1].endswith("timed, not trained: 690 samples/s, first step after 6.2 s")
