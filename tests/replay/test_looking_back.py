@@ -188,6 +188,7 @@ def test_the_document_of_a_run_has_its_evaluations(there: Any, journal: Recorded
 
 def test_a_finished_run_is_not_resumed(there: Any, journal: Recorded) -> None:
     finished = journal("finished")
+    (finished.folder / "result.json").touch()
     ended = there("run", str(finished.folder / "experiment.yaml"), "--resume", finished.folder.name)
     assert ended.code == 2
     assert "has finished. To continue it, train for more than" in ended.stderr

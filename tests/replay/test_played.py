@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from recordings import JOURNALS, Store
 
-from pipeline.commands import page
 from pipeline.drive import preflight
 from pipeline.errors import Terminated, interrupt
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
@@ -188,7 +187,7 @@ def test_an_interrupted_report_leaves_a_completed_run_that_can_get_it(
 
     options = ("run", "tiny.yaml", *SINGLE, "--no-baseline")
     with monkeypatch.context() as patch:
-        patch.setattr(page, "save", interrupted)
+        patch.setattr("pipeline.commands.invocation._render_page", interrupted)
         ended = play("single", *options)
     folder = run_in(lab)
     assert ended.code == code
@@ -198,7 +197,7 @@ def test_an_interrupted_report_leaves_a_completed_run_that_can_get_it(
 
     again = play("single", *options, "--resume", folder.name)
     assert again.code == 0, again.stderr
-    assert (folder / "speedup.json").is_file()
+    assert (folder / record.FILE_NAME).is_file()
     assert len(kinds(folder, TrialOpened)) == 1
     assert "has finished. To continue it" in play("single", *options, "--resume", folder.name).stderr
 
