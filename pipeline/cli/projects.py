@@ -83,7 +83,7 @@ def new(
     """Create a project from a template."""
     if missing := lacking("pipeline new", "cookiecutter"):
         raise UsageError(missing)
-    from pipeline.commands.new.create import create
+    from pipeline.commands.new import create
 
     created = create(template, directory, settings or [], no_input=no_input)
     if created.warning:
