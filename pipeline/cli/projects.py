@@ -110,7 +110,7 @@ def doctor(
     """Check this machine or a cluster, and print each problem with its fix."""
     import rich.console
 
-    from pipeline.commands.doctor.examination import examine, show
+    from pipeline.commands.doctor import examine, show
     from pipeline.experiment.load import load
     from pipeline.experiment.schema import Parallel
 

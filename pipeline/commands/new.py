@@ -97,7 +97,7 @@ def _choose(name: str | None, *, no_input: bool) -> Path:
     if name not in listed["templates"]:
         known = listed["templates"]
         raise UsageError(f"{name}: no such template{did_you_mean(name, known)}; choose one of {', '.join(known)}")
-    return (root() / listed["templates"][name]["path"]).resolve()
+    return Path(root(), listed["templates"][name]["path"]).resolve()
 
 
 def _parse(settings: Sequence[str], template: Path) -> dict[str, str]:
