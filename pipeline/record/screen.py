@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
@@ -20,13 +21,23 @@ from pipeline.system.signals import redirect_to_null
 _ADDRESS = r"https?://\S+"
 _LABEL = re.compile(r"[A-Z]{3,}(?=  )")
 """Label at the beginning of a screen's line, e.g. RESULT."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but tabs and ends of lines: in a foreign text, such as an exception's, they steer the terminal."""
 _ANY_WIDTH = 10_000
 _NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that figures need not
 Item = TypeVar("Item")
 
 
 class OptionalConsole(Console):
-    """Console that is silent once no one reads it, e.g. after ``pipeline run FILE | head``: training continues."""
+    """Console of all commands, which prints no control characters but rich's own.
+
+    It is silent once no one reads it, e.g. after ``pipeline run FILE | head``: training continues.
+    """
+
+    @override
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=without_controls(segment.text))
 
     @override
     def on_broken_pipe(self) -> None:
@@ -46,13 +57,17 @@ class Terminal(NamedTuple):
 
     @classmethod
     def of(cls, *, as_json: bool = False, quiet: bool = False) -> "Terminal":
-        """Return the consoles; ``as_json``: all but one document goes to standard error; ``quiet``: no progress."""
-        stderr = OptionalConsole(highlight=False, stderr=True)
-        stdout = stderr if as_json else OptionalConsole(highlight=False)
-        silent = Console(quiet=True)
-        if not quiet:
-            return cls(progress=stdout, result=stdout, warnings=stdout)
-        return cls(progress=silent, result=silent if as_json else stdout, warnings=stderr)
+        """Return the consoles: the result goes to standard output, everything else to standard error.
+
+        Args:
+            as_json: standard output is one JSON document, so the result for people goes to standard error, too.
+            quiet: no progress.
+        """
+        stderr, silent = OptionalConsole(highlight=False, stderr=True), Console(quiet=True)
+        result = stderr if as_json else OptionalConsole(highlight=False)
+        return cls(
+            progress=silent if quiet else stderr, result=silent if quiet and as_json else result, warnings=stderr
+        )
 
     @classmethod
     def on(cls, console: Console) -> "Terminal":
@@ -65,9 +80,14 @@ def write(stdout: Console, text: str, *, style: str = "") -> None:
     stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
 
 
+def without_controls(text: str) -> str:
+    """Remove control characters from a text, but tabs and ends of lines."""
+    return _CONTROL.sub("", text)
+
+
 def linked(text: str) -> Text:
     """Make the addresses in a text links, for terminals that have them; to be printed with ``soft_wrap``."""
-    shown = Text(text)
+    shown = Text(without_controls(text))
     shown.highlight_regex(_ADDRESS, lambda address: f"link {address}")
     return shown
 
