@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.arguments import (
+from pipeline.commands.options import (
     Cluster,
     FileArgument,
     Json,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.arguments import (
+from pipeline.commands.options import (
     Cluster,
+    Directory,
     DryRun,
     Json,
     Quiet,
@@ -19,9 +20,9 @@ from pipeline.cli.arguments import (
     consoles,
     is_file,
     print_json,
+    summary_of,
     with_address,
 )
-from pipeline.cli.results import Directory, summary_of
 from pipeline.errors import UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeline.cli.arguments import (
+from pipeline.commands.options import (
     AllowChanged,
     Baseline,
     Cluster,

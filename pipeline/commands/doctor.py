@@ -4,18 +4,23 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 import rich.console
+import typer
 from rich.text import Text
 
+from pipeline.commands.options import Json, print_json, say
 from pipeline.errors import ResourceError
+from pipeline.experiment.load import load
 from pipeline.experiment.schema import Parallel
 from pipeline.experiment.uris import default_address, without_credentials, without_credentials_in
 from pipeline.experiment.values import Frozen
 from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, NodeFacts, facts_here
+from pipeline.record.screen import OptionalConsole
 from pipeline.results.record import Table
 from pipeline.results.terminal import format_table
 from pipeline.tracking.store import check_store, is_server, resolve_uri, with_credentials
@@ -70,6 +75,37 @@ class Examination(Frozen):
     def problems(self) -> tuple[CheckResult, ...]:
         """The findings that would stop a run."""
         return tuple(finding for finding in self.findings if finding.status == "problem")
+
+
+def doctor(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="Experiment file. Its tracking server and its cluster are also checked.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Ray cluster to check. Default: the cluster of FILE, or RAY_ADDRESS."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check this machine or a cluster, and print each problem with its fix."""
+    experiment = load(file).experiment if file is not None else None
+    parallel = experiment.parallel if experiment else Parallel(launcher="ray")
+    if address is not None:
+        parallel = parallel.model_copy(update={"launcher": "ray", "address": address})
+    uri = experiment.tracking.uri if experiment else None
+    examination = examine(parallel, uri=uri, say=partial(say, err=True))
+    if as_json:
+        print_json(examination.model_dump_json(indent=2))
+    else:
+        show(examination, terminal=OptionalConsole(highlight=False))
+    if examination.problems:
+        raise typer.Exit(ResourceError.exit_code)
 
 
 def examine(parallel: Parallel, *, uri: str | None, say: Callable[[str], None]) -> Examination:

@@ -213,7 +213,7 @@ def invoked(
             ):
                 yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
     finally:
-        for ended in folders:
+        for ended in folders if not adds else ():  # what is added has an end of its own
             print_end(shown[-1] if shown else None, ended, terminal=terminal, is_verbose=verbose)
 
 

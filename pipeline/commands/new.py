@@ -7,14 +7,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import click
+import typer
 from cookiecutter.exceptions import CookiecutterException
 from cookiecutter.generate import generate_context, generate_files
 from cookiecutter.prompt import choose_nested_template, prompt_for_config
 from jinja2 import TemplateError
 
+from pipeline.commands.options import say
 from pipeline.errors import UsageError
 from pipeline.wording import did_you_mean
 
@@ -28,6 +30,31 @@ class Created(NamedTuple):
     next_commands: str
     warning: str
     """Reason why there is no first commit, or empty."""
+
+
+def new(
+    template: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TEMPLATE]",
+            help="Template: ddp-project or dp-prototype.",
+            show_default=False,
+        ),
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Folder of the new project.", show_default=False)
+    ] = None,
+    *,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Answer to a question of the template.")
+    ] = None,
+    no_input: Annotated[bool, typer.Option("--no-input", help="Ask no questions; answer with the defaults.")] = False,
+) -> None:
+    """Create a project from a template."""
+    created = create(template, directory, settings or [], no_input=no_input)
+    if created.warning:
+        say(f"note: no first commit: {created.warning}", err=True)
+    say(created.next_commands)
 
 
 def create(name: str | None, directory: Path | None, settings: Sequence[str], *, no_input: bool) -> Created:

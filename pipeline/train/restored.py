@@ -94,6 +94,8 @@ class PortableModel(NamedTuple):
     """Values of ``${total_steps}`` and the like, by name."""
     epoch: int
     """Epoch of the weights, counted from 1."""
+    data_change: str = ""
+    """How the data has changed since the weights' checkpoint was saved; empty if it has not, or was not read."""
 
     def module(self) -> nn.Module:
         """Build the model on the CPU, in evaluation mode."""
@@ -110,6 +112,7 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
     """Read the weights of a checkpoint in this process, and example inputs from the experiment's data."""
     try:
         s, manifest = restore(trial, rank=Rank())
+        changed = describe_data_change(s, manifest) or ""
         with resulting_weights(s):
             weights = tree_map_only(Tensor, lambda own: own.detach().to("cpu", copy=True), dict(full_state_dict(s)))
             example, reference = example_of(s)
@@ -119,7 +122,9 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
         raise TrainingError(f"{type(error).__name__}: {error}", traceback.format_exc()) from error
     known = {**s.batches.runtime, "world_size": manifest.world_size}
     reference = reference._replace(runtime=known)
-    return PortableModel(trial.experiment, trial.allowed, weights, example, reference, known, epoch_of(manifest))
+    return PortableModel(
+        trial.experiment, trial.allowed, weights, example, reference, known, epoch_of(manifest), changed
+    )
 
 
 def of_result(

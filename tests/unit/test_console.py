@@ -11,7 +11,7 @@ import pytest
 import rich.console
 from samples import BASELINE, DDP_2, HARDWARE, LOSSES, MAIN, comparison, finished, in_turn, report, spread
 
-from pipeline.cli.arguments import show as show_error
+from pipeline.commands.options import show as show_error
 from pipeline.errors import ExperimentError, Problem
 from pipeline.protocol.events import (
     Advanced,

@@ -14,7 +14,7 @@ import toys
 from toy_runs import T0, toy_run
 
 from pipeline.commands import evaluate as evaluating
-from pipeline.commands.history.evaluations import evaluations, line
+from pipeline.commands.show import iter_evaluations
 from pipeline.drive.checkpoints import Checkpoint, check_ended_training, choose, describe_missing_end
 from pipeline.drive.resume import differences
 from pipeline.errors import ExperimentError, TrainingError, UsageError
@@ -27,7 +27,6 @@ from pipeline.record import journal
 from pipeline.record.folder import read_state
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_summary import summarized
-from pipeline.report.evaluated import EvaluationReport
 from pipeline.train.manifest import folder_name
 from pipeline.train.restored import evaluate_checkpoint
 
@@ -177,7 +176,7 @@ def test_changes_of_what_is_evaluated_are_told(run: Path) -> None:
     assert trial.changes == (
         "data._target_ was toys.with_test, is now toys.regression", "train.clip_grad_norm was null, is now 7.0"
     )  # fmt: skip
-    assert [note.partition(": ")[2] for note in plan.notes] == list(trial.changes)
+    assert plan.notes == ()  # the result has them, see below
 
 
 # The run stays what it was
@@ -206,7 +205,7 @@ def test_the_status_and_the_duration_stay(run: Path, tmp_path: Path, is_killed: 
             recorder.receive(event)
     assert summarized(folder) == before
     assert journal.ending(path) == end
-    assert line(evaluations(folder)[0]).endswith("test/loss 0.5: test set, 5 samples: weights of step 3 (epoch 1)")
+    assert next(iter_evaluations(folder)).endswith("test/loss 0.5: test set, 5 samples: weights of step 3 (epoch 1)")
     with closing(Recorder(folder, subscribers=[])) as recorder:  # continued, and killed
         begun = next(event for event in journal.read(path) if isinstance(event, RunOpened))
         recorder.receive(begun.model_copy(update={"time": T0 + 2000}))
@@ -225,7 +224,7 @@ def test_an_older_checkpoint_is_not_the_last_in_silence(tmp_path: Path, monkeypa
     (told,) = differences(opened(folder), read_state(folder))
     assert told == f"{note} Training continues from the checkpoint."
 
-    (trial,) = evaluating.make(opened(folder), state=read_state(folder), checkpoint=None, split=None).trials
-    report = EvaluationReport.of(evaluated(folder, 3), run="r", trial=trial, has_choice=True)
-    assert report.opening[1] == f"{note[0].upper()}{note[1:]}."
-    assert report.verdict.endswith(note)
+    plan = evaluating.make(opened(folder), state=read_state(folder), checkpoint=None, split=None)
+    result = evaluating.make_result(evaluated(folder, 3), plan, folder=folder, has_choice=True)
+    assert result.notes[0] == note
+    assert result.verdict.endswith(note)

@@ -24,9 +24,7 @@ from toys import ComparedNet, regression
 
 from pipeline import Trained
 from pipeline.commands import export as exporting
-from pipeline.commands.export import check_options, export
-from pipeline.commands.export_readme import format_readme
-from pipeline.commands.exported_files import Exported, Inputs
+from pipeline.commands.export import Exported, Inputs, check_options, export_model, format_readme
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.experiment.load import load
 from pipeline.experiment.targets import allowed_packages
@@ -62,7 +60,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 
 
 def exported(run: Path, to: Path, *, checkpoint: str | None = None, overrides: Sequence[str] = ()) -> Exported:
-    return export(load(run / "experiment.yaml", overrides), folder=run, to=to, checkpoint=checkpoint)
+    return export_model(load(run / "experiment.yaml", overrides), folder=run, to=to, checkpoint=checkpoint)
 
 
 def mlflow_model(run: Path) -> None:
@@ -216,7 +214,7 @@ def test_a_model_that_cannot_be_traced_is_told(made: Callable[..., Path], tmp_pa
     assert not (tmp_path / "out" / "model.pt2").exists()
     assert f"There is no program: {found.no_program}" in (tmp_path / "out" / "README.md").read_text()
     with pytest.raises(UsageError, match=r"--onnx: torch can't trace toys.Undecided: .* Leave out --onnx\."):
-        export(load(folder / "experiment.yaml"), folder=folder, to=tmp_path / "onnx", onnx=True)
+        export_model(load(folder / "experiment.yaml"), folder=folder, to=tmp_path / "onnx", onnx=True)
     assert not (tmp_path / "onnx").exists()
 
 

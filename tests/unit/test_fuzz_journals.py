@@ -19,7 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import finished, report, spread
 
-from pipeline.cli import comparison, results
+from pipeline.cli import comparison
+from pipeline.commands.list import list_runs
+from pipeline.commands.show import show
 from pipeline.drive.resume import changes, earlier
 from pipeline.errors import PipelineError
 from pipeline.experiment.load import load
@@ -184,8 +186,8 @@ def test_looking_back(lines: bytes, damaged_report: bytes, environment: bytes) -
     (run("20260102-b", lines, damaged_report) / ENVIRONMENT_NAME).write_bytes(environment)
     before = everything()
     for as_json in (False, True):
-        results.list_(as_json=as_json)
-        said(partial(results.show, "20260102", as_json=as_json))
+        list_runs(as_json=as_json)
+        said(partial(show, "20260102", as_json=as_json))
         said(partial(comparison.compare, ["20260101", "20260102"], as_json=as_json))
     assert everything() == before
 

@@ -21,7 +21,6 @@ from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
 from pipeline.record.screen import print_report
 from pipeline.report.advice import advise
-from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.numbers.goodput import Goodput
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
@@ -159,19 +158,6 @@ def sweep(*, copies: int = 1) -> SweptReport:
     return SweptReport(swept=swept, hardware=HARDWARE, logs_model=True)
 
 
-def evaluation(*, classes: int = 3) -> EvaluationReport:
-    matrix = {
-        f"test/confusion_true_{true}_predicted_{other}": 30.0 * (true == other) + 1
-        for true in range(classes)
-        for other in range(classes)
-    }
-    return EvaluationReport(
-        name="resnet-digits", run="latest", checkpoint="c", step=120, epoch=10, best="validation/loss", split="test",
-        samples=360, strategy="ddp", workers=2, changes=(), summary="test set, step 120", is_fallback=False,
-        values={"test/loss": 0.17, "test/accuracy": 0.95, **matrix},
-    )  # fmt: skip
-
-
 SCREENS: dict[str, Callable[[], object]] = {
     "run_faster": resnet,
     "run_inconclusive": lambda: resnet(rate=349, noise=0.15, other_cores=1.4),
@@ -184,7 +170,6 @@ SCREENS: dict[str, Callable[[], object]] = {
     "run_quick": lambda: alone(is_quick=True),
     "compare": comparison,
     "sweep": sweep,
-    "evaluate": evaluation,
 }
 
 
@@ -231,7 +216,6 @@ def test_a_screen_has_room_for_ten_rows_and_says_what_is_left_out() -> None:
     assert "23 more rows: pipeline show latest --full" in text
     assert "29 workers (fsdp," in text  # the result is about it
     assert "18 more: pipeline show latest --full" in shown(sweep(copies=7))
-    assert "test/confusion has 400 values: see pipeline evaluate --json." in shown(evaluation(classes=20))
 
 
 def test_a_command_that_confirms_another_loss_sets_no_key_twice() -> None:
@@ -255,7 +239,6 @@ def test_the_result_in_a_line_is_that_of_the_screen() -> None:
         "run_quick": "2 workers (ddp): quick test passed (2 steps); speedup not measured",
         "compare": "2 workers (ddp): 1.62x to 12.9x slower than 1 worker (95% CI)",
         "sweep": "Best: trial 4 of 4, validation/loss 0.02532 (lr=0.09072, momentum=0.7656, hidden=[64, 64])",
-        "evaluate": "test/loss 0.17, test/accuracy 0.95, test/confusion (9 values): test set, step 120",
     }
 
 

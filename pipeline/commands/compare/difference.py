@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.commands.compare.compared_figures import ComparedFigures, Figure, iter_learned, measured
-from pipeline.commands.history.run_result import report_of
+from pipeline.commands.earlier_report import report_of
 from pipeline.errors import UsageError
 from pipeline.experiment.values import Frozen
 from pipeline.record.run_summary import RunSummary, data_of, environment_of, last_opened

@@ -1,7 +1,8 @@
-"""Arguments and exit behavior that several commands share."""
+"""Arguments, consoles and messages that the commands share; torch is imported only by `head_start`."""
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, TrainingError, UsageError
+from pipeline.errors import Interrupted, PipelineError, Terminated, TrainingError, UsageError
 from pipeline.plan.outer_launcher import is_follower
 from pipeline.system import memory, stages
 from pipeline.system.imports import undisturbed
@@ -19,6 +20,7 @@ from pipeline.system.signals import redirect_to_null
 
 if TYPE_CHECKING:
     from pipeline.experiment.load import ExperimentFile
+    from pipeline.record.run_summary import RunSummary
     from pipeline.record.screen import Terminal
 
 FileArgument = Annotated[
@@ -68,7 +70,28 @@ Verbose = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON on stdout, and all other output on stderr.")
 ]
-IdsOnly = Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")]
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="The run's id or a unique part of it, the run's folder, or latest.",
+        show_default=False,
+    ),
+]
+Directory = Annotated[
+    Path, typer.Option("--directory", metavar="FOLDER", help="Folder with the runs (tracking.directory).")
+]
+RUNS = Path("runs")
+"""Default of ``--directory``."""
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="best|last|STEP",
+        show_default=False,
+        help="Checkpoint to use. Default: best if the experiment sets checkpoint.best, otherwise last.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result; warnings go to stderr.")]
 
 
@@ -103,11 +126,7 @@ def _noted(what: str, error: KeyboardInterrupt) -> str:
 def opened(
     path: str | Path, overrides: Sequence[str] = (), *, as_json: bool, quiet: bool, prints: bool = False
 ) -> "Iterator[tuple[ExperimentFile, Terminal]]":
-    """Read an experiment; yield it with the command's consoles, see `consoles`.
-
-    Raises:
-        ExperimentError: the file is wrong; raised before torch is imported, so that a typo is reported at once.
-    """
+    """Read an experiment before torch is imported; yield it with the command's consoles, see `consoles`."""
     with consoles(as_json=as_json, quiet=quiet, prints=prints) as terminal:
         stages.begin("reading the experiment")
         from pipeline.experiment.load import load
@@ -162,12 +181,44 @@ def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
             raise typer.Exit(error.exit_code) from None
 
 
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines on standard output, or with ``err`` on standard error, as long as they are."""
+    from pipeline.record.screen import OptionalConsole, linked
+
+    OptionalConsole(stderr=err, highlight=False).print(linked(text), soft_wrap=True)
+
+
 def print_json(text: str) -> None:
-    """Print the result of a run; if no one reads it, the run has completed nevertheless."""
+    """Print a JSON document; if no one reads it, the command has succeeded nevertheless."""
     try:
-        typer.echo(text)
+        typer.echo(re.sub("[\x7f-\x9f]", lambda control: f"\\u{ord(control[0]):04x}", text))
     except BrokenPipeError:
         redirect_to_null(sys.stdout.fileno())
+
+
+def find_trained(run: str, directory: Path) -> Path:
+    """Find a run whose model is used, see `pipeline.record.runs.find_trained`; print its note."""
+    from pipeline.record import runs
+
+    folder, note = runs.find_trained(run, directory)
+    if note:
+        say(f"note: {note}", err=True)
+    return folder
+
+
+def summary_of(run: str, directory: Path) -> "RunSummary":
+    """Find a run and summarize it.
+
+    Raises:
+        UsageError: there is no such run, or it ended before its training started.
+    """
+    from pipeline.record import runs
+    from pipeline.record.run_summary import summarized
+
+    folder = runs.find(run, directory)
+    if (summary := summarized(folder)) is None:
+        raise UsageError(f"{folder}: this run ended before training started, so it has no result")
+    return summary
 
 
 def show(error: PipelineError) -> None:
@@ -187,13 +238,6 @@ def report_failure(error: PipelineError) -> None:
             from pipeline.launch import outer
 
             outer.report_failure(error)
-
-
-def problems_of(error: PipelineError | None) -> list[dict[str, str]]:
-    """Return an error's problems for JSON, each with key, message and place; an empty list for None."""
-    if isinstance(error, ExperimentError):
-        return [problem._asdict() for problem in error.problems]
-    return [] if error is None else [{"key": "", "message": str(error), "place": ""}]
 
 
 def strategies_of(text: str) -> tuple[str, ...]:

@@ -1,19 +1,18 @@
-"""``pipeline show``: results of earlier runs, as their commands left them."""
+"""Reports of commands that do not end in a `Result` yet, read and shown. The file goes with the last of them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import rich.console
 
-from pipeline.commands.history.evaluations import evaluations
+from pipeline.commands.ending import print_result
+from pipeline.commands.options import print_json, say
 from pipeline.errors import UsageError
-from pipeline.record import journal
-from pipeline.record.run_summary import RunSummary
-from pipeline.record.screen import Printable, print_report, print_verdict
-from pipeline.record.trial_progress import RunProgress
+from pipeline.record.run_summary import RunSummary, data_of
+from pipeline.record.screen import Printable, print_report, print_screen, print_verdict, write
 from pipeline.report.compared import FILE_NAME as STUDY_NAME
 from pipeline.report.compared import Compared
 from pipeline.report.report import Report, comparison_json, run_json
@@ -22,24 +21,45 @@ from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import FILE_NAME as SWEEP_NAME
 from pipeline.report.swept import SweptReport
+from pipeline.results.terminal import wrap
+from pipeline.tracking.outcome import places_of
 
 Model = TypeVar("Model", Report, SweptReport, Compared)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors while an inconsistent result is loaded and printed; pydantic's errors are ValueErrors."""
 
 
-class RunResult(NamedTuple):
-    """Result of a command."""
+class EarlierReport(NamedTuple):
+    """Report of a command, in its folder."""
 
+    run: RunSummary
     report: Printable
     to_json: Callable[[], str]
-    """Return the output of the command with ``--json``."""
     command: str = ""
     """Shell command to run next, or empty."""
 
+    def show(
+        self, console: rich.console.Console, *, as_json: bool, full: bool, state: str, evaluations: Sequence[str]
+    ) -> None:
+        """Print it as ``pipeline show`` does."""
+        if as_json:
+            print_json(self.to_json())
+            return
+        if self.run.status != "FINISHED":
+            write(console, f"{self.run.run}: {state}", style="yellow")
+        if full:
+            print_report(self.report, stdout=console)
+            say(self.command)
+        else:
+            print_result(self.report, self.run.folder, stdout=console)
+        print_screen([line for text in evaluations for line in wrap(text, rest="  ")], stdout=console)
+        if full:
+            say("\n".join([*(f"{name} {text}" for name, text in data_of(self.run.folder).items())]))
+            say(places_of(self.run.folder))
 
-def result_of(run: RunSummary) -> RunResult | None:
-    """Load the result of a run, or None if the run ended without a result.
+
+def find_report(run: RunSummary) -> EarlierReport | None:
+    """Load the report of a run, or None if the run ended without one.
 
     Raises:
         UsageError: the file is damaged, or was written by an incompatible version.
@@ -48,15 +68,16 @@ def result_of(run: RunSummary) -> RunResult | None:
         swept = _read(SweptReport, run.folder / SWEEP_NAME)
         if swept is None:
             return None
-        return RunResult(swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
+        return EarlierReport(run, swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
     if run.command == "study":
         compared = _read(Compared, run.folder / STUDY_NAME)
-        return RunResult(compared, lambda: json.dumps(compared.to_mapping(), indent=2)) if compared else None
+        if compared is None:
+            return None
+        return EarlierReport(run, compared, lambda: json.dumps(compared.to_mapping(), indent=2))
     if (report := report_of(run)) is None:
         return None
-    if run.command == "benchmark":
-        return RunResult(report, lambda: comparison_json(report))
-    return RunResult(report, lambda: run_json(report, run.folder, evaluations=evaluations(run.folder)))
+    to_json = comparison_json if run.command == "benchmark" else lambda report: run_json(report, run.folder)
+    return EarlierReport(run, report, lambda: to_json(report))
 
 
 def report_of(run: RunSummary) -> Report | None:
@@ -66,18 +87,6 @@ def report_of(run: RunSummary) -> Report | None:
         UsageError: the file is damaged, or was written by an incompatible version.
     """
     return _read(Report, run.folder / REPORT_NAME)
-
-
-def format_progress(folder: Path) -> str:
-    """Return how far a running run is, by its journal."""
-    run = RunProgress()
-    for event in journal.Tail(folder / journal.FILE_NAME).new():
-        run.update(event)
-    progress = run.progress
-    parts = ["running", *([run.trial.title] if run.trial else []), *run.outlook(None)]
-    if progress.started is not None:
-        parts += [*progress.position(), *progress.training(), *progress.logs(), *progress.validation()]
-    return ", ".join(parts)
 
 
 def _read(model: type[Model], path: Path) -> Model | None:

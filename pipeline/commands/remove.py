@@ -1,10 +1,15 @@
-"""``pipeline remove``: delete the folders of runs, and their runs in MLflow."""
+"""``pipeline remove``: delete the folders of runs, and their runs in MLflow. Of a link, only the link is deleted."""
 
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pipeline.errors import ResourceError, UsageError
+import typer
+
+from pipeline.commands.options import RUNS, Directory, say
+from pipeline.errors import Interrupted, ResourceError, UsageError
 from pipeline.record import journal, runs
 from pipeline.record.folder import sweep_of, trials_of
 from pipeline.record.run_summary import summarized
@@ -12,6 +17,44 @@ from pipeline.tracking.follow import describe_failure
 from pipeline.tracking.mlflow import delete_runs
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.tracking.store import sqlite_path, with_credentials
+
+
+def remove(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Ids of runs or unique parts of them, folders, or latest."),
+    ] = None,
+    *,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Remove runs that failed, also before their first step.")
+    ] = False,
+    keep_mlflow: Annotated[bool, typer.Option("--keep-mlflow", help="Keep the runs in MLflow.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    directory: Directory = RUNS,
+) -> None:
+    """Remove runs: their folders, and their runs in MLflow, which can be restored there."""
+    if bool(names) == failed:
+        raise UsageError("pipeline remove: name runs, or use --failed; not both")
+    chosen = choose_named(names, directory) if names else choose_failed(directory)
+    if not chosen:
+        say(f"{directory}: no run matches, so nothing is removed", err=True)
+        return
+    if not yes:
+        say("\n".join(folder.name for folder in chosen), err=True)
+        if keep_mlflow:
+            say("MLflow keeps its runs.", err=True)
+        elif not all(folder.is_symlink() for folder in chosen):
+            say("Their runs in MLflow are deleted too. They can be restored there.", err=True)
+        if not sys.stdin.isatty():
+            raise UsageError("nothing is removed: the question can't be answered here. Use --yes.")
+        try:
+            if not typer.confirm("Remove?", err=True):
+                say("nothing is removed", err=True)
+                return
+        except typer.Abort:
+            raise Interrupted("nothing is removed") from None
+    for folder in delete(chosen, keep_mlflow=keep_mlflow):
+        say(f"removed {folder.name}")
 
 
 def choose_named(names: Sequence[str], directory: Path) -> list[Path]:
@@ -34,8 +77,8 @@ def choose_failed(directory: Path) -> list[Path]:
     return [each for each in ended if (run := summarized(each)) is None or run.status == "FAILED"]
 
 
-def remove(folders: Iterable[Path], *, keep_mlflow: bool) -> Iterator[Path]:
-    """Delete runs, and their runs in MLflow first; yield each that is gone. Of a link, only the link is deleted.
+def delete(folders: Iterable[Path], *, keep_mlflow: bool) -> Iterator[Path]:
+    """Delete runs, and their runs in MLflow first; yield each that is gone.
 
     Raises:
         UsageError: a run is running now.
