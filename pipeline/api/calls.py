@@ -24,6 +24,7 @@ from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.record.console import stages_on
 from pipeline.record.screen import Terminal
 from pipeline.report.report import Report
+from pipeline.results import record
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
 from pipeline.system.signals import handled, hang_up, is_ended_by_hang_up
@@ -56,7 +57,7 @@ def run(
         PipelineError: the run failed; a notebook shows only the message.
         KeyboardInterrupt: Ctrl-C, or the kernel was interrupted; the run's status is KILLED.
     """
-    ended: list[tuple[Report, Path]] = []
+    ended: list[tuple[record.Result, Path]] = []
     with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
         runner.run(
             file,
@@ -64,7 +65,7 @@ def run(
             train_only=train_only,
             verbose=verbose,
             terminal=_terminal(quiet=quiet),
-            show=lambda report, folder: ended.append((report, folder)),
+            show=lambda result, folder: ended.append((result, folder)),
             resume=resume,
             allow_changed=allow_changed,
         )

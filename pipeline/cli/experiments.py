@@ -54,7 +54,6 @@ def run(
             return
         with head_start(experiment, verbose=verbose):
             from pipeline.commands import run as runner
-            from pipeline.report.report import run_json
 
             runner.run(
                 experiment,
@@ -63,7 +62,7 @@ def run(
                 quick=quick,
                 verbose=verbose,
                 terminal=terminal,
-                show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
+                show=lambda result, _: print_json(result.model_dump_json(indent=2)) if as_json else None,
                 resume=resume,
                 allow_changed=allow_changed,
             )

@@ -1,42 +1,65 @@
-"""The path shared by run, benchmark and sweep; what they plan and report is in their own files."""
+"""The path shared by run, benchmark and sweep: a recorded command, from its plan to the result that it ends in.
+
+What these commands plan and measure is in their own files.
+"""
 
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 from pipeline import registry
-from pipeline.commands import page
-from pipeline.commands.ending import print_end
-from pipeline.commands.interruption import continuable
+from pipeline.commands import old_page
+from pipeline.commands.ending import print_end as print_old_end
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.directions import directions
 from pipeline.drive.execute import execute
 from pipeline.drive.recorded_run import Membership, artifact, recorded
-from pipeline.errors import ExperimentError, PipelineError
+from pipeline.errors import ExperimentError, PipelineError, UsageError
 from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.uris import without_credentials_in
 from pipeline.launch.base import Launcher, Session
+from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.plan import Plan
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
+from pipeline.protocol.numbers import MEASURED, STARTUP
 from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.record import provenance
-from pipeline.record.folder import id_of
+from pipeline.record import journal, loss_file, provenance, runs
+from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME, id_of, is_kept
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
 from pipeline.record.screen import Printable, Terminal
 from pipeline.report.advice import advise
-from pipeline.report.numbers.goodput import Goodput, WallClock
 from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.text.claims import classify_speedup
 from pipeline.report.text.tables import speedup
+from pipeline.results import charts, mlflow_names, record
+from pipeline.results.goodput import Goodput, WallClock
+from pipeline.results.page import FILE_NAME as PAGE_NAME
+from pipeline.results.page import render
+from pipeline.results.record import Result
+from pipeline.results.terminal import print_result
 from pipeline.system import stages
+from pipeline.system.imports import uncollected
+from pipeline.tracking import loggers
+from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import is_server, resolve_uri, run_page, ui_address
 
+TABLE_NAME = "speedup_table.json"
+"""Table of a result's facts in MLflow's format."""
+_RUNS, _STORE = Path("runs"), "sqlite:///mlflow.db"
+"""Folder in which commands look for runs by their name, and store that ``pipeline ui`` opens, by default."""
+_OF_STEPS = ("train/", "validation/", "test/")
+"""Beginnings of the metrics that a training has logged itself."""
+_PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +93,7 @@ class Invocation:
     _initial: Weights | None
     _results: _Results
     _clock: WallClock
-    _shown: list[Printable]
+    _shown: list[Result | Printable]
 
     @property
     def folder(self) -> Path:
@@ -121,6 +144,37 @@ class Invocation:
         if points := tuple(Point(name, step, value) for name, value in figures.items() if value is not None):
             self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
 
+    def finish(self, result: Result, *, draws: bool = True) -> None:
+        """Save and record the result that the command ends in, to be shown once the run is closed.
+
+        Args:
+            result: the result, without ``run`` and ``places``.
+            draws: True to write its page, with figures.
+        """
+        self.recorder.summary = mlflow_names.describe(result)
+        if draws:
+            stages.begin("drawing the report")
+            with self.unharmed(f"{self.folder / PAGE_NAME}"), uncollected():
+                (self.folder / PAGE_NAME).write_text(_render_page(result, self.folder), encoding="utf-8")
+                artifact(PAGE_NAME, self.recorder)
+        result = result.model_copy(update={"run": id_of(self.folder), "places": find_places(self.folder)})
+        self._shown.append(result)
+        at = {name: (one.steps, one.epochs) for name, one in self.results.items()}
+        logged = {number.metric for number in (*MEASURED, STARTUP)}  # at the end of the trial itself
+        for trial, figures in mlflow_names.metrics(result).items():
+            step, epoch = at.get(trial, (0, 0))
+            known = logged if trial in at else set()
+            new = {name: value for name, value in figures.items() if not name.startswith(_OF_STEPS)}
+            self.log({name: new[name] for name in new if name not in known}, trial=trial, step=step, epoch=epoch)
+        for trial, tags in mlflow_names.tags(result).items():
+            self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
+        self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws else {})
+        record.save(result, self.folder)
+        artifact(record.FILE_NAME, self.recorder)
+
+    # Old reports, until benchmark, sweep, compare and evaluate end in a `Result`: the methods below, `print_old_end`
+    # and `old_page` go with the last of them.
+
     def tag(self, row: Row, *, baseline: Row, trial: str = "main") -> None:
         """Tag a trial with its speedup and the interval of it, for the table of runs in the tracking store."""
         if row.ratio is None:
@@ -146,7 +200,7 @@ class Invocation:
     def save_report(self, report: AnyReport) -> None:
         """Write the files of a report into the run's folder, as artifacts."""
         stages.begin("drawing the report")
-        for name in page.save(report, self.folder, warn=self.warn):
+        for name in old_page.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
 
     def advised(self, report: Report) -> Report:
@@ -183,15 +237,17 @@ def invoked(
     member: Membership | None = None,
     again: Sequence[str] = (),
     adds: bool = False,
+    show: Callable[[Result, Path], None] | None = None,
 ) -> Iterator[Invocation]:
-    """Print a plan's notes and record what happens inside; for the other arguments see `recorded`.
+    """Print a plan's notes, record what happens inside, and print the result; for other arguments see `recorded`.
 
+    ``show`` gets the result, as it is saved, and the run's folder.
     ``again`` is the verb, with its options, that continues the run after an interruption; empty if none does.
     """
     for note in plan.notes:
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
     initial = _initial(plan, resumes=folder is not None)
-    shown: list[Printable] = []
+    shown: list[Result | Printable] = []
     folders: list[Path] = []
     try:
         with recorded(
@@ -206,15 +262,25 @@ def invoked(
             results = _Results(recorder.earlier)
             folders.append(recorder.folder)
             clock = WallClock(plan.main.name, read(recorder.folder / FILE_NAME))
-            with (
-                recorder.subscribed(results),
-                recorder.subscribed(clock),
-                continuable(again, file=file, folder=recorder.folder),
-            ):
-                yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
+            with recorder.subscribed(results), recorder.subscribed(clock):
+                try:
+                    yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
+                except KeyboardInterrupt as error:
+                    if again and is_kept(recorder.folder):
+                        error.add_note(way_on(again, file=file, run=recorder.folder.name))
+                    raise
     finally:
         for ended in folders if not adds else ():  # what is added has an end of its own
-            print_end(shown[-1] if shown else None, ended, terminal=terminal, is_verbose=verbose)
+            last = shown[-1] if shown else None
+            if isinstance(last, Result):
+                last = last.model_copy(update={"places": find_places(ended)})  # once MLflow has answered
+                with suppress(OSError):  # the disk is full: the error says so
+                    record.save(last, ended)
+                print_result(last, terminal=terminal, is_verbose=verbose)
+                if show is not None:
+                    show(last, ended)
+            else:
+                print_old_end(last, ended, terminal=terminal, is_verbose=verbose)
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
@@ -225,3 +291,84 @@ def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
         if not resumes:
             raise
         return None
+
+
+def way_on(verb: Sequence[str], *, file: ExperimentFile, run: str) -> str:
+    """Return how to continue a run: the whole command, unless a script, an outer launcher or a job started it.
+
+    ``verb`` is the command that continues the run with ``--resume``, with its options.
+    """
+    experiment = file.experiment
+    if experiment.checkpoint.keep == 0:
+        return "there is no checkpoint to continue from, since checkpoint.keep is 0"
+    if not file.source:
+        return f"continue it with resume={run!r}"
+    if outer_launcher() is not None or experiment.parallel.address == "auto":
+        return f"continue it with --resume {run}"
+    name, *options = verb
+    overrides = map(without_credentials_in, file.overrides)
+    return f"continue it with: pipeline {shlex.join([name, str(file.path), *overrides, *options, '--resume', run])}"
+
+
+def find_places(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Return where a run's results are, and the commands that show more, as `Result.places` has them."""
+    run = str(folder)
+    with suppress(OSError, UsageError):
+        is_latest = runs.find(runs.LATEST, _RUNS).samefile(folder)
+        run = runs.LATEST if is_latest else id_of(folder) if (_RUNS / id_of(folder)).samefile(folder) else run
+    has_page = (folder / PAGE_NAME).is_file()
+    places = [("Report", str(folder / PAGE_NAME)) if has_page else ("Folder", str(folder))]
+    more, mlflow = f"pipeline show {shlex.quote(run)} --full", _describe_store(folder)
+    together = f"{more}    MLflow: {mlflow}"
+    if mlflow and len(together) <= 71:
+        places.append(("More", together))
+    else:
+        places += [("More", more), *([("MLflow", mlflow)] if mlflow else [])]
+    return (*places, *(("", line) for line in loggers.places(folder)))
+
+
+def _describe_store(folder: Path) -> str:
+    """Return how to open a run in MLflow; empty if MLflow does not have it."""
+    outcome = TrackingOutcome.kept(folder)
+    if outcome is None or not outcome.run_id:
+        return ""
+    opened = journal.opened(folder / FILE_NAME)
+    uri = outcome.uri or (opened.tracking_uri if opened else "")
+    if is_server(uri):
+        return ui_address(uri)
+    return "pipeline ui" if uri == resolve_uri(_STORE, base=Path.cwd()) else f"pipeline ui --store {uri}"
+
+
+def _render_page(result: Result, folder: Path) -> str:
+    """Return the page of a result with the figures that its run's folder has."""
+    losses = loss_file.read(folder)
+    courses = [charts.read_course("training", losses, read(folder / FILE_NAME))] if losses else []
+    return render(result, about=_describe_run(folder), figures=list(charts.iter_figures(result, courses)))
+
+
+def _describe_run(folder: Path) -> dict[str, str]:
+    """Return the facts that a run's folder holds, for its page."""
+    opened, known = journal.opened(folder / FILE_NAME), TrackingOutcome.kept(folder)
+    if opened is None:
+        return {}
+    uri = (known.uri if known else "") or opened.tracking_uri
+    link = run_page(ui_address(uri), known.experiment_id, known.run_id) if known and known.run_id else ""
+    environment, experiment = (
+        path.read_text(encoding="utf-8") if path.is_file() else ""
+        for path in (folder / ENVIRONMENT_NAME, folder / EXPERIMENT_NAME)
+    )
+    first, *packages = environment.splitlines() or [""]
+    installed = dict(line.split("==", 1) for line in packages if "==" in line)
+    commit = opened.tags.get("git_commit", "")[:12]
+    is_dirty = ", with changes" if opened.tags.get("git_dirty") == "true" else ""
+    about = {
+        "Run": opened.run,
+        "Started": f"{datetime.fromtimestamp(opened.time):%Y-%m-%d %H:%M}",
+        "Command": opened.command,
+        "MLflow": f"experiment {opened.tracking_experiment} in {uri}{f', {link}' if link else ''}",
+        "Code": f"commit {commit}{is_dirty}" if commit else "",
+        "Python": first.removeprefix("# "),
+        "Packages": ", ".join(f"{name} {installed[name]}" for name in _PACKAGES if name in installed),
+        "Experiment": experiment,
+    }
+    return {name: text for name, text in about.items() if text}

@@ -54,7 +54,9 @@ Baseline = Annotated[bool, typer.Option(show_default=False, help="Measure the ba
 TrainOnly = Annotated[bool, typer.Option("--train-only", help="Skip all performance measurements.")]
 Quick = Annotated[
     bool,
-    typer.Option("--quick", help="Train 2 steps, evaluate and save once, to test whether the experiment works."),
+    typer.Option(
+        "--quick", help="Train a few steps, evaluate and save once; print how long the whole training will take."
+    ),
 ]
 AllowChanged = Annotated[
     bool,

@@ -9,7 +9,7 @@ import yaml
 from pipeline.experiment.schema import LIGHTNING_OPTIMIZER, Experiment
 from pipeline.experiment.uris import describe_origin, without_credentials
 from pipeline.plan.plan import Plan
-from pipeline.protocol.trial import QUICK_STEPS, Training, Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.wording import counted
 
 _WIDTH = 110
@@ -95,7 +95,7 @@ def _describe_trial(trial: Trial, main: Trial) -> dict[str, Any]:
         if trial.train_only:
             purpose = f"trains {train.length}"
         if trial.is_quick:
-            purpose = f"trains {QUICK_STEPS} steps of {train.length}, evaluates, and saves a checkpoint"
+            purpose = f"trains {trial.quick_steps} steps of {train.length}, evaluates, and saves a checkpoint"
     elif isinstance(main, Training) and trial in main.compared_with:
         purpose = (
             f"is measured in turn with the training, at most {measure.rounds} rounds in about "

@@ -12,13 +12,13 @@ from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.values import Frozen
 from pipeline.plan.outer_launcher import find_ignored_ranks
 from pipeline.plan.resources import Resources
-from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, Trial
+from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.wording import counted
 
 TRAIN_ONLY = "--train-only: no speedup, no step-time breakdown, no recommendations"
 """Note on a run that only trains."""
-QUICK = f"--quick: {QUICK_STEPS} steps, one evaluation and one checkpoint. The model is not trained"
-"""Note on a run that only tries whether the experiment works."""
+QUICK = "--quick: {steps} steps, one evaluation and one checkpoint. The model is not trained"
+"""Note on a run that only tries whether the experiment works and how long it will take."""
 _LENGTHS = ("step_size", "milestones", "T_max", "T_0", "total_iters")
 """Arguments of torch's schedulers that count their advances."""
 _FACTOR = 0.99
@@ -214,7 +214,7 @@ def make_plan(
 ) -> Plan:
     """Plan the trials of ``pipeline run``; with ``train_only`` nothing is measured beside or after the training.
 
-    With ``quick`` the training ends after two steps, and nothing is measured either.
+    With ``quick`` the training ends after a few timed steps, and nothing is measured either.
 
     The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
     N times the cores. On CPU a reference shows what one process with all those cores does. Both are measured in turn
@@ -257,7 +257,7 @@ def restriction(trial: Trial) -> str:
     """Return the note on a training that measures nothing; empty for other trials."""
     if not isinstance(trial, Training) or not trial.train_only:
         return ""
-    return QUICK if trial.is_quick else TRAIN_ONLY
+    return QUICK.format(steps=trial.quick_steps) if trial.is_quick else TRAIN_ONLY
 
 
 def _find_notes(main: Training) -> Iterator[str]:

@@ -26,6 +26,8 @@ EXAMPLE = "model/example.pt"
 """Path of a small batch of model inputs inside a run's folder."""
 REFERENCE = "model/reference.pt"
 """Path of the evaluated model's outputs for these inputs inside a run's folder."""
+LAST_STEPS = 20
+"""Steps whose mean loss a training has as its loss where reports come by time, which depends on the machine."""
 LOSSES = "losses.npy"
 """Path of the loss of every step inside a run's folder."""
 Origin = Literal["rank", "lost_peer", "peer_timeout"]

@@ -44,6 +44,8 @@ class StepParts(Recorded):
     """Wait for batches during training: in each step that of the rank that waited longest, over the step's windows."""
     rest_ms: float | None = None
     """Time of the optimizer, clipping and book-keeping."""
+    ranges: Mapping[str, tuple[float, float]] = {}
+    """Lowest and highest of the rounds behind each part that was measured afterwards, by the name of its field."""
     ranks: tuple[Spread, ...] = ()
     """Time of each rank without waiting for other ranks: its wait for data and its computing, in rank order."""
     nodes: tuple[str, ...]

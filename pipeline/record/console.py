@@ -31,7 +31,7 @@ from pipeline.protocol.trial import Trial
 from pipeline.record.screen import Terminal, write
 from pipeline.record.trial_progress import VALIDATION, RunProgress, facts, figures, fitted, left
 from pipeline.system import stages
-from pipeline.wording import approximate, clock
+from pipeline.wording import approximate, clock, figure
 
 LONGEST = 120
 """Characters of a plain line."""
@@ -64,10 +64,11 @@ class Console:
                     has_bars = self._stdout.is_interactive and not self._stdout.is_jupyter
                     self._display = (_Bars if has_bars else _Lines)(self._stdout, self.run)
             case Warned():
-                write(self._warnings, f"{event.trial}: warning: {event.message}", style="yellow")
+                write(self._warnings, f"{self.run.label or event.trial}: warning: {event.message}", style="yellow")
             case Finished():
                 self.close()
-                self._write(fitted(_format_finished(event), width=LONGEST - len(self.run.label) - 2))
+                told = _format_finished(event) if self.run.is_training else _format_timed(event)
+                self._write(fitted(told, width=LONGEST - len(self.run.label) - 2))
             case events.Evaluated():
                 self.close()
                 self._write(", ".join(figures(event.values)))
@@ -113,7 +114,7 @@ class _Lines:
                 validated = any(point.name.startswith(VALIDATION) for point in event.points)
                 if validated or event.time - self._printed_at >= _EVERY_S:
                     self._printed_at = event.time
-                    new = {point.name: point.value for point in event.points}
+                    new = {point.name: state.values[point.name].value for point in event.points}
                     values = figures({name: new[name] for name in new if not name.startswith((VALIDATION, "test/"))})
                     validation = state.validation() if validated else ()
                     self._line(*state.position(), *values, *validation, *left(state.left_s(event.time)))
@@ -314,3 +315,10 @@ def _format_finished(event: Finished) -> list[str]:
     first = [] if ready is None else [f"first step after {ready:.1f} s"]
     stopped = [f"stopped early: {result.stopped_early}"] if result.stopped_early else []
     return [f"done, {result.steps:,} steps", *stopped, *reached, *best, *compiled, *first]
+
+
+def _format_timed(event: Finished) -> list[str]:
+    """Say of a baseline or of a configuration that it was timed: its loss is that of a few steps."""
+    result, ready = event.result, event.time_to_first_step_s
+    first = [] if ready is None else [f"first step after {ready:.1f} s"]
+    return [f"timed, not trained: {figure(result.samples_per_second.median)} samples/s", *first]

@@ -1,7 +1,7 @@
 """Progress of a command from its events, in the words that bars, plain lines and ``pipeline show`` share."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import mean
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pipeline.experiment.reported import OF_TRAINING, TRAIN, named, shown_names
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import (
+    LAST_STEPS,
     AnyEvent,
     Finished,
     FirstStep,
@@ -44,7 +45,10 @@ class Reported(NamedTuple):
 
 
 class TrialProgress:
-    """State of a running trial: steps, stage, pace and values; ``earlier`` evaluations count for the best so far."""
+    """State of a running trial: steps, stage, pace and values; ``earlier`` evaluations count for the best so far.
+
+    With ``averages`` the loss is the mean over the last steps, as in the trial's result.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class TrialProgress:
         directions: Mapping[str, Direction] | None = None,
         batch: int | None = None,
         earlier: Iterable[Metrics] = (),
+        averages: bool = True,
     ) -> None:
         self.started: Started | None = None
         """Sizes of the trial; None until rank 0 has built it."""
@@ -59,8 +64,9 @@ class TrialProgress:
         """Optimizer steps done."""
         self.values: dict[str, Reported] = {}
         """Latest value of each metric."""
-        self._directions, self._batch = directions or {}, batch
+        self._directions, self._batch, self._averages = directions or {}, batch, averages
         self._best: dict[str, Reported] = {}
+        self._losses = deque[float](maxlen=LAST_STEPS)
         self._evaluations: Counter[str] = Counter()
         self._current = 0  # step under way, counted from 1
         self._phase: Phase | None = None
@@ -82,6 +88,9 @@ class TrialProgress:
                 self._phase = None
                 self._advance(event.step, time=event.time)
                 self.values |= {point.name: Reported(point.value, event.epoch) for point in event.points}
+                self._losses.extend(event.losses)
+                if event.losses and self._averages:  # as the result does
+                    self.values[LOSS] = Reported(mean(self._losses), event.epoch)
                 self._judge(event)
             case Heartbeat() if event.rank.is_first:
                 self._phase, self._current = event.phase, event.step
@@ -225,6 +234,7 @@ class RunProgress:
                     directions=self.opened.directions if self.opened else {},
                     batch=self._batch(event),
                     earlier=self._evaluations[event.trial],
+                    averages=self.opened is None or self.opened.params.get("train.log_every_steps") == "auto",
                 )
             case Finished():
                 if self.trial is not None:
@@ -241,6 +251,11 @@ class RunProgress:
     def is_launched(self) -> bool:
         """False for a trial that a training is compared with: the training's rank 0 runs it."""
         return self.trial is not None and self.trial.trial not in self._compared
+
+    @property
+    def is_training(self) -> bool:
+        """False for a baseline and for a configuration of a benchmark, of which a few steps are timed."""
+        return self.trial is not None and self.trial.role not in ("baseline", "reference", "cell")
 
     @property
     def place(self) -> tuple[int, int]:

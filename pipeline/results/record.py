@@ -163,9 +163,9 @@ def format_fact(fact: Fact, *, with_interval: bool = True) -> str:
         return "not valid"
     if fact.value is None or math.isnan(fact.value):
         return "-" if fact.value is None else "NaN"
+    is_clear = fact.unit != "x" or not fact.has_interval or not (fact.low or 0) <= 1 <= (fact.high or 0)
     if fact.low is None or fact.high is None or not with_interval:
-        return _format_value(fact.value, fact.unit, is_clear=True)
-    is_clear = fact.unit != "x" or not fact.low <= 1 <= fact.high
+        return _format_value(fact.value, fact.unit, is_clear=is_clear)
     low, high = (_format_value(end, fact.unit, is_clear=is_clear) for end in (fact.low, fact.high))
     if fact.unit == "x" and fact.low < 1 / FAR and fact.high > FAR:
         return "too noisy"

@@ -71,7 +71,7 @@ def test_a_run_inside_torchrun_speaks_once(
 ) -> None:
     done, _ = under_torchrun
 
-    assert done.stdout.count("starting 2 workers") == 1
+    assert done.stderr.count("starting 2 workers") == 1
     assert done.stdout.count("\nReport   ") == 1
 
 
@@ -123,7 +123,7 @@ def test_tasks_of_srun_train_what_one_process_does(cwd: Path, alone: dict[int, f
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert len(alone) == STEPS
     assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
-    assert first.stdout.count("starting 2 workers") == 1
+    assert first.stderr.count("starting 2 workers") == 1
     assert second.stdout == ""
     assert any(isinstance(event, SystemMetrics) for event in ranks.events)
 

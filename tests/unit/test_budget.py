@@ -34,19 +34,20 @@ LARGER_TODAY = {
     "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_833,
+    "protocol": 1_835,
     "record": 2_031,
-    "report": 6_542,
+    "report": 6_338,
+    "results": 2_255,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
     "tracking": 2_131,
-    "train": 9_247,
+    "train": 9_249,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 279
+FILES = 291
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_620
+TEST_LINES = 48_754
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -96,7 +96,7 @@ def test_a_pipe_gets_one_whole_plain_line_for_each_thing_that_happens() -> None:
         "on 2 x (node-1 cpu x 1 thread)",
         "ddp, 2 workers: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
         "ddp, 2 workers: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:11 left",
-        "main: warning: the [bold]last[/bold] batch is small",
+        "ddp, 2 workers: warning: the [bold]last[/bold] batch is small",
         "ddp, 2 workers: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
     ]
 
@@ -295,7 +295,7 @@ def test_quiet_keeps_progress_from_the_terminal_but_no_warning() -> None:
     console.close()
 
     assert printed(places.progress) == printed(places.result) == ""
-    assert printed(warnings) == "main: warning: careful\n"
+    assert printed(warnings) == "ddp, 2 workers: warning: careful\n"
 
 
 def test_many_different_devices_are_counted_instead_of_listed() -> None:

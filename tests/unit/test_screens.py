@@ -21,11 +21,11 @@ from pipeline.protocol.events import Finished
 from pipeline.protocol.trial_result import StepParts, TrialResult
 from pipeline.record.screen import print_report
 from pipeline.report.advice import advise
-from pipeline.report.numbers.goodput import Goodput
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import State, Swept, SweptReport, SweptTrial
+from pipeline.results.goodput import Goodput
 
 FOLDER = "runs/20261125-211028-resnet-digits-3c35"
 PLACES = Places(
@@ -96,28 +96,6 @@ def advised(report: Report) -> Report:
     return report.model_copy(update={"advice": advise(report, experiment=experiment, cores=2)})
 
 
-def loading() -> Report:
-    """A training that waits for its data, without one process on both cores."""
-    ends = [
-        end("baseline", 329, losses=LOSSES),
-        end("main", 606, noise=0.04, parts=(160.0, 8.8, 40.0, 0.9), losses=LOSSES, metrics=METRICS, slots_s=30.0),
-    ]
-    return advised(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE))
-
-
-def alone(**options: bool) -> Report:
-    """A training without any measurement."""
-    only = MAIN.model_copy(update={"train_only": True, "launcher": "ray", **options})
-    return Report.of([only], [end("main", 362, slots=(), metrics=METRICS)], hardware=HARDWARE)
-
-
-def dp_on_one_device() -> Report:
-    """DataParallel with a single replica, which has no speedup."""
-    main = trial("main", "main", strategy="dp", batch=128)
-    ends = [end("baseline", 353, losses=LOSSES), end("main", 351, losses=LOSSES, metrics=METRICS)]
-    return advised(Report.of([main, BASELINE], ends, hardware=HARDWARE))
-
-
 def comparison() -> Report:
     """Three repeats of one worker, of both cores and of two workers, on a busy machine."""
     rates = {
@@ -159,15 +137,6 @@ def sweep(*, copies: int = 1) -> SweptReport:
 
 
 SCREENS: dict[str, Callable[[], object]] = {
-    "run_faster": resnet,
-    "run_inconclusive": lambda: resnet(rate=349, noise=0.15, other_cores=1.4),
-    "run_too_close": lambda: resnet(rate=330, noise=0.02, losses=LOSSES),
-    "run_slower": mlp,
-    "run_suggestion": loading,
-    "run_other_loss": lambda: resnet(coupling=()),
-    "run_one_device": dp_on_one_device,
-    "run_train_only": alone,
-    "run_quick": lambda: alone(is_quick=True),
     "compare": comparison,
     "sweep": sweep,
 }
@@ -183,15 +152,15 @@ def check(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", SCREENS)
 def test_a_screen_has_this_text(name: str) -> None:
-    command = {"run_quick": "pipeline run experiments/resnet.yaml --quick", "compare": "pipeline benchmark resnet.yaml"}
+    command = {"compare": "pipeline benchmark resnet.yaml"}
     text = shown(SCREENS[name](), PLACES._replace(command=command.get(name, PLACES.command)))
     check(name, text)
 
 
-@pytest.mark.parametrize("name", ["run_full", "compare_full"])
+@pytest.mark.parametrize("name", ["compare_full"])
 def test_a_whole_report_has_this_text(name: str) -> None:
     """The tables fit 80 columns."""
-    report = advised(samples.report() if name == "run_full" else samples.comparison())
+    report = advised(samples.comparison())
     spent = Goodput(seconds={"steps": 200.4, "start": 33.4, "input": 33.4, "saving": 32.8})
     stdout = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     print_report(report.model_copy(update={"goodput": spent}), stdout=stdout)
@@ -228,15 +197,6 @@ def test_a_command_that_confirms_another_loss_sets_no_key_twice() -> None:
 def test_the_result_in_a_line_is_that_of_the_screen() -> None:
     sentences = {name: getattr(make(), "verdict", "") for name, make in SCREENS.items()}
     assert sentences == {
-        "run_faster": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
-        "run_inconclusive": "2 workers (ddp): inconclusive, 0.91x to 1.24x (95% CI)",
-        "run_too_close": "2 workers (ddp): inconclusive, 0.98x to 1.03x (95% CI)",
-        "run_slower": "2 workers (ddp): 4.0x slower than 1 worker (95% CI 3.0x to 5.2x)",
-        "run_suggestion": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
-        "run_other_loss": "2 workers (ddp): speedup not valid, loss differs from the baseline",
-        "run_one_device": "1 worker (dp): validation/accuracy 0.9944; speedup not measured",
-        "run_train_only": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
-        "run_quick": "2 workers (ddp): quick test passed (2 steps); speedup not measured",
         "compare": "2 workers (ddp): 1.62x to 12.9x slower than 1 worker (95% CI)",
         "sweep": "Best: trial 4 of 4, validation/loss 0.02532 (lr=0.09072, momentum=0.7656, hidden=[64, 64])",
     }
