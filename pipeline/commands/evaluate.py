@@ -11,6 +11,7 @@ import typer
 from pipeline.commands.invocation import invoked
 from pipeline.commands.options import (
     RUNS,
+    AllowChangedData,
     CheckpointOption,
     Directory,
     Json,
@@ -66,6 +67,7 @@ def evaluate(
             help="Dataset split to evaluate. Default: test if available, otherwise validation.",
         ),
     ] = None,
+    allow_changed: AllowChangedData = False,
     directory: Directory = RUNS,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -83,7 +85,8 @@ def evaluate(
         refuse_outer_launcher("evaluate")
         state = read_state(folder)
         check_ended_training(state, command="evaluate")
-        plan = make(file, state=state, checkpoint=checkpoint, split=split.value if split else None)
+        wanted: Split | None = split.value if split else None
+        plan = make(file, state=state, checkpoint=checkpoint, split=wanted, allow_changed=allow_changed)
         with invoked(plan, file=file, terminal=terminal, verbose=verbose, folder=folder, adds=True) as invocation:
             (outcome,) = invocation.execute(plan.trials)
         assert outcome.evaluated is not None  # the trial has ended well
@@ -94,8 +97,18 @@ def evaluate(
             print_result(result, terminal=terminal, is_verbose=verbose)
 
 
-def make(file: ExperimentFile, *, state: RunState, checkpoint: str | None, split: Split | None) -> Plan:
-    """Check the file, choose the checkpoint and plan the one trial; for the errors see `planning` and `choose`."""
+def make(
+    file: ExperimentFile,
+    *,
+    state: RunState,
+    checkpoint: str | None,
+    split: Split | None,
+    allow_changed: bool = False,
+) -> Plan:
+    """Check the file, choose the checkpoint and plan the one trial; for the errors see `planning` and `choose`.
+
+    An override that changes what is evaluated allows other data, too: the result names both.
+    """
     changes, parallel = resume.altered(file, state), file.experiment.parallel
     with planning(file, resumes=True) as (allowed, resources):
         chosen = choose(file, folder=state.folder, wanted=checkpoint, allowed=allowed)
@@ -110,6 +123,7 @@ def make(file: ExperimentFile, *, state: RunState, checkpoint: str | None, split
             split=split,
             changes=tuple(changes),
             note=chosen.note,
+            allow_changed=allow_changed or bool(changes),
         )
     return Plan(command="evaluate", experiment=file.experiment, resources=resources, trials=(trial,))
 

@@ -20,6 +20,7 @@ from rich.filesize import decimal
 
 from pipeline.commands.options import (
     RUNS,
+    AllowChangedData,
     CheckpointOption,
     Directory,
     Json,
@@ -149,6 +150,7 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that is not empty, and replace an earlier export.")
     ] = False,
+    allow_changed: AllowChangedData = False,
     directory: Directory = RUNS,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -158,7 +160,9 @@ def export(
     check_options(onnx=onnx, to=to, force=force)
     with opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (file, terminal):
         stages.begin("importing torch")
-        exported = export_model(file, folder=folder, to=to, checkpoint=checkpoint, onnx=onnx)
+        exported = export_model(
+            file, folder=folder, to=to, checkpoint=checkpoint, onnx=onnx, allow_changed=allow_changed
+        )
         stages.end()
         result = make_result(exported, to)
         if as_json:
@@ -182,7 +186,13 @@ def check_options(*, onnx: bool, to: Path, force: bool) -> None:
 
 
 def export_model(
-    file: ExperimentFile, *, folder: Path, to: Path, checkpoint: str | None = None, onnx: bool = False
+    file: ExperimentFile,
+    *,
+    folder: Path,
+    to: Path,
+    checkpoint: str | None = None,
+    onnx: bool = False,
+    allow_changed: bool = False,
 ) -> Exported:
     """Write the weights of a run that has ended into a folder, after `check_options`; the run doesn't change.
 
@@ -193,12 +203,12 @@ def export_model(
     check_ended_training(state, command="export")
     with explain_problems(file):
         allowed = preflight.check(file, with_weights=False)
-        weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed)
+        weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed, allow_changed=allow_changed)
         return write_files(model, experiment=file.experiment, run=id_of(folder), weights=weights, to=to, onnx=onnx)
 
 
 def _loaded(
-    file: ExperimentFile, *, state: RunState, checkpoint: str | None, allowed: tuple[str, ...]
+    file: ExperimentFile, *, state: RunState, checkpoint: str | None, allowed: tuple[str, ...], allow_changed: bool
 ) -> "tuple[Weights, PortableModel]":
     """Read the weights: those that the training left in the run's folder if they are meant, else a checkpoint's."""
     with undisturbed():
@@ -215,7 +225,8 @@ def _loaded(
         )
     chosen = choose(file, folder=state.folder, wanted=checkpoint, allowed=allowed)
     stages.begin(f"reading checkpoint {chosen.manifest.name}")
-    model = restored.of_checkpoint(_reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed))
+    reader = _reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed)
+    model = restored.of_checkpoint(reader.model_copy(update={"allow_changed": allow_changed}))
     manifest = chosen.manifest
     metrics = {manifest.metric_name: manifest.metric} if manifest.metric_name and manifest.metric is not None else {}
     weights = Weights(
@@ -381,7 +392,7 @@ def make_result(exported: Exported, to: Path) -> Result:
         ),
         tables=(Table(title="Files", header=("file", "size"), rows=files),),
         notes=tuple(notes),
-        places=(("Folder", str(to)), ("Load it", f"see {to / README}")),
+        places=(("Folder", str(to)), ("Load it", str(to / README))),
     )
 
 

@@ -65,6 +65,9 @@ AllowChanged = Annotated[
         help="Resume even if the learning rate, the length of the training or the data has changed.",
     ),
 ]
+AllowChangedData = Annotated[
+    bool, typer.Option("--allow-changed", help="Continue even if the data is not that of the training.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without running it.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print the output of the workers and of Ray, and the full report.")

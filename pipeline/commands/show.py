@@ -31,12 +31,13 @@ def show(
     summary = summary_of(run, directory)
     folder, console = summary.folder, OptionalConsole(highlight=False)
     result, evaluations = record.read(folder), tuple(iter_evaluations(folder))
-    state = describe_state(summary)
+    is_running, state = summary.status == "RUNNING", describe_state(summary)
     if result is None:
         from pipeline.commands.earlier_report import find_report
 
         if (report := find_report(summary)) is not None:  # until benchmark, compare, run and sweep end in a Result
-            report.show(console, as_json=as_json, full=full, state=state, evaluations=evaluations)
+            line = format_progress(folder) if is_running else state
+            report.show(console, as_json=as_json, full=full, state=line, evaluations=evaluations)
             return
     if result is None and as_json:
         raise UsageError(f"{folder}: {state}, so it has no result")
@@ -45,7 +46,7 @@ def show(
     if result is not None and as_json:
         print_json(result.model_dump_json(indent=1))
         return
-    if summary.status == "RUNNING":
+    if is_running:
         write(console, f"{summary.run}: {format_progress(folder)}", style="cyan")
     elif summary.status != "FINISHED":
         write(console, f"{summary.run}: {state}", style="yellow")
@@ -58,7 +59,7 @@ def show(
     if full and (data := data_of(folder)):
         say(", ".join(f"{name} {text}" for name, text in data.items()))
     if result is None or full:
-        say(places_of(folder, is_running=summary.status == "RUNNING"))
+        say(places_of(folder, is_running=is_running))
 
 
 def format_progress(folder: Path) -> str:

@@ -198,6 +198,8 @@ class Evaluation(Trial):
     """Differences from the experiment that was trained which may change the values."""
     note: str = ""
     """Note that the training ended after this checkpoint, if the last one was meant; otherwise empty."""
+    allow_changed: bool = False
+    """True if other data than the checkpoint was trained on may be used."""
 
 
 EVALUATION: str = Evaluation.model_fields["role"].default

@@ -21,7 +21,7 @@ from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import CheckpointSaved, Resumed
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Evaluation, Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
 from pipeline.train import manifest as manifests
 from pipeline.train import saved_state
@@ -110,7 +110,7 @@ class Checkpoints:
             return 0
         manifest, older, state = found
         changed = _check_changes(s, manifest)
-        _check_data(s, manifest)
+        check_data(s, manifest)
         if s.rank.world_size > 2:
             # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
             # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
@@ -443,21 +443,21 @@ def _check_changes(s: State, manifest: Manifest) -> set[str]:
     return changed
 
 
-def describe_data_change(s: State, manifest: Manifest) -> str | None:
-    """Return how the data differs from the data that a checkpoint was trained on; None if it doesn't. Collective."""
+def check_data(s: State, manifest: Manifest) -> str:
+    """Return how the data differs from the data that a checkpoint was trained on; empty if it doesn't. Collective.
+
+    Asked by ``--resume``, ``evaluate`` and ``export``. Refuse changed data, unless the trial allows it. Of a changed
+    iterable dataset only warn.
+    """
     if (before := manifest.data) is None:
-        return None
-    return broadcast_from_first(
+        return ""
+    change = broadcast_from_first(
         lambda: manifests.find_data_change(before, s.batches.data, since=manifest.name), rank=s.rank
     )
-
-
-def _check_data(s: State, manifest: Manifest) -> None:
-    """Refuse changed data, unless the trial allows it. A changed iterable dataset is only warned of. Collective."""
-    if (change := describe_data_change(s, manifest)) is None:
-        return
-    if s.order.is_stream or (isinstance(s.trial, Training) and s.trial.allow_changed):
-        s.warn(f"data: {change}")
-        return
-    remedy = "Restore the samples, or add --allow-changed to continue with the changed samples"
-    raise ExperimentError.of("data", f"{change}. {remedy}{hash_hint()}.")
+    if change is None:
+        return ""
+    if not (s.order.is_stream or (isinstance(s.trial, Training | Evaluation) and s.trial.allow_changed)):
+        remedy = "Restore the samples, or add --allow-changed to continue with the changed samples"
+        raise ExperimentError.of("data", f"{change}. {remedy}{hash_hint()}.")
+    s.warn(f"data: {change}")
+    return change

@@ -19,17 +19,19 @@ import pytest
 import torch
 from outside import code
 from safetensors.torch import load_file
+from test_run_results import check
 from toy_runs import toy_run
 from toys import ComparedNet, regression
 
 from pipeline import Trained
 from pipeline.commands import export as exporting
-from pipeline.commands.export import Exported, Inputs, check_options, export_model, format_readme
+from pipeline.commands.export import Exported, Inputs, check_options, export_model, format_readme, make_result
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.experiment.load import load
 from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.events import EXAMPLE, Finished
 from pipeline.record import journal
+from pipeline.results.terminal import format_screen
 from pipeline.train.exported import write_mlflow_model
 from pipeline.train.manifest import folder_name
 
@@ -102,6 +104,14 @@ def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
     assert about["inputs"] == {"shape": [None, 3], "dtype": "float64"}
     assert about["model"] == {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1}
     assert load(tmp_path / "experiment.yaml").experiment == load(run / "experiment.yaml").experiment
+
+
+def test_the_screen_of_an_export(run: Path, tmp_path: Path) -> None:
+    found = exported(run, tmp_path / "model").model_copy(update={"run": "20261125-211028-toy-3c35"})
+    for path in (tmp_path / "model").iterdir():
+        path.write_bytes(b"a" * 1234)
+    lines = format_screen(make_result(found, tmp_path / "model"))
+    check("export", "\n".join([*lines, ""]).replace(str(tmp_path), "/data"))
 
 
 def test_averaged_weights_and_an_interrupted_run(made: Callable[..., Path], tmp_path: Path) -> None:
