@@ -261,6 +261,9 @@ def invoked(
         ) as recorder:
             results = _Results(recorder.earlier)
             folders.append(recorder.folder)
+            if not adds:  # the result and the page of an earlier session, whose run is resumed
+                for name in (record.FILE_NAME, PAGE_NAME):
+                    (recorder.folder / name).unlink(missing_ok=True)
             clock = WallClock(plan.main.name, read(recorder.folder / FILE_NAME))
             with recorder.subscribed(results), recorder.subscribed(clock):
                 try:

@@ -18,8 +18,8 @@ NONE = "-"
 _MOST_METRICS = 4
 _LAUNCHERS = {"ray": "Ray", "inprocess": "in this process"}
 _TEST, _VALIDATION, _LOSS = "test/", "validation/", "train/loss"
-Missing = Literal["", "option", "interrupted", "failed"]
-"""Why a baseline that was planned has no row: it was not, it was interrupted, or it failed."""
+Missing = Literal["", "no baseline", "interrupted", "failed"]
+"""Why no baseline was measured: none was asked for, or it was interrupted, or it failed."""
 
 
 class Entry(NamedTuple):
@@ -189,7 +189,7 @@ def result_of_run(
         command: shell command of the run; empty if it was started from Python.
         goodput: use of the training's wall clock.
         happened: notes on what changed the training on its way, e.g. another number of workers.
-        missing: why a baseline that was planned was not measured.
+        missing: why no baseline was measured; empty if one was, or if it is the same training.
         option: option of the command that left the measurements out.
         cores: cores of each node; None if unknown.
     """

@@ -88,7 +88,7 @@ UNMEASURED: Mapping[str, str] = {
     "same": "Speedup not measured (the baseline is the same training)",
     "interrupted": "Speedup not measured (the measurement was interrupted)",
     "failed": "Speedup not measured (the measurement failed, see the warning above)",
-    "resumed": "Speedup not measured (the training was complete before it was resumed)",
+    "no baseline": "Speedup not measured (--no-baseline)",
 }
 """Why there is no speedup."""
 
