@@ -16,6 +16,7 @@ from recordings import Recording
 from pipeline.commands.list import HEADER
 from pipeline.protocol.events import Evaluated, Metrics, ModelSaved, RunOpened, TrialOpened
 from pipeline.record.journal import FILE_NAME, Journal
+from pipeline.results.record import Fact, Result, save
 from pipeline.tracking.follow import sync
 from pipeline.tracking.outcome import TrackingOutcome
 
@@ -172,19 +173,52 @@ def test_runs_for_scripts(there: Any, journal: Recorded) -> None:
     assert (document["run"], document["baseline"]["speedup"]) == (finished, 1)
 
 
-def test_the_document_of_a_run_has_its_evaluations(there: Any, journal: Recorded) -> None:
+RESULT = Result(
+    kind="run",
+    name="tiny",
+    title="tiny: training completed",
+    headline=("2 workers train 1.84x as fast as 1 worker",),
+    verdict="1.84x as fast",
+    facts=(Fact(key="speedup", value=1.84, low=1.7, high=1.9, unit="x"),),
+    notes=("The first note.",),
+)
+
+
+def test_a_result_is_shown_with_the_evaluations_after_it(there: Any, journal: Recorded) -> None:
     run = journal("finished").folder
-    assert json.loads(there("show", run.name, "--json").stdout)["evaluations"] == []
+    save(RESULT, run)
+    assert json.loads(there("show", run.name, "--json").stdout) == json.loads(RESULT.model_dump_json())
     found = {"split": "test", "samples": 97, "step": 4, "epoch": 1, "best": "validation/loss", "checkpoint": "c"}
     with closing(Journal(run / FILE_NAME)) as file:
         for time, loss in ((1.8e9, 0.5), (1.9e9, math.nan)):
             more = {"values": {"test/loss": loss}, "changes": ("seed",)}
             file.append(Evaluated(time=time, trial="evaluation", **found, **more))
-    first, second = json.loads(there("show", run.name, "--json").stdout)["evaluations"]
+    document = json.loads(there("show", run.name, "--json").stdout)
+    first, second, third = document["notes"]
     weights = "test set, 97 samples: weights of step 4 (epoch 1), the best validation/loss"
-    expected = {"evaluated": "2027-01-15T08:00:00Z", **found, "values": {"test/loss": 0.5}, "changes": ["seed"]}
-    assert first == {**expected, "summary": weights}
-    assert second["values"] == {"test/loss": None}
+    assert first.startswith("Evaluated 2027-01-15 ")
+    assert first.endswith(f": test/loss 0.5: {weights} (seed)")
+    assert "test/loss nan" in second
+    assert (third, document["facts"][0]["value"]) == ("The first note.", 1.84)
+    for words in ((), ("--full",)):
+        shown = there("show", run.name, *words).stdout
+        assert shown.startswith("tiny: training completed\n\nRESULT   2 workers train 1.84x as fast as 1 worker\n")
+        assert "Evaluated 2027-01-15 " in shown
+        assert ("data digest" in shown) == bool(words)
+
+
+def test_a_result_that_is_damaged_or_older_than_its_run_is_named(there: Any, journal: Recorded) -> None:
+    run = journal("killed")
+    save(RESULT, run.folder)
+    shown = there("show", run.folder.name).stdout
+    assert shown.startswith(f"{run.folder.name}: it was killed")
+    with closing(cut(run, after=reported(28))):
+        assert there("show", run.folder.name).stdout.startswith(f"{run.folder.name}: running, ddp, 2 workers, step 28/")
+    (run.folder / "result.json").write_text("{")
+    refused = there("show", run.folder.name)
+    assert (refused.code, refused.stdout) == (2, "")
+    assert "result.json: not a result of this version of pipeline, or damaged" in refused.stderr
+    assert there("list").code == 0
 
 
 def test_a_finished_run_is_not_resumed(there: Any, journal: Recorded) -> None:
