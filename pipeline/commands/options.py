@@ -246,21 +246,22 @@ def report_failure(error: PipelineError) -> None:
 
 
 def strategies_of(text: str) -> tuple[str, ...]:
-    """Parse a list of strategies such as "single,ddp".
+    """Parse the value of ``--strategies``, a list such as "single,ddp"."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    check_strategies(f"--strategies {text}", names)
+    return names
 
-    Raises:
-        UsageError: no strategy has such a name.
-    """
+
+def check_strategies(what: str, names: Sequence[str]) -> None:
+    """Raise UsageError if one of the names is not a strategy's; ``what`` says where they are from."""
     from pipeline import registry
     from pipeline.wording import did_you_mean
 
     known = registry.names("strategies")
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
-            raise UsageError(f"--strategies {text}: {name!r} is not a strategy{hint}")
-    return names
+            raise UsageError(f"{what}: {name!r} is not a strategy{hint}")
 
 
 def counts_of(option: str, text: str, *, what: str = "number of workers") -> tuple[int, ...]:

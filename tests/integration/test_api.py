@@ -64,7 +64,7 @@ def test_a_comparison_returns_its_cells(here: Path, capfd: pytest.CaptureFixture
     assert isinstance(result, BenchmarkResult)
     titles = ["1 worker", "1 worker (batch 4)", "ddp, 8 workers (predicted)"]
     assert (result.best.title, list(result.to_pandas()["title"])) == ("1 worker", titles)
-    assert f"{result.report.name}: benchmark completed (" in capfd.readouterr().out  # a script gets it printed
+    assert f"{result.result.name}: benchmark completed (" in capfd.readouterr().out  # a script gets it printed
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from samples import HARDWARE, in_turn, spread, trial
 
-from pipeline.api.result import RunResult
+from pipeline import RunResult
 from pipeline.experiment.schema import Parallel
 from pipeline.protocol.events import Finished, Metrics, Point
 from pipeline.protocol.trial import Trial
