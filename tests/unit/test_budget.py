@@ -25,29 +25,29 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 569,
-    "cli": 1_457,
-    "commands": 6_093,
+    "api": 506,
+    "cli": 796,
+    "commands": 6_896,
     "data": 1_027,
-    "drive": 1_128,
+    "drive": 1_130,
     "experiment": 3_622,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_835,
-    "record": 2_031,
-    "report": 6_338,
-    "results": 2_255,
+    "protocol": 1_844,
+    "record": 2_074,
+    "report": 6_152,
+    "results": 2_480,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
-    "tracking": 2_131,
-    "train": 9_249,
+    "tracking": 2_010,
+    "train": 9_262,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 291
+FILES = 273
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_754
+TEST_LINES = 49_017
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
