@@ -173,11 +173,7 @@ class Group(TyperGroup):
 
 
 def load_verb(name: str) -> Command:
-    """Import a verb, and return it as a command with its arguments.
-
-    Raises:
-        UsageError: an optional package is not installed.
-    """
+    """Import a verb, and return it as a command with its arguments."""
     group, verb = next((group, verbs[name]) for group, verbs in GROUPS.items() if name in verbs)
     module, function = (verb.place or f"pipeline.commands.{name}:{name}").split(":")
     try:
@@ -203,11 +199,7 @@ def _below(examples: Sequence[str]) -> str:
 
 
 def refuse_dashes(words: Sequence[str], *, options: Collection[str]) -> None:
-    """Reject a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--epochs=3``.
-
-    Raises:
-        UsageError: a key is written as an option; the message contains the override.
-    """
+    """Reject a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--epochs=3``."""
     file = next((Path(word) for word in words if not word.startswith("-")), None)
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")

@@ -83,12 +83,7 @@ def list_problems(error: PipelineError | None) -> list[dict[str, str]]:
 
 
 def check_file(file: ExperimentFile, *, with_data: bool) -> CheckResult:
-    """Check an experiment in a child process, and show its stage and progress here.
-
-    Args:
-        file: the experiment.
-        with_data: True to load its data and weights, and to try a batch.
-    """
+    """Check an experiment in a child process, and show its stage and progress here."""
     try:
         return call_in_child(partial(_check, file, with_data), receive=_show)
     except ChildCrashedError as error:

@@ -109,16 +109,7 @@ def doctor(
 
 
 def examine(parallel: Parallel, *, uri: str | None, say: Callable[[str], None]) -> Examination:
-    """Check this machine, or, with launcher ray, the cluster that ``parallel.address`` or RAY_ADDRESS names.
-
-    Args:
-        parallel: settings that say where runs place their workers.
-        uri: address of the tracking store; default: MLFLOW_TRACKING_URI, or a file in the working directory.
-        say: called with a line before each wait.
-
-    Raises:
-        ResourceError: there is no cluster at the address.
-    """
+    """Check this machine, or, with launcher ray, the cluster that ``parallel.address`` or RAY_ADDRESS names."""
     here = facts_here()
     address = parallel.cluster if parallel.launcher == "ray" else None
     nodes: tuple[NodeFacts, ...] = (here,)
@@ -265,12 +256,7 @@ def find_store(uri: str | None) -> str:
 
 
 def check_tracking(uri: str, *, client: str | None) -> CheckResult:
-    """Check that the store accepts results.
-
-    Args:
-        uri: address of the store; may contain credentials.
-        client: version of the installed MLflow client, or None.
-    """
+    """Check that the store accepts results."""
     shown = without_credentials(uri)
     try:
         warning = check_store(uri)
@@ -308,11 +294,7 @@ def check_tracking(uri: str, *, client: str | None) -> CheckResult:
 
 
 def _ask(uri: str, path: str) -> "requests.Response":
-    """Send a GET request with MLflow's own client and credentials.
-
-    Raises:
-        ResourceError: there was no response.
-    """
+    """Send a GET request with MLflow's own client and credentials."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request

@@ -59,11 +59,7 @@ class EarlierReport(NamedTuple):
 
 
 def find_report(run: RunSummary) -> EarlierReport | None:
-    """Load the report of a run, or None if the run ended without one.
-
-    Raises:
-        UsageError: the file is damaged, or was written by an incompatible version.
-    """
+    """Load the report of a run, or None if the run ended without one."""
     if run.command == "sweep":
         swept = _read(SweptReport, run.folder / SWEEP_NAME)
         if swept is None:
@@ -81,11 +77,7 @@ def find_report(run: RunSummary) -> EarlierReport | None:
 
 
 def report_of(run: RunSummary) -> Report | None:
-    """Load the report of a run or a benchmark, or None if it ended without a report.
-
-    Raises:
-        UsageError: the file is damaged, or was written by an incompatible version.
-    """
+    """Load the report of a run or a benchmark, or None if it ended without a report."""
     return _read(Report, run.folder / REPORT_NAME)
 
 

@@ -172,11 +172,7 @@ def export(
 
 
 def check_options(*, onnx: bool, to: Path, force: bool) -> None:
-    """Check what can't work, before anything is loaded.
-
-    Raises:
-        UsageError: packages for ONNX are not installed, or the folder is in use.
-    """
+    """Check what can't work, before anything is loaded."""
     if onnx and (missing := [name for name in _FOR_ONNX if find_spec(name) is None]):
         raise UsageError(f"--onnx needs {' and '.join(missing)}. Install: {install_command(*missing)}")
     if to.exists() and not to.is_dir():
@@ -323,12 +319,7 @@ def _inputs(example: "Tensor") -> Inputs:
 def write_files(
     model: "PortableModel", *, experiment: Experiment, run: str, weights: Weights, to: Path, onnx: bool
 ) -> Exported:
-    """Write all files; those of an earlier export in the folder are replaced together.
-
-    Raises:
-        UsageError: the model can't be written in ONNX.
-        ResourceError: the folder can't be written.
-    """
+    """Write all files; those of an earlier export in the folder are replaced together."""
     from pipeline.train.restored import FILES, write_model
 
     stages.begin("exporting the model")
@@ -405,16 +396,7 @@ def format_readme(
     is_double: bool,
     seed: int,
 ) -> str:
-    """Return the text of the README.
-
-    Args:
-        model: component that builds the model; it was built in this process.
-        origin: run and weights in words.
-        inputs: shape of a batch, and its type, e.g. "float32", by name; "" is a single tensor.
-        no_program: reason why there is no program; empty if there is one.
-        is_double: True for weights in fp64.
-        seed: seed of the random numbers that the model's constructor draws.
-    """
+    """Return the text of the README."""
     program = f"\nThere is no program: {no_program}.\n" if no_program else _PROGRAM.replace("INPUTS", _zeros(inputs))
     modules = {"numpy", "random", "torch"}
     built = _expression(model, modules) + ".double()" * is_double

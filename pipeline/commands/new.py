@@ -58,17 +58,7 @@ def new(
 
 
 def create(name: str | None, directory: Path | None, settings: Sequence[str], *, no_input: bool) -> Created:
-    """Create a project in ``directory``, by default in a new folder named after the project.
-
-    Args:
-        name: the template; None: the user is asked, or with ``no_input`` the first one.
-        directory: folder of the project, which must be empty or missing.
-        settings: answers as ``key=value``; the other questions are asked, or with ``no_input`` have their defaults.
-        no_input: True to ask nothing.
-
-    Raises:
-        UsageError: the template is unknown or broken, answers are wrong, or the folder is in use; nothing was written.
-    """
+    """Create a project in ``directory``, by default in a new folder named after the project."""
     if directory is not None:
         _check_free(directory)
     try:

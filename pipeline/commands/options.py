@@ -141,13 +141,7 @@ def opened(
 
 @contextmanager
 def consoles(*, as_json: bool, quiet: bool, prints: bool = False) -> "Iterator[Terminal]":
-    """Yield a command's consoles. A line shows what the command is waiting for.
-
-    Args:
-        as_json: standard output is one JSON document, and nothing shows what is waited for.
-        quiet: no progress.
-        prints: standard output is for the plan alone.
-    """
+    """Yield a command's consoles. A line shows what the command is waiting for."""
     from pipeline.record.console import stages_on
     from pipeline.record.screen import Terminal
     from pipeline.system.leftovers import Leftovers
@@ -212,11 +206,7 @@ def find_trained(run: str, directory: Path) -> Path:
 
 
 def summary_of(run: str, directory: Path) -> "RunSummary":
-    """Find a run and summarize it.
-
-    Raises:
-        UsageError: there is no such run, or it ended before its training started.
-    """
+    """Find a run and summarize it."""
     from pipeline.record import runs
     from pipeline.record.run_summary import summarized
 
@@ -265,11 +255,7 @@ def check_strategies(what: str, names: Sequence[str]) -> None:
 
 
 def counts_of(option: str, text: str, *, what: str = "number of workers") -> tuple[int, ...]:
-    """Parse the value of ``option``, a list of numbers such as "1,2,4"; ``what`` says what each of them is.
-
-    Raises:
-        UsageError: a part is not a positive integer.
-    """
+    """Parse the value of ``option``, a list of numbers such as "1,2,4"; ``what`` says what each of them is."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not (part.isascii() and part.isdecimal() and int(part) > 0):

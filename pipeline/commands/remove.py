@@ -58,11 +58,7 @@ def remove(
 
 
 def choose_named(names: Sequence[str], directory: Path) -> list[Path]:
-    """Return the runs that are named.
-
-    Raises:
-        UsageError: there is no such run, it is running, or a trial.
-    """
+    """Return the runs that are named."""
     found = list(dict.fromkeys(runs.find(name, directory).absolute() for name in names))
     for folder in found:
         if sweep := sweep_of(folder):
@@ -78,12 +74,7 @@ def choose_failed(directory: Path) -> list[Path]:
 
 
 def delete(folders: Iterable[Path], *, keep_mlflow: bool) -> Iterator[Path]:
-    """Delete runs, and their runs in MLflow first; yield each that is gone.
-
-    Raises:
-        UsageError: a run is running now.
-        ResourceError: MLflow or the disk refuses; this run and the following ones are kept.
-    """
+    """Delete runs, and their runs in MLflow first; yield each that is gone."""
     for folder in folders:
         _check_ended(folder)
         if not keep_mlflow and not folder.is_symlink():
@@ -108,11 +99,7 @@ def _check_ended(folder: Path) -> None:
 
 
 def _delete_from_mlflow(folder: Path) -> None:
-    """Delete a run with its children in MLflow, where they can be restored.
-
-    Raises:
-        ResourceError: the store can't be reached, or its file is not there.
-    """
+    """Delete a run with its children in MLflow, where they can be restored."""
     outcome, opened = TrackingOutcome.kept(folder), journal.opened(folder / journal.FILE_NAME)
     if outcome is None or not outcome.run_id or opened is None:
         return

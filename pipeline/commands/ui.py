@@ -84,11 +84,7 @@ def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) ->
 
 
 def pages(address: str) -> Iterator[tuple[str, str]]:
-    """Yield the experiments that were updated last, the latest first: name, link to the runs.
-
-    Raises:
-        OSError: the server doesn't answer, or asks for credentials.
-    """
+    """Yield the experiments that were updated last, the latest first: name, link to the runs."""
     query = urllib.parse.urlencode({"max_results": _MOST, "order_by": "last_update_time DESC"})
     url = f"{address}/api/2.0/mlflow/experiments/search?{query}"
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http(s), see is_server

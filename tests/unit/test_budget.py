@@ -26,8 +26,8 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "api": 506,
-    "cli": 796,
-    "commands": 6_896,
+    "cli": 788,
+    "commands": 6_819,
     "data": 1_027,
     "drive": 1_130,
     "experiment": 3_622,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 273
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 49_017
+TEST_LINES = 48_961
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
