@@ -201,17 +201,15 @@ def _below(examples: Sequence[str]) -> str:
 def refuse_dashes(words: Sequence[str], *, options: Collection[str]) -> None:
     """Reject a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--epochs=3``."""
     file = next((Path(word) for word in words if not word.startswith("-")), None)
-    for index, word in enumerate(words):
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
         name, equals, value = word.partition("=")
         if word == "--":
             return
         if not word.startswith("--") or name in options or not (key := _key(name, file=file)):
             continue
-        following = words[index + 1] if index + 1 < len(words) else "-"
-        if not equals and (following.startswith("-") or "=" in following):
-            raise UsageError(f"{word}: not an option. Write {key}=VALUE, without dashes.")
-        words_used = word if equals else f"{word} {following}"
-        raise UsageError(f"{words_used}: not an option. Write {key}={value if equals else following}, without dashes.")
+        if not (equals or following.startswith("-") or "=" in following):
+            word, value = f"{word} {following}", following
+        raise UsageError(f"{word}: not an option. Write {key}={value or 'VALUE'}, without dashes.")
 
 
 def _key(option: str, *, file: Path | None) -> str:

@@ -70,8 +70,6 @@ def run(
 
 def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_json: bool, quiet: bool) -> None:
     """Print the plan of a run; a download of its data shows its progress."""
-    import rich.console
-
     from pipeline.record.console import progress_on
     from pipeline.record.screen import OptionalConsole, write
 
@@ -79,7 +77,7 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     with undisturbed():
         from pipeline.commands import run as runner
 
-    with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
+    with progress_on(OptionalConsole(highlight=False, stderr=True, quiet=quiet)):
         plan = runner.dry_run(experiment, **extent, as_json=as_json)
     stages.end()
     if plan and as_json:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.commands.invocation import invoked
+from pipeline.commands.invocation import find_places, invoked
 from pipeline.commands.options import (
     RUNS,
     AllowChangedData,
@@ -161,7 +161,7 @@ def make_result(found: Evaluated, plan: Plan, *, folder: Path, has_choice: bool)
         facts=(*facts.values(), *(Fact(key=key, value=value) for key, value in counts.items())),
         tables=tuple(tables),
         notes=tuple(notes),
-        places=(("Weights", found.checkpoint), ("More", f"pipeline show {id_of(folder)} --full")),
+        places=find_places(folder),
     )
 
 

@@ -48,6 +48,8 @@ class Trial(Frozen):
     device: Literal["cpu", "cuda"]
     cpus_per_worker: int
     """Cores, and threads, of each process."""
+    allow_changed: bool = False
+    """True to use a checkpoint although the data has changed since it was saved."""
     allowed: tuple[str, ...] = ()
     """Packages that a ``_target_`` may name, as the driver found them; workers have another working directory."""
     repeat: int = 0
@@ -128,8 +130,6 @@ class Training(Trial):
     """Absolute folder, or fsspec address, of the checkpoints; empty: none are saved."""
     resume: bool = False
     """True to resume from the newest complete checkpoint, from the beginning if there is none."""
-    allow_changed: bool = False
-    """True to resume although the data has changed since the checkpoint."""
     compared_with: tuple[Baseline | Reference, ...] = ()
     """Measurements that rank 0 makes after the training, in turn with the training's own steps."""
     train_only: bool = False
@@ -198,8 +198,6 @@ class Evaluation(Trial):
     """Differences from the experiment that was trained which may change the values."""
     note: str = ""
     """Note that the training ended after this checkpoint, if the last one was meant; otherwise empty."""
-    allow_changed: bool = False
-    """True if other data than the checkpoint was trained on may be used."""
 
 
 EVALUATION: str = Evaluation.model_fields["role"].default

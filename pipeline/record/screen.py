@@ -6,8 +6,8 @@ lines that leave figures unbroken, and hanging indents.
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -25,7 +25,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters but tabs and ends of lines: in a foreign text, such as an exception's, they steer the terminal."""
 _ANY_WIDTH = 10_000
 _NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that figures need not
-Item = TypeVar("Item")
 
 
 class OptionalConsole(Console):
@@ -131,32 +130,11 @@ def print_report_table(report_table: PrintableTable, *, console: Console) -> Non
         console.print(headed(["", *report_table.notes], width=console.width))
 
 
-def listing(
-    columns: Sequence[tuple[str, Callable[[Item], str]]],
-    items: Iterable[Item],
-    *,
-    style: Callable[[Item], str] = lambda _: "",
-    right_aligned: Sequence[str] = (),
-) -> Table:
-    """Build a table with a line for each item; its cells never wrap, since a broken id can't be copied."""
-    table = Table(box=None, pad_edge=False)
-    for name, _ in columns:
-        table.add_column(name, no_wrap=True, justify="right" if name in right_aligned else "left")
-    for item in items:
-        table.add_row(*(Text(cell(item)) for _, cell in columns), style=style(item))
-    return table
-
-
 def print_table(table: Table, *, console: Console) -> None:
     """Print a table without cutting a cell; a terminal folds wide ones, but not those of ``no_wrap`` columns."""
     if not console.is_terminal or all(column.no_wrap for column in table.columns):
-        table.width = width_of(table, console)
+        table.width = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
     console.print(table, crop=False)
-
-
-def width_of(table: Table, console: Console) -> int:
-    """Measure the characters in a line that a table needs to print each row whole."""
-    return console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
 
 
 def headed(lines: Sequence[str], *, width: int) -> Text:

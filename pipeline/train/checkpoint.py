@@ -21,7 +21,7 @@ from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import CheckpointSaved, Resumed
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Evaluation, Training, Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_result import Best, Unsaved
 from pipeline.train import manifest as manifests
 from pipeline.train import saved_state
@@ -425,7 +425,7 @@ def _check_changes(s: State, manifest: Manifest) -> set[str]:
             "checkpoint was saved. Restore the samples, or start a new run without --resume.",
         )
     rates = rate_keys(s.experiment)
-    is_allowed = isinstance(s.trial, Training) and s.trial.allow_changed
+    is_allowed = s.trial.allow_changed
     changed, problems = set[str](), list[Problem]()
     for key, before, now in manifests.changes(manifest.experiment, json.loads(json.dumps(trained(s.experiment)))):
         if key == "data" or key.startswith("data."):  # by the samples, not by what leads to them
@@ -444,19 +444,15 @@ def _check_changes(s: State, manifest: Manifest) -> set[str]:
 
 
 def check_data(s: State, manifest: Manifest) -> str:
-    """Return how the data differs from the data that a checkpoint was trained on; empty if it doesn't. Collective.
+    """Refuse other data than a checkpoint was trained on, for resume, evaluate and export alike. Collective.
 
-    Asked by ``--resume``, ``evaluate`` and ``export``. Refuse changed data, unless the trial allows it. Of a changed
-    iterable dataset only warn.
+    Only warn of an iterable dataset, or if the trial allows it; return the change, empty without one.
     """
-    if (before := manifest.data) is None:
+    before, find = manifest.data, manifests.find_data_change
+    change = before and broadcast_from_first(lambda: find(before, s.batches.data, since=manifest.name), rank=s.rank)
+    if not change:
         return ""
-    change = broadcast_from_first(
-        lambda: manifests.find_data_change(before, s.batches.data, since=manifest.name), rank=s.rank
-    )
-    if change is None:
-        return ""
-    if not (s.order.is_stream or (isinstance(s.trial, Training | Evaluation) and s.trial.allow_changed)):
+    if not (s.order.is_stream or s.trial.allow_changed):
         remedy = "Restore the samples, or add --allow-changed to continue with the changed samples"
         raise ExperimentError.of("data", f"{change}. {remedy}{hash_hint()}.")
     s.warn(f"data: {change}")
