@@ -42,7 +42,6 @@ from pipeline.experiment.targets import install_command
 from pipeline.experiment.values import Frozen
 from pipeline.protocol.events import EXAMPLE, WEIGHTS, Finished, Started
 from pipeline.protocol.trial import Evaluation
-from pipeline.protocol.trial_result import TrialResult
 from pipeline.record import journal
 from pipeline.record.folder import RunState, id_of, read_state
 from pipeline.results.record import Fact, Result, Table
@@ -199,87 +198,61 @@ def export_model(
     check_ended_training(state, command="export")
     with explain_problems(file):
         allowed = preflight.check(file, with_weights=False)
-        weights, model = _loaded(file, state=state, checkpoint=checkpoint, allowed=allowed, allow_changed=allow_changed)
+        with undisturbed():
+            import pipeline.train.restored  # noqa: F401 - and torch with it
+        read = _read_result(file, state, allowed=allowed) if checkpoint is None else None
+        weights, model = read or _read_checkpoint(
+            file, state, wanted=checkpoint, allowed=allowed, allow_changed=allow_changed
+        )
         return write_files(model, experiment=file.experiment, run=id_of(folder), weights=weights, to=to, onnx=onnx)
 
 
-def _loaded(
-    file: ExperimentFile, *, state: RunState, checkpoint: str | None, allowed: tuple[str, ...], allow_changed: bool
-) -> "tuple[Weights, PortableModel]":
-    """Read the weights: those that the training left in the run's folder if they are meant, else a checkpoint's."""
-    with undisturbed():
-        from pipeline.train import restored
+def _read_result(
+    file: ExperimentFile, state: RunState, *, allowed: tuple[str, ...]
+) -> "tuple[Weights, PortableModel] | None":
+    """Read the weights that a finished training left in its run's folder; None if a checkpoint has to be read."""
+    from pipeline.train import restored
 
-    if checkpoint is None and (ended := _result(file, state)) is not None:
-        stages.begin("reading the weights")
-        result, started = ended
-        weights = _of_result(result)
-        known = {"total_steps": started.total_steps, "steps_per_epoch": started.steps_per_epoch}
-        known["world_size"] = len(started.devices)
-        return weights, restored.of_result(
-            state.folder, file.experiment, allowed=allowed, runtime=known, epoch=weights.epoch
-        )
-    chosen = choose(file, folder=state.folder, wanted=checkpoint, allowed=allowed)
-    stages.begin(f"reading checkpoint {chosen.manifest.name}")
-    reader = _reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed)
-    model = restored.of_checkpoint(reader.model_copy(update={"allow_changed": allow_changed}))
-    manifest = chosen.manifest
-    metrics = {manifest.metric_name: manifest.metric} if manifest.metric_name and manifest.metric is not None else {}
-    weights = Weights(
-        step=manifest.step,
-        epoch=model.epoch,
-        best=chosen.best,
-        metrics=metrics,
-        note=chosen.note,
-        data_change=model.data_change,
-    )
-    return weights, model
-
-
-def _result(file: ExperimentFile, state: RunState) -> tuple[TrialResult, Started] | None:
-    """Return the result of a finished run whose folder has its weights; None if a checkpoint has to be read.
-
-    The weights alone don't tell the model's inputs, but they are all that is left of a run whose last step has no
-    checkpoint.
-    """
-    if state.status != "FINISHED" or not (state.folder / WEIGHTS).is_file():
-        return None
-    events = list(journal.marked(state.folder / journal.FILE_NAME, "started", "finished"))
-    ends = [event.result for event in events if isinstance(event, Finished) and event.trial == "main"]
+    is_there = state.status == "FINISHED" and (state.folder / WEIGHTS).is_file()
+    events = list(journal.marked(state.folder / journal.FILE_NAME, "started", "finished")) if is_there else []
+    results = [event.result for event in events if isinstance(event, Finished) and event.trial == "main"]
     starts = [event for event in events if isinstance(event, Started) and event.trial == "main"]
-    if not (ends and starts):
+    if not (results and starts):
         return None
-    if not (state.folder / EXAMPLE).is_file() and _has_checkpoint(file, state, step=_of_result(ends[-1]).step):
-        return None
-    return ends[-1], starts[-1]
+    result, started = results[-1], starts[-1]
+    step, epoch = (result.best.step, result.best.epoch) if result.best else (result.steps, result.epochs)
+    if not (state.folder / EXAMPLE).is_file():  # a checkpoint of the step, if there is one, tells the inputs, too
+        try:
+            storage = Storage(address_of(file.experiment.checkpoint.directory, run=state.folder))
+            has_checkpoint = entry_of(storage, step).manifest is not None
+        except Exception:  # noqa: BLE001 - a file system may raise anything, which `choose` reports
+            has_checkpoint = True
+        if has_checkpoint:
+            return None
+    stages.begin("reading the weights")
+    reached = {name: value for name, value in result.metrics.items() if name.startswith(("validation/", "test/"))}
+    runtime = {"total_steps": started.total_steps, "steps_per_epoch": started.steps_per_epoch}
+    runtime["world_size"] = len(started.devices)
+    return (
+        Weights(step=step, epoch=epoch, best=result.best.metric if result.best else "", metrics=reached),
+        restored.of_result(state.folder, file.experiment, allowed=allowed, runtime=runtime, epoch=epoch),
+    )
 
 
-def _has_checkpoint(file: ExperimentFile, state: RunState, *, step: int) -> bool:
-    """Return True if the run has a checkpoint of a step, and if they can't be read, which `choose` then reports."""
-    storage = Storage(address_of(file.experiment.checkpoint.directory, run=state.folder))
-    try:
-        return entry_of(storage, step).manifest is not None
-    except Exception:  # noqa: BLE001 - a file system may raise anything
-        return True
+def _read_checkpoint(
+    file: ExperimentFile, state: RunState, *, wanted: str | None, allowed: tuple[str, ...], allow_changed: bool
+) -> "tuple[Weights, PortableModel]":
+    """Read the weights of a checkpoint of any strategy in this process, which computes nothing."""
+    from pipeline.train import restored
 
-
-def _of_result(result: TrialResult) -> Weights:
-    if (best := result.best) is not None:
-        return Weights(step=best.step, epoch=best.epoch, best=best.metric, metrics=_reached(result))
-    return Weights(step=result.steps, epoch=result.epochs, metrics=_reached(result))
-
-
-def _reached(result: TrialResult) -> dict[str, float]:
-    return {name: value for name, value in result.metrics.items() if name.startswith(("validation/", "test/"))}
-
-
-def _reader(experiment: Experiment, address: str, step: int, *, allowed: tuple[str, ...]) -> Evaluation:
-    """Return the trial of one process that reads a checkpoint of any strategy, and computes nothing."""
-    precision = experiment.train.precision if experiment.train.precision == "fp64" else "fp32"
-    plain = {"compile": None, "activation_checkpointing": False, "precision": precision}
-    return Evaluation(
+    address, manifest, best, note = choose(file, folder=state.folder, wanted=wanted, allowed=allowed)
+    stages.begin(f"reading checkpoint {manifest.name}")
+    train = file.experiment.train
+    precision = train.precision if train.precision == "fp64" else "fp32"
+    plain = train.model_copy(update={"compile": None, "activation_checkpointing": False, "precision": precision})
+    reader = Evaluation(
         name="export",
-        experiment=experiment.model_copy(update={"train": experiment.train.model_copy(update=plain)}),
+        experiment=file.experiment.model_copy(update={"train": plain}),
         strategy="single",
         launcher="inprocess",
         workers=1,
@@ -287,9 +260,14 @@ def _reader(experiment: Experiment, address: str, step: int, *, allowed: tuple[s
         device="cpu",
         cpus_per_worker=os.cpu_count() or 1,
         allowed=allowed,
+        allow_changed=allow_changed,
         checkpoints=address,
-        step=step,
+        step=manifest.step,
     )
+    model = restored.of_checkpoint(reader)
+    known = {manifest.metric_name: manifest.metric} if manifest.metric_name and manifest.metric is not None else {}
+    shared = {"step": manifest.step, "epoch": model.epoch, "best": best}
+    return Weights(**shared, metrics=known, note=note, data_change=model.data_change), model
 
 
 def _describe_export(experiment: Experiment, model: "PortableModel", *, run: str, weights: Weights) -> Exported:

@@ -39,7 +39,7 @@ def list_runs(
     found = list(runs.summaries(directory, with_unstarted=every))
     if as_json:
         print_json(TypeAdapter(list[RunSummary]).dump_json(found, indent=2).decode())
-    elif quiet:
+    elif quiet and found:
         say("\n".join(run.run for run in found))
     elif found:
         console = OptionalConsole(highlight=False)
@@ -47,6 +47,8 @@ def list_runs(
             format_runs(found, now=datetime.now(UTC), width=console.width if console.is_terminal else None),
             soft_wrap=True,
         )
+    elif quiet:
+        return
     elif runs.folders(directory) and not every:
         say(f"{directory}: each run ended before its first step. List them with --all.", err=True)
     else:

@@ -61,20 +61,9 @@ def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Rec
     assert [ended.code for ended in shown] == [0, 0, 0], shown
     assert shown[0].stdout == shown[1].stdout
     assert len(shown[0].stdout.splitlines()) <= 24
-    page = Path("runs") / finished.folder.name / "report.html"
-    title = "tiny: training completed (2 epochs, 46 steps; "
-    for fragment in (title, "\nRESULT   Inconclusive: ", f"\nReport   {page}\n"):
-        assert fragment in shown[0].stdout
+    assert f"\nReport   {Path('runs') / finished.folder.name / 'report.html'}\n" in shown[0].stdout
     whole = there("show", "latest", "--full").stdout
-    for fragment in (
-        "tiny\n",
-        "scaling",
-        "exposed",
-        "Final metrics\n",
-        "Notes\n1. ",
-        "mlflow   pipeline ui, then http",
-    ):
-        assert fragment in whole
+    assert all(fragment in whole for fragment in ("tiny\n", "exposed", "Notes\n1. ", "mlflow   pipeline ui, then http"))
 
 
 @pytest.mark.parametrize(
@@ -163,14 +152,6 @@ def test_a_comparison_of_less_than_two_runs_says_what_to_name(
     refused = there("compare", *words)
     assert (refused.code, refused.stdout) == (2, "")
     assert said in refused.stderr
-
-
-def test_runs_for_scripts(there: Any, journal: Recorded) -> None:
-    finished = journal("finished").folder.name
-    (record,) = json.loads(there("list", "--json").stdout)
-    document = json.loads(there("show", finished, "--json").stdout)
-    assert record["speedup"] == document["main"]["speedup"] > 0
-    assert (document["run"], document["baseline"]["speedup"]) == (finished, 1)
 
 
 RESULT = Result(

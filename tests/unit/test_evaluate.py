@@ -66,8 +66,8 @@ def chosen(folder: Path, wanted: str | None, *overrides: str) -> Checkpoint:
 def evaluated(folder: Path, step: int, **more: Any) -> Evaluated:
     experiment = more.pop("experiment", opened(folder).experiment)
     shared = {name: getattr(toys.trial(), name) for name in Trial.model_fields if name != "role"}
-    shared |= {"name": EVALUATION, "experiment": experiment}
-    trial = Evaluation(**shared, checkpoints=str(folder / "checkpoints"), step=step, **more)
+    shared |= {"name": EVALUATION, "experiment": experiment, **more}
+    trial = Evaluation(**shared, checkpoints=str(folder / "checkpoints"), step=step)
     return evaluate_checkpoint(trial, rank=Rank(), outbox=toys.Kept())
 
 

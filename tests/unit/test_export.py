@@ -184,20 +184,18 @@ def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
 # What can't work
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_and_missing_packages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(UsageError, match="is not empty; name another folder, or add --force"):
-        check_options(onnx=False, to=tmp_path, force=False)
-    with pytest.raises(UsageError, match="is a file; name a folder"):
-        check_options(onnx=False, to=tmp_path / "mine.txt", force=True)
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
+    for options, said in {
+        (False, tmp_path, False): "is not empty; name another folder, or add --force",
+        (False, tmp_path / "mine.txt", True): "is a file; name a folder",
+        (True, tmp_path, True): r"--onnx needs onnx and onnxscript\. Install: pip install onnx onnxscript",
+    }.items():
+        with pytest.raises(UsageError, match=said):
+            check_options(**dict(zip(("onnx", "to", "force"), options, strict=True)))  # type: ignore[arg-type]
     check_options(onnx=False, to=tmp_path, force=True)
     check_options(onnx=False, to=tmp_path / "new", force=False)
-
-
-def test_onnx_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"--onnx needs onnx and onnxscript\. Install: pip install onnx onnxscript"):
-        check_options(onnx=True, to=tmp_path, force=False)
 
 
 def test_force_replaces_an_earlier_export_and_nothing_else(run: Path, tmp_path: Path) -> None:
