@@ -13,18 +13,17 @@ import torch
 from pipeline import registry
 from pipeline.api.experiment import Experiment, Source
 from pipeline.api.result import BenchmarkResult, RunResult
+from pipeline.commands import benchmark as benchmarks
 from pipeline.commands import run as runner
-from pipeline.commands.benchmark import measure
-from pipeline.commands.benchmark.matrix import MatrixRequest
-from pipeline.commands.benchmark.predicted_rows import parse_request
 from pipeline.errors import Terminated, UsageError, terminate
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.targets import check_not_importing
+from pipeline.experiment.variant_files import parse_vary
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.record.console import stages_on
 from pipeline.record.screen import Terminal
-from pipeline.report.report import Report
 from pipeline.results import record
+from pipeline.results.prediction import parse_link
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
 from pipeline.system.signals import handled, hang_up, is_ended_by_hang_up
@@ -79,13 +78,14 @@ def benchmark(
     workers: Sequence[int] = (),
     repeats: int = 3,
     batch_sizes: Sequence[int] = (),
+    vary: str | None = None,
     predict: Sequence[int] = (),
     network: str | None = None,
     profile: bool = False,
     quiet: bool = False,
     verbose: bool = False,
 ) -> BenchmarkResult:
-    """Measure the throughput of strategies and numbers of workers, as ``pipeline benchmark FILE`` does.
+    """Measure the throughput of strategies, numbers of workers and other keys, as ``pipeline benchmark FILE`` does.
 
     Args:
         experiment: as in `run`.
@@ -94,6 +94,7 @@ def benchmark(
         workers: numbers of workers; default: those of the baseline and of the experiment.
         repeats: number of times to measure each configuration; configurations alternate.
         batch_sizes: batch sizes per device to measure the experiment's configuration with.
+        vary: values of keys to measure instead of the experiment's, such as "loader.num_workers=0,2".
         predict: numbers of workers to add predicted rows for.
         network: bandwidth and latency between predicted workers, such as "25Gbit,20us"; default: measured here.
         profile: True to record a torch.profiler trace of each configuration.
@@ -104,24 +105,26 @@ def benchmark(
         PipelineError: a measurement failed; the run's folder contains the measurements before the failure.
         KeyboardInterrupt: as `run`.
     """
-    ended: list[tuple[Report, Path]] = []
-    _check_wanted(strategies, (*workers, *batch_sizes), repeats)
-    counts, link = parse_request(predict, network)
-    with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
-        measure.benchmark(
+    ended: list[tuple[record.Result, Path]] = []
+    _check_wanted(strategies, (*workers, *batch_sizes, *predict), repeats)
+    varied, shared = parse_vary(vary) if vary is not None else ([], [])
+    request = benchmarks.Request(
+        strategies=tuple(strategies),
+        workers=tuple(workers),
+        repeats=repeats,
+        profile=profile,
+        batch_sizes=tuple(batch_sizes),
+        vary=tuple(map(tuple, varied)),
+        predict=tuple(predict),
+        network=parse_link(network) if network is not None else None,
+    )
+    with _started(experiment, (*overrides, *shared), quiet=quiet, verbose=verbose) as file:
+        benchmarks.benchmark(
             file,
-            wanted=MatrixRequest(
-                strategies=tuple(strategies),
-                workers=tuple(workers),
-                repeats=repeats,
-                profile=profile,
-                batch_sizes=tuple(batch_sizes),
-                predict=counts,
-                network=link,
-            ),
+            request=request,
             verbose=verbose,
             terminal=_terminal(quiet=quiet),
-            show=lambda report, folder: ended.append((report, folder)),
+            show=lambda result, folder: ended.append((result, folder)),
         )
     return BenchmarkResult.of(*ended[-1])
 
@@ -136,7 +139,7 @@ def _check_wanted(strategies: Sequence[str], counts: Sequence[int], repeats: int
         raise UsageError(f'strategies: is a string. Pass a list, ["{strategies}"].')
     for count in (*counts, repeats):
         if type(count) is not int or count < 1:
-            raise UsageError(f"workers, batch_sizes and repeats must be integers of at least 1, not {count!r}")
+            raise UsageError(f"workers, batch_sizes, predict and repeats must be integers of at least 1, not {count!r}")
 
 
 def _terminal(*, quiet: bool) -> Terminal:

@@ -48,6 +48,13 @@ def benchmark(
             help="Also measure the file's configuration with these batch sizes per device.",
         ),
     ] = None,
+    vary: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help='Measure the values of a key, e.g. loader.num_workers=0,2; of several keys in quotes: "A=1,2 B=3,4".',
+        ),
+    ] = None,
     predict: Annotated[
         str | None,
         typer.Option(
@@ -70,29 +77,35 @@ def benchmark(
     address: Cluster = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure the speed of strategies, workers and batch sizes."""
-    with opened(file, with_address(overrides, address), as_json=as_json, quiet=quiet) as (experiment, terminal):
-        from pipeline.commands.benchmark.matrix import MatrixRequest
-        from pipeline.commands.benchmark.predicted_rows import parse_request
+    """Measure the speed of strategies, workers, batch sizes and other keys."""
+    from pipeline.experiment.variant_files import parse_vary
 
-        counts, link = parse_request(counts_of("--predict", predict) if predict is not None else (), network)
-        wanted = MatrixRequest(
-            strategies=strategies_of(strategies) if strategies is not None else (),
-            workers=counts_of("--workers", workers) if workers is not None else (),
-            repeats=repeats,
-            profile=profile,
-            batch_sizes=counts_of("--batch-sizes", batch_sizes, what="batch size") if batch_sizes is not None else (),
-            predict=counts,
-            network=link,
-        )
+    varied, shared = parse_vary(vary) if vary is not None else ([], [])
+    overrides = [*with_address(overrides, address), *shared]
+    with opened(file, overrides, as_json=as_json, quiet=quiet) as (experiment, terminal):
+        from pipeline.results.prediction import parse_link
+
+        sizes = counts_of("--batch-sizes", batch_sizes, what="batch size") if batch_sizes is not None else ()
+        chosen = strategies_of(strategies) if strategies is not None else ()
+        counts = counts_of("--workers", workers) if workers is not None else ()
+        predicted = counts_of("--predict", predict) if predict is not None else ()
+        link = parse_link(network) if network is not None else None
         with head_start(experiment, verbose=verbose):
-            from pipeline.commands.benchmark.measure import benchmark
-            from pipeline.report.report import comparison_json
+            from pipeline.commands.benchmark import Request, benchmark
 
             benchmark(
                 experiment,
-                wanted=wanted,
+                request=Request(
+                    strategies=chosen,
+                    workers=counts,
+                    batch_sizes=sizes,
+                    vary=tuple(map(tuple, varied)),
+                    repeats=repeats,
+                    profile=profile,
+                    predict=predicted,
+                    network=link,
+                ),
                 verbose=verbose,
                 terminal=terminal,
-                show=lambda report, _: print_json(comparison_json(report)) if as_json else None,
+                show=lambda result, _: print_json(result.model_dump_json(indent=2)) if as_json else None,
             )

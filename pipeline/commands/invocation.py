@@ -159,15 +159,18 @@ class Invocation:
                 artifact(PAGE_NAME, self.recorder)
         result = result.model_copy(update={"run": id_of(self.folder), "places": find_places(self.folder)})
         self._shown.append(result)
-        at = {name: (one.steps, one.epochs) for name, one in self.results.items()}
+        at = {"main": (0, 0)} | {name: (one.steps, one.epochs) for name, one in self.results.items()}
         logged = {number.metric for number in (*MEASURED, STARTUP)}  # at the end of the trial itself
         for trial, figures in mlflow_names.metrics(result).items():
-            step, epoch = at.get(trial, (0, 0))
-            known = logged if trial in at else set()
+            if trial not in at:  # predicted
+                continue
+            step, epoch = at[trial]
+            known = logged if trial in self.results else set()
             new = {name: value for name, value in figures.items() if not name.startswith(_OF_STEPS)}
             self.log({name: new[name] for name in new if name not in known}, trial=trial, step=step, epoch=epoch)
         for trial, tags in mlflow_names.tags(result).items():
-            self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
+            if trial in at:
+                self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
         self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws else {})
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
