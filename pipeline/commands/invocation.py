@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline import registry
-from pipeline.commands import page as old_page
+from pipeline.commands import old_page
 from pipeline.commands.ending import print_end as print_old_end
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.directions import directions
@@ -264,6 +264,9 @@ def invoked(
         ) as recorder:
             results = _Results(recorder.earlier)
             folders.append(recorder.folder)
+            if not adds:  # the result and the page of an earlier session, whose run is resumed
+                for name in (record.FILE_NAME, PAGE_NAME):
+                    (recorder.folder / name).unlink(missing_ok=True)
             clock = WallClock(plan.main.name, read(recorder.folder / FILE_NAME))
             with recorder.subscribed(results), recorder.subscribed(clock):
                 try:

@@ -110,7 +110,7 @@ def _run(
         if earlier is not None and (earlier.status == "FINISHED" or _has_lost_weights(invocation)):
             done -= {plan.main.name}  # the training is continued
         try:
-            exports = member is None or member.logs_model
+            exports = (member is None or member.logs_model) and not extent["quick"]
             place = partial(
                 _placed,
                 folder=invocation.folder,
@@ -122,7 +122,8 @@ def _run(
         finally:
             if plan.main.name in invocation.results:
                 with invocation.unharmed("the report"):
-                    report(invocation, missing=_find_missing(plan, outcomes, invocation.results))
+                    missing = find_missing(plan, outcomes, invocation.results)
+                    report(invocation, missing=missing if extent["with_baseline"] else "no baseline")
         if _has_lost_weights(invocation):
             raise ResourceError(
                 f"{invocation.folder}: the trained weights are lost; neither {WEIGHTS} nor a checkpoint of the last "
@@ -130,7 +131,7 @@ def _run(
             )
 
 
-def _find_missing(plan: Plan, outcomes: Sequence[Outcome], results: Mapping[str, TrialResult]) -> Missing:
+def find_missing(plan: Plan, outcomes: Sequence[Outcome], results: Mapping[str, TrialResult]) -> Missing:
     """Return why a baseline that was planned has no result; empty if it has one, or if none was planned."""
     baselines = [trial for trial in plan.measured if isinstance(trial, Baseline)]
     if all(trial.name in results for trial in baselines):
@@ -213,7 +214,7 @@ def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, q
 
 
 def report(invocation: Invocation, *, missing: Missing = "") -> None:
-    """End the run in its result: recorded, saved and shown. ``missing``: why a planned baseline has no row."""
+    """End the run in its result: recorded, saved and shown. ``missing``: why no baseline was measured."""
     plan, finished = invocation.plan, invocation.finished
     rows = measure_rows([as_ended(trial, finished) for trial in plan.measured], finished)
     main, resources = plan.main, plan.resources

@@ -61,7 +61,7 @@ class RunSummary(Frozen):
     metrics: Mapping[str, float] = {}
     """Last values of the training's validation metrics, or its last loss without them; the best value of a sweep."""
     is_quick: bool = False
-    """True for ``run --quick``: its metrics and its throughput are those of two steps, so they are left out."""
+    """True for ``run --quick``: its metrics and its throughput are those of a few steps, so they are left out."""
     verdict: str = ""
     """Result in one line, the first of the run's summary; empty without one."""
     began: datetime

@@ -14,9 +14,9 @@ from pipeline.experiment.schema import Experiment
 from pipeline.protocol.trial import CellMeasurement
 from pipeline.results import texts
 from pipeline.results.breakdown import adds_up, explain_lost_time, find_straggler, format_ms, noise_ms
-from pipeline.results.claims import compare
 from pipeline.results.record import Advice
 from pipeline.results.speedup import Row, is_wide
+from pipeline.results.statements import compare
 from pipeline.wording import counted, figure
 
 WORTH = 1.05

@@ -61,7 +61,7 @@ def result_of_benchmark(
     fastest = _find_fastest(rows)
     best = "" if fastest in (None, main) else texts.FASTEST.format(name=fastest.name, rate=format_rate(fastest))
     if main.claim == "none":
-        reason = texts.UNMEASURED["no baseline" if rows[0].role != "baseline" else "nothing else"]
+        reason = texts.UNMEASURED["baseline missing" if rows[0].role != "baseline" else "nothing else"]
         answer = [texts.WITHOUT_SPEEDUP.format(name=main.name, rate=format_rate(main), reason=reason)]
         reached = f"{format_rate(main)} samples/s"
         verdict = texts.WITHOUT_SPEEDUP_VERDICT.format(name=main.name, reached=reached)

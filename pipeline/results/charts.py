@@ -112,6 +112,7 @@ def draw_courses(courses: Sequence[Course]) -> str:
                     where.plot(at, values, "o-", ms=3, lw=1.2, color=own_color, label=label)
         if min(finite) > 0 and max(finite) > _WIDE_RANGE * min(finite):
             axes["loss"].set_yscale("log")
+            axes["loss"].yaxis.set_major_formatter("{x:g}")
         axes["loss"].legend()
 
     return _draw(fill, height=2.6 * rows, name="curves", label="Learning curves")
@@ -128,13 +129,13 @@ def draw_throughput(table: Table, result: Result) -> str:
                 continue
             speedup = result.fact("speedup", rate.trial)
             is_clear = place == table.emphasis and speedup is not None and speedup.state == "ok"
-            axes.barh(place, rate.value, height=0.6, color=_COLORS[0] if is_clear else _GREY)
+            axes.barh(place + 0.15, rate.value, height=0.4, color=_COLORS[0] if is_clear else _GREY)
             text = format_fact(rate)
             if speedup is not None and speedup.value and speedup.low is not None and speedup.high is not None:
                 ends = [rate.value * end / speedup.value for end in (speedup.low, speedup.high)]
-                axes.plot([ends[0], min(ends[1], 2 * rate.value)], [place, place], "|-", color=_INK, lw=1.3)
+                axes.plot([ends[0], min(ends[1], 2 * rate.value)], [place + 0.15] * 2, "|-", color=_INK, lw=1.3)
                 text = f"{text}, {format_fact(speedup)}"
-            axes.annotate(text, (0, place), xytext=(4, 0), textcoords="offset points", va="center", color=_INK)
+            axes.annotate(text, (0, place - 0.22), xytext=(4, 0), textcoords="offset points", va="center")
         _name_rows(axes, table)
 
     height = 0.6 + 0.4 * len(table.rows)
@@ -192,7 +193,7 @@ def _thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[f
 
 def _name_rows(axes: "Axes", table: Table) -> None:
     axes.set_yticks(range(len(table.rows)), [str(row[0]) for row in table.rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(table.rows) - 0.4, -0.6)
 
 
 def _draw(fill: Callable[["Figure"], None], *, height: float, name: str, label: str) -> str:

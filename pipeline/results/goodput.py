@@ -81,7 +81,11 @@ class Goodput(Recorded):
         spent = [(use, percent) for use, percent in self.percents.items() if percent or use == "steps"]
         rows = [(LABELS[use], duration(self.seconds.get(use, 0.0)), f"{percent}%") for use, percent in spent]
         return Table(
-            title="Where the time went (goodput)", header=("use", "time", "share"), rows=tuple(rows), is_folded=True
+            title="Where the time went (goodput)",
+            header=("use", "time", "share"),
+            rows=tuple(rows),
+            notes=(self.sentence,),
+            is_folded=True,
         )
 
     @property

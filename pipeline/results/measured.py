@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pipeline.experiment.reported import single_names
-from pipeline.results import claims, texts
+from pipeline.results import statements, texts
 from pipeline.results.advice import advise
 from pipeline.results.breakdown import describe_step, parts_table
 from pipeline.results.goodput import Goodput
@@ -19,8 +19,8 @@ NONE = "-"
 _MOST_METRICS = 4
 _LAUNCHERS = {"ray": "Ray", "inprocess": "in this process"}
 _TEST, _VALIDATION, _LOSS = "test/", "validation/", "train/loss"
-Missing = Literal["", "option", "interrupted", "failed"]
-"""Why a baseline that was planned has no row: it was not, it was interrupted, or it failed."""
+Missing = Literal["", "no baseline", "interrupted", "failed"]
+"""Why no baseline was measured: none was asked for, or it was interrupted, or it failed."""
 
 
 class Entry(NamedTuple):
@@ -128,7 +128,7 @@ def iter_decision(main: Row, *, command: str) -> Iterator[tuple[str, str]]:
         yield "CHECK", texts.CHECK
         yield "CONFIRM", _repeat(given, given[1], *settings)
     elif main.claim == "inconclusive":
-        doubt = claims.explain_doubt(main, main=main)
+        doubt = statements.explain_doubt(main, main=main)
         yield "REASON", doubt.reason
         if doubt.command:
             yield "NEXT", doubt.remedy
@@ -154,12 +154,12 @@ def iter_notes(rows: Sequence[Row], main: Row, *, has_advice: bool) -> Iterator[
     result = main.result
     yield from (f"{note[0].upper()}{note[1:]}." for note in result.data_notes)
     if main.claim in ("faster", "inconclusive") and not has_advice:
-        yield from (claims.compare(main, row) for row in rows if row.has_all_cores and row.cores >= main.cores)
+        yield from (statements.compare(main, row) for row in rows if row.has_all_cores and row.cores >= main.cores)
     if main.claim != "invalid" and not has_advice and result.parts.sum_ms is not None:
         yield describe_step(main)
-    doubt = claims.explain_doubt(main, main=main) if main.claim == "inconclusive" else None
+    doubt = statements.explain_doubt(main, main=main) if main.claim == "inconclusive" else None
     ratios = [ratio for row in rows if (ratio := row.ratio) is not None]
-    if doubt is None and any(map(is_wide, ratios)) and (result.other_cores or 0.0) > claims.BUSY:
+    if doubt is None and any(map(is_wide, ratios)) and (result.other_cores or 0.0) > statements.BUSY:
         yield texts.BUSY.format(cores=f"{result.other_cores:.1f}")
     for row in rows:
         if (parts := row.result.micro_batches) is not None:
@@ -172,7 +172,7 @@ def iter_notes(rows: Sequence[Row], main: Row, *, has_advice: bool) -> Iterator[
                 yield texts.BUFFERS.format(statistics=f"{statistics[0].upper()}{statistics[1:]}")
     for row in rows:
         if row.role == "cell" and row is not main and row.claim == "inconclusive":
-            yield f"{claims.verdict(row)}. {claims.explain_doubt(row, main=main).reason}."
+            yield f"{statements.verdict(row)}. {statements.explain_doubt(row, main=main).reason}."
     if any(row.batch != rows[0].batch for row in rows):
         yield texts.OTHER_BATCHES
 
@@ -196,7 +196,7 @@ def result_of_run(
         command: shell command of the run; empty if it was started from Python.
         goodput: use of the training's wall clock.
         happened: notes on what changed the training on its way, e.g. another number of workers.
-        missing: why a baseline that was planned was not measured.
+        missing: why no baseline was measured; empty if one was, or if it is the same training.
         option: option of the command that left the measurements out.
         cores: cores of each node; None if unknown.
     """
@@ -222,7 +222,7 @@ def result_of_run(
         short = texts.WITHOUT_SPEEDUP_VERDICT.format(name=main.name, reached=reached)
         answer = [*format_metrics(main), *answer]
     else:
-        answer, short = [*claims.headline(main), *format_metrics(main)], claims.verdict(main)
+        answer, short = [*statements.headline(main), *format_metrics(main)], statements.verdict(main)
     lost = tuple(_iter_lost_checkpoints(main))
     tables = [speedup_table(rows, main=main)] if len(rows) > 1 else []
     if not train_only:

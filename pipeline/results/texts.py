@@ -1,4 +1,4 @@
-"""The sentences of results: a template for each state. What fills them is computed elsewhere, e.g. in `claims`."""
+"""The sentences of results: a template for each state. What fills them is computed elsewhere, e.g. in `statements`."""
 
 from collections.abc import Mapping
 
@@ -88,8 +88,8 @@ UNMEASURED: Mapping[str, str] = {
     "same": "Speedup not measured (the baseline is the same training)",
     "interrupted": "Speedup not measured (the measurement was interrupted)",
     "failed": "Speedup not measured (the measurement failed, see the warning above)",
-    "resumed": "Speedup not measured (the training was complete before it was resumed)",
-    "no baseline": "Speedup not measured (the baseline could not be measured)",
+    "no baseline": "Speedup not measured (--no-baseline)",
+    "baseline missing": "Speedup not measured (the baseline could not be measured)",
     "nothing else": "Speedup not measured (nothing but the baseline was measured)",
 }
 """Why there is no speedup."""

@@ -96,8 +96,13 @@ def result_of(s: State, *, start: int) -> TrialResult:
     )
 
 
-def add_measurements(s: State, result: TrialResult, *, complete: Complete) -> TrialResult:
-    """Return the result with what is measured after the training; failures there never cost the result. Collective."""
+def add_measurements(
+    s: State, result: TrialResult, *, complete: Complete, export: Callable[[], None] = lambda: None
+) -> TrialResult:
+    """Return the result with what is measured after the training; failures there never cost the result. Collective.
+
+    ``export`` exports the trained model, before the measurements, which a Ctrl-C may end.
+    """
     trial, since, step_ms = s.trial, time.monotonic(), result.step_ms.median
     is_measured = not (isinstance(trial, Training) and trial.train_only)
     compares, estimate_s = False, None
@@ -107,6 +112,7 @@ def add_measurements(s: State, result: TrialResult, *, complete: Complete) -> Tr
         *_, parts_s = plan_rounds(trial, variants=variants, step_s=step_ms / 1000, total_steps=s.steps)
         estimate_s = parts_s + estimate_seconds(trial, step_s=step_ms / 1000)
     s.send(Trained(trial=trial.name, result=result, is_measured=is_measured, measuring_s=estimate_s))
+    export()
     if not is_measured:
         return result
     afterwards, more = Afterwards(s), dict[str, Any]()

@@ -409,3 +409,20 @@ def test_output_that_is_no_longer_read_does_not_end_a_training() -> None:
         console.print("a step")
         console.print("another step")
         pipe.write("the end")  # flushed when the file is closed, as Python does at its end
+
+
+def test_the_result_alone_goes_to_standard_output() -> None:
+    """With --json, too, which is another document."""
+    kinds = {(json, quiet): Terminal.of(as_json=json, quiet=quiet) for json in (True, False) for quiet in (True, False)}
+    for (as_json, quiet), places in kinds.items():
+        assert places.warnings.stderr
+        assert places.progress.quiet if quiet else places.progress.stderr
+        assert (not places.result.stderr and not places.result.quiet) != as_json
+
+
+def test_a_baseline_says_that_it_was_timed() -> None:
+    stdout = pipe()
+    console = Console(Terminal.on(stdout), trials=[RAY])
+    console.receive(opened().model_copy(update={"trial": "baseline", "role": "baseline", "title": "1 worker"}))
+    console.receive(finished("baseline", spread(690), metrics={"train/loss": 2.196}))
+    assert printed(stdout).splitlines()[-1].endswith("timed, not trained: 690 samples/s, first step after 6.2 s")

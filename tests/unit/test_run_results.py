@@ -6,20 +6,25 @@
 # promise: the screens at the end of commands, and whole reports: 24 lines, 80 columns
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from samples import HARDWARE, in_turn, spread, trial
 
+from pipeline.api.result import RunResult
 from pipeline.experiment.schema import Parallel
-from pipeline.protocol.events import Finished
+from pipeline.protocol.events import Finished, Metrics, Point
 from pipeline.protocol.trial import Trial
-from pipeline.protocol.trial_result import StepParts, TrialResult
+from pipeline.protocol.trial_result import StepParts, TrialResult, Unsaved
+from pipeline.results import mlflow_names, speedup
+from pipeline.results.advice import advise
+from pipeline.results.charts import iter_figures, read_course
 from pipeline.results.goodput import Goodput
 from pipeline.results.measured import result_of_quick, result_of_run
-from pipeline.results.record import Result
+from pipeline.results.page import render
+from pipeline.results.record import Fact, Result
 from pipeline.results.speedup import measure_rows
 from pipeline.results.terminal import format_full, format_screen
 
@@ -143,6 +148,7 @@ SCREENS: dict[str, Callable[[], Result]] = {
     "run_one_device": one_device,
     "run_train_only": lambda: alone(option="--train-only"),
     "run_interrupted": lambda: alone(missing="interrupted"),
+    "run_no_baseline": lambda: alone(missing="no baseline"),
     "run_quick": quick,
 }
 
@@ -172,3 +178,132 @@ def test_a_whole_result_has_this_text() -> None:
     lines = format_full(made)
     assert max(map(len, lines)) <= 80
     check("run_full", "\n".join([*lines, ""]))
+
+
+def test_the_answer_in_a_line_is_that_of_the_screen() -> None:
+    assert {name: make().verdict for name, make in SCREENS.items()} == {
+        "run_faster": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
+        "run_inconclusive": "2 workers (ddp): inconclusive, 0.91x to 1.24x (95% CI)",
+        "run_too_noisy": "2 workers (ddp): inconclusive, too noisy to measure",
+        "run_too_close": "2 workers (ddp): inconclusive, 0.98x to 1.03x (95% CI)",
+        "run_slower": "2 workers (ddp): 3.98x slower than 1 worker (95% CI 3.04x to 5.22x)",
+        "run_slow_optimizer": "2 workers (ddp): 3.98x slower than 1 worker (95% CI 3.04x to 5.22x)",
+        "run_noisy_parts": "2 workers (ddp): 37.4x as fast as 1 worker (95% CI 35.8x to 39.0x)",
+        "run_suggestion": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
+        "run_other_loss": "2 workers (ddp): speedup not valid, loss differs from the baseline",
+        "run_one_device": "1 worker (dp): validation/accuracy 0.9944; speedup not measured",
+        "run_train_only": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
+        "run_interrupted": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
+        "run_no_baseline": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
+        "run_quick": "2 workers (ddp): quick test passed; the whole training takes about 1 min 35 s",
+    }
+
+
+def test_a_new_number_is_shown_everywhere_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def iter_more(row: speedup.Row, **more: Any) -> Iterator[Fact]:
+        yield from known(row, **more)
+        yield Fact(key="pressure", value=1013.25, label="air pressure", trial=row.key)
+
+    known = speedup.iter_facts
+    monkeypatch.setattr(speedup, "iter_facts", iter_more)
+    made = resnet()
+    again = Result.model_validate_json(made.model_dump_json())
+    ran = RunResult(again, Path("runs/x"), None, None)
+    assert again == made
+    assert any(line.split() == ["air", "pressure", "1,013"] for line in format_full(made))
+    assert "<dt>air pressure</dt><dd>1,013</dd>" in render(made, about={})
+    assert {name: own["pressure"] for name, own in mlflow_names.metrics(made).items()} == dict.fromkeys(
+        ("main", "baseline", "reference"), 1013.25
+    )
+    assert ran.to_pandas().loc["baseline", "pressure"] == 1013.25
+
+
+def test_a_command_that_confirms_another_loss_sets_no_key_twice() -> None:
+    text = shown(resnet(coupling=(), command="pipeline run a.yaml train.epochs=2 'model.hidden=[64, 64]'"))
+    (line,) = (line for line in text.splitlines() if line.startswith("CONFIRM"))
+    assert line.endswith("pipeline run a.yaml 'model.hidden=[64, 64]' train.precision=fp64 \\")
+
+
+def test_a_row_that_trains_another_model_has_a_note_and_is_not_advised() -> None:
+    text = shown(
+        result(
+            end("baseline", 329, losses=LOSSES),
+            end("reference", 900, losses=EARLY, coupling=NORMS),
+            end("main", 606, losses=LOSSES, slots_s=30.0),
+        )
+    )
+    assert text.count("[1]") == 2
+    assert "ignore the speedup" in text
+    assert "USE" not in text
+
+
+def test_windows_have_no_confidence_interval() -> None:
+    made = result(*(end(name, rate, slots=()) for name, rate in (("baseline", 329), ("reference", 564), ("main", 606))))
+    assert (
+        "2 workers were measured 1.07x as fast as 1 process on both cores, without a confidence interval." in made.notes
+    )
+    assert made.headline[1] == "Measured 1.84x as fast, without a confidence interval"
+    assert not any("95% CI" in note for note in made.notes)
+
+
+def test_an_interval_that_excludes_one_is_not_rounded_to_one() -> None:
+    main = end("main", 1005, noise=0.002, losses=LOSSES, slots_s=30.0)
+    made = result(end("baseline", 1000, losses=LOSSES), main, trials=(MAIN, BASELINE))
+    assert made.headline[1].startswith("(95% confidence interval 1.003x to 1.01x")
+
+
+def test_losses_that_are_not_finite_differ_by_no_number() -> None:
+    text = shown(resnet(losses=(float("nan"),) * 4))
+    assert "not finite" in text
+    assert "inf" not in text.replace("infinite", "")
+
+
+def test_a_screen_with_much_to_say_fits() -> None:
+    unsaved = Unsaved(newest=96, failed=2, reason="the disk is full")
+    stopped = "validation/loss has not improved for 3 epochs"
+    more = {"stopped_early": stopped, "unsaved": unsaved, "data_notes": ("the stream is not shuffled",)}
+    text = shown(resnet(losses=LATE, rate=330, noise=0.02, **more))
+    assert "2 checkpoints could not be saved: the disk is full." in text
+    assert "training stopped early" in text
+    assert resnet(**more).verdict.endswith("The latest checkpoint is from step 96, but the training ended at step 120")
+
+
+def test_notes_say_nothing_twice() -> None:
+    for make in SCREENS.values():
+        made = make()
+        said = [*made.headline, *made.notes, *(text for _, text in made.next), *(one.reason for one in made.advice)]
+        assert len(said) == len(set(said))
+
+
+def test_a_slow_rank_and_a_slow_link_are_named() -> None:
+    parts = StepParts(
+        held_ms=spread(100), compute_ms=40.0, exposed_communication_ms=50.0, data_wait_ms=1.0, rest_ms=9.0,
+        ranks=(spread(40).model_copy(update={"values": (40.0, 41.0, 40.5)}),
+               spread(80).model_copy(update={"values": (80.0, 81.0, 80.5)})),
+        nodes=("node-1", "node-2"),
+    )  # fmt: skip
+    main = end("main", 1280, losses=LOSSES, slots=())
+    slow = main.result.model_copy(update={"parts": parts, "gradient_mb": 40.0})
+    (row,) = measure_rows((MAIN,), [main.model_copy(update={"result": slow})])
+    found = advise([row], row, experiment=MAIN.experiment, cores=2)
+    assert [one.overrides or one.change for one in found] == [
+        "Find out what slows rank 1 on node-2 down; all ranks wait for the slowest one.",
+        ("parallel.options.communication_hook=fp16",),
+        ("train.global_batch_size=256", "train.lr_scaling.rule=linear", "train.lr_scaling.base_batch_size=128"),
+    ]
+    assert "for 40 MiB at about 6.7 Gbit/s" in found[1].reason
+
+
+def test_the_page_draws_the_loss_of_each_step_and_folds_what_is_asked_last() -> None:
+    losses = [2.3 - step / 100 for step in range(138)]
+    event = Metrics(
+        step=138, epoch=3, points=(Point("validation/accuracy", 138, 0.9), Point("validation/loss", 138, 1.0))
+    )
+    spent = Goodput(seconds={"steps": 3.0, "start": 1.0})
+    made = resnet(goodput=spent)
+    figures = list(iter_figures(made, [read_course("training", losses, [event])]))
+    assert [title for title, _, _ in figures] == ["Learning curves", "Throughput", "Parts of a step"]
+    page = render(made, about={"Command": COMMAND}, figures=figures)
+    assert page.count("<svg ") == 3
+    assert page.index("1.84x as fast as") < page.index("Learning curves") < page.index("<summary>Where the time went")
+    assert "the loss of each step (thin)" in page

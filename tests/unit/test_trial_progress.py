@@ -219,3 +219,13 @@ def test_words() -> None:
     assert left(None) == left(0.4) == []
     assert left(0.6) == ["0:01 left"]
     assert fitted(["epoch 1/2", "a long one that does not fit", "loss 2"], width=18) == "epoch 1/2, loss 2"
+
+
+def test_the_loss_of_a_training_is_the_mean_of_its_last_steps_as_in_its_result() -> None:
+    losses = tuple(float(step) for step in range(1, 31))
+    window = metrics(30, train__loss=29.5).model_copy(update={"losses": losses})
+    assert next(after(window).training()) == "loss 20.5"  # of steps 11 to 30
+    own = TrialProgress(averages=False)  # train.log_every_steps says which steps a point is of
+    for event in (started(), window):
+        own.update(event)
+    assert next(own.training()) == "loss 29.5"
