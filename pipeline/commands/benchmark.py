@@ -5,11 +5,12 @@ stays in the table, with the reason.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline import registry
 from pipeline.commands.invocation import Invocation, invoked
@@ -133,11 +134,10 @@ def benchmark(
 
 
 def check_request(request: Request, experiment: Experiment) -> None:
-    """Check that what is asked for goes together, as far as it needs no machine.
+    """Refuse what contradicts itself or the experiment, whatever the machine.
 
     Raises:
-        UsageError: a number is out of range, or two options contradict each other.
-        ExperimentError: there is no prediction for this experiment.
+        UsageError: the request is wrong; ExperimentError: the experiment can't be predicted.
     """
     if request.network is not None and not request.predict:
         raise UsageError("--network: is used for predictions only. Add --predict, e.g. --predict 8,64.")
@@ -164,8 +164,9 @@ def check_request(request: Request, experiment: Experiment) -> None:
                 raise UsageError(f"--vary {key}: {option} sets this key, so it can't be varied as well.")
     strategies = request.strategies or (experiment.parallel.strategy, experiment.benchmark.baseline.strategy)
     if max(request.workers, default=1) > 1 and not any(map(_runs_many, strategies)):
-        named = join_names(list(dict.fromkeys(strategies)))
-        raise UsageError(f"--workers: {named} runs one process. Add a strategy, e.g. --strategies single,ddp.")
+        raise UsageError(
+            f"--workers: {join_names(sorted({*strategies}))} runs one process. Add e.g. --strategies single,ddp."
+        )
 
 
 def make_matrix(file: ExperimentFile, resources: Resources, *, allowed: tuple[str, ...], request: Request) -> Matrix:
@@ -191,14 +192,14 @@ def make_matrix(file: ExperimentFile, resources: Resources, *, allowed: tuple[st
     label = name_configuration(counted(baseline.workers, "worker"), base.strategy, "baseline")
     cells, names = [Cell(baseline.name, label, baseline)], dict[_Wanted, str]()
 
-    def plan_trial(own: Experiment, **fields: object) -> Trial:
+    def plan_trial(own: Experiment, **fields: Any) -> Trial:
         strategy, workers, *_ = _find_declared(own)
         layout = Configuration(strategy=strategy, workers=workers, options=own.parallel.options)
         return Planner(own, resources, allowed, workers=most).trial(CellMeasurement, layout, **fields)
 
     for one in wanted:
         cell = _plan_cell(one, files[one], plan_trial, overrides=_overrides(one, experiment))
-        same = [other for other in cells if cell.trial and other.trial and _is_same(cell.trial, other.trial)]
+        same = [other for other in cells if cell.trial and other.trial and _work(cell.trial) == _work(other.trial)]
         if not same:
             taken = {other.name for other in cells}
             tried = (cell.name, *(f"{cell.name}-{number}" for number in range(2, len(cells) + 2)))
@@ -281,13 +282,13 @@ def _plan_cell(
     wanted: _Wanted, file: ExperimentFile | str, plan_trial: Callable[..., Trial], *, overrides: tuple[str, ...]
 ) -> Cell:
     """Plan a configuration as the training of ``pipeline run`` is planned."""
-    is_read = isinstance(file, ExperimentFile)
-    strategy, workers, *_ = _find_declared(file.experiment) if is_read else wanted
-    pairs = [text.partition("=") for text in wanted.varied if not (is_read and text.startswith(_LAYOUT[:2]))]
+    strategy, workers, *_ = wanted if isinstance(file, str) else _find_declared(file.experiment)
+    hidden = () if isinstance(file, str) else _LAYOUT[:2]
+    pairs = [text.partition("=") for text in wanted.varied if not text.startswith(hidden)]
     details = [f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs]
     details += [f"batch {wanted.size}"] if wanted.size is not None else []
-    label = name_configuration(counted(workers, "worker"), strategy, *details)
-    cell = Cell(_slug(strategy, str(workers), *details), label)
+    name = re.sub(r"[^\w.]+", "-", "-".join([strategy, str(workers), *details])).strip("-")[:80]  # part of file names
+    cell = Cell(name, name_configuration(counted(workers, "worker"), strategy, *details))
     if isinstance(file, str):
         return cell._replace(reason=file)
     plan_trial = partial(plan_trial, name=cell.name, variant=", ".join(details))
@@ -304,30 +305,17 @@ def _plan_cell(
     return cell._replace(trial=trial)
 
 
-def _slug(*words: str) -> str:
-    """Return a name for a trial, which is part of file names."""
-    return re.sub(r"[^\w.]+", "-", "-".join(words)).strip("-")[:80]
-
-
-def _is_same(one: Trial, other: Trial) -> bool:
-    """Return True if two trials would measure the same."""
-
-    def work(trial: Trial) -> tuple[object, ...]:
-        settings = {key: text for key, text in flatten(trial.experiment).items() if not key.startswith(_LAYOUT)}
-        return trial.strategy, trial.workers, dict(trial.options), trial.device, trial.cpus_per_worker, settings
-
-    return work(one) == work(other)
+def _work(trial: Trial) -> tuple[object, ...]:
+    """Return what two trials that would measure the same have in common."""
+    settings = {key: text for key, text in flatten(trial.experiment).items() if not key.startswith(_LAYOUT)}
+    return trial.strategy, trial.workers, dict(trial.options), trial.device, trial.cpus_per_worker, settings
 
 
 # Measuring
 
 
 def _measure(invocation: Invocation, *, reasons: dict[str, str], failures: list[PipelineError]) -> None:
-    """Run all trials in order; add why a configuration can't be measured, and the errors of those that failed.
-
-    Raises:
-        PipelineError: the baseline failed, so there is nothing to compare with; or nothing fits into memory.
-    """
+    """Run all trials in order; add why a configuration can't be measured, and the errors of those that failed."""
     baseline, out_of_memory, samples = invocation.plan.trials[0], None, None
     with invocation.launching() as execute:
         for trial in invocation.plan.trials:
@@ -377,17 +365,17 @@ def _make_result(matrix: Matrix, invocation: Invocation, *, reasons: Mapping[str
     plan, finished = invocation.plan, invocation.finished
     rows = measure_rows(plan.trials, finished, order=[cell.name for cell in matrix.cells])
     by_name = {row.key: row for row in rows}
-    entries: list[Row | Entry] = [row for row in rows if row.role == "reference"]
-    missing, is_complete = list[str](), len(finished) == request.repeats * len(rows)
+    counts = Counter(end.result.trial for end in finished)
+    is_complete = all(counts[trial.name] == request.repeats or trial.name in reasons for trial in plan.trials)
+    entries, missing, notes = list[Row | Entry](), list[str](), list[str]()
     for cell in matrix.cells:
         if cell.name in by_name:
-            entries.insert(0 if cell is matrix.cells[0] else len(entries), by_name[cell.name])
+            entries.append(by_name[cell.name])
             continue
         reason = reasons.get(cell.name, texts.NOT_REACHED)
-        is_complete = is_complete and reason != texts.NOT_REACHED
         entries.append(Entry(cell.name, cell.label, {"samples_per_second": texts.NOT_MEASURED}))
         missing.append(texts.WHY_NOT_MEASURED.format(name=cell.label, reason=reason))
-    notes = list[str]()
+    entries[1:1] = [row for row in rows if row.role == "reference"]
     if request.predict:
         costs = {end.result.trial: end.result.costs for end in finished if end.result.costs is not None}
         has_network = request.network is not None or any(one.world_size > 1 for one in costs.values())

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Costs, Link
-from pipeline.results import claims, texts
+from pipeline.results import statements, texts
 from pipeline.results.advice import advise
 from pipeline.results.breakdown import PARTS, parts_table
 from pipeline.results.measured import (
@@ -66,7 +66,7 @@ def result_of_benchmark(
         reached = f"{format_rate(main)} samples/s"
         verdict = texts.WITHOUT_SPEEDUP_VERDICT.format(name=main.name, reached=reached)
     else:
-        answer, verdict = [*claims.headline(main, others=rows)], claims.verdict(main)
+        answer, verdict = [*statements.headline(main, others=rows)], statements.verdict(main)
     parts = parts_table(rows, main=main)
     if parts is not None:
         predicted = [one for one in entries if isinstance(one, Entry) and "step_ms" in one.cells]
@@ -174,8 +174,7 @@ def _make_entry(found: Prediction, *, alone: Row, baseline: Row, start_s: float)
         "efficiency": speedup * baseline.device_count / count,
         "estimated_training_s": seconds,
         "cost": None if seconds is None or price is None else price * count * seconds / 3600,
-        "step_ms": found.step_ms,
-        **found.parts,
+        **found.times,
     }
     name = name_configuration(counted(found.workers, "worker"), "ddp", "predicted")
     key, known = f"predicted-{found.workers}", facts_of(alone)

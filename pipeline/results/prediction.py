@@ -6,15 +6,13 @@ The model takes a probe's measurements (`pipeline.protocol.trial_result.Costs`) 
    time to load its batches divided by W.
 2. DDP broadcasts rank 0's buffers before the first forward pass.
 3. Forward and backward of each micro-batch; times between measured batch sizes are interpolated linearly.
-4. Gradients of the last backward pass fill buckets as in torch's reducer. The all-reduce of a bucket starts when it is
-   full and a slot is free: gloo has two slots, whose latencies overlap while they share the bandwidth, NCCL has one (Li
-   et al. 2020, arXiv 2006.15704).
+4. Gradients of the last backward pass fill buckets (Li et al. 2020, arXiv 2006.15704). A bucket's all-reduce starts
+   when it is full and a slot is free: gloo has two, whose latencies overlap while they share the bandwidth, NCCL one.
 5. The optimizer steps after backward and the last all-reduce. Its time, clipping included, is constant.
 
 A ring all-reduce of S bytes among N workers is 2 (N - 1) hops of S / N bytes (Patarasuk and Yuan 2009, doi
-10.1016/j.jpdc.2008.09.002). With gloo each hop is two messages, since the receiver announces that it is ready: on a
-link of 5 ms, an all-reduce of 4 KiB takes 20.8 ms with 2 workers and 62.4 ms with 4. Left out, so that real runs are
-slower: the slowest rank of each step, cores used by gloo itself, shared network cards, oversubscribed switches.
+10.1016/j.jpdc.2008.09.002). With gloo each hop is two messages, since the receiver announces that it is ready.
+Left out, so that real runs are slower: the slowest rank of a step, cores used by gloo itself, shared network cards.
 """
 
 import math
@@ -30,14 +28,11 @@ from pipeline.experiment.values import Frozen
 from pipeline.protocol.trial_result import AllReduce, Costs, Link
 
 Backend = Literal["gloo", "nccl"]
-Limit = Literal["compute", "latency", "bandwidth", "loader", "batch per worker", "contention"]
-"""Largest obstacle to linear scaling; "compute" if there is none."""
 MOST_WORKERS = 1024
 NO_LINK = Link(latency_us=0.0, bandwidth_gbit=math.inf)
-GOOD_EFFICIENCY = 0.9
-"""Efficiency from which compute is named as the limit."""
-_IN_FLIGHT, _MESSAGES_PER_HOP = {"gloo": 2, "nccl": 1}, {"gloo": 2, "nccl": 1}
-"""All-reduces at a time, and messages in each hop of them."""
+GOOD_EFFICIENCY = 0.9  # from which compute is named as the limit
+_IN_FLIGHT = {"gloo": 2, "nccl": 1}  # all-reduces at a time
+_MESSAGES_PER_HOP = {"gloo": 2, "nccl": 1}
 _BYTES_PER_MS = 1e9 / 8 / 1e3  # of 1 Gbit/s
 _GBIT = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "\u00b5s": 1.0, "ms": 1e3, "s": 1e6}
@@ -83,18 +78,15 @@ class Prediction(NamedTuple):
     step: Step
     speedup: float
     """Throughput of all workers over the throughput of one worker."""
-    limit: Limit
+    limit: str
+    """Largest obstacle to linear scaling; "compute" if there is none."""
 
     @property
-    def step_ms(self) -> float:
-        """Milliseconds of a step."""
-        return sum(self.step)
-
-    @property
-    def parts(self) -> Mapping[str, float]:
-        """Milliseconds of each part by its key; they add up to the step."""
+    def times(self) -> Mapping[str, float]:
+        """Milliseconds of a step and of its parts by their keys."""
         step = self.step
         return {
+            "step_ms": sum(step),
             "compute_ms": step.compute + step.contention,
             "exposed_communication_ms": step.latency + step.bandwidth,
             "data_wait_ms": step.loader,
@@ -159,7 +151,7 @@ def predict(workload: Workload, link: Link, *, workers: int) -> Prediction:
     base = _simulate(workload, NO_LINK, workers=1)
     step = _simulate(workload, link, workers=workers)
     speedup = sum(base) / sum(step)
-    losses: dict[Limit, float] = {
+    losses = {
         "latency": step.latency,
         "bandwidth": step.bandwidth,
         "loader": step.loader - base.loader / workers,
@@ -173,10 +165,9 @@ def predict(workload: Workload, link: Link, *, workers: int) -> Prediction:
 def make_workload(
     experiment: Experiment, costs: Costs, *, together: Costs | None, rest_ms: float, step_ms: float, backend: Backend
 ) -> Workload:
-    """Return the workload of an experiment, from the costs of one worker alone, at the pace of its training.
+    """Return the workload of an experiment, from the costs of one worker alone and of one next to others, if known.
 
-    ``together`` are the costs of a worker next to others; None if unknown. ``rest_ms`` is the time of one worker's step
-    (``step_ms``) for the optimizer and other work.
+    Of a step of one worker (``step_ms`` in its training), ``rest_ms`` are for the optimizer and other work.
     """
     options = registry.load("strategies", "ddp").Strategy.Options.model_validate(find_options(experiment))
     slowdown = 1.0

@@ -183,7 +183,7 @@ CHECKED = "{name}: {measured} measured, {predicted} predicted ({error})"
 UNCHECKED = "The prediction is not checked: no measured workers use this network."
 NO_PREDICTION = "no speedup is predicted, because what a prediction needs could not be measured"
 NO_NETWORK = (
-    "--predict: no two workers can run here, so the network cannot be measured ({reason}). Give it, e.g. --network "
+    "--predict: no two workers can run here ({reason}), so the network cannot be measured. Give it, e.g. --network "
     "10Gbit,50us."
 )
 WITHOUT_SPEEDUP = "{name}: {rate} samples/s. {reason}"

@@ -185,7 +185,7 @@ def test_what_cannot_run_is_kept_with_the_reason(resources: Resources, wanted: A
             },
             "need 4 cores",
         ),
-        (ResourceError, {"predict": (8,)}, {"parallel": {}}, "the network cannot be measured (parallel.workers: is 2"),
+        (ResourceError, {"predict": (8,)}, {"parallel": {}}, "no two workers can run here (parallel.workers: is 2"),
         (ResourceError, {"predict": (8,)}, {"parallel": {**DDP, "cpus_per_worker": 2}}, "Give it, e.g. --network"),
     ],
 )
