@@ -154,9 +154,14 @@ class Invocation:
         self.recorder.summary = mlflow_names.describe(result)
         if draws:
             stages.begin("drawing the report")
-            with self.unharmed(f"{self.folder / PAGE_NAME}"), uncollected():
-                (self.folder / PAGE_NAME).write_text(_render_page(result, self.folder), encoding="utf-8")
+            path = self.folder / PAGE_NAME
+            try:
+                with uncollected():
+                    path.write_text(_render_page(result, self.folder), encoding="utf-8")
                 artifact(PAGE_NAME, self.recorder)
+            except Exception as error:  # noqa: BLE001 - nothing about a page may cost the result
+                _log.warning("%s could not be written", path, exc_info=error)
+                self.warn(f"{path} could not be written: {type(error).__name__}: {error}")
         result = result.model_copy(update={"run": id_of(self.folder), "places": find_places(self.folder)})
         self._shown.append(result)
         at = {"main": (0, 0)} | {name: (one.steps, one.epochs) for name, one in self.results.items()}

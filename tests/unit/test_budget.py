@@ -25,29 +25,29 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 569,
-    "cli": 1_457,
-    "commands": 6_093,
+    "api": 629,
+    "cli": 1_467,
+    "commands": 6_255,
     "data": 1_027,
-    "drive": 1_128,
+    "drive": 1_132,
     "experiment": 3_622,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_835,
-    "record": 2_031,
+    "protocol": 1_842,
+    "record": 2_058,
     "report": 6_338,
-    "results": 2_255,
+    "results": 2_467,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
     "tracking": 2_131,
-    "train": 9_249,
+    "train": 9_257,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 291
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_754
+TEST_LINES = 48_861
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -7,17 +7,21 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from samples import HARDWARE, in_turn, spread, trial
 
 from pipeline.api.result import RunResult
+from pipeline.commands.run import estimate_training_s
 from pipeline.experiment.schema import Parallel
-from pipeline.protocol.events import Finished, Metrics, Point
+from pipeline.protocol.events import Finished, Metrics, Point, Started
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import StepParts, TrialResult, Unsaved
+from pipeline.record.journal import FILE_NAME, Journal
 from pipeline.results import mlflow_names, speedup
 from pipeline.results.advice import advise
 from pipeline.results.charts import iter_figures, read_course
@@ -307,3 +311,25 @@ def test_the_page_draws_the_loss_of_each_step_and_folds_what_is_asked_last() -> 
     assert page.count("<svg ") == 3
     assert page.index("1.84x as fast as") < page.index("Learning curves") < page.index("<summary>Where the time went")
     assert "the loss of each step (thin)" in page
+
+
+@pytest.mark.parametrize(
+    ("train", "seconds"),
+    [({"epochs": 10}, 3.0 + 10 * 23 * 0.1 + 10 * 0.5), ({"steps": 7}, 3.0 + 7 * 0.1 + 0.5),
+     ({"epochs": 10, "minutes": 0.1}, 3.0 + 6 + 3 * 0.5)],
+)  # fmt: skip
+def test_a_quick_test_counts_the_steps_and_the_evaluations_of_the_whole_training(
+    train: dict[str, Any], seconds: float, tmp_path: Path
+) -> None:
+    own = MAIN.experiment.train.model_copy(update={"epochs": None, **train})
+    main = MAIN.model_copy(update={"experiment": MAIN.experiment.model_copy(update={"train": own})})
+    (row,) = measure_rows((main,), [end("main", 1280, slots=(), start_s=3.0)])
+    started = Started(
+        total_steps=8, steps_per_epoch=23, epochs=1, train_samples=1437, epoch_samples=1437, validation_samples=360,
+        parameters=1, devices=("cpu",), data_name="digits", data_digest="",
+    )  # fmt: skip
+    with closing(Journal(tmp_path / FILE_NAME)) as journal:
+        journal.append(started)
+    spent = Goodput(seconds={"steps": 0.8, "evaluation": 0.5})
+    invocation = SimpleNamespace(folder=tmp_path, goodput=spent)
+    assert estimate_training_s(row, invocation) == pytest.approx(seconds)  # type: ignore[arg-type]
