@@ -4,6 +4,7 @@
 # promise: `benchmark --predict`, the network measured and checked
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -356,6 +357,15 @@ def test_a_whole_result_has_this_text() -> None:
     lines = format_full(measured(LARGER))
     assert max(map(len, lines)) <= 80
     check("benchmark_full", "\n".join([*lines, ""]))
+
+
+def test_a_screen_has_room_for_many_rows_and_says_what_is_left_out() -> None:
+    cells = [cell(f"fsdp-{n}", n, variant="activation_checkpointing, mixed") for n in range(2, 30)]
+    found = rows(dict.fromkeys(["baseline", *(one.name for one in cells)], (100.0, 100.1)), ONE, *cells)
+    lines = format_screen(result(found))
+    assert len(lines) <= 24
+    assert any(re.fullmatch(r"\d+ more: pipeline show latest --full", line) for line in lines)
+    assert any(line.startswith("29 workers") for line in lines)  # the result is about it
 
 
 def test_repeats_are_paired_and_the_result_is_about_the_baselines_batch() -> None:
