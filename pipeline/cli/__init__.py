@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.cli import benchmark, comparison, experiments, projects, results, weights
+from pipeline.cli import comparison, experiments, projects, results, weights
 from pipeline.cli.arguments import report_failure, show
 from pipeline.cli.help import GROUPS, Command, Group, below
 from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
@@ -78,7 +78,7 @@ app = typer.Typer(
 app.callback()(_options)
 _VERBS: Mapping[str, Callable[..., None]] = {
     "run": experiments.run,
-    "benchmark": benchmark.benchmark,
+    "benchmark": experiments.benchmark,
     "sweep": experiments.sweep,
     "evaluate": weights.evaluate,
     "export": weights.export,

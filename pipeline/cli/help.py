@@ -17,7 +17,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "benchmark": (
             "pipeline benchmark experiments/mlp.yaml --workers 1,2 --predict 8,64",
-            "pipeline benchmark experiments/resnet.yaml --batch-sizes 16,32,64",
             "pipeline benchmark experiments/resnet.yaml --vary loader.num_workers=0,2",
         ),
         "sweep": ("pipeline sweep experiments/sweep.yaml", "pipeline sweep experiments/sweep.yaml --resume latest"),
