@@ -23,10 +23,8 @@ import torch
 from torch import nn
 
 from pipeline import registry
+from pipeline.commands import benchmark as benchmarks
 from pipeline.commands import run as runner
-from pipeline.commands.benchmark import measure
-from pipeline.commands.benchmark.matrix import MatrixRequest
-from pipeline.commands.benchmark.predicted_rows import parse_request
 from pipeline.commands.options import check_strategies, find_trained
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.execute import explain_problems
@@ -36,6 +34,7 @@ from pipeline.experiment.load import ExperimentFile, from_mapping, load
 from pipeline.experiment.summary import to_yaml
 from pipeline.experiment.targets import allowed_packages, check_not_importing
 from pipeline.experiment.values import Component
+from pipeline.experiment.variant_files import parse_vary
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.protocol.events import WEIGHTS, Metrics
 from pipeline.protocol.numbers import is_of_whole_run
@@ -45,13 +44,10 @@ from pipeline.record import journal, loss_file, runs
 from pipeline.record.console import stages_on
 from pipeline.record.folder import EXPERIMENT_NAME
 from pipeline.record.screen import Terminal
-from pipeline.report.numbers.row import Row
-from pipeline.report.page.html import fragment
-from pipeline.report.report import Report
-from pipeline.report.report_files import CHART_NAME
 from pipeline.results import record
 from pipeline.results.mlflow_names import table_json
 from pipeline.results.page import FILE_NAME as PAGE_NAME
+from pipeline.results.prediction import parse_link
 from pipeline.results.terminal import format_screen
 from pipeline.system.imports import importable
 from pipeline.system.process import environment, missing_user_variables
@@ -253,7 +249,7 @@ class Trained:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """Result of a run, and the places where it is stored; a notebook shows the screen and the figures."""
+    """Result of a command, and where it is stored; a notebook shows the screen and the figures."""
 
     result: record.Result
     """Answer, facts, tables, notes and advice."""
@@ -337,28 +333,15 @@ class RunResult(Result):
 
 @dataclass(frozen=True, repr=False)
 class BenchmarkResult(Result):
-    """Result of a benchmark, by its report until it ends in a `record.Result`."""
-
-    result: Report  # type: ignore[assignment] # see the line above
-
-    def _value(self, key: str) -> float | None:
-        return {"speedup": self.result.speedup, "efficiency": self.result.efficiency}[key]
+    """Result of a benchmark."""
 
     @property
-    def best(self) -> Row:
-        """Configuration with the highest speedup and the baseline's batches; the baseline if none was measured."""
-        first, *others = self.result.rows
-        cells = [row for row in others if row.role == "cell" and row.global_batch_size == first.global_batch_size]
-        return max(cells, key=lambda row: row.speedup or 0.0, default=first)
-
-    def to_pandas(self) -> "pd.DataFrame":
-        """Return a row for each trial, with the columns of MLflow's speedup_table.json."""
-        import pandas as pd
-
-        return pd.DataFrame(self.result.table()).set_index("trial")
-
-    def _repr_html_(self) -> str:
-        return fragment(self.result, self.folder / CHART_NAME, places=places_of(self.folder))
+    def best(self) -> str:
+        """Name of the configuration with the highest valid speedup and the baseline's losses; else of the baseline."""
+        compared = {fact.trial for fact in self.result.all_facts if fact.key == "largest_loss_difference"}
+        speedups = [fact for fact in self.result.all_facts if fact.key == "speedup" and fact.state != "invalid"]
+        cells = [fact for fact in speedups if fact.trial in compared - {"main", "reference"}]
+        return max(cells, key=lambda fact: fact.value or 0.0).trial if cells else "baseline"
 
 
 def run(
@@ -409,13 +392,14 @@ def benchmark(
     workers: Sequence[int] = (),
     repeats: int = 3,
     batch_sizes: Sequence[int] = (),
+    vary: str | None = None,
     predict: Sequence[int] = (),
     network: str | None = None,
     profile: bool = False,
     quiet: bool = False,
     verbose: bool = False,
 ) -> BenchmarkResult:
-    """Measure the throughput of strategies and numbers of workers, as ``pipeline benchmark FILE`` does.
+    """Measure the throughput of strategies, numbers of workers and other keys, as ``pipeline benchmark FILE`` does.
 
     Args:
         experiment: as in `run`.
@@ -424,6 +408,7 @@ def benchmark(
         workers: numbers of workers; default: those of the baseline and of the experiment.
         repeats: number of times to measure each configuration; configurations alternate.
         batch_sizes: batch sizes per device to measure the experiment's configuration with.
+        vary: values of keys to measure instead of the experiment's, such as "loader.num_workers=0,2".
         predict: numbers of workers to add predicted rows for.
         network: bandwidth and latency between predicted workers, such as "25Gbit,20us"; default: measured here.
         profile: True to record a torch.profiler trace of each configuration.
@@ -434,30 +419,31 @@ def benchmark(
         PipelineError: a measurement failed; the run's folder contains the measurements before the failure.
         KeyboardInterrupt: as `run`.
     """
-    ended: list[tuple[Any, Path]] = []
+    ended: list[tuple[record.Result, Path]] = []
     if isinstance(strategies, str):
         raise UsageError(f'strategies: is a string. Pass a list, ["{strategies}"].')
     check_strategies("strategies", strategies)
-    for count in (*workers, *batch_sizes, repeats):
+    for count in (*workers, *batch_sizes, *predict, repeats):
         if type(count) is not int or count < 1:
-            raise UsageError(f"workers, batch_sizes and repeats must be integers of at least 1, not {count!r}")
-    counts, link = parse_request(predict, network)
-    wanted = MatrixRequest(
+            raise UsageError(f"workers, batch_sizes, predict and repeats must be integers of at least 1, not {count!r}")
+    varied, shared = parse_vary(vary) if vary is not None else ([], [])
+    request = benchmarks.Request(
         strategies=tuple(strategies),
         workers=tuple(workers),
         repeats=repeats,
         profile=profile,
         batch_sizes=tuple(batch_sizes),
-        predict=counts,
-        network=link,
+        vary=tuple(map(tuple, varied)),
+        predict=tuple(predict),
+        network=parse_link(network) if network is not None else None,
     )
-    with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
-        measure.benchmark(
+    with _started(experiment, (*overrides, *shared), quiet=quiet, verbose=verbose) as file:
+        benchmarks.benchmark(
             file,
-            wanted=wanted,
+            request=request,
             verbose=verbose,
             terminal=_terminal(quiet=quiet),
-            show=lambda report, folder: ended.append((report, folder)),
+            show=lambda result, folder: ended.append((result, folder)),
         )
     return BenchmarkResult.of(*ended[-1])
 

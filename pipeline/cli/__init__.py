@@ -50,12 +50,12 @@ GROUPS: Mapping[str, Mapping[str, Verb]] = {
             "pipeline.cli.experiments:run",
         ),
         "benchmark": Verb(
-            "Measure the speed of strategies, workers and batch sizes.",
+            "Measure the speed of strategies, workers, batch sizes and other keys.",
             (
                 "pipeline benchmark experiments/mlp.yaml --workers 1,2 --predict 8,64",
-                "pipeline benchmark experiments/resnet.yaml --batch-sizes 16,32,64",
+                "pipeline benchmark experiments/resnet.yaml --vary loader.num_workers=0,2",
             ),
-            "pipeline.cli.benchmark:benchmark",
+            "pipeline.cli.experiments:benchmark",
         ),
         "sweep": Verb(
             "Search hyperparameters: train the trials of the file's sweep section in parallel and find the best.",

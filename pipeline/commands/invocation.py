@@ -35,12 +35,7 @@ from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME, id_of, is_
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
 from pipeline.record.screen import Printable, Terminal
-from pipeline.report.advice import advise
-from pipeline.report.numbers.row import Row
-from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
-from pipeline.report.text.claims import classify_speedup
-from pipeline.report.text.tables import speedup
 from pipeline.results import charts, mlflow_names, record
 from pipeline.results.goodput import Goodput, WallClock
 from pipeline.results.page import FILE_NAME as PAGE_NAME
@@ -164,29 +159,24 @@ class Invocation:
                 self.warn(f"{path} could not be written: {type(error).__name__}: {error}")
         result = result.model_copy(update={"run": id_of(self.folder), "places": find_places(self.folder)})
         self._shown.append(result)
-        at = {name: (one.steps, one.epochs) for name, one in self.results.items()}
+        at = {"main": (0, 0)} | {name: (one.steps, one.epochs) for name, one in self.results.items()}
         logged = {number.metric for number in (*MEASURED, STARTUP)}  # at the end of the trial itself
         for trial, figures in mlflow_names.metrics(result).items():
-            step, epoch = at.get(trial, (0, 0))
-            known = logged if trial in at else set()
+            if trial not in at:  # predicted
+                continue
+            step, epoch = at[trial]
+            known = logged if trial in self.results else set()
             new = {name: value for name, value in figures.items() if not name.startswith(_OF_STEPS)}
             self.log({name: new[name] for name in new if name not in known}, trial=trial, step=step, epoch=epoch)
         for trial, tags in mlflow_names.tags(result).items():
-            self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
+            if trial in at:
+                self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
         self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws else {})
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
 
-    # Old reports, until benchmark, sweep, compare and evaluate end in a `Result`: the methods below, `print_old_end`
+    # Old reports, until sweep, compare and evaluate end in a `Result`: the methods below, `print_old_end`
     # and `old_page` go with the last of them.
-
-    def tag(self, row: Row, *, baseline: Row, trial: str = "main") -> None:
-        """Tag a trial with its speedup and the interval of it, for the table of runs in the tracking store."""
-        if row.ratio is None:
-            return
-        doubts = {"invalid": "not valid, ", "inconclusive": "inconclusive, "}
-        tags = {"speedup": f"{doubts.get(classify_speedup(row, baseline), '')}{speedup(row)}"}
-        self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
 
     def show(self, report: Printable, *, summary: str = "") -> None:
         """Print a report once its results are where they belong.
@@ -207,12 +197,6 @@ class Invocation:
         stages.begin("drawing the report")
         for name in old_page.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
-
-    def advised(self, report: Report) -> Report:
-        """Return the report with advice."""
-        resources = self.plan.resources
-        advice = advise(report, experiment=self.plan.experiment, cores=resources.cpus // resources.nodes)
-        return report.model_copy(update={"advice": advice})
 
     @contextmanager
     def unharmed(self, what: str) -> Iterator[None]:

@@ -174,7 +174,9 @@ class CellMeasurement(Measurement):
 
     role: Literal["cell"] = "cell"
     variant: str = ""
-    """Difference from cells of the same strategy and size, e.g. "static_graph"."""
+    """Difference from cells of the same strategy and size, e.g. "static_graph=true"."""
+    overrides: tuple[str, ...] = ()
+    """Overrides of the file that make this cell."""
 
     @property
     @override

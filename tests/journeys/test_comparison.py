@@ -2,7 +2,6 @@
 
 # promise: `benchmark`
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +19,10 @@ def test_strategies_side_by_side(command: Callable[..., Ended], tmp_path: Path, 
         ended = command("benchmark", "lab.yaml", *where, "train.precision=fp64", *wishes)
 
     assert ended.code == 0, ended.output
-    cells = {(cell["strategy"], cell["workers"]): cell for cell in json.loads(ended.stdout)["cells"]}
-    assert set(cells) == {("single", 1), ("ddp", 1), ("ddp", 2), ("ddp", 64)}
-    assert not cells["ddp", 64]["measured"]
-    assert cells["ddp", 64]["reason"]
-    single, ddp = cells["single", 1], cells["ddp", 2]
+    facts = {name: {key: one["value"] for key, one in each.items()} for name, each in ended.facts.items()}
+    assert set(facts) == {"main", "baseline", "reference", "ddp-1", "ddp-2"}
+    assert "64 workers (ddp) was not measured: " in ended.stdout
+    single, ddp = facts["baseline"], facts["ddp-2"]
     assert ddp["speedup"] == pytest.approx(ddp["samples_per_second"] / single["samples_per_second"])
     assert ddp["efficiency"] == pytest.approx(ddp["speedup"] / 2)
     assert ddp["largest_loss_difference"] < 1e-12
