@@ -22,6 +22,7 @@ from pipeline.commands.options import (
     head_start,
     opened,
     print_json,
+    say,
     strategies_of,
     with_address,
 )
@@ -73,7 +74,7 @@ def run(
 def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_json: bool, quiet: bool) -> None:
     """Print the plan of a run; a download of its data shows its progress."""
     from pipeline.record.console import progress_on
-    from pipeline.record.screen import OptionalConsole, write
+    from pipeline.record.screen import OptionalConsole
 
     stages.begin("importing torch")
     with undisturbed():
@@ -82,10 +83,8 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     with progress_on(OptionalConsole(highlight=False, stderr=True, quiet=quiet)):
         plan = runner.dry_run(experiment, **extent, as_json=as_json)
     stages.end()
-    if plan and as_json:
-        typer.echo(plan)
-    elif plan:
-        write(OptionalConsole(highlight=False), plan)
+    if plan:
+        (print_json if as_json else say)(plan)
 
 
 def benchmark(
@@ -200,7 +199,7 @@ def sweep(
         if dry_run:
             plan = planning.describe(planning.make(experiment))
             stages.end()
-            typer.echo(plan)
+            say(plan)
             return
         from pipeline.commands.sweep.run_sweep import sweep as run_sweep
 

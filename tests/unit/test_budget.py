@@ -25,19 +25,19 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 506,
-    "cli": 784,
-    "commands": 6_799,
+    "api": 492,
+    "cli": 778,
+    "commands": 6_526,
     "data": 1_027,
     "drive": 1_130,
-    "experiment": 3_622,
+    "experiment": 3_626,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_842,
+    "protocol": 1_844,
     "record": 2_052,
-    "report": 6_152,
-    "results": 2_480,
+    "report": 5_294,
+    "results": 2_965,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
@@ -45,9 +45,9 @@ LARGER_TODAY = {
     "train": 9_258,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 273
+FILES = 267
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_945
+TEST_LINES = 48_360
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
