@@ -1,6 +1,5 @@
 """Reports of commands that do not end in a `Result` yet, read and shown. The file goes with the last of them."""
 
-import json
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
@@ -13,8 +12,6 @@ from pipeline.commands.options import print_json, say
 from pipeline.errors import UsageError
 from pipeline.record.run_summary import RunSummary, data_of
 from pipeline.record.screen import Printable, print_report, print_screen, print_verdict, write
-from pipeline.report.compared import FILE_NAME as STUDY_NAME
-from pipeline.report.compared import Compared
 from pipeline.report.report import Report, comparison_json, run_json
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.report.screens import format_screen
@@ -24,7 +21,7 @@ from pipeline.report.swept import SweptReport
 from pipeline.results.terminal import wrap
 from pipeline.tracking.outcome import places_of
 
-Model = TypeVar("Model", Report, SweptReport, Compared)
+Model = TypeVar("Model", Report, SweptReport)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors while an inconsistent result is loaded and printed; pydantic's errors are ValueErrors."""
 
@@ -65,11 +62,6 @@ def find_report(run: RunSummary) -> EarlierReport | None:
         if swept is None:
             return None
         return EarlierReport(run, swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
-    if run.command == "study":
-        compared = _read(Compared, run.folder / STUDY_NAME)
-        if compared is None:
-            return None
-        return EarlierReport(run, compared, lambda: json.dumps(compared.to_mapping(), indent=2))
     if (report := report_of(run)) is None:
         return None
     to_json = comparison_json if run.command == "benchmark" else lambda report: run_json(report, run.folder)

@@ -28,8 +28,8 @@ _HOW_NOT_WHAT = (
 _BY_WORKER = "train.batch_size_per_worker"
 
 
-def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
-    """Find the run, the sweep or the study meant by `runs.LATEST`, an id, or a folder."""
+def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"] = "main") -> RunState:
+    """Find the run or the sweep meant by `runs.LATEST`, an id, or a folder."""
     directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
     if resume == runs.LATEST:
         folder = newest(file, role=role)

@@ -26,8 +26,8 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "api": 492,
-    "cli": 778,
-    "commands": 6_526,
+    "cli": 755,
+    "commands": 6_050,
     "data": 1_027,
     "drive": 1_130,
     "experiment": 3_626,
@@ -36,8 +36,8 @@ LARGER_TODAY = {
     "plan": 801,
     "protocol": 1_844,
     "record": 2_052,
-    "report": 5_294,
-    "results": 2_965,
+    "report": 4_538,
+    "results": 3_411,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
@@ -45,9 +45,9 @@ LARGER_TODAY = {
     "train": 9_258,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 267
+FILES = 255
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_360
+TEST_LINES = 48_310
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
