@@ -110,6 +110,8 @@ def test_the_configurations_alternate() -> None:
     ]
     assert all(isinstance(one, Measurement) for one in made.plan.trials)
     assert (made.declared, made.alone) == ("ddp-2", "")
+    varied = matrix(vary=(("loader.num_workers=1",), ("loader.num_workers=0",)))
+    assert varied.declared == "ddp-2-num_workers-0"  # recommendations are relative to it
 
 
 def batches(made: Matrix) -> dict[str, int]:
