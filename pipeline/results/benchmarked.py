@@ -19,7 +19,7 @@ from pipeline.results.measured import (
     speedup_table,
 )
 from pipeline.results.prediction import Prediction, find_options, fit_link, make_workload, predict
-from pipeline.results.record import Fact, Result
+from pipeline.results.record import Advice, Fact, Result
 from pipeline.results.speedup import Row, facts_of, find_main, is_wide, name_configuration
 from pipeline.wording import counted, figure, join_names
 
@@ -55,9 +55,9 @@ def result_of_benchmark(
     rows = [entry for entry in entries if isinstance(entry, Row)]
     main, name = find_main(rows), rows[0].trial.experiment.name
     next_steps = tuple(iter_decision(main, command=command))
-    advice = advise(rows, declared, experiment=rows[0].trial.experiment, cores=cores) if declared is not None else ()
-    if main.claim == "invalid":
-        advice = ()
+    advice: tuple[Advice, ...] = ()
+    if declared is not None and "invalid" not in (main.claim, declared.claim):
+        advice = advise(rows, declared, experiment=rows[0].trial.experiment, cores=cores)
     fastest = _find_fastest(rows)
     best = "" if fastest in (None, main) else texts.FASTEST.format(name=fastest.name, rate=format_rate(fastest))
     if main.claim == "none":

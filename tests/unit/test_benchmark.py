@@ -19,7 +19,16 @@ from pipeline.experiment.load import from_mapping
 from pipeline.experiment.schema import Parallel
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Measurement, Trial
-from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link, StepParts
+from pipeline.protocol.trial_result import (
+    BATCH_TRANSFORM,
+    RANDOM_NUMBERS,
+    AllReduce,
+    BatchCost,
+    Costs,
+    Gradient,
+    Link,
+    StepParts,
+)
 from pipeline.results import mlflow_names
 from pipeline.results.benchmarked import predict_rows, result_of_benchmark
 from pipeline.results.measured import Entry
@@ -336,6 +345,10 @@ SCREENS: dict[str, Callable[[], Result]] = {
     "benchmark_other_loss": lambda: measured(losses=(2.3, 2.121, 1.9, 1.7)),
     "benchmark_interrupted": lambda: result([*rows(RATES, ONE), MISSING], missing=[WHY], is_complete=False),
     "benchmark_predicted": predicted,
+    "benchmark_no_baseline": lambda: result(
+        [Entry("baseline", "1 worker (baseline)", {"samples_per_second": "not measured"}), *rows(RATES, BOTH, DDP_2)],
+        missing=["1 worker (baseline) was not measured: it does not fit into memory."],
+    ),
 }
 
 
@@ -408,3 +421,37 @@ def test_a_prediction_has_the_price_of_the_whole_training() -> None:
     assert not isinstance(seconds, str)
     assert not isinstance(cost, str)
     assert cost.value == pytest.approx(2.0 * 8 * (seconds.value or 0.0) / 3600)
+
+
+OTHER, LATER = (2.3, 2.121, 1.9, 1.7), (2.3, 2.1, 1.9, 1.9)
+IN_FIRST = "Loss differs from the baseline's by up to 0.01 in the first 3 steps: "
+
+
+@pytest.mark.parametrize(
+    ("losses", "coupling", "note"),
+    [
+        (OTHER, ("BatchNorm2d",), f"{IN_FIRST}BatchNorm2d computes its statistics separately on each worker."),
+        (OTHER, (RANDOM_NUMBERS,), f"{IN_FIRST}each worker draws different random numbers."),
+        (OTHER, (BATCH_TRANSFORM,), f"{IN_FIRST}train.batch_transform mixes the samples of each worker separately."),
+        (OTHER, ("Dropout", RANDOM_NUMBERS), f"{IN_FIRST}Dropout draws a different mask on each worker."),
+        (OTHER, ("buffer mean",), f"{IN_FIRST}the buffer mean is computed separately on each worker."),
+        (OTHER, ("buffers a, b",), f"{IN_FIRST}the buffers a, b are computed separately on each worker."),
+        (LATER, (), "Loss equals the baseline's for 3 steps, then drifts by up to 0.12 (rounding)."),
+        (LOSSES, (), ""),
+        ((float("nan"),) * 4, ("Dropout",), "Loss is not finite (NaN or infinite) in the first 3 steps, where Dropout"),
+    ],
+)
+def test_another_loss_has_its_reason(losses: tuple[float, ...], coupling: tuple[str, ...], note: str) -> None:
+    (table, *_) = measured(losses=losses, coupling=coupling).tables
+    found = [text for text in table.notes if "Loss" in text]
+    assert found == ([] if not note else found)
+    assert not note or found[0].startswith(f"[1] {note}")
+    assert [row[-1] for row in table.rows] == ["-", "same", "[1]" if note else "same", "-"]
+
+
+def test_buffers_of_a_part_are_told_though_the_loss_is_the_same() -> None:
+    made = measured(coupling=("BatchNorm2d", "buffer mean"))
+    assert (
+        "The buffer mean is computed separately on each worker, and only rank 0's copy is saved. Training in one "
+        "process differs."
+    ) in made.notes

@@ -25,19 +25,19 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 629,
-    "cli": 1_467,
-    "commands": 6_255,
+    "api": 579,
+    "cli": 1_462,
+    "commands": 5_982,
     "data": 1_027,
     "drive": 1_132,
     "experiment": 3_622,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_842,
+    "protocol": 1_843,
     "record": 2_058,
-    "report": 6_338,
-    "results": 2_467,
+    "report": 5_480,
+    "results": 2_952,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
@@ -45,9 +45,9 @@ LARGER_TODAY = {
     "train": 9_257,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 291
+FILES = 285
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_861
+TEST_LINES = 48_325
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
