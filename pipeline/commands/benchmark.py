@@ -210,7 +210,7 @@ def make_matrix(file: ExperimentFile, resources: Resources, *, allowed: tuple[st
     alone = find_same(_Wanted("single", 1))[1] if request.predict else ""
     probed = {alone}
     if request.predict and request.network is None:
-        pairs = [trial for trial in trials if is_pair(trial)]
+        pairs = [trial for trial in trials if is_pair(trial, experiment)]
         if not pairs:
             reason = next(cell.reason for cell in reversed(cells) if cell.reason)
             raise ResourceError(texts.NO_NETWORK.format(reason=reason))

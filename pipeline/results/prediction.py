@@ -29,8 +29,7 @@ from pipeline.protocol.trial_result import AllReduce, Costs, Link
 
 Backend = Literal["gloo", "nccl"]
 MOST_WORKERS = 1024
-NO_LINK = Link(latency_us=0.0, bandwidth_gbit=math.inf)
-GOOD_EFFICIENCY = 0.9  # from which compute is named as the limit
+NO_LINK, GOOD_EFFICIENCY = Link(latency_us=0.0, bandwidth_gbit=math.inf), 0.9  # compute is the limit from there on
 _IN_FLIGHT = {"gloo": 2, "nccl": 1}  # all-reduces at a time
 _MESSAGES_PER_HOP = {"gloo": 2, "nccl": 1}
 _BYTES_PER_MS = 1e9 / 8 / 1e3  # of 1 Gbit/s
@@ -167,7 +166,7 @@ def make_workload(
 ) -> Workload:
     """Return the workload of an experiment, from the costs of one worker alone and of one next to others, if known.
 
-    Of a step of one worker (``step_ms`` in its training), ``rest_ms`` are for the optimizer and other work.
+    Of a step of one worker, ``step_ms`` in its training, ``rest_ms`` are for the optimizer and other work.
     """
     options = registry.load("strategies", "ddp").Strategy.Options.model_validate(find_options(experiment))
     slowdown = 1.0
@@ -191,8 +190,9 @@ def make_workload(
 
 
 def find_options(experiment: Experiment) -> Mapping[str, object]:
-    """Return the options of ddp that are predicted."""
-    return dict(experiment.parallel.options) if experiment.parallel.strategy == "ddp" else {}
+    """Return the options of ddp that are predicted: those of the file or of its baseline."""
+    sections = experiment.parallel, experiment.benchmark.baseline
+    return next((dict(one.options) for one in sections if one.strategy == "ddp"), {})
 
 
 def interpolate(costs: Costs, size: float, *names: Literal["forward_ms", "backward_ms", "data_ms"]) -> float:

@@ -226,6 +226,7 @@ def test_gpus_need_no_reference_and_a_trace_is_recorded_once() -> None:
         ({"predict": (8,)}, {}, ["baseline", "ddp-2"]),
         ({"predict": (8,), "network": NETWORK}, {"parallel": {}}, ["baseline"]),
         ({"predict": (8,)}, {"benchmark": {"baseline": {"strategy": "ddp", "workers": 2}}}, ["baseline", "single-1"]),
+        ({"predict": (8,)}, {**OPTIONS, "parallel": {**DDP, "strategy": "fsdp"}}, ["single-1", "ddp-2"]),
     ],
 )
 def test_one_worker_and_the_largest_pair_measure_costs_once(wanted: Any, sections: Any, probed: list[str]) -> None:
@@ -410,6 +411,21 @@ def test_predictions_have_facts_and_are_checked_with_measured_rows() -> None:
     assert made.notes[1].startswith("Prediction checked with 2 workers: 1.90x measured, ")
     assert Result.model_validate_json(made.model_dump_json()) == made
     assert "predicted-64" in mlflow_names.table_json(made)
+
+
+def test_a_prediction_has_the_options_of_the_file_whatever_the_overrides_of_one_worker() -> None:
+    """The baseline has two workers, so one worker is a configuration of its own, without ddp's options."""
+
+    def exposed(hook: str) -> float:
+        parallel = Parallel(strategy="ddp", workers=2, options={"communication_hook": hook})
+        base = ONE.model_copy(update={"experiment": ONE.experiment.model_copy(update={"parallel": parallel})})
+        found = rows({"baseline": (150.0,), "single-1": (100.0,)}, base, trial("single-1", "cell"))
+        entries, _ = predict_rows(found, {"single-1": ALONE}, alone=found[1], counts=(8,), network=NETWORK)
+        fact = entries[0].cells["exposed_communication_ms"]
+        assert not isinstance(fact, str)
+        return fact.value or 0.0
+
+    assert exposed("none") > 1.5 * exposed("fp16") > 0
 
 
 def test_a_prediction_has_the_price_of_the_whole_training() -> None:

@@ -37,7 +37,7 @@ LARGER_TODAY = {
     "protocol": 1_843,
     "record": 2_058,
     "report": 5_480,
-    "results": 2_952,
+    "results": 2_954,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 285
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_325
+TEST_LINES = 48_341
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
