@@ -29,7 +29,8 @@ from pipeline.protocol.trial_result import AllReduce, Costs, Link
 
 Backend = Literal["gloo", "nccl"]
 MOST_WORKERS = 1024
-NO_LINK, GOOD_EFFICIENCY = Link(latency_us=0.0, bandwidth_gbit=math.inf), 0.9  # compute is the limit from there on
+NO_LINK = Link(latency_us=0.0, bandwidth_gbit=math.inf)
+GOOD_EFFICIENCY = 0.9  # from which compute is named as the limit
 _IN_FLIGHT = {"gloo": 2, "nccl": 1}  # all-reduces at a time
 _MESSAGES_PER_HOP = {"gloo": 2, "nccl": 1}
 _BYTES_PER_MS = 1e9 / 8 / 1e3  # of 1 Gbit/s
@@ -132,13 +133,12 @@ def broadcast_ms(link: Link, size: float, *, workers: int, backend: Backend) -> 
 def fit_link(measured: Sequence[AllReduce], *, workers: int, backend: Backend) -> Link:
     """Fit a link to measured all-reduces: exact for the largest, which is closest to a bucket of gradients.
 
-    For the others the sum of relative errors is smallest, not of their squares, so that one bad measurement has little
-    influence: such a line goes through one of the other measurements or through the origin.
+    The sum of relative errors of the others is smallest, not of their squares, so that a bad one has little influence.
     """
     *others, largest = sorted(measured, key=lambda one: one.bytes)
     slopes = [(largest.ms - other.ms) / (largest.bytes - other.bytes) for other in others]
     slopes = [slope for slope in slopes if 0 < slope <= largest.ms / largest.bytes] + [largest.ms / largest.bytes]
-    lines = [(largest.ms - slope * largest.bytes, slope) for slope in slopes]
+    lines = [(largest.ms - slope * largest.bytes, slope) for slope in slopes]  # such a line goes through another, or 0
     constant, slope = min(lines, key=lambda line: sum(abs(line[0] + line[1] * p.bytes - p.ms) / p.ms for p in measured))
     per_hop = latency_ms(Link(latency_us=1.0, bandwidth_gbit=1.0), workers=workers, backend=backend)
     per_byte = transfer_ms(Link(latency_us=0.0, bandwidth_gbit=1.0), 1.0, workers=workers)
