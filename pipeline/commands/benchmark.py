@@ -130,9 +130,6 @@ def benchmark(
         raise failures[0]
 
 
-# What is measured
-
-
 def check_request(request: Request, experiment: Experiment) -> None:
     """Refuse what contradicts itself or the experiment, whatever the machine.
 
@@ -186,33 +183,34 @@ def make_matrix(file: ExperimentFile, resources: Resources, *, allowed: tuple[st
     counts = [_find_declared(one).workers for one in read]
     counts.append(base.workers or (experiment.parallel.workers if _runs_many(base.strategy) else 1))
     most = max((count for count in counts if count * share <= resources.cpus), default=1)
-
     planner = Planner(experiment, resources, allowed, workers=most)
     baseline = planner.trial(Baseline, base, key="benchmark.baseline")
     label = name_configuration(counted(baseline.workers, "worker"), base.strategy, "baseline")
-    cells, names = [Cell(baseline.name, label, baseline)], dict[_Wanted, str]()
+    cells = [Cell(baseline.name, label, baseline)]
 
     def plan_trial(own: Experiment, **fields: Any) -> Trial:
         strategy, workers, *_ = _find_declared(own)
         layout = Configuration(strategy=strategy, workers=workers, options=own.parallel.options)
         return Planner(own, resources, allowed, workers=most).trial(CellMeasurement, layout, **fields)
 
+    def find_same(one: _Wanted) -> tuple[Cell, str]:
+        cell = _plan_cell(one, files.get(one, file), plan_trial, overrides=_overrides(one, experiment))
+        work = cell.trial and _work(cell.trial)
+        return cell, next((other.name for other in cells if work and other.trial and _work(other.trial) == work), "")
+
     for one in wanted:
-        cell = _plan_cell(one, files[one], plan_trial, overrides=_overrides(one, experiment))
-        same = [other for other in cells if cell.trial and other.trial and _work(cell.trial) == _work(other.trial)]
+        cell, same = find_same(one)
         if not same:
             taken = {other.name for other in cells}
             tried = (cell.name, *(f"{cell.name}-{number}" for number in range(2, len(cells) + 2)))
             cells.append(cell._replace(name=next(name for name in tried if name not in taken)))
-        names[one] = same[0].name if same else cells[-1].name
     trials = [cell.trial.model_copy(update={"name": cell.name}) for cell in cells if cell.trial]
     if baseline.device == "cpu" and resources.is_one_node and any(trial.workers > 1 for trial in trials):
         trials.append(planner.reference())
-
-    alone = names[_Wanted("single", 1)] if request.predict else ""
+    alone = find_same(_Wanted("single", 1))[1] if request.predict else ""
     probed = {alone}
     if request.predict and request.network is None:
-        pairs = [trial for trial in trials if is_pair(trial)]
+        pairs = [trial for trial in trials if is_pair(trial, experiment)]
         if not pairs:
             reason = next(cell.reason for cell in reversed(cells) if cell.reason)
             raise ResourceError(texts.NO_NETWORK.format(reason=reason))
@@ -222,7 +220,7 @@ def make_matrix(file: ExperimentFile, resources: Resources, *, allowed: tuple[st
         once = {"profile": request.profile and not number, "measures_costs": not number and trial.name in probed}
         rounds.append(trial.model_copy(update={"repeat": number, **once}))
     plan = Plan(command="benchmark", experiment=experiment, resources=resources, trials=tuple(rounds))
-    return Matrix(cells, names.get(_find_declared(experiment), ""), alone, plan)
+    return Matrix(cells, find_same(_find_declared(experiment))[1], alone, plan)
 
 
 def _iter_wanted(experiment: Experiment, request: Request, resources: Resources) -> Iterator[_Wanted]:

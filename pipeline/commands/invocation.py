@@ -5,6 +5,7 @@ What these commands plan and measure is in their own files.
 
 import logging
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -159,13 +160,14 @@ class Invocation:
                 self.warn(f"{path} could not be written: {type(error).__name__}: {error}")
         result = result.model_copy(update={"run": id_of(self.folder), "places": find_places(self.folder)})
         self._shown.append(result)
+        ends = Counter(end.result.trial for end in self.finished)
         at = {"main": (0, 0)} | {name: (one.steps, one.epochs) for name, one in self.results.items()}
         logged = {number.metric for number in (*MEASURED, STARTUP)}  # at the end of the trial itself
         for trial, figures in mlflow_names.metrics(result).items():
             if trial not in at:  # predicted
                 continue
             step, epoch = at[trial]
-            known = logged if trial in self.results else set()
+            known = logged if ends[trial] == 1 else set()  # of repeats, their means
             new = {name: value for name, value in figures.items() if not name.startswith(_OF_STEPS)}
             self.log({name: new[name] for name in new if name not in known}, trial=trial, step=step, epoch=epoch)
         for trial, tags in mlflow_names.tags(result).items():

@@ -33,11 +33,7 @@ def read_variants(
 
 
 def parse_vary(text: str) -> tuple[list[list[str]], list[str]]:
-    """Return the overrides of each variant, and those that all share, e.g. of "optimizer.lr=0.1,0.05 seed=7".
-
-    Raises:
-        UsageError: the text is no list of keys with the same number of values.
-    """
+    """Return the overrides of each variant, and those that all share, e.g. of "optimizer.lr=0.1,0.05 seed=7"."""
     values: dict[str, list[str]] = {}
     try:
         words = shlex.split(text)

@@ -174,9 +174,8 @@ class CellMeasurement(Measurement):
 
     role: Literal["cell"] = "cell"
     variant: str = ""
-    """Difference from cells of the same strategy and size, e.g. "static_graph=true"."""
     overrides: tuple[str, ...] = ()
-    """Overrides of the file that make this cell."""
+    """Overrides of the file that make this cell; ``variant`` tells it from cells of the same strategy and size."""
 
     @property
     @override

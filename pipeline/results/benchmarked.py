@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from pipeline.experiment.schema import Experiment
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import Costs, Link
 from pipeline.results import statements, texts
@@ -19,7 +20,7 @@ from pipeline.results.measured import (
     speedup_table,
 )
 from pipeline.results.prediction import Prediction, find_options, fit_link, make_workload, predict
-from pipeline.results.record import Fact, Result
+from pipeline.results.record import Advice, Fact, Result
 from pipeline.results.speedup import Row, facts_of, find_main, is_wide, name_configuration
 from pipeline.wording import counted, figure, join_names
 
@@ -55,9 +56,9 @@ def result_of_benchmark(
     rows = [entry for entry in entries if isinstance(entry, Row)]
     main, name = find_main(rows), rows[0].trial.experiment.name
     next_steps = tuple(iter_decision(main, command=command))
-    advice = advise(rows, declared, experiment=rows[0].trial.experiment, cores=cores) if declared is not None else ()
-    if main.claim == "invalid":
-        advice = ()
+    advice: tuple[Advice, ...] = ()
+    if declared is not None and "invalid" not in (main.claim, declared.claim):
+        advice = advise(rows, declared, experiment=rows[0].trial.experiment, cores=cores)
     fastest = _find_fastest(rows)
     best = "" if fastest in (None, main) else texts.FASTEST.format(name=fastest.name, rate=format_rate(fastest))
     if main.claim == "none":
@@ -110,9 +111,9 @@ def _is_noisy(row: Row) -> bool:
     return (ratio := row.ratio) is not None and 0 < ratio.size < _MANY_REPEATS and is_wide(ratio)
 
 
-def is_pair(trial: Trial) -> bool:
-    """Return True if a trial has several workers of the predicted strategy."""
-    return trial.strategy == "ddp" and trial.workers > 1 and dict(trial.options) == find_options(trial.experiment)
+def is_pair(trial: Trial, experiment: Experiment) -> bool:
+    """Return True if a trial has several workers of the strategy that is predicted for an experiment."""
+    return trial.strategy == "ddp" and trial.workers > 1 and dict(trial.options) == find_options(experiment)
 
 
 def predict_rows(
@@ -127,9 +128,10 @@ def predict_rows(
         counts: numbers of workers.
         network: the given network; None to use the measured one.
     """
+    experiment = rows[0].trial.experiment  # that of the file; other rows may have overrides
     together = next((one for one in costs.values() if one.world_size > 1), None)
     workload = make_workload(
-        alone.trial.experiment,
+        experiment,
         costs[alone.key],
         together=together,
         rest_ms=alone.result.parts.rest_ms or 0.0,
@@ -152,7 +154,7 @@ def predict_rows(
     )
     checked = []
     for row in rows if network is None else ():
-        if is_pair(row.trial) and row.batch == alone.batch:
+        if is_pair(row.trial, experiment) and row.batch == alone.batch:
             measured, one = row.rate / alone.rate, predict(workload, link, workers=row.trial.workers)
             shown = {"measured": f"{measured:.2f}x", "predicted": f"{one.speedup:.2f}x"}
             error = f"{one.speedup / measured - 1:+.0%}"

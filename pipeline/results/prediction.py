@@ -133,13 +133,12 @@ def broadcast_ms(link: Link, size: float, *, workers: int, backend: Backend) -> 
 def fit_link(measured: Sequence[AllReduce], *, workers: int, backend: Backend) -> Link:
     """Fit a link to measured all-reduces: exact for the largest, which is closest to a bucket of gradients.
 
-    For the others the sum of relative errors is smallest, not of their squares, so that one bad measurement has little
-    influence: such a line goes through one of the other measurements or through the origin.
+    The sum of relative errors of the others is smallest, not of their squares, so that a bad one has little influence.
     """
     *others, largest = sorted(measured, key=lambda one: one.bytes)
     slopes = [(largest.ms - other.ms) / (largest.bytes - other.bytes) for other in others]
     slopes = [slope for slope in slopes if 0 < slope <= largest.ms / largest.bytes] + [largest.ms / largest.bytes]
-    lines = [(largest.ms - slope * largest.bytes, slope) for slope in slopes]
+    lines = [(largest.ms - slope * largest.bytes, slope) for slope in slopes]  # such a line goes through another, or 0
     constant, slope = min(lines, key=lambda line: sum(abs(line[0] + line[1] * p.bytes - p.ms) / p.ms for p in measured))
     per_hop = latency_ms(Link(latency_us=1.0, bandwidth_gbit=1.0), workers=workers, backend=backend)
     per_byte = transfer_ms(Link(latency_us=0.0, bandwidth_gbit=1.0), 1.0, workers=workers)
@@ -167,7 +166,7 @@ def make_workload(
 ) -> Workload:
     """Return the workload of an experiment, from the costs of one worker alone and of one next to others, if known.
 
-    Of a step of one worker (``step_ms`` in its training), ``rest_ms`` are for the optimizer and other work.
+    Of a step of one worker, ``step_ms`` in its training, ``rest_ms`` are for the optimizer and other work.
     """
     options = registry.load("strategies", "ddp").Strategy.Options.model_validate(find_options(experiment))
     slowdown = 1.0
@@ -191,8 +190,9 @@ def make_workload(
 
 
 def find_options(experiment: Experiment) -> Mapping[str, object]:
-    """Return the options of ddp that are predicted."""
-    return dict(experiment.parallel.options) if experiment.parallel.strategy == "ddp" else {}
+    """Return the options of ddp that are predicted: those of the file or of its baseline."""
+    sections = experiment.parallel, experiment.benchmark.baseline
+    return next((dict(one.options) for one in sections if one.strategy == "ddp"), {})
 
 
 def interpolate(costs: Costs, size: float, *names: Literal["forward_ms", "backward_ms", "data_ms"]) -> float:

@@ -93,8 +93,10 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     assert parent.info.run_name == "benchmark"
     assert {run.data.tags["mlflow.parentRunId"] for run in children.values()} == {parent.info.run_id}
     assert {run.info.status for run in runs} == {"FINISHED"}
-    speedup = compared.facts["ddp-2"]["speedup"]["value"]
-    assert parent.data.metrics["speedup"] == speedup
+    facts = {key: fact["value"] for key, fact in compared.facts["ddp-2"].items()}
+    speedup, rate = facts["speedup"], facts["samples_per_second"]
+    assert (parent.data.metrics["speedup"], parent.data.metrics["samples_per_second"]) == (speedup, rate)
+    assert children["ddp, 2 workers"].data.metrics["samples_per_second"] == rate  # the mean of the repeats
     assert children["ddp, 2 workers"].data.metrics["speedup"] == speedup
     assert parent.data.tags["role"] == "benchmark"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}

@@ -19,7 +19,16 @@ from pipeline.experiment.load import from_mapping
 from pipeline.experiment.schema import Parallel
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Measurement, Trial
-from pipeline.protocol.trial_result import AllReduce, BatchCost, Costs, Gradient, Link, StepParts
+from pipeline.protocol.trial_result import (
+    BATCH_TRANSFORM,
+    RANDOM_NUMBERS,
+    AllReduce,
+    BatchCost,
+    Costs,
+    Gradient,
+    Link,
+    StepParts,
+)
 from pipeline.results import mlflow_names
 from pipeline.results.benchmarked import predict_rows, result_of_benchmark
 from pipeline.results.measured import Entry
@@ -110,6 +119,8 @@ def test_the_configurations_alternate() -> None:
     ]
     assert all(isinstance(one, Measurement) for one in made.plan.trials)
     assert (made.declared, made.alone) == ("ddp-2", "")
+    varied = matrix(vary=(("loader.num_workers=1",), ("loader.num_workers=0",)))
+    assert varied.declared == "ddp-2-num_workers-0"  # recommendations are relative to it
 
 
 def batches(made: Matrix) -> dict[str, int]:
@@ -215,6 +226,7 @@ def test_gpus_need_no_reference_and_a_trace_is_recorded_once() -> None:
         ({"predict": (8,)}, {}, ["baseline", "ddp-2"]),
         ({"predict": (8,), "network": NETWORK}, {"parallel": {}}, ["baseline"]),
         ({"predict": (8,)}, {"benchmark": {"baseline": {"strategy": "ddp", "workers": 2}}}, ["baseline", "single-1"]),
+        ({"predict": (8,)}, {**OPTIONS, "parallel": {**DDP, "strategy": "fsdp"}}, ["single-1", "ddp-2"]),
     ],
 )
 def test_one_worker_and_the_largest_pair_measure_costs_once(wanted: Any, sections: Any, probed: list[str]) -> None:
@@ -334,6 +346,10 @@ SCREENS: dict[str, Callable[[], Result]] = {
     "benchmark_other_loss": lambda: measured(losses=(2.3, 2.121, 1.9, 1.7)),
     "benchmark_interrupted": lambda: result([*rows(RATES, ONE), MISSING], missing=[WHY], is_complete=False),
     "benchmark_predicted": predicted,
+    "benchmark_no_baseline": lambda: result(
+        [Entry("baseline", "1 worker (baseline)", {"samples_per_second": "not measured"}), *rows(RATES, BOTH, DDP_2)],
+        missing=["1 worker (baseline) was not measured: it does not fit into memory."],
+    ),
 }
 
 
@@ -397,6 +413,21 @@ def test_predictions_have_facts_and_are_checked_with_measured_rows() -> None:
     assert "predicted-64" in mlflow_names.table_json(made)
 
 
+def test_a_prediction_has_the_options_of_the_file_whatever_the_overrides_of_one_worker() -> None:
+    """The baseline has two workers, so one worker is a configuration of its own, without ddp's options."""
+
+    def exposed(hook: str) -> float:
+        parallel = Parallel(strategy="ddp", workers=2, options={"communication_hook": hook})
+        base = ONE.model_copy(update={"experiment": ONE.experiment.model_copy(update={"parallel": parallel})})
+        found = rows({"baseline": (150.0,), "single-1": (100.0,)}, base, trial("single-1", "cell"))
+        entries, _ = predict_rows(found, {"single-1": ALONE}, alone=found[1], counts=(8,), network=NETWORK)
+        fact = entries[0].cells["exposed_communication_ms"]
+        assert not isinstance(fact, str)
+        return fact.value or 0.0
+
+    assert exposed("none") > 1.5 * exposed("fp16") > 0
+
+
 def test_a_prediction_has_the_price_of_the_whole_training() -> None:
     priced = ONE.experiment.benchmark.model_copy(update={"price_per_device_hour": 2.0})
     one = ONE.model_copy(update={"experiment": ONE.experiment.model_copy(update={"benchmark": priced})})
@@ -406,3 +437,37 @@ def test_a_prediction_has_the_price_of_the_whole_training() -> None:
     assert not isinstance(seconds, str)
     assert not isinstance(cost, str)
     assert cost.value == pytest.approx(2.0 * 8 * (seconds.value or 0.0) / 3600)
+
+
+OTHER, LATER = (2.3, 2.121, 1.9, 1.7), (2.3, 2.1, 1.9, 1.9)
+IN_FIRST = "Loss differs from the baseline's by up to 0.01 in the first 3 steps: "
+
+
+@pytest.mark.parametrize(
+    ("losses", "coupling", "note"),
+    [
+        (OTHER, ("BatchNorm2d",), f"{IN_FIRST}BatchNorm2d computes its statistics separately on each worker."),
+        (OTHER, (RANDOM_NUMBERS,), f"{IN_FIRST}each worker draws different random numbers."),
+        (OTHER, (BATCH_TRANSFORM,), f"{IN_FIRST}train.batch_transform mixes the samples of each worker separately."),
+        (OTHER, ("Dropout", RANDOM_NUMBERS), f"{IN_FIRST}Dropout draws a different mask on each worker."),
+        (OTHER, ("buffer mean",), f"{IN_FIRST}the buffer mean is computed separately on each worker."),
+        (OTHER, ("buffers a, b",), f"{IN_FIRST}the buffers a, b are computed separately on each worker."),
+        (LATER, (), "Loss equals the baseline's for 3 steps, then drifts by up to 0.12 (rounding)."),
+        (LOSSES, (), ""),
+        ((float("nan"),) * 4, ("Dropout",), "Loss is not finite (NaN or infinite) in the first 3 steps, where Dropout"),
+    ],
+)
+def test_another_loss_has_its_reason(losses: tuple[float, ...], coupling: tuple[str, ...], note: str) -> None:
+    (table, *_) = measured(losses=losses, coupling=coupling).tables
+    found = [text for text in table.notes if "Loss" in text]
+    assert found == ([] if not note else found)
+    assert not note or found[0].startswith(f"[1] {note}")
+    assert [row[-1] for row in table.rows] == ["-", "same", "[1]" if note else "same", "-"]
+
+
+def test_buffers_of_a_part_are_told_though_the_loss_is_the_same() -> None:
+    made = measured(coupling=("BatchNorm2d", "buffer mean"))
+    assert (
+        "The buffer mean is computed separately on each worker, and only rank 0's copy is saved. Training in one "
+        "process differs."
+    ) in made.notes

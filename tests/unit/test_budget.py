@@ -30,14 +30,14 @@ LARGER_TODAY = {
     "commands": 6_050,
     "data": 1_027,
     "drive": 1_130,
-    "experiment": 3_626,
+    "experiment": 3_622,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_844,
+    "protocol": 1_843,
     "record": 2_052,
     "report": 4_538,
-    "results": 3_411,
+    "results": 3_413,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 255
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_310
+TEST_LINES = 48_375
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
