@@ -27,7 +27,7 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "": 1_243,
     "api": 493,
-    "cli": 740,
+    "cli": 739,
     "commands": 5_977,
     "data": 1_026,
     "drive": 1_083,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 245
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_090
+TEST_LINES = 48_102
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
