@@ -197,7 +197,7 @@ def _below(examples: Sequence[str]) -> str:
 def refuse_dashes(words: Sequence[str], *, options: Collection[str]) -> None:
     """Reject a key of the experiment that is written as an option, such as ``--train.epochs 3`` or ``--epochs=3``."""
     file = next((Path(word) for word in words if not word.startswith("-")), None)
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
+    for word, following in zip(words, [*words, "-"][1:], strict=True):
         name, equals, value = word.partition("=")
         if word == "--":
             return
