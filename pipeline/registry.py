@@ -1,14 +1,13 @@
 """Strategies and launchers by the name in the YAML, which is the name of their file.
 
 To add one, add its file and its name here. Other distributions add theirs through entry points of the groups
-``pipeline.strategies`` and ``pipeline.launchers``, which name a module. A module is imported when its name is chosen.
+``pipeline.strategies`` and ``pipeline.launchers``, which name a module, imported when its name is chosen.
 """
 
 import importlib
 import sys
 from functools import cache
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from pathlib import Path
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Literal
 
@@ -20,7 +19,6 @@ _BUILT_IN: dict[Kind, tuple[str, frozenset[str]]] = {
     "strategies": ("pipeline.strategies", frozenset({"ddp", "dp", "fsdp", "single"})),
     "launchers": ("pipeline.launch", frozenset({"inprocess", "ray", "torchrun"})),
 }
-"""Package and names of each kind."""
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -41,16 +39,9 @@ def load(kind: Kind, name: str) -> ModuleType:
 
 
 def _third_party(kind: Kind) -> dict[str, EntryPoint]:
-    return {point.name: point for point in _entry_points(f"pipeline.{kind}", _places())}
+    return _find_entry_points(kind, tuple(sys.path))
 
 
 @cache
-def _entry_points(group: str, places: tuple[tuple[str, int], ...]) -> EntryPoints:  # noqa: ARG001 - the cache's key
-    """Return the entry points of all installed distributions; reads a file of each."""
-    return entry_points(group=group)
-
-
-def _places() -> tuple[tuple[str, int], ...]:
-    """Return the folders of installed distributions with their modification times: a notebook may install more."""
-    folders = [folder for entry in sys.path if (folder := Path(entry)).is_dir()]
-    return tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders)
+def _find_entry_points(kind: Kind, path: tuple[str, ...]) -> dict[str, EntryPoint]:  # noqa: ARG001 - the cache's key
+    return {point.name: point for point in entry_points(group=f"pipeline.{kind}")}

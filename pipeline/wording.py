@@ -1,17 +1,15 @@
-"""Wording shared by messages: figures, counted nouns, durations, the name that was probably meant, lines of errors."""
+"""Wording shared by messages: figures, counted nouns, durations, the name that was meant, lines of errors, links."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-
-_PLAIN_TO = 1e15
-"""Magnitude from which figures have an exponent."""
 
 
 def figure(value: float, *, digits: int = 4) -> str:
     """Return a measured number with its significant digits and without an exponent, e.g. "0.0335", "690", "18,470"."""
     rounded = float(f"{value:.{digits}g}")
-    return f"{rounded:,.0f}" if 1000 <= abs(rounded) < _PLAIN_TO else f"{value:.{digits}g}"
+    return f"{rounded:,.0f}" if 1000 <= abs(rounded) < 1e15 else f"{value:.{digits}g}"
 
 
 def counted(number: int, noun: str, *, spec: str = "") -> str:
@@ -62,11 +60,16 @@ def listed(names: Sequence[str], *, most: int = 8) -> str:
 
 def nearest(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the most similar name, or None; ignores case, and dashes in place of underscores."""
-    names = {_plain(name): name for name in among}
-    find = partial(difflib.get_close_matches, _plain(word), names)
-    if not find(cutoff=cutoff):
-        return None
-    return names[min(find(cutoff=min(cutoff, 0.6)), key=partial(_difference, _plain(word)))]
+    names, word = {_plain(name): name for name in among}, _plain(word)
+
+    def differs(name: str) -> tuple[int, int, int]:
+        """Count letters, kinds of letters, and length: difflib prefers dp to ddp for dpp, as it lacks a letter only."""
+        equal = sum(block.size for block in difflib.SequenceMatcher(None, name, word).get_matching_blocks())
+        longer, shorter = sorted((len(word), len(name)), reverse=True)
+        return longer - equal, len({*word} - {*name}), longer - shorter
+
+    found = partial(difflib.get_close_matches, word, names)
+    return names[min(found(cutoff=min(cutoff, 0.6)), key=differs)] if found(cutoff=cutoff) else None
 
 
 def did_you_mean(word: str, among: Iterable[str], *, cutoff: float = 0.6) -> str:
@@ -85,15 +88,21 @@ def last_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
-def _difference(word: str, name: str) -> tuple[int, int, int]:
-    """Return how much a name differs from a word in letters, in kinds of letters, and in length.
-
-    difflib prefers a missing letter to a wrong one, and so dp to ddp for dpp.
-    """
-    equal = sum(block.size for block in difflib.SequenceMatcher(None, name, word).get_matching_blocks())
-    longer, shorter = sorted((len(word), len(name)), reverse=True)
-    return longer - equal, len({*word} - {*name}), longer - shorter
-
-
 def _plain(word: str) -> str:
     return word.lower().replace("-", "_")
+
+
+def link(text: str, *, run: str) -> str:
+    """Return a Markdown link to the page of a run by its id, whose address is known only where it is written to."""
+    return f"[{text}](run:{run})"
+
+
+def complete_links(markdown: str, address: Callable[[str], str | None]) -> str:
+    """Return a text with the ``address`` of each run that is linked by its id; without one, a link becomes text."""
+
+    def complete(found: re.Match[str]) -> str:
+        text, run = found.groups()
+        target = address(run)
+        return f"[{text}]({target})" if target else text
+
+    return re.sub(r"\[([^\]]*)\]\(run:([^)\s]+)\)", complete, markdown)

@@ -1,4 +1,4 @@
-"""One rank of one trial, whichever launcher started it: `run` builds, trains, and sends what happens to the driver.
+"""Work of one rank, whichever launcher started it: `run` builds, trains, and sends what happens to the driver.
 
 A rank of ``launcher: torchrun`` can be replayed by hand: ``python -m pipeline.worker runs/<id>/trials/main.json``
 trains rank 0 alone, or under ``torchrun`` as many ranks as it starts, and prints its events. It writes checkpoints to
@@ -32,7 +32,6 @@ from pipeline.experiment import references
 from pipeline.protocol.channel import Address, ChannelOutbox, DirectOutbox
 from pipeline.protocol.events import (
     AnyEvent,
-    Checked,
     Evaluated,
     Failed,
     Finished,
@@ -111,10 +110,9 @@ def run(
                     f"{socket.gethostname()} has no folder {trial.folder}. All nodes must share the folder of runs. "
                     "Set tracking.directory to a place that they share."
                 )
-            result: Finished | Evaluated | Checked
+            result: Finished | Evaluated | None = None
             if isinstance(trial, BatchCheck):
                 check_batch(trial, rank=rank, outbox=outbox)
-                result = Checked(trial=trial.name)
             else:
                 with compilation.explained(trial.experiment.train.compile):
                     if isinstance(trial, Evaluation):
@@ -123,7 +121,7 @@ def run(
                         result = Finished(trial=trial.name, result=train(trial, rank=rank, outbox=outbox))
     except Stopped:  # the driver, which asked for it, doesn't wait for a result
         return False
-    if rank.is_first:
+    if rank.is_first and result is not None:
         outbox.event(result)
     return True
 

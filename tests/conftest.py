@@ -1,6 +1,7 @@
 """What the tests share stands in tests/support."""
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 TESTS = Path(__file__).parent
 TIERS = {"unit": "unit", "system": "system", "contract": "system", "journeys": "system", "replay": "system"}
 """Tier of the tests in a folder; all others are slow."""
+
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # which no test would use, 3 s of processor time
 
 pytest_plugins = [
     "leaks", "cost", "groups", "command", "launched", "census", "recordings", "attempts", "s3", "baking", "packages",

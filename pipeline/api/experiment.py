@@ -78,7 +78,7 @@ class Experiment:
         component = getattr(references.fill_in(self.file.experiment), section, None)
         if not isinstance(component, Component):
             raise UsageError(f"{section}: {self.name} has no component with this name. Use model or data.")
-        if unset := references.variables_in(str(component.arguments)):
+        if unset := references.find_unset_variables(str(component.arguments)):
             raise ExperimentError.of(section, references.explain_unset(unset[0]))
         return component.arguments
 

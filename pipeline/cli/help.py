@@ -133,7 +133,7 @@ def _key(option: str, *, file: Path | None) -> str:
         return key
     from pipeline.experiment import load
 
-    known = [each for each in load.known_keys(file) if "[" not in each]
+    known = [each for each in load.list_keys(file) if "[" not in each]
     if any(each == key or each.startswith(f"{key}.") for each in known):
         return key
     meant = [each for each in known if each.rpartition(".")[2] == key]

@@ -209,7 +209,7 @@ def invoked(
             with (
                 recorder.subscribed(results),
                 recorder.subscribed(clock),
-                continuable(again, file=file, folder=recorder.folder),
+                continuable(again, plan, file=file, folder=recorder.folder),
             ):
                 yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
     finally:

@@ -1,4 +1,4 @@
-"""What a command does before it plans its trials: check the file, and find the resources that there are."""
+"""Preparation of a command's plan: the file is checked, and resources are found."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,6 @@
 """``pipeline run``: check, plan, launch, report."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked
@@ -18,7 +17,7 @@ from pipeline.plan.describe import describe, record
 from pipeline.plan.outer_launcher import is_follower
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.protocol.events import WEIGHTS
-from pipeline.protocol.trial import Training, Trial
+from pipeline.protocol.trial import Training
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.runs import LATEST
 from pipeline.record.screen import Terminal
@@ -101,18 +100,20 @@ def _run(
         plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again
     ) as invocation:
         done = set(invocation.results)
-        if earlier is not None and (earlier.status == "FINISHED" or _has_lost_weights(invocation)):
+        if earlier is not None and (recovery.is_continued(file, earlier) or _has_lost_weights(invocation)):
             done -= {plan.main.name}  # the training is continued
         try:
-            exports = member is None or member.logs_model
-            place = partial(
-                _placed,
-                folder=invocation.folder,
-                resume=earlier is not None,
-                allow_changed=allow_changed,
-                exports=exports,
+            own = {  # measurements have no checkpoints
+                "checkpoints": address_of(plan.experiment.checkpoint.directory, run=invocation.folder),
+                "resume": earlier is not None,
+                "allow_changed": allow_changed,
+                "exports": member is None or member.logs_model,
+            }
+            invocation.execute(
+                trial.model_copy(update=own) if isinstance(trial, Training) else trial
+                for trial in plan.trials
+                if trial.name not in done
             )
-            invocation.execute(place(trial) for trial in plan.trials if trial.name not in done)
         finally:
             if plan.main.name in invocation.results:
                 with invocation.unharmed("the report"):
@@ -215,23 +216,3 @@ def report(invocation: Invocation) -> Report:
         invocation.tag(row, baseline=shown.rows[0], trial=row.trial)
     invocation.save_report(shown)
     return shown
-
-
-def _placed(
-    trial: Trial,
-    *,
-    folder: Path,
-    resume: bool,
-    allow_changed: bool,
-    exports: bool,
-) -> Trial:
-    """Return the trial as this run needs it, with the address of its checkpoints; measurements have none."""
-    if not isinstance(trial, Training):
-        return trial
-    own = {
-        "checkpoints": address_of(trial.experiment.checkpoint.directory, run=folder),
-        "resume": resume,
-        "allow_changed": allow_changed,
-        "exports": exports,
-    }
-    return trial.model_copy(update=own)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.drive.directions import best_direction
+from pipeline.drive.directions import direction_of, judges
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.schema import Experiment
@@ -18,17 +18,14 @@ from pipeline.train.storage import Storage, address_of
 from pipeline.wording import did_you_mean
 
 BEST, LAST = "best", "last"
-_ENDING = ".safetensors"
 
 
 class Checkpoint(NamedTuple):
     """A complete checkpoint of a run."""
 
-    address: str
-    """Folder, or fsspec address, of the run's checkpoints."""
+    address: str  # Folder, or fsspec address, of the run's checkpoints
     manifest: Manifest
-    best: str = ""
-    """Metric whose best value it has, if it was chosen for that; otherwise empty."""
+    best: str = ""  # Metric whose best value it has, if it was chosen for that; otherwise empty
     note: str = ""
     """Note that the training ended at a later step, if the last checkpoint was requested; otherwise empty."""
 
@@ -73,14 +70,17 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
     if wanted is None:
         wanted = BEST if options.best is not None and any(one.metric is not None for one in rated) else LAST
     if wanted == LAST:
-        return Checkpoint(address, manifests[0], note=_describe_missing_end(manifests[0].step, folder=folder))
+        return Checkpoint(address, manifests[0], note=describe_missing_end(manifests[0].step, folder=folder))
     if wanted == BEST:
-        others = f"Use --checkpoint last, or a step: {steps}."
-        if options.best is None:
-            raise UsageError(f"--checkpoint best: {name} was trained without checkpoint.best. {others}")
-        found = best(rated, best_direction(file.experiment, allowed=allowed))
-        if found is None:
-            raise UsageError(f"--checkpoint best: no checkpoint of {name} has a value of {options.best}. {others}")
+        found = None
+        if options.best is not None:
+            known = judges(file.experiment, allowed=allowed)
+            found = best(rated, direction_of(options.best, options.mode, key="checkpoint.best", judges=known))
+        if found is None or options.best is None:
+            raise UsageError(
+                f"--checkpoint best: no checkpoint of {name} has a value of {options.best or 'checkpoint.best'}. "
+                f"Use --checkpoint last, or a step: {steps}."
+            )
         return Checkpoint(address, found, best=options.best)
     step = int(wanted) if wanted.isascii() and wanted.isdecimal() else step_of(wanted)
     if step is None:
@@ -91,13 +91,8 @@ def choose(file: ExperimentFile, *, folder: Path, wanted: str | None, allowed: t
     raise UsageError(f"--checkpoint {wanted}: {name} has no checkpoint of step {step}. Its checkpoints: {steps}.")
 
 
-def describe_missing_end(file: ExperimentFile, *, folder: Path) -> str:
-    """Return a note that a run's training ended after its newest checkpoint; empty if it did not."""
-    newest = next(iter_complete(address_of(file.experiment.checkpoint.directory, run=folder)), None)
-    return _describe_missing_end(newest.step, folder=folder) if newest is not None else ""
-
-
-def _describe_missing_end(newest: int, *, folder: Path) -> str:
+def describe_missing_end(newest: int, *, folder: Path) -> str:
+    """Return a note that a run's training ended after the step of its newest checkpoint; empty if it did not."""
     end = _find_end(folder)
     if end is None or newest >= end.result.steps:
         return ""
@@ -122,17 +117,14 @@ def find_initial(experiment: Experiment) -> Weights | None:
         except UsageError as error:
             raise ExperimentError.of("train.start_from.run", str(error)) from None
     path = Path(start.file or "")
-    there = sorted(map(str, (path if path.is_dir() else path.parent).glob(f"*{_ENDING}")))
-    use = f"; use one of {', '.join(there[:5])}" if there else f"; there is no {_ENDING} file"
-    if path.is_dir():
-        message = f"is the folder {path}{use}"
-    elif path.suffix != _ENDING:
+    there = sorted(map(str, (path if path.is_dir() else path.parent).glob("*.safetensors")))
+    if path.suffix != ".safetensors" and path.is_file():
         message = (
-            f"is {path}, but only {_ENDING} files can be read: other formats may run code. Create one with "
-            f'safetensors.torch.save_file(model.state_dict(), "{path.stem}{_ENDING}").'
+            f"is {path}, but only .safetensors files can be read: other formats may run code. Create one with "
+            f'safetensors.torch.save_file(model.state_dict(), "{path.stem}.safetensors").'
         )
     elif not path.is_file():
-        message = f"{path} does not exist{did_you_mean(str(path), there) or use}"
+        message = f"{path} is no file{did_you_mean(str(path), there)}"
     else:
         return Weights(path=str(path.absolute()), source=str(path))
     raise ExperimentError.of("train.start_from.file", message)
@@ -152,14 +144,9 @@ def _find_weights(name: str, directory: Path) -> Weights:
         raise UsageError(f"is {name}, but {folder} is a sweep. Name one of its trials, for example {example}.")
     state = read_state(folder)
     if state.status == "RUNNING":
-        writer = journal.describe_writer(folder / journal.FILE_NAME)
-        raise UsageError(f"is {name}, but {folder} is still training in {writer}. Wait for its end.")
+        raise UsageError(f"is {name}, but {folder} is still training. Wait for its end.")
     address = address_of(state.experiment.checkpoint.directory, run=folder)
     if (newest := next(iter_complete(address, intact=True), None)) is not None:
         source = f"run {run}, the checkpoint of step {newest.step:,}"
         return Weights(path=address, checkpoint=newest.name, source=source)
-    if state.status == "FINISHED":
-        raise UsageError(f"is {name}, but {path} does not exist. Name a run of pipeline run.")
-    raise UsageError(
-        f"is {name}, but {folder} ended without an intact checkpoint. Continue it with --resume, or name another run."
-    )
+    raise UsageError(f"is {name}, but {folder} has neither {WEIGHTS} nor an intact checkpoint. Name another run.")

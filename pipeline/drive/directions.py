@@ -1,4 +1,4 @@
-"""Which values of a metric are better: for ``checkpoint.best``, early stopping, a sweep, and the tables of runs."""
+"""Directions in which metrics are better: for ``checkpoint.best``, early stopping, a sweep, and the tables of runs."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -32,13 +32,6 @@ def direction_of(metric: str, mode: Mode, *, key: str, judges: Mapping[str, Any]
         from pipeline.train import metrics
 
     return metrics.direction(metric, mode, key=key, judges=judges)
-
-
-def best_direction(experiment: Experiment, *, allowed: tuple[str, ...]) -> Direction:
-    """Resolve ``checkpoint.mode`` of an experiment that has ``checkpoint.best``; for the errors see `direction_of`."""
-    options = experiment.checkpoint
-    assert options.best is not None
-    return direction_of(options.best, options.mode, key="checkpoint.best", judges=judges(experiment, allowed=allowed))
 
 
 def sweep_direction(sweep: Sweep, judges: Mapping[str, Any]) -> Direction:

@@ -1,4 +1,4 @@
-"""One trial from launch to outcome: launched again from its newest checkpoint, with as many workers as fit.
+"""Execution of a trial: launched, launched again from its newest checkpoint, with as many workers as fit.
 
 Global batches, their order and the learning rate are functions of the step, and a checkpoint loads at any world size:
 with another number of workers it is the same training.
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 
 from pipeline.drive.recorded_run import open_trial
 from pipeline.errors import ExperimentError, ResourceError, Terminated
@@ -19,7 +20,6 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.record.folder import EXPERIMENT_NAME
 from pipeline.record.recorder import Recorder
 
-_MEASUREMENTS_MISSING = "Training was already complete. The measurements after it are missing."
 _SETTLED_S = 3.0
 """Seconds for which capacity must stay the same: cores of workers that have just ended become free one by one."""
 
@@ -34,15 +34,12 @@ def explain_problems(file: ExperimentFile) -> Iterator[None]:
 
 
 class _Reached:
-    """How far the current attempt of a trial has come; subscribes to the recorder."""
+    """State of the current attempt of a trial; subscribes to the recorder."""
 
     def __init__(self) -> None:
-        self.has_started = False
-        """True once rank 0 is about to take its first step."""
-        self.checkpoint = 0
-        """Step of the newest checkpoint."""
-        self.trained: Trained | None = None
-        """End of the training, once only its measurements are left."""
+        self.has_started = False  # rank 0 is about to take its first step
+        self.checkpoint = 0  # step of the newest one
+        self.trained: Trained | None = None  # only the measurements are left
 
     def receive(self, event: AnyEvent) -> None:
         """Update from an event."""
@@ -70,7 +67,7 @@ def execute(
     if initial is not None:
         own: dict[str, object] = {"initial": initial}
         if beside:
-            own["compared_with"] = tuple(other.model_copy(update={"initial": initial}) for other in beside)
+            own["compared_with"] = tuple(other.model_copy(update=own) for other in beside)
         trial = trial.model_copy(update=own)
     reached = _Reached()
     with recorder.subscribed(reached), explain_problems(file):
@@ -90,7 +87,8 @@ def _execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, reached: _
     def warn(message: str) -> None:
         recorder.receive(Warned(trial=trial.name, message=message))
 
-    def end_as_trained(outcome: Outcome, trained: Trained) -> Outcome:
+    def end_as_trained(outcome: Outcome, trained: Trained, *, why: str, hint: str = "") -> Outcome:
+        warn(f"{why}. Training was already complete. The measurements after it are missing.{hint}")
         finished = Finished(trial=trained.trial, result=trained.result)
         recorder.receive(finished)
         return replace(outcome, trained=trained, finished=finished)
@@ -108,16 +106,12 @@ def _execute(trial: Trial, *, launcher: Launcher, recorder: Recorder, reached: _
             hint = ""
             if isinstance(trial, Training) and trial.compared_with and trial.saves:
                 hint = f" Measure the speedup with: pipeline benchmark {recorder.folder / EXPERIMENT_NAME}"
-            warn(f"interrupted. {_MEASUREMENTS_MISSING}{hint}")
-            return end_as_trained(Outcome(), reached.trained)
+            return end_as_trained(Outcome(), reached.trained, why="interrupted", hint=hint)
         if outcome.has_ended and not outcome.has_failed:
             return outcome
         cause = str(outcome.error).removesuffix(".")
         if outcome.trained is not None and outcome.has_failed and not outcome.is_experiment_wrong:
-            if outcome.has_ended:
-                return outcome
-            warn(f"{cause}. {_MEASUREMENTS_MISSING}")
-            return end_as_trained(outcome, outcome.trained)
+            return outcome if outcome.has_ended else end_as_trained(outcome, outcome.trained, why=cause)
         may_resume = isinstance(trial, Training) and trial.saves and launcher.replaces_workers
         if not (may_resume and outcome.has_only_lost_workers):
             raise outcome.error
@@ -168,19 +162,9 @@ def as_ended(trial: Trial, finished: Iterable[Finished]) -> Trial:
 
 def describe_sizes(events: Iterable[AnyEvent], *, trial: str) -> Iterator[str]:
     """Yield a report's note on a changed number of workers, if it changed."""
-    before: dict[int, int] = {}
-    sizes: dict[int, int] = {}  # by the step, counted from 1, that these workers started at
-    for event in events:
-        match event:
-            case Started() if event.trial == trial:
-                before, sizes = sizes, {1: len(event.devices)}
-            case Resumed() if event.trial == trial:
-                sizes = {step: size for step, size in before.items() if step <= event.step} | {event.step + 1: sizes[1]}
-    changes: list[tuple[int, int]] = []
-    for step, size in sorted(sizes.items()):
-        if not changes or changes[-1][1] != size:
-            changes.append((step, size))
-    if len(changes) > 1:
-        parts = ", ".join(f"{workers} from step {step} on" for step, workers in changes)
-        last = changes[-1][1]
-        yield f"The number of workers changed: {parts}. Throughput and speedup are for the last {last} workers."
+    sizes = [len(event.devices) for event in events if isinstance(event, Started) and event.trial == trial]
+    if len(set(sizes)) > 1:
+        numbers = ", then ".join(str(size) for size, _ in groupby(sizes))
+        yield (
+            f"The number of workers changed: {numbers}. Throughput and speedup are for the last {sizes[-1]} workers."
+        )

@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from pipeline import registry
 from pipeline.drive.checkpoints import find_initial
-from pipeline.drive.directions import direction_of, judges, sweep_direction
+from pipeline.drive.directions import direction_of, judges
 from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, Problem, ResourceError, refusals
 from pipeline.experiment import components, references, sweep
 from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.problems import find_problems
-from pipeline.experiment.schema import Configuration, Experiment
+from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import allowed_packages
 from pipeline.launch.base import Session
 from pipeline.plan import resources
@@ -29,7 +29,6 @@ from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import BatchCheck, Trial
-from pipeline.protocol.trial_outcome import Outcome
 from pipeline.system.imports import undisturbed
 from pipeline.system.memory import find_memory_limits
 from pipeline.tracking import loggers
@@ -38,10 +37,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger(__name__)
-_SAMPLES = 2
-_STATES = 2
-"""Values that an optimizer keeps for each parameter, as Adam does; others keep fewer."""
-_MOST_OF_MEMORY = 0.5
 _MANY = 2**16
 
 
@@ -56,7 +51,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     problems, rejected = components.check(experiment, allowed=allowed)
     problems += _find_strategy_problems(experiment)
     problems += loggers.problems(experiment.tracking.loggers)
-    if rejected := rejected or sweep.problems(experiment.sweep, file.varied, check_varied):
+    if rejected := rejected or sweep.find_problems(experiment.sweep, file.vary, check_varied):
         raise file.explain(dict.fromkeys([*problems, *rejected]))
 
     def are_right(*sections: str) -> bool:
@@ -73,7 +68,7 @@ def check(file: ExperimentFile, *, with_data: bool = False, with_weights: bool =
     if are_right("model", "optimizer"):
         problems += find_parameter_problems(experiment, allowed=allowed, with_weights=with_weights)
     if not problems:
-        problems = sweep.problems(experiment.sweep, file.varied, partial(check, with_weights=with_weights))
+        problems = sweep.find_problems(experiment.sweep, file.vary, partial(check, with_weights=with_weights))
     if problems:
         raise file.explain(problems)
     return allowed
@@ -96,13 +91,13 @@ def find_parameter_problems(
     experiment: Experiment, *, allowed: tuple[str, ...], with_weights: bool = True
 ) -> list[Problem]:
     """Find patterns that match no parameter, and weights that don't exist or don't fit, on a model without memory."""
-    problems: list[Problem] = []
     start, initial = experiment.train.start_from, None
-    if with_weights:
-        try:
-            initial = find_initial(experiment)
-        except ExperimentError as error:
-            problems += error.problems
+    try:
+        initial = find_initial(experiment) if with_weights else None
+    except ExperimentError as error:
+        problems = list(error.problems)
+    else:
+        problems = []
     names = bool(experiment.optimizers or (experiment.optimizer is not None and experiment.optimizer.groups))
     if initial is None and not experiment.train.freeze and not names:
         return problems
@@ -130,9 +125,7 @@ def _outline(experiment: Experiment, *, allowed: tuple[str, ...], with_task: boo
 
 
 def _find_strategy_problems(experiment: Experiment) -> Iterator[Problem]:
-    parallel = experiment.parallel
-    main = Configuration(strategy=parallel.strategy, workers=parallel.workers, options=parallel.options)
-    for key, entry in (("parallel", main), ("benchmark.baseline", experiment.benchmark.baseline)):
+    for key, entry in (("parallel", experiment.parallel), ("benchmark.baseline", experiment.benchmark.baseline)):
         strategy: Any = registry.load("strategies", entry.strategy).Strategy
         if strategy.processes == "one" and (entry.workers or 1) > 1:
             yield Problem(
@@ -154,20 +147,21 @@ def _find_metric_problems(experiment: Experiment, *, allowed: tuple[str, ...]) -
         built = judges(experiment, allowed=allowed)
     except ExperimentError as error:
         return list(error.problems)
-    problems: list[Problem] = []
-    checkpoint, stopping, scheduler = experiment.checkpoint, experiment.train.early_stopping, experiment.scheduler
-    if (best := checkpoint.best) is not None:
-        problems += refusals(lambda: direction_of(best, checkpoint.mode, key="checkpoint.best", judges=built))
+    checkpoint, stopping, searched = experiment.checkpoint, experiment.train.early_stopping, experiment.sweep
+    followed = [("checkpoint.best", checkpoint.best, checkpoint.mode)]
     if stopping is not None:
-        key = "train.early_stopping.metric"
-        problems += refusals(lambda: direction_of(stopping.metric, stopping.mode, key=key, judges=built))
-    if scheduler is not None and scheduler.target.endswith(".ReduceLROnPlateau"):
+        followed.append(("train.early_stopping.metric", stopping.metric, stopping.mode))
+    if searched is not None:
+        followed.append(("sweep.metric", searched.metric, searched.mode))
+    problems: list[Problem] = []
+    for key, metric, mode in followed:
+        if metric is not None:
+            problems += refusals(partial(direction_of, metric, mode, key=key, judges=built))
+    if (scheduler := experiment.scheduler) is not None and scheduler.target.endswith(".ReduceLROnPlateau"):
         from pipeline.train import schedules
 
-        mode = str(scheduler.arguments.get("mode", "min"))
-        problems += refusals(lambda: schedules.check_plateau(mode, experiment.train, judges=built))
-    if (searched := experiment.sweep) is not None:
-        problems += refusals(lambda: sweep_direction(searched, built))
+        plateau = str(scheduler.arguments.get("mode", "min"))
+        problems += refusals(lambda: schedules.check_plateau(plateau, experiment.train, judges=built))
     return problems
 
 
@@ -178,14 +172,14 @@ def find_reason_to_skip(experiment: Experiment, *, allowed: tuple[str, ...]) -> 
         return f"The experiment runs on the Ray cluster at {parallel.cluster}."
     model, needed = _outline(experiment, allowed=allowed, with_task=False), 0
     for parameter in model.parameters() if model is not None else ():
-        copies = 2 + _STATES if parameter.requires_grad else 1
+        copies = 4 if parameter.requires_grad else 1  # with its gradient, and two values of Adam
         needed += parameter.numel() * parameter.element_size() * copies
     free = min([psutil.virtual_memory().available, *(limit.free for limit in find_memory_limits())])
     if parallel.device != "cpu" and resources.detect().gpus:
         import torch
 
         free = int(torch.cuda.mem_get_info()[0])
-    if needed > _MOST_OF_MEMORY * free:
+    if needed > free / 2:
         sizes = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         return f"Weights, gradients and optimizer state take {sizes}."
     return ""
@@ -195,18 +189,17 @@ def try_steps(file: ExperimentFile, *, allowed: tuple[str, ...], receive: Callab
     """Take the first steps of a training and evaluate, on two samples; after an error on a worker's whole batch."""
     from pipeline.launch.inprocess import Launcher  # and torch with it
 
-    def run(trial: BatchCheck) -> Outcome:
-        with Launcher(Session(folder=Path(), receive=receive, parallel=trial.experiment.parallel)) as launcher:
-            return launcher.launch(trial)
-
     with explain_problems(file):
         planned = _plan_check(file.experiment, resources.detect(), allowed=allowed)
-        few = min(_SAMPLES, planned.samples)
-        outcome = run(planned.model_copy(update={"samples": few}))
-        if outcome.has_failed and outcome.started is not None and few < planned.samples:
-            outcome = run(planned)
-        if outcome.has_failed:
-            raise outcome.error
+        for samples in sorted({min(2, planned.samples), planned.samples}):
+            session = Session(folder=Path(), receive=receive, parallel=planned.experiment.parallel)
+            with Launcher(session) as launcher:
+                outcome = launcher.launch(planned.model_copy(update={"samples": samples}))
+            if not outcome.has_failed:
+                return
+            if outcome.started is None:
+                break
+        raise outcome.error
 
 
 def _plan_check(experiment: Experiment, here: Resources, *, allowed: tuple[str, ...]) -> BatchCheck:

@@ -17,13 +17,13 @@ from pipeline.experiment.summary import flatten
 from pipeline.experiment.uris import without_credentials
 from pipeline.experiment.values import Direction
 from pipeline.plan.plan import Plan
-from pipeline.protocol.events import LOSSES, ArtifactSaved, RunClosed, RunOpened, TrialOpened
+from pipeline.protocol.events import LOSSES, ArtifactSaved, Finished, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.labels import PARENTS, Status
 from pipeline.protocol.trial import Trial
 from pipeline.record import provenance
 from pipeline.record.console import Console
 from pipeline.record.folder import LOG_NAME, create, explained, id_of, is_kept, killed, sweep_of
-from pipeline.record.journal import FILE_NAME, ending, read
+from pipeline.record.journal import FILE_NAME, ending, marked, read
 from pipeline.record.recorder import Recorder
 from pipeline.record.screen import Terminal, linked
 from pipeline.system import stages
@@ -36,14 +36,10 @@ from pipeline.tracking.store import check_store, resolve_uri
 class Membership:
     """Role of a run as a trial of a sweep."""
 
-    folder: Path
-    """Folder of the trial inside the sweep's folder, created by the sweep."""
-    title: str
-    """Title that distinguishes the trial, e.g. by its sampled values."""
-    interruption: Callable[[], str]
-    """Returns why the trial was interrupted; empty if unknown."""
-    logs_model: bool
-    """True if the trial logs its model to the tracking store itself."""
+    folder: Path  # Folder of the trial inside the sweep's folder, created by the sweep
+    title: str  # Title that distinguishes the trial, e.g. by its sampled values.
+    interruption: Callable[[], str]  # Returns why the trial was interrupted; empty if unknown
+    logs_model: bool  # True if the trial logs its model to the tracking store itself
     shares_cluster: bool
     """True if the trial's workers run on a cluster. What it lacks, other jobs may have: this is no failure."""
 
@@ -59,10 +55,6 @@ class Log(io.TextIOBase):
         with suppress(OSError, ValueError):  # ValueError: the log is closed
             self._file.write(text.encode(errors="replace"))
         return len(text)
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
 
     def close(self) -> None:
         """Close the file; later writes are dropped."""
@@ -99,7 +91,10 @@ def recorded(
     folder = folder or (member.folder if member else create(plan))
     with explained(folder), ExitStack() as stack:
         log = stack.enter_context(closing(Log(folder / LOG_NAME)))
-        stack.enter_context(_logging_to(log))
+        handler = logging.StreamHandler(log)  # what libraries log goes there instead of to the terminal
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+        stack.callback(logging.getLogger().removeHandler, handler)
 
         def warn(message: str) -> None:
             wraps = terminal.warnings.is_interactive  # lines of a log file aren't wrapped
@@ -108,10 +103,6 @@ def recorded(
 
         if warning:
             warn(warning)
-        if os.environ.get("MLFLOW_EXPERIMENT_ID") and not (
-            tracking.experiment or "MLFLOW_EXPERIMENT_NAME" in os.environ
-        ):
-            warn("MLFLOW_EXPERIMENT_ID is not used. Set tracking.experiment, or MLFLOW_EXPERIMENT_NAME")
         # Plain lines for the log, even in notebooks and with FORCE_COLOR.
         plain = rich.console.Console(
             file=cast("IO[str]", log), width=120, force_jupyter=False, force_terminal=False, color_system=None
@@ -138,21 +129,36 @@ def recorded(
             )
             recorder.subscribe(follower)
         stack.callback(flush, follower, recorder, console=terminal.progress, warn=warn)
-        stack.enter_context(_closed_by_status(recorder, end=end, member=member, warn=warn))
+        stack.enter_context(_closed_by_status(recorder, plan, end=end, member=member, warn=warn))
         for console in consoles:
             stack.callback(console.close)
         if not adds:
-            opened = _opened(plan, folder, uri=uri, member=member)
-            recorder.receive(opened.model_copy(update={"file": source, "directions": directions or {}}))
+            recorder.receive(_opened(plan, folder, uri=uri, member=member, file=source, directions=directions or {}))
         for name in files:
             artifact(name, recorder)
         with explained(folder):
             yield recorder
 
 
+def is_complete(plan: Plan, folder: Path) -> bool:
+    """Return True if each trial of a run or a benchmark has ended well since it was last launched."""
+    ended = set[tuple[str, int]]()
+    for event in marked(folder / FILE_NAME, "trial_opened", "finished"):
+        if isinstance(event, TrialOpened):
+            ended.discard((event.trial, event.repeat))
+        elif isinstance(event, Finished):
+            ended.add((event.trial, event.result.repeat))
+    return plan.command not in PARENTS and ended >= {(trial.name, trial.repeat) for trial in plan.trials}
+
+
 @contextmanager
 def _closed_by_status(
-    recorder: Recorder, *, end: RunClosed | None, member: Membership | None, warn: Callable[[str], None]
+    recorder: Recorder,
+    plan: Plan,
+    *,
+    end: RunClosed | None,
+    member: Membership | None,
+    warn: Callable[[str], None],
 ) -> Iterator[None]:
     """Record the end of the run: ``end`` once more, perhaps with a new summary, or else how the block ends."""
     status: Status = "FINISHED"
@@ -161,6 +167,8 @@ def _closed_by_status(
         yield
     except BaseException as error:
         status, message = _status(error, member=member)
+        if status == "KILLED" and is_complete(plan, recorder.folder):
+            status, message = "FINISHED", ""  # its report was interrupted
         if status == "FAILED" and not is_kept(recorder.folder):
             error.add_note(
                 f"The run ended before its first step. Its logs are in {recorder.folder}.\n"
@@ -210,23 +218,31 @@ def artifact(name: str, recorder: Recorder) -> None:
     recorder.receive(ArtifactSaved(path=name))
 
 
-def _opened(plan: Plan, folder: Path, *, uri: str, member: Membership | None) -> RunOpened:
-    experiment = plan.experiment
+def _opened(
+    plan: Plan,
+    folder: Path,
+    *,
+    uri: str,
+    member: Membership | None,
+    file: str = "",
+    directions: Mapping[str, Direction] | None = None,
+) -> RunOpened:
+    tracking = plan.experiment.tracking
     return RunOpened(
         run=id_of(folder),
         sweep=sweep_of(folder),
-        title=member.title if member else experiment.tracking.run_name or "",
+        title=member.title if member else tracking.run_name or "",
         logs_model=member is None or member.logs_model,
         tracking_uri=without_credentials(uri),
-        tracking_experiment=experiment.tracking.experiment
-        or os.environ.get("MLFLOW_EXPERIMENT_NAME")
-        or experiment.name,
+        tracking_experiment=tracking.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or plan.experiment.name,
         tags=provenance.run_tags(plan),
-        params=flatten(experiment),
+        params=flatten(plan.experiment),
         trials=tuple(dict.fromkeys(trial.name for trial in plan.measured)),
         command=provenance.command(),
         launches=0 if plan.command in PARENTS else len(plan.trials),
-        also=experiment.tracking.named_loggers,
+        also=tracking.named_loggers,
+        file=file,
+        directions=directions or {},
     )
 
 
@@ -236,16 +252,3 @@ def _status(error: BaseException, *, member: Membership | None) -> tuple[Status,
     if isinstance(error, ResourceError) and member is not None and member.shares_cluster:
         return "KILLED", str(error)
     return "FAILED", str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def _logging_to(log: Log) -> Iterator[None]:
-    """Send log messages of libraries to the run's log instead of the terminal."""
-    handler = logging.StreamHandler(log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)

@@ -1,12 +1,12 @@
 """``--resume``: find the run to go on with, compare its experiment with the file's, and tell what differs."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.drive.checkpoints import describe_missing_end
+from pipeline.drive.checkpoints import describe_missing_end, iter_complete
 from pipeline.errors import Problem, UsageError
 from pipeline.experiment import references
 from pipeline.experiment.load import ExperimentFile
@@ -15,22 +15,25 @@ from pipeline.experiment.train import Train
 from pipeline.protocol.events import RunOpened
 from pipeline.record import journal, runs
 from pipeline.record.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.report.report_files import REPORT_NAME
 from pipeline.train.manifest import LENGTHS, rate_keys
 from pipeline.train.storage import Storage, address_of
 
+_BY_WORKER = "train.batch_size_per_worker"
 _HOW_NOT_WHAT = (
     *("parallel.", "benchmark.", "loader.", "tracking.", "checkpoint.", "sweep"),
-    *("train.compile", "train.cudnn_benchmark", "train.activation_checkpointing", "train.batch_size_per_worker"),
-    "train.log_every_steps",
+    *("train.compile", "train.cudnn_benchmark", "train.activation_checkpointing", "train.log_every_steps", _BY_WORKER),
 )
 """Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
-_BY_WORKER = "train.batch_size_per_worker"
 
 
 def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
     """Find the run, the sweep or the study meant by `runs.LATEST`, an id, or a folder."""
-    directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
+    directory, what, name = (
+        Path(file.experiment.tracking.directory),
+        "run" if role == "main" else role,
+        file.experiment.name,
+    )
     if resume == runs.LATEST:
         folder = newest(file, role=role)
     else:
@@ -39,7 +42,6 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep",
         except UsageError as error:
             raise UsageError(f"--resume {error}") from None
     if folder is None:
-        name = file.experiment.name
         raise UsageError(
             f"--resume: {directory} has no {what} of {name} that has made a step. Start one without --resume."
         )
@@ -49,13 +51,13 @@ def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep",
             f"--resume: {folder} is a training run, not a {role}. "
             f"Resume it with pipeline run FILE --resume {folder.name}"
         )
-    if state.experiment.name != file.experiment.name:
-        raise UsageError(f"--resume: {folder} is a {what} of {state.experiment.name}, not of {file.experiment.name}")
+    if state.experiment.name != name:
+        raise UsageError(f"--resume: {folder} is a {what} of {state.experiment.name}, not of {name}")
     if state.status == "RUNNING":
         journal.Journal(folder / journal.FILE_NAME).close()  # waits until it is clear whether its driver is alive
         state = read_state(folder)
     if state.status == "FINISHED" and role == "main":
-        _refuse_finished(file, state)
+        _check_finished(file, state)
     return state
 
 
@@ -65,7 +67,7 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
     It is the newest run that did not complete, or else the newest completed run, which may continue for more epochs.
     Runs with ``--quick``, and runs that never made a step, do not count.
     """
-    found = [(folder, opened) for folder, opened in _runs_of(file, role=role) if is_listed(folder)]
+    found = [(folder, opened) for folder, opened in _find_runs(file, role=role) if is_listed(folder)]
     found.sort(key=lambda run: read_status(run[0]) == "FINISHED")
     own = next((folder for folder, opened in found if not _is_of_another(file, opened.file)), None)
     if found and own is None:
@@ -80,7 +82,7 @@ def newest(file: ExperimentFile, *, role: str = "main") -> Path | None:
 
 def describe_newer(file: ExperimentFile, state: RunState) -> list[str]:
     """Return a note that a newer run of the file has completed, which ``--resume`` without a name leaves alone."""
-    for folder, opened in _runs_of(file):
+    for folder, opened in _find_runs(file):
         if folder.samefile(state.folder):
             break
         if not _is_of_another(file, opened.file) and read_status(folder) == "FINISHED":
@@ -91,7 +93,7 @@ def describe_newer(file: ExperimentFile, state: RunState) -> list[str]:
     return []
 
 
-def _runs_of(file: ExperimentFile, *, role: str = "main") -> list[tuple[Path, RunOpened]]:
+def _find_runs(file: ExperimentFile, *, role: str = "main") -> list[tuple[Path, RunOpened]]:
     """Return the runs with the name of an experiment, the newest first, without the runs with ``--quick``."""
     found = runs_named(Path(file.experiment.tracking.directory), name=file.experiment.name, role=role)
     return [(folder, opened) for folder, opened in found if not is_quick(opened)]
@@ -111,14 +113,18 @@ def is_longer(now: Train, before: Train) -> bool:
     return all(own >= old for own, old in zip(length, earlier, strict=True))
 
 
-def _refuse_finished(file: ExperimentFile, state: RunState) -> None:
-    """Refuse a finished run that the file doesn't continue, or that has no checkpoint to continue from."""
-    if not is_longer(file.experiment.train, state.experiment.train):
-        outcome = TrackingOutcome.kept(state.folder)
-        is_sent = outcome is not None and outcome.delivered
-        sync = "" if is_sent else f" To send all its results to MLflow: pipeline sync {state.folder}."
+def is_continued(file: ExperimentFile, state: RunState) -> bool:
+    """Return True for a finished run that the file trains on; else its report may be missing alone."""
+    return state.status == "FINISHED" and is_longer(file.experiment.train, state.experiment.train)
+
+
+def _check_finished(file: ExperimentFile, state: RunState) -> None:
+    """Check that a finished run lacks its report, or that the file trains on and there is a checkpoint to do so."""
+    if not is_continued(file, state):
+        if not (state.folder / REPORT_NAME).is_file():
+            return
         raise UsageError(
-            f"--resume: {state.folder} has finished.{sync} To continue it, train for more than "
+            f"--resume: {state.folder} has finished. To continue it, train for more than "
             f"{state.experiment.train.length}, for example with a larger train.epochs. "
             "To train again, start a new run without --resume."
         )
@@ -141,13 +147,13 @@ def with_batch_of(file: ExperimentFile, state: RunState) -> tuple[ExperimentFile
 
 
 def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str]:
-    """Describe what has changed in the experiment since the run."""
-    changed = _changed(file, state)
-    rates = rate_keys(file.experiment)
+    """Check that what shapes the training has not changed since the run; describe what has, and what follows."""
+    changed, rates = _find_changed(file, state), rate_keys(file.experiment)
+    now, before = file.experiment.train, state.experiment.train
     check_same(
         file,
         state,
-        may_change=(*_HOW_NOT_WHAT, *(LENGTHS if is_longer(file.experiment.train, state.experiment.train) else ())),
+        may_change=(*_HOW_NOT_WHAT, *(LENGTHS if is_longer(now, before) else ())),
         remedy="start a new run without --resume",
         allowable=[key for key in changed if key in rates or key.startswith((*LENGTHS, "data."))],
         is_allowed=allowed,
@@ -155,12 +161,22 @@ def changes(file: ExperimentFile, state: RunState, *, allowed: bool) -> list[str
     notes = [_describe(key, *values) for key, values in changed.items() if key != _BY_WORKER]  # its batch is the same
     if state.opened.file not in ("", file.source):
         notes.insert(0, f"{state.folder.name} was started with {state.opened.file}, not with {file.path}")
-    return [*notes, *differences(file, state)]
+    address = address_of(file.experiment.checkpoint.directory, run=state.folder)
+    last = next(iter_complete(address), None) if is_continued(file, state) else None
+    if last is not None and (note := describe_missing_end(last.step, folder=state.folder)):
+        notes.append(f"{note} Training continues from the checkpoint.")
+    for key, value in flatten(file.experiment).items() if now.length != before.length else ():
+        if "${total_steps}" in value:
+            notes.append(
+                f"{key}: {value} follows from {now.length} now. The steps before the checkpoint used the schedule for "
+                f"{before.length}, so the result differs from a run of {now.length} started from scratch."
+            )
+    return notes
 
 
 def altered(file: ExperimentFile, state: RunState) -> list[str]:
     """Describe what has changed in the experiment since the run and may change what is computed."""
-    changed = _changed(file, state).items()
+    changed = _find_changed(file, state).items()
     return [_describe(key, *values) for key, values in changed if not key.startswith((*_HOW_NOT_WHAT, "name"))]
 
 
@@ -177,32 +193,17 @@ def check_same(
     problems = [
         Problem(
             key,
-            f"is {_value(now)}, but was {_value(before)} in {state.folder.name}. "
+            f"is {now or 'not set'}, but was {before or 'not set'} in {state.folder.name}. "
             f"Set it back, or {'add --allow-changed' if key in allowable else remedy}.",
         )
-        for key, (before, now) in _changed(file, state).items()
+        for key, (before, now) in _find_changed(file, state).items()
         if not key.startswith(may_change) and not (is_allowed and key in allowable)
     ]
     if problems:
         raise file.explain(problems)
 
 
-def differences(file: ExperimentFile, state: RunState) -> Iterator[str]:
-    """Yield the reasons why a continued run differs from a run of this length started from scratch."""
-    now, before = file.experiment.train, state.experiment.train
-    if state.status == "FINISHED" and (note := describe_missing_end(file, folder=state.folder)):
-        yield f"{note} Training continues from the checkpoint."
-    if now.length == before.length:
-        return
-    for key, value in flatten(file.experiment).items():
-        if "${total_steps}" in value:
-            yield (
-                f"{key}: {value} follows from {now.length} now. The steps before the checkpoint used the schedule for "
-                f"{before.length}, so the result differs from a run of {now.length} started from scratch."
-            )
-
-
-def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:
+def _find_changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | None, str | None]]:
     """Return the changed values by key: before and now; the values of environment variables are resolved."""
     # Other credentials or addresses of the tracking server are not a change.
     before = state.experiment.model_copy(update={"tracking": file.experiment.tracking})
@@ -213,8 +214,4 @@ def _changed(file: ExperimentFile, state: RunState) -> dict[str, tuple[str | Non
 
 
 def _describe(key: str, before: str | None, now: str | None) -> str:
-    return f"{key} was {_value(before)}, is now {_value(now)}"
-
-
-def _value(text: str | None) -> str:
-    return "not set" if text is None else text
+    return f"{key} was {before or 'not set'}, is now {now or 'not set'}"

@@ -5,14 +5,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from numbers import Number
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from pipeline.errors import ExperimentError, PipelineError, Problem
 from pipeline.experiment import keys, references, targets
-from pipeline.experiment.problems import hint_at_quotes, shown
+from pipeline.experiment.problems import describe_value, hint_at_quotes
 from pipeline.experiment.references import RUNTIME_VALUES, marker
 from pipeline.experiment.schema import DEFAULT_COLLATE, Experiment
 from pipeline.experiment.train import Optimizer
@@ -40,17 +39,15 @@ _CALLED_LATER = {
 """Sections whose component returns a function that is called later, and what to write for the function itself."""
 _WEIGHTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors, for which a file has lists."""
-Parameters = Mapping[str, inspect.Parameter]
-
-_LISTS = r"list|List|tuple|Tuple|Sequence|Iterable|Collection"
-_LIST = re.compile(rf"\b({_LISTS})\b")
+_LIST = re.compile(r"\b(list|List|tuple|Tuple|Sequence|Iterable|Collection)\b")
 _NUMERIC = re.compile(r"\b(int|float|bool)\b")
-_OTHER = re.compile(rf"\b({_LISTS}|dict|Dict|Mapping|set|Callable|str|Any|object|Literal|Path|PathLike|Enum)\b")
+_OTHER = re.compile(r"\b(dict|Dict|Mapping|set|Callable|str|Any|object|Literal|Path|PathLike|Enum)\b")
 """Types in an annotation that a text, or something made of texts, may be."""
+Parameters = Mapping[str, inspect.Parameter]
 
 
 class Checked(NamedTuple):
-    """What is wrong with the components of an experiment, also nested ones, before any is called."""
+    """Problems of the components of an experiment, also of nested ones, before any is called."""
 
     problems: list[Problem]
     rejected: list[Problem]
@@ -69,7 +66,7 @@ def resolve(component: Component, *, key: str, allowed: tuple[str, ...]) -> Call
     """Return the class or function that a component names.
 
     Raises:
-        ExperimentError: it is not allowed, also with its arguments; not found, or its package can't be imported.
+        ExperimentError: it is not allowed, not found, or its package can't be imported.
     """
     return targets.find(component.target, key=key, allowed=allowed)
 
@@ -82,7 +79,7 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
         return {}
 
 
-def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
+def iter_components(experiment: Experiment) -> Iterator[tuple[str, Component]]:
     """Yield the components of an experiment with their keys, except nested ones."""
     loader, train = experiment.loader, experiment.train
     single = ("model", "data", "sampler", "loss", "task", "optimizer", "scheduler")
@@ -100,11 +97,17 @@ def named(experiment: Experiment) -> Iterator[tuple[str, Component]]:
 
 
 def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> Checked:
-    """Find what is wrong with the components without calling them; imports their packages."""
+    """Find problems of the components without calling them; imports their packages."""
     problems, rejected = list[Problem](), list[Problem]()
+    texts = {
+        f"{key}.{keys.join(parts)}": text
+        for key, component in iter_components(experiment)
+        for parts, text in keys.walk(component.arguments)
+    }
+    # On a cluster, secrets may be set on the nodes alone. Loggers are built here.
+    has_nodes = experiment.parallel.launcher == "ray" and experiment.parallel.cluster is not None
     experiment = references.fill_in(experiment)
-    functions: dict[str, Callable[..., Any]] = {}
-    for key, component in named(experiment):
+    for key, component in iter_components(experiment):
         keys_of = (key.partition("[")[0], key.partition(".")[0], component.target)
         passed = next((_PASSED[one] for one in keys_of if one in _PASSED), ())
         for found in _iter_found(component, key=key, allowed=allowed):
@@ -112,22 +115,30 @@ def check(experiment: Experiment, *, allowed: tuple[str, ...]) -> Checked:
                 if found.message not in {one.message for one in rejected}:  # a module that fails is named once
                     rejected.append(found)
                 continue
-            functions[found.key] = found.function
-            is_nested = found.key != key and not (
-                passed == _PASSED["scheduler"] and _OPTIMIZER in parameters_of(found.function)
-            )
-            problems += _check_arguments(found, passed=() if is_nested else passed)
+            takes_optimizer = passed == _PASSED["scheduler"] and _OPTIMIZER in parameters_of(found.function)
+            problems += _check_arguments(found, passed if found.key == key or takes_optimizer else (), texts)
             if needed := targets.find_missing_package(found.function):
                 problems.append(Problem(f"{found.key}._target_", needed))
-        problems += _find_unset(component, key=key)
-    problems += rejected
-    wrong = {problem.key.partition(".")[0] for problem in problems}
-    if experiment.task is not None and not experiment.optimizers and "task" not in wrong:
-        problems += _check_task(experiment.task, functions["task"])
-    for key, component in named(experiment):
-        if isinstance(component, Optimizer) and wrong.isdisjoint(("optimizer", "optimizers")):
-            problems += _check_groups(component, functions[key], key=key)
-    return Checked(problems, rejected)
+            if found.key == key and isinstance(component, Optimizer):
+                problems += _check_groups(component, found.function, key=key)
+        for parts, text in keys.walk(component.arguments):
+            for name in references.find_unset_variables(text) if isinstance(text, str) else ():
+                if key.startswith("tracking.") or not (has_nodes and references.is_secret(name)):
+                    message = f"is {text!r}; {references.explain_unset(name)}"
+                    problems.append(Problem(f"{key}.{keys.join(parts)}", message))
+    return Checked([*problems, *rejected], rejected)
+
+
+def find_wrong_names(tree: Mapping[str, Any]) -> list[Problem]:
+    """Find components that can't be used in a file that is wrong elsewhere, so that all its problems are named."""
+    found = dict[str, Problem]()
+    for parts, target in keys.walk(tree):
+        if parts[-1:] == ("_target_",) and isinstance(target, str) and all(map(str.isidentifier, target.split("."))):
+            try:
+                targets.find(target, key=keys.join(parts[:-1]), allowed=targets.allowed_packages())
+            except ExperimentError as error:
+                found |= {problem.message: problem for problem in error.problems if problem.message not in found}
+    return list(found.values())
 
 
 def _iter_found(component: Component, *, key: str, allowed: tuple[str, ...]) -> Iterator[_Found | Problem]:
@@ -138,97 +149,87 @@ def _iter_found(component: Component, *, key: str, allowed: tuple[str, ...]) -> 
         yield from error.problems
     inside: list[tuple[str, Any]] = [(key, component.arguments)]
     for where, value in inside:
-        items = (
-            value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-        )
-        for name, inner in items:
+        for name, inner in _iter_items(value):
             there = keys.child(where, name)
             if not _is_component(inner):
                 inside.append((there, inner))
                 continue
             try:
-                nested = _component(inner, there)
+                nested = _make_component(inner, there)
             except ExperimentError as error:
                 yield from error.problems
             else:
                 yield from _iter_found(nested, key=there, allowed=allowed)
 
 
-def _check_arguments(found: _Found, *, passed: Sequence[str]) -> list[Problem]:
-    """Find keywords that the callable doesn't take, required ones that are missing, and texts in place of numbers."""
-    key, (target, given), problems = found.key, (found.component.target, found.component.arguments), list[Problem]()
+def _check_arguments(found: _Found, passed: Sequence[str], texts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find keywords that the callable doesn't take, required ones that are missing, and texts in place of numbers.
+
+    ``texts`` are the arguments of the file before variables of the environment were filled in.
+    """
+    key, target, given = found.key, found.component.target, found.component.arguments
     try:
         parameters = list(inspect.signature(found.function).parameters.values())
-    except (TypeError, ValueError):
-        return []
-    taken: dict[str, str] = {}
-    if passed == _PASSED["scheduler"] and _OPTIMIZER in parameters_of(found.function):
+    except (TypeError, ValueError):  # as some that are written in C
+        return
+    if passed == _PASSED["scheduler"]:
         parameters.sort(key=lambda parameter: parameter.name != _OPTIMIZER)
+    taken: dict[str, str] = {}
     for what in () if any(p.kind is p.VAR_POSITIONAL for p in parameters) else passed:
-        if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
-            message = f"{target} cannot be called with {', '.join(passed)}. Name another callable."
-            return [Problem(f"{key}._target_", message)]
-        taken[parameters.pop(0).name] = what
+        if parameters and parameters[0].kind not in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+            taken[parameters.pop(0).name] = what
     names = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     # A wrapper may take more than its function takes, as the wrapper of transformers' configurations does.
     outer = inspect.signature(found.function, follow_wrapped=False).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in (*parameters, *outer))
     for name, value in given.items():
-        message = ""
+        there = keys.child(key, name)
         if name in taken:
-            message = f"pipeline passes {taken[name]} to {target} as this argument. Remove it."
-        elif name not in names:
-            message = "" if takes_any else _unknown_argument(name, list(names), target)
-        elif isinstance(value, str) and "${" not in value and (noun := _numeric_noun(names[name])):
-            write = f'"{marker(value)}"' if value in RUNTIME_VALUES else f"{noun}{hint_at_quotes(value)}"
-            message = references.redact(f"is {shown(value)}. Write {write}.")
-        if message:
-            problems.append(Problem(keys.child(key, name), message))
+            yield Problem(there, f"pipeline passes {taken[name]} to {target} as this argument. Remove it.")
+        elif name in names:
+            yield from _check_numbers(there, value, names[name], texts)
+        elif not takes_any:
+            yield Problem(there, _explain_unknown(name, list(names), target))
     missing = [name for name, one in names.items() if one.default is one.empty and name not in given]
     is_itself = not inspect.isclass(found.function) and (len(missing) > 1 or not given)
     remedy = _CALLED_LATER.get(key.partition(".")[0]) if is_itself else None
     if missing and remedy:  # they may be those of a call in each step
         message = f"{target} is called once, with the arguments in this section, but also requires {', '.join(missing)}"
-        message = f"{message}. If {target} is to be called in each step, {remedy}."
-        return [*problems, Problem(f"{key}._target_", message)]
-    return [
-        *problems,
-        *(Problem(keys.child(key, name), f"missing. {target} requires this argument.") for name in missing),
-    ]
+        yield Problem(f"{key}._target_", f"{message}. If {target} is to be called in each step, {remedy}.")
+        return
+    for name in missing:
+        yield Problem(keys.child(key, name), f"missing. {target} requires this argument.")
 
 
-def _numeric_noun(parameter: inspect.Parameter) -> str:
-    """Return what the annotation of a parameter asks for if that is a number or a boolean alone; else an empty text."""
+def _check_numbers(
+    key: str, value: object, parameter: inspect.Parameter, texts: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Find texts for which a parameter takes a number or a boolean alone, or which stand among numbers in a list."""
     kind = parameter.annotation
-    text = kind if isinstance(kind, str) else getattr(kind, "__name__", "") if inspect.isclass(kind) else str(kind)
-    if not (found := _NUMERIC.findall(text)) or _OTHER.search(text):
-        return ""
-    return "true or false" if {*found} == {"bool"} else "a number"
+    annotation = kind if isinstance(kind, str) else kind.__name__ if inspect.isclass(kind) else str(kind)
+    numeric = () if _OTHER.search(annotation) else tuple(_NUMERIC.findall(annotation))
+    entries, is_certain = {key: value}, bool(numeric) and not _LIST.search(annotation)
+    if isinstance(value, list):
+        entries = {keys.child(key, n): entry for n, entry in enumerate(value)}
+        is_certain = bool(numeric) and not is_certain
+    among_numbers = is_certain or any(isinstance(entry, int | float) for entry in entries.values())
+    for there, text in entries.items():
+        if not isinstance(text, str) or "${" in text or not (is_certain or (among_numbers and hint_at_quotes(text))):
+            continue
+        noun = "true or false" if {*numeric} == {"bool"} else "a number"
+        written = str(texts.get(there, ""))
+        if text in RUNTIME_VALUES:
+            write = f'"{marker(text)}"'
+        elif written.startswith("${oc.env:") and hint_at_quotes(text):
+            write = f"${{oc.decode:{written}}}"
+        else:
+            write = f"{noun}{hint_at_quotes(text)}"
+        yield Problem(there, references.redact(f"is {describe_value(text)}. Write {write}."))
 
 
-def _unknown_argument(name: str, known: list[str], target: str) -> str:
+def _explain_unknown(name: str, known: list[str], target: str) -> str:
     takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
     return f"{target} has no such argument{did_you_mean(name, known) or f'; {takes}'}"
-
-
-def _find_unset(component: Component, *, key: str) -> Iterator[Problem]:
-    """Find variables that are not set here. Secrets may be set on the workers' nodes alone; loggers are built here."""
-    for parts, text in keys.walk(component.arguments):
-        for name in references.variables_in(text) if isinstance(text, str) else ():
-            if key.startswith("tracking.") or not references.is_secret(name):
-                yield Problem(f"{key}.{keys.join(parts)}", f"is {text!r}; {references.explain_unset(name)}")
-
-
-def _check_task(task: Component, kind: Callable[..., Any]) -> Iterator[Problem]:
-    """Find a task that updates several optimizers in an experiment with one optimizer."""
-    if not inspect.isclass(kind):
-        return
-    call = getattr(kind, "forward", kind.__call__)  # a module's, or another class's
-    parameters = list(inspect.signature(call).parameters.values())[1:]
-    given = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(given) > 2:
-        message = f"{task.target} updates several optimizers (its third argument is {given[2].name})"
-        yield Problem("task", f"{message}. Replace optimizer by optimizers, with one section per optimizer.")
 
 
 def _check_groups(optimizer: Optimizer, kind: Callable[..., Any], *, key: str) -> Iterator[Problem]:
@@ -240,7 +241,7 @@ def _check_groups(optimizer: Optimizer, kind: Callable[..., Any], *, key: str) -
     for index, group in enumerate(optimizer.groups):
         for name in group.settings:
             if name not in known:
-                yield Problem(f"{key}.groups[{index}].{name}", _unknown_argument(name, known, optimizer.target))
+                yield Problem(f"{key}.groups[{index}].{name}", _explain_unknown(name, known, optimizer.target))
 
 
 # Building
@@ -269,11 +270,21 @@ def bind(
         ExperimentError: it can't be found or imported, or a nested component can't be built.
     """
     function = resolve(component, key=key, allowed=allowed)
-    parameters = parameters_of(function)
     arguments = _build_inside(component.arguments, key=key, allowed=allowed, scheduled=scheduled)
-    arguments = _with_tensors(arguments, parameters)
-    by_name = bool(scheduled) and _OPTIMIZER in parameters
+    for name in _WEIGHTS:
+        if isinstance(arguments.get(name), list) and takes_tensor(parameters_of(function).get(name)):
+            import torch  # not in processes that build no component
+
+            with suppress(TypeError, ValueError):  # not numbers, or lists of several lengths: torch refuses the list
+                arguments[name] = torch.tensor(arguments[name], dtype=torch.float32)
+    by_name = bool(scheduled) and _OPTIMIZER in parameters_of(function)
     return partial(_call, function, component, key, arguments, by_name)
+
+
+def takes_tensor(parameter: inspect.Parameter | None) -> bool:
+    """Return True if the type of a parameter is a tensor, perhaps among others, but no list."""
+    kind = str(parameter.annotation) if parameter is not None else ""
+    return "Tensor" in kind and not _LIST.search(kind)
 
 
 def _call(
@@ -289,70 +300,43 @@ def _call(
     except PipelineError:
         raise
     except Exception as error:  # whatever a constructor raises, its arguments in the file led to it
-        said = references.redact(" ".join(str(error).split()))[:300]
+        text = references.redact(" ".join(str(error).split()))[:300]
         place = targets.own_place(error, component.target.partition(".")[0])
-        message = f"{component.target} raised {type(error).__name__}: {said}{place}"
-        if isinstance(error, TypeError | ValueError):
-            parameters = parameters_of(function)
-            for name, value in arguments.items():
-                if remedy := _find_wrong_type(error, name, value, parameters.get(name)):
-                    message = f"is {references.redact(shown(component.arguments[name]))}. {remedy} {message}"
-                    raise ExperimentError.of(keys.child(key, name), message) from error
-        raise ExperimentError.of(key, message) from error
+        raise ExperimentError.of(key, f"{component.target} raised {type(error).__name__}: {text}{place}") from error
 
 
 def _build_inside(value: Any, *, key: str, allowed: tuple[str, ...], scheduled: tuple[object, ...]) -> Any:
     """Build the components inside a value."""
     if isinstance(value, str) and (unknown := references.explain_unknown(value)):
         raise ExperimentError.of(key, unknown)
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     built: dict[Any, Any] = {}
-    for name, inner in items:
+    for name, inner in _iter_items(value):
         where = keys.child(key, name)
         if not _is_component(inner):
             built[name] = _build_inside(inner, key=where, allowed=allowed, scheduled=scheduled)
             continue
-        component = _component(inner, where)
+        component = _make_component(inner, where)
         create = bind(component, key=where, allowed=allowed, scheduled=scheduled)
         takes_it = scheduled and _OPTIMIZER in parameters_of(resolve(component, key=where, allowed=allowed))
         built[name] = create(*scheduled) if takes_it else create()
     return built if isinstance(value, Mapping) else list(built.values()) if isinstance(value, list | tuple) else value
 
 
+def _iter_items(value: Any) -> Iterator[tuple[keys.Part, Any]]:
+    """Yield the entries of a mapping or list; nothing for other values."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
+
 def _is_component(value: Any) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 
 
-def _component(mapping: Mapping[str, Any], key: str) -> Component:
+def _make_component(mapping: Mapping[str, Any], key: str) -> Component:
     try:
         return Component.model_validate(dict(mapping), by_alias=True, by_name=False)
     except ValidationError:
         message = f"is {mapping['_target_']!r}; write _target_: package.name"
         raise ExperimentError.of(f"{key}._target_", message) from None
-
-
-def _with_tensors(arguments: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
-    """Return the arguments with a tensor for each list of weights that a loss takes as a tensor."""
-    found = dict(arguments)
-    for name in _WEIGHTS:
-        if isinstance(found.get(name), list) and _is_tensor(parameters.get(name)):
-            import torch  # not in processes that build no component
-
-            with suppress(TypeError, ValueError):  # not numbers, or lists of several lengths: torch refuses the list
-                found[name] = torch.tensor(found[name], dtype=torch.float32)
-    return found
-
-
-def _find_wrong_type(error: Exception, name: str, value: object, parameter: inspect.Parameter | None) -> str:
-    """Return what to write for an argument that an error, which names its type, is probably about; empty for others."""
-    is_named = not isinstance(value, Number) and f"'{type(value).__name__}'" in str(error)
-    if parameter is not None and isinstance(parameter.default, Number) and is_named:
-        return "Write a number."
-    is_wrong = name in _WEIGHTS and _is_tensor(parameter) and isinstance(value, str | Number | list)
-    return "Write a list of numbers." if is_wrong else ""
-
-
-def _is_tensor(parameter: inspect.Parameter | None) -> bool:
-    """Return True if the type of a parameter is a tensor, perhaps among others, but no list."""
-    kind = str(parameter.annotation) if parameter is not None else ""
-    return "Tensor" in kind and not _LIST.search(kind)

@@ -8,7 +8,7 @@ from pipeline.errors import Problem
 from pipeline.experiment import keys
 from pipeline.experiment.reported import OF_TRAINING, name_problems, source_of
 from pipeline.experiment.schema import LIGHTNING, LIGHTNING_OPTIMIZER, LIGHTNING_SCHEDULER, Experiment
-from pipeline.experiment.sweep import misused
+from pipeline.experiment.sweep import find_misuse
 from pipeline.experiment.values import Component
 from pipeline.wording import counted, did_you_mean
 
@@ -168,20 +168,14 @@ def _check_optimizers(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _check_groups(experiment: Experiment) -> Iterator[Problem]:
-    """Find groups without a setting or with nested ones, and rates that a scheduler with one of its own replaces."""
-    groups, scheduler = getattr(experiment.optimizer, "groups", ()), experiment.scheduler
-    for index, group in enumerate(groups):
-        key = f"optimizer.groups[{index}]"
-        if not group.settings:
-            yield Problem(key, "has no setting besides match. Add one, e.g. weight_decay: 0")
-        for name, value in group.settings.items():
-            if isinstance(value, Mapping):
-                yield Problem(f"{key}.{name}", f"is {value}; write a number, true or false, or a list of them")
+    """Find rates of groups that a scheduler with a rate of its own replaces."""
+    scheduler = experiment.scheduler
+    for index, group in enumerate(getattr(experiment.optimizer, "groups", ())):
         for name in OWN_RATES.get(scheduler.target, ()) if scheduler is not None and "lr" in group.settings else ():
             rates = scheduler.arguments.get(name) if scheduler is not None else None
             if not isinstance(rates, list | tuple) and "${" not in str(rates):
                 message = f"has no effect, because scheduler.{name} replaces it. Set a list there, one rate per group."
-                yield Problem(f"{key}.lr", message)
+                yield Problem(f"optimizer.groups[{index}].lr", message)
 
 
 def _check_lightning_module(experiment: Experiment) -> Iterator[Problem]:
@@ -232,14 +226,7 @@ def _check_sweep(experiment: Experiment) -> Iterator[Problem]:
     """Find settings of a sweep that have no effect."""
     if (sweep := experiment.sweep) is None:
         return
-    for key, message in misused(sweep):
+    for key, message in find_misuse(sweep):
         yield Problem(f"sweep.{key}", message)
     if experiment.train.epochs is None:
         yield Problem("train.steps", "a sweep compares trials by epochs. Set train.epochs instead.")
-        return
-    varied = sweep.parameters.get("train.epochs")
-    epochs = max([experiment.train.epochs, *(n for n in (varied.candidates if varied else ()) if isinstance(n, int))])
-    if sweep.asha is not None and sweep.asha.grace_epochs >= epochs:
-        given = f"is {sweep.asha.grace_epochs}, but trials have {counted(epochs, 'epoch')}"
-        message = f"{given}, so no trial would stop early. Use fewer than {epochs}."
-        yield Problem("sweep.asha.grace_epochs", message)

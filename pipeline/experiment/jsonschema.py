@@ -14,60 +14,23 @@ from pipeline.experiment.schema import LIGHTNING, Experiment
 
 Schema = Mapping[str, Any]
 
-_OPTIMIZERS = (
-    "torch.optim.SGD",
-    "torch.optim.AdamW",
-    "torch.optim.Adam",
-    "torch.optim.RMSprop",
-    "torch.optim.Adagrad",
-    "torch.optim.NAdam",
-)
-_SCHEDULERS = (
-    "torch.optim.lr_scheduler.CosineAnnealingLR",
-    "torch.optim.lr_scheduler.OneCycleLR",
-    "torch.optim.lr_scheduler.StepLR",
-    "torch.optim.lr_scheduler.MultiStepLR",
-    "torch.optim.lr_scheduler.LinearLR",
-)
+
+def _names(package: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{package}.{name}" for name in names.split())
+
+
+_OPTIMIZERS = _names("torch.optim", "SGD AdamW Adam RMSprop Adagrad NAdam")
+_SCHEDULERS = _names("torch.optim.lr_scheduler", "CosineAnnealingLR OneCycleLR StepLR MultiStepLR LinearLR")
 SUGGESTED: Mapping[str, tuple[str, ...]] = {
-    "model": (
-        "pipeline.models.MLP",
-        "pipeline.models.GPT",
-        "pipeline.models.resnet18",
-        "pipeline.models.resnet50",
-        "pipeline.models.pretrained",
-    ),
-    "data": (
-        "pipeline.data.digits",
-        "pipeline.data.characters",
-        "pipeline.data.tabular",
-        "pipeline.data.texts",
-        "pipeline.data.arrays",
-        "pipeline.data.tokens",
-    ),
-    "sampler": ("pipeline.data.balanced", "pipeline.data.by_length"),
-    "loss": (
-        "torch.nn.CrossEntropyLoss",
-        "torch.nn.BCEWithLogitsLoss",
-        "torch.nn.MSELoss",
-        "torch.nn.L1Loss",
-        "torch.nn.SmoothL1Loss",
-        "torch.nn.NLLLoss",
-    ),
-    "task": (
-        "pipeline.tasks.Supervised",
-        "pipeline.tasks.LanguageModel",
-        "pipeline.tasks.FromModel",
-        "pipeline.tasks.Lightning",
-    ),
+    "model": _names("pipeline.models", "MLP GPT resnet18 resnet50 pretrained"),
+    "data": _names("pipeline.data", "digits characters tabular texts arrays tokens"),
+    "sampler": _names("pipeline.data", "balanced by_length"),
+    "loss": _names("torch.nn", "CrossEntropyLoss BCEWithLogitsLoss MSELoss L1Loss SmoothL1Loss NLLLoss"),
+    "task": _names("pipeline.tasks", "Supervised LanguageModel FromModel Lightning"),
     "metrics": (
-        "torchmetrics.classification.MulticlassAccuracy",
-        "torchmetrics.classification.MulticlassF1Score",
-        "torchmetrics.classification.MulticlassAUROC",
-        "torchmetrics.classification.BinaryAccuracy",
-        "torchmetrics.classification.BinaryAUROC",
-        "torchmetrics.regression.MeanSquaredError",
-        "torchmetrics.regression.MeanAbsoluteError",
+        *_names("torchmetrics.classification", "MulticlassAccuracy MulticlassF1Score MulticlassAUROC"),
+        *_names("torchmetrics.classification", "BinaryAccuracy BinaryAUROC"),
+        *_names("torchmetrics.regression", "MeanSquaredError MeanAbsoluteError"),
         "torchmetrics.text.Perplexity",
     ),
     "optimizer": _OPTIMIZERS,
@@ -75,14 +38,11 @@ SUGGESTED: Mapping[str, tuple[str, ...]] = {
     "scheduler": (*_SCHEDULERS, "torch.optim.lr_scheduler.ReduceLROnPlateau"),
     "schedulers": _SCHEDULERS,
 }
-"""Components that editors offer, by section; any other name is valid, too.
-
-A test holds that all built-in ones are listed.
-"""
+"""Components that editors offer, by section; any other name is also valid. A test compares them with the built-in."""
 
 
 class _WithoutTitles(GenerateJsonSchema):
-    """Generator that leaves out pydantic's titles, such as "Every Steps" for ``every_steps``."""
+    """Generator without pydantic's titles, such as "Every Steps" for ``every_steps``."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         """Leave out all titles."""
@@ -122,7 +82,7 @@ def fields(parts: Iterable[Part], model: type[BaseModel] = Experiment) -> tuple[
 
 
 def is_component(schema: Schema) -> bool:
-    """Tell if a schema, with its reference followed, is that of a component."""
+    """Return True if a schema, with its reference followed, is a component's."""
     return "_target_" in schema.get("required", ())
 
 
@@ -164,13 +124,13 @@ def experiment_json_schema() -> dict[str, Any]:
 
 def _find_required(schema: Schema, root: Schema) -> dict[str, Any]:
     """Return a schema that demands the required keys of a section, and of those inside, and nothing else."""
-    section = follow(schema, root)
-    parts = {
-        name: section[name] for name in ("items", "additionalProperties") if isinstance(section.get(name), Mapping)
-    }
-    found = {name: inner for name, value in parts.items() if (inner := _find_required(value, root))}
-    names = {
-        name: inner for name, value in section.get("properties", {}).items() if (inner := _find_required(value, root))
-    }
-    own = {"required": section["required"]} if "required" in section else {}
-    return {**own, **({"properties": names} if names else {}), **found}
+    section, found = follow(schema, root), dict[str, Any]()
+    if "required" in section:
+        found["required"] = section["required"]
+    properties = {name: _find_required(value, root) for name, value in section.get("properties", {}).items()}
+    if names := {name: inner for name, inner in properties.items() if inner}:
+        found["properties"] = names
+    for name in ("items", "additionalProperties"):
+        if isinstance(section.get(name), Mapping) and (inner := _find_required(section[name], root)):
+            found[name] = inner
+    return found

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from pipeline.errors import ExperimentError, PipelineError, Problem, UsageError
-from pipeline.experiment import jsonschema, keys, references, sweep, yaml_text
+from pipeline.experiment import components, jsonschema, keys, references, sweep, yaml_text
 from pipeline.experiment.consistency import contradictions
-from pipeline.experiment.problems import find_problems, shown
+from pipeline.experiment.problems import describe_value, find_problems
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.sweep import Parameter
 from pipeline.experiment.uris import TRACKING_VARIABLE, problem_of, without_credentials, without_credentials_in
@@ -27,7 +27,6 @@ _IN_PYTHON = "experiment"  # instead of a file name in messages
 _PLAIN = (str, int, float, bool, type(None))
 _USUAL = "experiments"
 """Folder of a project that has its experiments."""
-_MOST_NAMED = 5
 _MOST_BYTES = 2**20
 _REPLACED = "benchmark.baseline"
 """A section that is a single choice, not several settings."""
@@ -58,27 +57,23 @@ class Places:
 
     def locate(self, key: str) -> str:
         """Return "file:line" of a key or of the nearest section around it, or "command line: train.epochs=3"."""
-        entry = self.entries.get(self._known(key))
+        entry = next((self.entries[near] for near in keys.ancestors(key) if near in self.entries), None)
         return _format_override(entry) if isinstance(entry, str) else str(entry or self.name)
 
     def explain(self, found: Iterable[Problem]) -> ExperimentError:
         """Return an error with the places of problems in the order of their keys, those of overrides last."""
         rank = {key: n for n, key in enumerate(self.entries, 1)}
+        is_module = "model" not in self.entries and "task.module" in self.entries  # a LightningModule's
         ordered = []
         for problem in found:
-            if problem.key.split(".")[0] == "model" and "model" not in self.entries and "task.module" in self.entries:
-                problem = problem._replace(
-                    key=f"task.module{problem.key.removeprefix('model')}"
-                )  # of a LightningModule
+            if is_module and problem.key.split(".")[0] == "model":
+                problem = problem._replace(key=f"task.module{problem.key.removeprefix('model')}")
             problem = problem if problem.place else problem._replace(place=self.locate(problem.key))
-            known = self._known(problem.key)
+            known = next((near for near in keys.ancestors(problem.key) if near in self.entries), "")
             entry = self.entries.get(known)
             is_in_base = isinstance(entry, Line) and entry.file != self.name
             ordered.append((problem.place.startswith(_COMMAND_LINE), is_in_base, rank.get(known, 0), problem))
         return ExperimentError([problem for *_, problem in sorted(ordered, key=lambda one: one[:3])])
-
-    def _known(self, key: str) -> str:
-        return next((near for near in keys.ancestors(key) if near in self.entries), "")
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ class ExperimentFile:
         """Overrides that are in force, as they were written."""
         return tuple(dict.fromkeys(entry for entry in self.places.entries.values() if isinstance(entry, str)))
 
-    def varied(self, values: Mapping[str, Any]) -> "ExperimentFile":
+    def vary(self, values: Mapping[str, Any]) -> "ExperimentFile":
         """Return the experiment without its sweep and with other values, by dotted key.
 
         Raises:
@@ -147,16 +142,24 @@ def from_mapping(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Ex
         UsageError: an override is malformed.
         ExperimentError: a value is wrong; holds every problem that was found.
     """
-    try:
-        found = list(_find_not_plain(values, ()))
-    except RecursionError:
-        raise ExperimentError([Problem("", "contains itself. Write out its values.", _IN_PYTHON)]) from None
+    found = list[Problem]()
+    for parts, value in keys.walk(values):
+        key = keys.join(parts)
+        if isinstance(value, Mapping):
+            odd = [name for name in value if not isinstance(name, str)]
+            found += [Problem(key, f"the key {name!r} is not a string; put it in quotes", _IN_PYTHON) for name in odd]
+        elif not isinstance(value, list | tuple) and type(value) not in _PLAIN:
+            message = f"is of type {type(value).__name__}; write strings, numbers, lists and dicts"
+            if callable(value) and hasattr(value, "__qualname__"):
+                dotted = f'write its dotted name, "{value.__module__}.{value.__qualname__}"'
+                message = f"is the object {value.__qualname__}; {dotted}"
+            found.append(Problem(key, message, _IN_PYTHON))
     if found:
         raise ExperimentError(found)
     return _check(_IN_PYTHON, _extend(Source(_copy(values)), name=_IN_PYTHON, folder=Path()), overrides)
 
 
-def known_keys(file: Path | None = None) -> list[str]:
+def list_keys(file: Path | None = None) -> list[str]:
     """Return the dotted keys of all values in the schema, and in a file, whose components have arguments."""
     known = [
         f"{k}._target_" if jsonschema.is_component(jsonschema.at(keys.split(k))) else k for k in jsonschema.all_keys()
@@ -172,7 +175,7 @@ def known_keys(file: Path | None = None) -> list[str]:
 
 def override(key: str, value: object) -> str:
     """Return the override that sets a value, e.g. "optimizer.lr=0.1"."""
-    return f"{key}={yaml_text.written(value)}"
+    return f"{key}={yaml_text.format_value(value)}"
 
 
 # Checking
@@ -194,15 +197,17 @@ def _check(name: str, read: Source, overrides: Sequence[str]) -> ExperimentFile:
     reported = {problem.key for problem in found}  # what follows from them is no news
     found += [problem for problem in more if reported.isdisjoint(keys.ancestors(problem.key))]
     if found or rejected:
+        reported = {problem.key for problem in found}
+        found += [problem for problem in components.find_wrong_names(tree) if problem.key not in reported]
         raise places.explain([*found, *rejected])
     file = ExperimentFile(Path(name), experiment, places, tree, read.bases)
-    if wrong := sweep.problems(experiment.sweep, file.varied):
+    if wrong := sweep.find_problems(experiment.sweep, file.vary):
         raise file.explain(wrong)
     return file
 
 
 def _refer_to_mlflow_variables(tree: dict[str, Any]) -> Iterator[Problem]:
-    """Have ``tracking`` refer to MLflow's variables, as jobs on a cluster read them, too; yield what is wrong."""
+    """Have ``tracking`` refer to MLflow's variables, as jobs on a cluster also read them; yield what is wrong."""
     section = tree.get("tracking", {})
     for name, variable in (("uri", TRACKING_VARIABLE), ("experiment", "MLFLOW_EXPERIMENT_NAME")):
         value = os.environ.get(variable)
@@ -222,26 +227,6 @@ def _copy(value: Any) -> Any:
     return [_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _find_not_plain(value: object, parts: tuple[keys.Part, ...]) -> Iterator[Problem]:
-    """Find values that no YAML file could hold."""
-    key = keys.join(parts)
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            if isinstance(name, str):
-                yield from _find_not_plain(inner, (*parts, name))
-            else:
-                yield Problem(key, f"the key {name!r} is not a string; put it in quotes", _IN_PYTHON)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _find_not_plain(inner, (*parts, index))
-    elif callable(value) and hasattr(value, "__qualname__"):
-        named = f'write its dotted name, "{value.__module__}.{value.__qualname__}"'
-        yield Problem(key, f"is the object {value.__qualname__}; {named}", _IN_PYTHON)
-    elif type(value) not in _PLAIN:
-        message = f"is of type {type(value).__name__}; write strings, numbers, lists and dicts"
-        yield Problem(key, message, _IN_PYTHON)
-
-
 # Files
 
 
@@ -252,7 +237,8 @@ def _read(name: str, *, extending: tuple[Path, ...] = ()) -> Source:
     if tree is None:
         raise ExperimentError([Problem("", "is empty. An experiment starts with name: my-experiment", name)])
     if not isinstance(tree, dict):
-        raise ExperimentError([Problem("", f"is {shown(tree)}; write sections such as model: and data:", name)])
+        message = f"is {describe_value(tree)}; write sections such as model: and data:"
+        raise ExperimentError([Problem("", message, name)])
     own = Source(tree, {key: Line(name, number) for key, number in lines.items()})
     return _extend(own, name=name, folder=path.parent, extending=(*extending, path.resolve()))
 
@@ -263,7 +249,7 @@ def _extend(own: Source, *, name: str, folder: Path, extending: tuple[Path, ...]
         return own
     value, place = own.tree["extends"], str(own.entries.get("extends", name))
     if not isinstance(value, str) or not value or "${" in value:
-        message = f"is {shown(value)}; write the path of a file, relative to this one, such as base.yaml"
+        message = f"is {describe_value(value)}; write the path of a file, relative to this one, such as base.yaml"
         raise ExperimentError([Problem("extends", message, place)])
     path = folder / value
     if path.resolve() in extending:
@@ -297,36 +283,30 @@ def _merge(base: Mapping[str, Any], own: Mapping[str, Any], *, key: str, replace
 
 def _read_text(path: Path) -> str:
     try:
-        with path.open("rb") as file:  # limited: it may be a device or a checkpoint
+        with path.open("rb") as file:  # limited: it may be a checkpoint
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            message = f"is larger than {_MOST_BYTES // 2**20} MiB. Experiment files cannot be larger."
-            raise ExperimentError([Problem("", message, str(path))])
+            raise ExperimentError([Problem("", "is larger than 1 MiB, so it is not an experiment file", str(path))])
         return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(f"{path}: there is no such file{_suggest(path.parent, meant=path.name)}") from None
     except IsADirectoryError:
         raise UsageError(f"{path} is a folder, not an experiment file{_suggest(path)}") from None
     except UnicodeDecodeError as error:
-        message = f"is not UTF-8 text (byte {error.start + 1}); save it as UTF-8"
         line = error.object.count(b"\n", 0, error.start) + 1
+        message = f"is not UTF-8 text (byte {error.start + 1}); save it as UTF-8"
         raise ExperimentError([Problem("", message, f"{path}:{line}")]) from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path}: can't be read: {reason}") from None
+        raise UsageError(f"{path}: can't be read: {getattr(error, 'strerror', error)}") from None
 
 
 def _suggest(folder: Path, *, meant: str = "") -> str:
     """Suggest the experiment file that was probably meant, or list those of a folder and of its experiments/."""
-    if not folder.is_dir():
-        return f"; the folder {folder} does not exist"
     there = [*sorted(folder.glob("*.y*ml")), *sorted((folder / _USUAL).glob("*.y*ml"))]
     by_name = {file.name: file for file in reversed(there)}  # of equal names that of the folder itself
     if near := nearest(meant, by_name, cutoff=0.7):
         return f"; did you mean {by_name[near]}?"
-    if not there:
-        return f"; there is no YAML file in {folder}"
-    return f"; there are {listed([*map(str, there)], most=_MOST_NAMED)}"
+    return f"; there are {listed([*map(str, there)], most=5)}" if there else ""
 
 
 # Overrides
@@ -372,21 +352,21 @@ def _set(tree: dict[str, Any], parts: tuple[keys.Part, ...], value: object) -> N
     """Set the value; create the sections on the way that the file lacks."""
     section: Any = tree
     for n, part in enumerate(parts):
-        is_last, index = n == len(parts) - 1, str(part)
-        if isinstance(section, dict):
-            if section.get(index) is None and not is_last:
-                section[index] = {}
-        elif not isinstance(section, list):
-            message = f"{keys.join(parts[:n])} is {shown(section)}. Keys inside it cannot be set."
-            raise ExperimentError([Problem("", message)])
-        elif not index.isdecimal() or int(index) >= len(section):
-            has = f"It has {len(section)} entries, counted from 0."
-            raise ExperimentError([Problem("", f"{keys.join(parts[:n])} has no entry {part}. {has}")])
-        at: Any = index if isinstance(section, dict) else int(index)
+        is_last, at = n == len(parts) - 1, str(part)
+        if isinstance(section, list):
+            if not at.isdecimal() or int(at) >= len(section):
+                has = f"It has {len(section)} entries, counted from 0."
+                raise ExperimentError.of("", f"{keys.join(parts[:n])} has no entry {part}. {has}")
+        elif not isinstance(section, dict):
+            where = f"{keys.join(parts[:n])} is {describe_value(section)}"
+            raise ExperimentError.of("", f"{where}. Keys inside it cannot be set.")
+        elif section.get(at) is None and not is_last:
+            section[at] = {}
+        index: Any = int(at) if isinstance(section, list) else at
         if is_last:
-            section[at] = value
+            section[index] = value
         else:
-            section = section[at]
+            section = section[index]
 
 
 def _format_override(text: str) -> str:

@@ -52,15 +52,15 @@ def single_names(names: Iterable[str]) -> list[str]:
     return [values[0] for values in group_by_metric(names).values() if len(values) == 1]
 
 
-def shown_names(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+def iter_shown_names(names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Yield each name and 1, or the metric and the number of its values if they are more than four (a matrix)."""
     for metric, own in group_by_metric(names).items():
         yield from [(metric, len(own))] if len(own) > _MOST_VALUES else [(name, 1) for name in own]
 
 
-def named(values: Mapping[str, float]) -> Iterator[str]:
+def iter_formatted(values: Mapping[str, float]) -> Iterator[str]:
     """Yield values with their names for a line of text, e.g. "validation/loss 0.31" and "test/confusion (9 values)"."""
-    for name, count in shown_names(values):
+    for name, count in iter_shown_names(values):
         yield f"{name} {figure(values[name])}" if count == 1 else f"{name} ({count} values)"
 
 

@@ -28,12 +28,11 @@ from pipeline.experiment.sweep import Sweep
 from pipeline.experiment.train import NamedOptimizer, Optimizer, Train
 from pipeline.experiment.uris import expand_home, problem_of, without_credentials
 from pipeline.experiment.values import (
-    NAMED,
-    OR_NAME,
     Component,
     FilePath,
     Mode,
     NotNegative,
+    OrName,
     Positive,
     PositiveFloat,
     Section,
@@ -72,7 +71,7 @@ class Loader(Section):
     draws random numbers and there is such a set."""
 
 
-def _known(kind: registry.Kind) -> AfterValidator:
+def _check_name(kind: registry.Kind) -> AfterValidator:
     def check(name: str) -> str:
         if name not in (known := registry.names(kind)):
             raise ValueError(f"unknown; choose one of {', '.join(known)}")
@@ -85,8 +84,8 @@ def _list_names(kind: registry.Kind) -> Any:
     return Field(json_schema_extra=lambda schema: schema.update(enum=[*registry.names(kind)]))
 
 
-StrategyName = Annotated[str, _known("strategies"), _list_names("strategies")]
-LauncherName = Annotated[str, _known("launchers"), _list_names("launchers")]
+StrategyName = Annotated[str, _check_name("strategies"), _list_names("strategies")]
+LauncherName = Annotated[str, _check_name("launchers"), _list_names("launchers")]
 
 
 def _least_and_most(value: object) -> object:
@@ -252,7 +251,7 @@ class Tracking(Section):
     """Folder for the run folders. Each run folder contains the run's event log, worker logs and report."""
     log_model: bool = True
     """Log the trained model to MLflow. The run's folder always contains the weights."""
-    register_model: Annotated[RegisteredModel | None, NAMED, OR_NAME] = None
+    register_model: OrName[RegisteredModel] = None
     """Registered model that gets the trained model of a completed run as a new version: its name, or a section with an
     alias. A run is registered once. Of a sweep, only the best trial is registered."""
     run_name: Annotated[str, Field(min_length=1, max_length=250)] | None = None

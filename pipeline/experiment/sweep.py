@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, With
 
 from pipeline.errors import ExperimentError, Problem
 from pipeline.experiment import keys
-from pipeline.experiment.values import OR_BOOLEAN, SWITCH, Mode, NotNegative, Positive, Section
-from pipeline.experiment.yaml_text import written
+from pipeline.experiment.values import Mode, NotNegative, OrSwitch, Positive, Section
+from pipeline.experiment.yaml_text import format_value
 
 Varied = TypeVar("Varied")
 """Type of an experiment with other values."""
@@ -112,7 +112,7 @@ class Sweep(Section):
     """Number of random draws of the parameters that are not grids. Each draw is trained once per grid combination."""
     search: Literal["random", "optuna"] = "random"
     """random draws trials independently; optuna (TPE) learns from the trials that have ended."""
-    asha: Annotated[Asha | None, SWITCH, OR_BOOLEAN] = None
+    asha: OrSwitch[Asha] = None
     """Early stopping of trials that are worse than other trials at the same epoch: true for the defaults, or a
     section."""
     concurrent: Positive | None = None
@@ -136,7 +136,7 @@ class Sweep(Section):
         return self.trials * self.combinations
 
 
-def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
+def find_misuse(sweep: Sweep) -> Iterator[tuple[str, str]]:
     """Find contradictions between keys of the section; yield each key inside it with a message."""
     wrong = {key: one for key, one in sweep.parameters.items() if len(one.kinds) != 1}
     for key, parameter in wrong.items():
@@ -158,7 +158,7 @@ def misused(sweep: Sweep) -> Iterator[tuple[str, str]]:
         yield "parameters", f"result in {sweep.total:,} trials. Use fewer values or draws: {most}."
 
 
-def problems(
+def find_problems(
     sweep: Sweep | None,
     vary: Callable[[Mapping[str, Any]], Varied],
     check: Callable[[Varied], object] = lambda _: None,
@@ -176,7 +176,7 @@ def problems(
                 check(vary({key: value}))
             except ExperimentError as error:
                 for one in error.problems:
-                    said = one.message if one.key == key else f"with {written(value)}: {one.key}: {one.message}"
+                    said = one.message if one.key == key else f"with {format_value(value)}: {one.key}: {one.message}"
                     found[Problem(where, said)] = None
     return list(found)
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, TypeVar, cast
 
 from pipeline.errors import ExperimentError, UnguardedScriptError, UsageError
 from pipeline.system.imports import undisturbed
@@ -24,22 +24,11 @@ from pipeline.wording import did_you_mean, nearest
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
-BUILT_IN = (
-    "torch.nn",
-    "torch.optim",
-    "torch.utils.data",
-    "torchmetrics",
-    "torchvision.models",
-    "torchvision.datasets",
-    "torchvision.transforms",
-    "torchvision.ops",
-    "timm.models",
-    "transformers.models",
-    "pipeline.models",
-    "pipeline.data",
-    "pipeline.tasks",
-    *("torch.arange", "torch.full", "torch.linspace", "torch.ones", "torch.tensor", "torch.zeros"),
-)
+_LIBRARIES = "torch.nn torch.optim torch.utils.data torchmetrics timm.models transformers.models"
+_OF_TORCHVISION = "torchvision.models torchvision.datasets torchvision.transforms torchvision.ops"
+_OWN = "pipeline.models pipeline.data pipeline.tasks"
+_FUNCTIONS = "torch.arange torch.full torch.linspace torch.ones torch.tensor torch.zeros"
+BUILT_IN = tuple(f"{_LIBRARIES} {_OF_TORCHVISION} {_OWN} {_FUNCTIONS}".split())
 """Packages that are always allowed, and single functions and classes of other packages."""
 _RUN_CODE = (
     "timm.models._helpers",  # unpickle checkpoints
@@ -72,20 +61,13 @@ def allowed_packages(start: Path | None = None) -> tuple[str, ...]:
     """
     if (file := project_file(start)) is None:
         return BUILT_IN
-    right, section = 'write packages = ["myproject"]', _tools(file)["pipeline"]
-    if not isinstance(section, dict):
-        raise UsageError(f"{file}: tool.pipeline is {section!r}, not a section; below [tool.pipeline] {right}")
-    for key in section:
-        if key != "packages":
-            hint = did_you_mean(key, ["packages"]) or f"; {right}"
-            raise UsageError(f"{file}: [tool.pipeline] has an unknown key {key}{hint}")
-    packages = section.get("packages", [])
-    if not isinstance(packages, list):
-        raise UsageError(f"{file}: [tool.pipeline] packages is {packages!r}, not a list; {right}")
-    for package in packages:
-        if not (isinstance(package, str) and all(part.isidentifier() for part in package.split("."))):
-            raise UsageError(f"{file}: [tool.pipeline] packages has {package!r}, not the name of a package; {right}")
-    return tuple(dict.fromkeys((*BUILT_IN, *packages)))
+    section = _tools(file)["pipeline"]
+    packages = section.get("packages", []) if isinstance(section, dict) and section.keys() <= {"packages"} else None
+    names = packages if isinstance(packages, list) else [""]
+    if not all(isinstance(name, str) and all(part.isidentifier() for part in name.split(".")) for name in names):
+        right = 'write packages = ["myproject"], a list of names of packages, and nothing else'
+        raise UsageError(f"{file}: tool.pipeline is {section!r}; below [tool.pipeline] {right}")
+    return tuple(dict.fromkeys((*BUILT_IN, *names)))
 
 
 def project_file(start: Path | None = None) -> Path | None:
@@ -158,13 +140,28 @@ def install_command(*packages: str) -> str:
 # Names
 
 
+class _UnusableError(Exception):
+    """Reason why a name can't be used."""
+
+
 def find(target: str, *, key: str, allowed: tuple[str, ...]) -> Callable[..., Any]:
     """Return the class or function that ``target`` names.
 
     Raises:
         ExperimentError: not allowed, not installed, not found, not callable, or its package can't be imported.
     """
-    return _Search(target, f"{key}._target_", allowed).result()
+    try:
+        _check_name(target, allowed)
+        root, *rest = target.split(".")
+        found: Any = _import(root, allowed)
+        in_class = False
+        for n, part in enumerate(rest, 1):
+            in_class = in_class or inspect.isclass(found)
+            found = _look_up(found, part, ".".join([root, *rest[:n]]), target, allowed)
+        _check_found(found, target, allowed, is_method=in_class or inspect.ismethod(found))
+    except _UnusableError as error:
+        raise ExperimentError.of(f"{key}._target_", str(error)) from error.__cause__
+    return cast("Callable[..., Any]", found)
 
 
 def own_place(error: BaseException, root: str) -> str:
@@ -179,135 +176,113 @@ def own_place(error: BaseException, root: str) -> str:
     return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""
 
 
-class _Search(NamedTuple):
-    target: str
-    key: str
-    allowed: tuple[str, ...]
-
-    def result(self) -> Callable[..., Any]:
-        self._refuse_name()
-        root, *rest = self.target.split(".")
-        found: object = self._import(root)
-        in_class = False
-        for n, part in enumerate(rest, 1):
-            in_class = in_class or inspect.isclass(found)
-            found = self._step(found, part, ".".join([root, *rest[:n]]))
-        return self._accept(found, in_class=in_class)
-
-    def _refuse_name(self) -> None:
-        root, *rest = self.target.split(".")
-        if root == "__main__":
-            self._fail(
-                f"{self.target} is defined in a notebook or a script, so workers cannot import it. Move it into a "
-                f"module in the same folder, e.g. net.py, and write net.{rest[-1]}."
-            )
-        roots = {package.partition(".")[0] for package in self.allowed}
-        if any(part.startswith("_") for part in (root, *rest)):
-            self._fail(f"{self.target} is private: names that start with an underscore cannot be used")
-        # A name directly in the root may be re-exported from an allowed package: transformers.ResNetConfig.
-        if (root in roots and len(rest) == 1) or _under(self.target, self.allowed):
-            return
-        is_misspelt = root not in roots and root not in sys.modules and find_spec(root) is None
-        if is_misspelt and (meant := nearest(root, roots, cutoff=0.75)):
-            self._fail(f"{root} is not an allowed package; did you mean {'.'.join((meant, *rest))}?")
-        own = "myproject" if root in roots or root in sys.stdlib_module_names else root
-        packages = json.dumps([*(package for package in self.allowed if package not in BUILT_IN), own])
-        self._fail(
-            f"{self.target} is not in an allowed package. "
-            f"To allow your package, write packages = {packages} below [tool.pipeline] in pyproject.toml."
+def _check_name(target: str, allowed: tuple[str, ...]) -> None:
+    """Check a name before anything is imported."""
+    root, *rest = target.split(".")
+    if root == "__main__":
+        raise _UnusableError(
+            f"{target} is defined in a notebook or a script, so workers cannot import it. Move it into a "
+            f"module in the same folder, e.g. net.py, and write net.{rest[-1]}."
         )
-
-    def _step(self, found: object, part: str, name: str) -> object:
-        if isinstance(found, ModuleType):
-            if not _under(found.__name__, self.allowed, or_around=True):
-                self._fail(f"{self.target} leads to the module {found.__name__}, which is not in an allowed package")
-            try:
-                inner = getattr(found, part, None)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - lazy modules import when asked, which runs any code
-                self._import_failed(name, error)
-            if inner is None and hasattr(found, "__path__") and _under(name, self.allowed, or_around=True):
-                return self._import(name)
-        elif inspect.isclass(found):
-            inner = getattr(found, part, None)
-        else:
-            self._fail(f"{self.target}: {name.rpartition('.')[0]} is not a module or a class")
-        return self._not_there(found, part) if inner is None else inner
-
-    def _import(self, name: str) -> ModuleType:
-        _importing.append(name)
-        try:
-            with undisturbed():
-                return importlib.import_module(name)
-        except UnguardedScriptError:  # one sentence, rather than one for each component
-            raise
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                self._import_failed(name, error)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - importing runs the user's code
-            self._import_failed(name, error)
-        finally:
-            _importing.pop()
-        return self._not_found(name)
-
-    def _not_found(self, name: str) -> NoReturn:
-        parent, _, part = name.rpartition(".")
-        if parent:
-            self._not_there(sys.modules[parent], part)
-        if any(package not in BUILT_IN and _under(package, (name,)) for package in self.allowed):
-            self._fail(f"package {name} not found. Run in your project's folder, or install it: pip install -e .")
-        self._fail(f"{name} is not installed. Install it, or name another package.")
-
-    def _accept(self, found: object, *, in_class: bool) -> Callable[..., Any]:
-        if isinstance(found, ModuleType):
-            inside = ", ".join(_own(found)[:8]) or "no public names"
-            self._fail(f"{self.target} is a module, not a class or function. It defines {inside}.")
-        if not callable(found) or not isinstance(getattr(found, "__qualname__", None), str):
-            self._fail(f"{self.target} is not a class or function")
-        if self.target in self.allowed:  # allowed by its own name, wherever it is defined
-            return found
-        home, own = str(getattr(found, "__module__", None)), set(self.allowed) - set(BUILT_IN)
-        remedy = (
-            f"To use it, call {self.target} in a function of your package, and name that function here. "
-            'To allow your package, write packages = ["myproject"] below [tool.pipeline] in pyproject.toml.'
-        )
-        if not _under(home, self.allowed):
-            self._fail(f"{self.target} is defined in {home}, which is not allowed. {remedy}")
-        if _under(home, own):
-            return found
-        if in_class or inspect.ismethod(found):
-            self._fail(f"{self.target} is a method. Only methods of the project's packages can be used.")
-        if _under(home, _RUN_CODE):
-            self._fail(f"{self.target} can load and run code. {remedy}")
-        return found
-
-    def _not_there(self, where: ModuleType | type, part: str) -> NoReturn:
-        loaded = {package: sys.modules[package] for package in self.allowed if package in sys.modules}
-        root = where.__name__.partition(".")[0]
-        elsewhere = [name for name, module in loaded.items() if part in vars(module) and _under(name, (root,))]
-        near = did_you_mean(part, _own(where)) or did_you_mean(part, _public(where))
-        hint = f"; did you mean {elsewhere[0]}.{part}?" if elsewhere else near
-        self._fail(f"{where.__name__} has no {part}{hint}")
-
-    def _import_failed(self, name: str, error: BaseException) -> NoReturn:
-        cause = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:200]
-        place = own_place(error, name.partition(".")[0])
-        self._fail(f"importing {name} failed: {type(error).__name__}: {cause}{place}", cause=error)
-
-    def _fail(self, message: str, cause: BaseException | None = None) -> NoReturn:
-        raise ExperimentError.of(self.key, message) from cause
+    if any(part.startswith("_") for part in (root, *rest)):
+        raise _UnusableError(f"{target} is private: names that start with an underscore cannot be used")
+    roots = {package.partition(".")[0] for package in allowed}
+    # A name directly in the root may be re-exported from an allowed package: transformers.ResNetConfig.
+    if (root in roots and len(rest) == 1) or _is_in(target, allowed):
+        return
+    is_misspelt = root not in roots and root not in sys.modules and find_spec(root) is None
+    if is_misspelt and (meant := nearest(root, roots, cutoff=0.75)):
+        raise _UnusableError(f"{root} is not an allowed package; did you mean {'.'.join((meant, *rest))}?")
+    own = "myproject" if root in roots or root in sys.stdlib_module_names else root
+    packages = json.dumps([*(package for package in allowed if package not in BUILT_IN), own])
+    allow = f"To allow your package, write packages = {packages} below [tool.pipeline] in pyproject.toml."
+    raise _UnusableError(f"{target} is not in an allowed package. {allow}")
 
 
-def _under(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:
+def _look_up(found: Any, part: str, name: str, target: str, allowed: tuple[str, ...]) -> Any:
+    """Return what a module or a class calls ``part``; import it if it is a module."""
+    if not isinstance(found, ModuleType | type):
+        raise _UnusableError(f"{target}: {name.rpartition('.')[0]} is not a module or a class")
+    is_module = isinstance(found, ModuleType)
+    if is_module and not _is_in(found.__name__, allowed, or_around=True):
+        raise _UnusableError(f"{target} leads to the module {found.__name__}, which is not in an allowed package")
+    try:
+        inner = getattr(found, part, None)
+    except (Exception, SystemExit) as error:
+        raise _UnusableError(_explain_import(name, error)) from error
+    if inner is not None:
+        return inner
+    if is_module and hasattr(found, "__path__") and _is_in(name, allowed, or_around=True):
+        return _import(name, allowed)
+    raise _UnusableError(_explain_missing(found, part, allowed))
+
+
+def _import(name: str, allowed: tuple[str, ...]) -> ModuleType:
+    _importing.append(name)
+    try:
+        with undisturbed():
+            return importlib.import_module(name)
+    except UnguardedScriptError:  # one sentence, rather than one for each component
+        raise
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name != name:
+            raise _UnusableError(_explain_import(name, error)) from error
+    finally:
+        _importing.pop()
+    parent, _, part = name.rpartition(".")
+    if parent:
+        raise _UnusableError(_explain_missing(sys.modules[parent], part, allowed))
+    if any(package not in BUILT_IN and _is_in(package, (name,)) for package in allowed):
+        raise _UnusableError(f"package {name} not found. Run in your project's folder, or install it: pip install -e .")
+    raise _UnusableError(f"{name} is not installed. Install it, or name another package.")
+
+
+def _check_found(found: Any, target: str, allowed: tuple[str, ...], *, is_method: bool) -> None:
+    """Check that what a name leads to is defined in an allowed package."""
+    if isinstance(found, ModuleType):
+        inside = ", ".join(_own_names(found)[:8]) or "no public names"
+        raise _UnusableError(f"{target} is a module, not a class or function. It defines {inside}.")
+    if not callable(found) or not isinstance(getattr(found, "__qualname__", None), str):
+        raise _UnusableError(f"{target} is not a class or function")
+    home, own = str(getattr(found, "__module__", None)), set(allowed) - set(BUILT_IN)
+    if target in allowed or _is_in(home, own):  # allowed by its own name, wherever it is defined
+        return
+    remedy = (
+        f"To use it, call {target} in a function of your package, and name that function here. "
+        'To allow your package, write packages = ["myproject"] below [tool.pipeline] in pyproject.toml.'
+    )
+    if not _is_in(home, allowed):
+        raise _UnusableError(f"{target} is defined in {home}, which is not allowed. {remedy}")
+    if is_method:
+        raise _UnusableError(f"{target} is a method. Only methods of the project's packages can be used.")
+    if _is_in(home, _RUN_CODE):
+        raise _UnusableError(f"{target} can load and run code. {remedy}")
+
+
+def _explain_missing(where: ModuleType | type, part: str, allowed: tuple[str, ...]) -> str:
+    root = where.__name__.partition(".")[0]
+    loaded = {name: sys.modules[name] for name in allowed if name in sys.modules and _is_in(name, (root,))}
+    elsewhere = next((f"; did you mean {name}.{part}?" for name, module in loaded.items() if part in vars(module)), "")
+    hint = elsewhere or did_you_mean(part, _own_names(where)) or did_you_mean(part, _public_names(where))
+    return f"{where.__name__} has no {part}{hint}"
+
+
+def _explain_import(name: str, error: BaseException) -> str:
+    cause = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:200]
+    return f"importing {name} failed: {type(error).__name__}: {cause}{own_place(error, name.partition('.')[0])}"
+
+
+def _is_in(name: str, packages: Iterable[str], *, or_around: bool = False) -> bool:
     """Return True if a dotted name lies in one of the packages, or if it contains one of them."""
     return any(f"{name}.".startswith(f"{p}.") or (or_around and p.startswith(f"{name}.")) for p in packages)
 
 
-def _public(owner: ModuleType | type) -> list[str]:
+def _public_names(owner: ModuleType | type) -> list[str]:
     names = getattr(owner, "__all__", None) or dir(owner)
     return [name for name in names if not name.startswith("_")]
 
 
-def _own(module: ModuleType | type) -> list[str]:
+def _own_names(owner: ModuleType | type) -> list[str]:
     """Return the public names that are defined in a module or in its submodules."""
-    homes = {name: str(getattr(vars(module).get(name), "__module__", "")) for name in _public(module)}
-    return [name for name, home in homes.items() if _under(home, [module.__name__])]
+    homes = {name: str(getattr(vars(owner).get(name), "__module__", "")) for name in _public_names(owner)}
+    return [name for name, home in homes.items() if _is_in(home, [owner.__name__])]

@@ -6,12 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, WrapValidator
 
 from pipeline.experiment.values import (
-    OR_BOOLEAN,
-    SWITCH,
     Component,
     FilePath,
     Mode,
     NotNegative,
+    OrSwitch,
     Positive,
     PositiveFloat,
     Section,
@@ -222,16 +221,16 @@ class Train(Section):
     """Epochs between two evaluations; the last epoch is always evaluated."""
     evaluate_every_steps: Positive | None = None
     """Steps between two evaluations, instead of evaluate_every_epochs. The last step is always evaluated."""
-    early_stopping: Annotated[EarlyStopping | None, SWITCH, OR_BOOLEAN] = None
+    early_stopping: OrSwitch[EarlyStopping] = None
     """Stop training once a validation metric has stopped improving: true for the defaults, or a section. Checkpoints
     contain the count, so a resumed run ends at the same step."""
-    compile: Annotated[Compile | None, SWITCH, OR_BOOLEAN] = None
+    compile: OrSwitch[Compile] = None
     """Compile the model with torch.compile: true for the defaults, or a section. Compile time is reported separately,
     and excluded from all measurements."""
     activation_checkpointing: Patterns = False
     """Modules, such as layer1 or blocks.*, that recompute their activations in the backward pass instead of storing
     them. This needs less memory and more time; the losses are the same. true: the repeated blocks of the model."""
-    ema: Annotated[Ema | None, SWITCH, OR_BOOLEAN] = None
+    ema: OrSwitch[Ema] = None
     """Exponential moving average of the weights: true for the defaults, or a section. The averaged weights are
     evaluated and logged instead of the trained weights."""
     start_from: StartFrom | None = None

@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote_plus, urlsplit
 
 SQLITE = "sqlite:///"
+_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 TRACKING_VARIABLE = "MLFLOW_TRACKING_URI"
 """Variable with the address of the tracking store of experiments that don't set ``tracking.uri``."""
 _SECRET = re.compile(r"pass|pwd|secret|token|key|odbc_connect", re.IGNORECASE)
@@ -72,16 +73,16 @@ def has_password(uri: str) -> bool:
 
 def without_credentials_in(text: str) -> str:
     """Return a text, such as the message of an error, with all its URIs as `without_credentials` returns them."""
-    return _URI.sub(_replace_uri, text)
 
+    def replace(found: re.Match[str]) -> str:
+        uri = found[0].rstrip(_CLOSING)
+        return f"{without_credentials(uri)}{found[0][len(uri) :]}"
 
-def _replace_uri(found: re.Match[str]) -> str:
-    uri = found[0].rstrip(_CLOSING)
-    return f"{without_credentials(uri)}{found[0][len(uri) :]}"
+    return _URI.sub(replace, text)
 
 
 def problem_of(uri: str) -> str:
-    """Return what is wrong with a tracking URI and what to write instead; empty if it can be used."""
+    """Return the problem of a tracking URI and the form to write instead; empty if it can be used."""
     scheme = re.split(r"[:+]", uri, maxsplit=1)[0]
     if scheme == "sqlite" and not uri.rpartition(":")[2].strip("/"):
         return f"this has no file name. Use {SQLITE}mlflow.db."
@@ -91,14 +92,13 @@ def problem_of(uri: str) -> str:
         return f"a SQLite URI has three slashes before a relative path, four before an absolute one. Use {mended}"
     if "://" not in uri or scheme == "file":
         return f"MLflow no longer stores runs in plain folders. Use {SQLITE}mlflow.db or a server's http address."
-    if scheme in ("http", "https") and not _is_address(uri):
-        return "this is not an address. Use http://HOST:PORT."
-    return ""
-
-
-def _is_address(uri: str) -> bool:
+    if scheme not in _SCHEMES:
+        return f"MLflow has no store for {scheme} addresses. Use {SQLITE}mlflow.db or http://HOST:PORT."
     try:
         parts = urlsplit(uri)
-        return bool(parts.hostname) and parts.port != 0 and uri.isascii() and " " not in uri
+        is_address = bool(parts.hostname) and parts.port != 0 and uri.isascii() and " " not in uri
     except ValueError:  # malformed brackets or port
-        return False
+        is_address = False
+    if scheme in ("http", "https") and not is_address:
+        return "this is not an address. Use http://HOST:PORT."
+    return ""

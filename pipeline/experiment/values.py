@@ -1,9 +1,8 @@
 """Base classes and field types of the experiment's sections, frozen and strict."""
 
 import re
-import unicodedata
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import override
@@ -70,14 +69,8 @@ Create = Callable[..., Any]
 """Function that builds a component, given its key: `components.build` with the allowed packages filled in."""
 
 
-def _writable(text: str) -> str:
-    if any(unicodedata.category(character) == "Cc" for character in text):
-        raise ValueError("contains a control character, which is not allowed in a file name or address. Remove it.")
-    return text
-
-
-Writable = Annotated[str, AfterValidator(_writable)]
-"""String that becomes part of a file name or an address."""
+Writable = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+"""String that becomes part of a file name or an address: without control characters."""
 
 
 def _expand_home(text: str) -> str:
@@ -99,16 +92,23 @@ Direction = Literal["min", "max"]
 Mode = Literal["auto", Direction]
 
 
-def _or(kind: str) -> Any:
+def _add_choice(kind: str) -> Any:
     def add(schema: dict[str, Any]) -> None:
         schema["anyOf"] = [{"type": kind}, *schema["anyOf"]]
 
     return Field(json_schema_extra=add)
 
 
-NAMED = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
-"""Validator of a section that may also be its ``name`` alone."""
-OR_NAME = _or("string")
-SWITCH = BeforeValidator(lambda value: {} if value is True else None if value is False else value)
-"""Validator of a section that may also be ``true`` (its defaults) or ``false`` (none)."""
-OR_BOOLEAN = _or("boolean")
+Of = TypeVar("Of")
+OrName = Annotated[
+    Of | None,
+    BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value),
+    _add_choice("string"),
+]
+"""A section that may also be its ``name`` alone."""
+OrSwitch = Annotated[
+    Of | None,
+    BeforeValidator(lambda value: {} if value is True else None if value is False else value),
+    _add_choice("boolean"),
+]
+"""A section that may also be ``true`` (its defaults) or ``false`` (none)."""

@@ -101,7 +101,7 @@ class Session:
 
 
 class Attempt:
-    """One launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of."""
+    """Launch of a trial: forwards its workers' events to the run, and keeps what its outcome consists of."""
 
     def __init__(self, trial: Trial, *, session: Session, stop: StopRequest) -> None:
         self.trial = trial.model_copy(update={"folder": str(session.folder.resolve())})

@@ -31,7 +31,7 @@ class _Heard:
 
     @property
     def progress(self) -> tuple[int, Phase, bool]:
-        """What ranks are compared by; one that waits has done its own work."""
+        """Work done, by which ranks are compared; one that waits has done its own."""
         return self.last.step, self.last.phase, self.last.is_waiting
 
 

@@ -129,7 +129,7 @@ class Launcher(base.Launcher):
 
 def find_libraries(experiment: Experiment) -> list[str]:
     """Return the libraries of built-in components, except torch; each worker imports the project's own packages."""
-    targets = [component.target for _, component in components.named(experiment)]
+    targets = [component.target for _, component in components.iter_components(experiment)]
     return sorted({target.partition(".")[0] for target in targets if target.startswith(BUILT_IN)} - _IMPORTED)
 
 

@@ -1,15 +1,12 @@
 """Events from workers to the driver: a line of JSON each, over one authenticated TCP connection for each worker.
 
-Both sides prove by an HMAC of the other's random text that they have the key. Before that nothing but a short line is
-read, and a connection that stays silent is closed: it makes nobody wait. The driver says one thing later: stop.
+Both sides prove by an HMAC of the other's nonce that they have the key. The driver says one thing later: stop.
 """
 
-import errno
 import hmac
 import logging
 import os
 import queue
-import resource
 import secrets
 import selectors
 import shutil
@@ -31,8 +28,7 @@ from pipeline.protocol.events import AnyEvent, Warned, event_from_json, event_to
 from pipeline.system.process import raise_limit_of_open_files
 
 Receive = Callable[[AnyEvent], None]
-CONNECT_S = 20.0
-"""Seconds to connect; the kernel itself would try for about 130 s."""
+CONNECT_S = 20.0  # Seconds to connect; the kernel itself would try for about 130 s
 _PROOF_S, _POLL_S = 10.0, 0.1
 _SILENT_S, _INTERRUPTED_S = 5.0, 2.0
 _LONGEST_PROOF, _LONGEST_LINE = 2**9, 2**28
@@ -74,7 +70,7 @@ class Inbox:
         self._peers: dict[socket.socket, _Peer] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._is_closing = self._was_full = False
+        self._is_closing = False
         self._heard = 0.0  # from anyone, in seconds of the monotonic clock
         self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
 
@@ -114,18 +110,9 @@ class Inbox:
     def _accept(self) -> None:
         try:
             connection, _ = self._server.accept()
-        except OSError as error:  # it died while it connected, or:
-            if error.errno in {errno.EMFILE, errno.ENFILE}:
-                if not self._was_full:
-                    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                    message = (
-                        f"The driver can't accept more workers: {error.strerror} (its limit is {limit}). They "
-                        f"give up after {CONNECT_S:g} s. Start the run with a higher limit: ulimit -n 65536"
-                    )
-                    warned = Warned(message=message)
-                    self._receive(warned, event_to_json(warned))
-                self._was_full = True
-                time.sleep(_POLL_S)
+        except OSError as error:  # it died while it connected, or no file can be opened: it is tried again
+            _log.warning("no worker can connect: %s", error)
+            time.sleep(_POLL_S)
             return
         connection.setblocking(False)
         self._peers[connection] = peer = _Peer(connection)
@@ -253,7 +240,7 @@ class ChannelOutbox(DirectOutbox):
             answer = self._said.readline().strip()
         except TimeoutError as error:
             said = f"the driver at {address.host}:{address.port} does not answer rank {rank} within {CONNECT_S:g} s"
-            raise ResourceError(f"{said}. It may have too many files open: see its warnings.") from error
+            raise ResourceError(f"{said}. If it has too many files open, start it after: ulimit -n 65536") from error
         if not hmac.compare_digest(answer, _prove(address.key, nonce)):
             self._said.close()
             self._socket.close()

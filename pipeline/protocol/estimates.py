@@ -12,29 +12,18 @@ from typing import NamedTuple
 
 from pipeline.protocol.trial_result import Spread
 
-CONFIDENCE = 0.95
-"""Confidence level of an interval unless ``benchmark.confidence_level`` says otherwise."""
-LEAST_PAIRS = 5
-"""Pairs of measurements below which an interval is so wide that it says little."""
-AUTOCORRELATION = (0.2, 0.8)
-"""Lag-1 autocorrelations that an interval is widened for, at least and at most.
-
-A short series can show neither that there is none, on a machine that others use, too, nor that there is more.
-"""
-_LARGEST = 700.0
-"""Exponent up to which `math.exp` has a result."""
+CONFIDENCE = 0.95  # Confidence level of an interval unless ``benchmark.confidence_level`` says otherwise
+LEAST_PAIRS = 5  # Pairs of measurements below which an interval is so wide that it says little
+AUTOCORRELATION = (0.2, 0.8)  # Lag-1, least and most: a short series can show neither that there is none, nor more
 
 
 class Estimate(NamedTuple):
     """An estimated value with its confidence interval."""
 
     value: float
-    low: float
-    """Lower end of the interval; minus infinity, or 0 for a ratio, if there is only one measurement."""
-    high: float
-    """Upper end of the interval."""
-    size: int
-    """Number of measurements, or of pairs of them, behind the estimate."""
+    low: float  # Lower end of the interval; minus infinity, or 0 for a ratio, if there is only one measurement
+    high: float  # Upper end of the interval
+    size: int  # Number of measurements, or of pairs of them, behind the estimate
 
     @property
     def is_clear(self) -> bool:
@@ -45,9 +34,7 @@ class Estimate(NamedTuple):
 def mean(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Estimate:
     """Return the mean of consecutive measurements with Student's t interval, widened for their autocorrelation.
 
-    Neighbors in a series share bursts of load: the variance of the mean is multiplied by (1 + r) / (1 - r), that of a
-    first-order autoregressive series with lag-1 autocorrelation r.
-
+    Neighbors share bursts of load: the variance is multiplied by (1 + r) / (1 - r), with r the lag-1 autocorrelation.
     Source: Bayley and Hammersley 1946, "The 'effective' number of independent observations in an autocorrelated time
     series", Supplement to the Journal of the Royal Statistical Society 8.
     """
@@ -87,7 +74,7 @@ def values_to_resolve(estimate: Estimate, *, confidence: float = CONFIDENCE, at_
 def ratio(pairs: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate:
     """Return the ratio of two positive quantities that were measured in pairs: what changes both values cancels."""
     logs = mean([math.log(own / base) for own, base in pairs], confidence=confidence)
-    value, low, high = (math.exp(log) if log < _LARGEST else math.inf for log in (logs.value, logs.low, logs.high))
+    value, low, high = (math.exp(log) if log < 700 else math.inf for log in (logs.value, logs.low, logs.high))
     return Estimate(value, low, high, logs.size)
 
 

@@ -1,7 +1,4 @@
-"""Events: the messages of workers to the driver, and the lines of the journal.
-
-Workers know nothing of MLflow, terminals or reports; they emit events.
-"""
+"""Events: the messages of workers to the driver, and the lines of the journal."""
 
 from collections.abc import Mapping
 from enum import IntEnum
@@ -18,22 +15,16 @@ from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.wording import counted, listed
 
-STOPPED_EARLY = "stopped early by ASHA"
-"""Beginning of the closing message of a trial that ASHA stopped."""
-WEIGHTS = "model/weights.pt"
-"""Path of the trained weights inside a run's folder."""
-EXAMPLE = "model/example.pt"
-"""Path of a small batch of model inputs inside a run's folder."""
-REFERENCE = "model/reference.pt"
-"""Path of the evaluated model's outputs for these inputs inside a run's folder."""
-LOSSES = "losses.npy"
-"""Path of the loss of every step inside a run's folder."""
-Origin = Literal["rank", "lost_peer", "peer_timeout"]
-"""Origin of a rank's failure: the rank itself, a peer whose connection broke, or a peer that did not answer."""
+STOPPED_EARLY = "stopped early by ASHA"  # beginning of the closing message of a trial that ASHA stopped
+WEIGHTS = "model/weights.pt"  # Path of the trained weights inside a run's folder
+EXAMPLE = "model/example.pt"  # Path of a small batch of model inputs inside a run's folder
+REFERENCE = "model/reference.pt"  # Path of the evaluated model's outputs for these inputs inside a run's folder
+LOSSES = "losses.npy"  # Path of the loss of every step inside a run's folder
+Origin = Literal["rank", "lost_peer", "peer_timeout"]  # of a failure; the latter broke or didn't answer
 
 
 class Point(NamedTuple):
-    """One value of one metric."""
+    """Value of a metric after a step."""
 
     name: str
     step: int
@@ -51,30 +42,20 @@ class RunOpened(Event):
     """Start of the driver, with everything that a tracker needs to open the run."""
 
     kind: Literal["run_opened"] = "run_opened"
-    run: str
-    """Id of the run, the name of its folder."""
+    run: str  # Id of the run, the name of its folder
     tracking_uri: str
     tracking_experiment: str
     tags: Mapping[str, str]
     params: Mapping[str, str]
-    trials: tuple[str, ...]
-    """Names of all trials of the plan, in order."""
-    sweep: str = ""
-    """Id of the sweep, for a run that is a trial of it; otherwise empty."""
-    title: str = ""
-    """Title of a trial in a sweep, e.g. "trial 3: optimizer.lr=0.01", or ``tracking.run_name``; otherwise empty."""
-    logs_model: bool = True
-    """True if the run sends its models to the tracking store; false for trials whose sweep sends the best model."""
-    file: str = ""
-    """The experiment file, relative to the folder that the command ran in; empty without one."""
-    launches: int = 0
-    """Number of trials that are launched one after the other, repeats included; 0 if unknown."""
-    directions: Mapping[str, Direction] = {}
-    """Direction in which each validation metric is better, by reported name, the main metric first."""
-    command: str = ""
-    """Shell command that opened the run, without credentials; empty if it was another program."""
-    also: tuple[str, ...] = ()
-    """Loggers in addition to MLflow, see ``tracking.loggers``."""
+    trials: tuple[str, ...]  # Names of all trials of the plan, in order
+    sweep: str = ""  # Id of the sweep, for a run that is a trial of it; otherwise empty
+    title: str = ""  # Title of a trial in a sweep, or ``tracking.run_name``; otherwise empty
+    logs_model: bool = True  # False for trials whose sweep sends the best model
+    file: str = ""  # The experiment file, relative to the folder that the command ran in; empty without one
+    launches: int = 0  # Number of trials that are launched one after the other, repeats included; 0 if unknown
+    directions: Mapping[str, Direction] = {}  # By validation metric, the main one first
+    command: str = ""  # Shell command that opened the run, without credentials; empty if it was another program
+    also: tuple[str, ...] = ()  # Loggers in addition to MLflow, see ``tracking.loggers``
 
 
 class TrialOpened(Event):
@@ -82,10 +63,8 @@ class TrialOpened(Event):
 
     kind: Literal["trial_opened"] = "trial_opened"
     role: Role
-    title: str
-    """Title in tables, e.g. "ddp, 2 workers"."""
-    repeat: int = 0
-    """Index among equal measurements, from 0."""
+    title: str  # Title in tables, e.g. "ddp, 2 workers".
+    repeat: int = 0  # Index among equal measurements, from 0
     tags: Mapping[str, str]
     params: Mapping[str, str]
 
@@ -93,14 +72,10 @@ class TrialOpened(Event):
 class Loaded(Recorded):
     """Weights that a training has started from, see ``train.start_from``."""
 
-    source: str
-    """Source in words."""
-    tensors: int
-    """Number of tensors that were loaded."""
-    left: tuple[str, ...] = ()
-    """Names that were left as initialised."""
-    unused: tuple[str, ...] = ()
-    """Saved names, renamed, that the model lacks."""
+    source: str  # Source in words
+    tensors: int  # Number of tensors that were loaded
+    left: tuple[str, ...] = ()  # Names that were left as initialised
+    unused: tuple[str, ...] = ()  # Saved names, renamed, that the model lacks
 
     def __str__(self) -> str:
         left = f", {listed(self.left)} left as initialised" if self.left else ""
@@ -112,29 +87,20 @@ class Started(Event):
     """End of building on rank 0, before its first step."""
 
     kind: Literal["started"] = "started"
-    total_steps: int
-    """Optimizer steps of this trial."""
-    limit_s: float | None = None
-    """Seconds of training steps after which it ends, if it has not before; None without a limit."""
+    total_steps: int  # Optimizer steps of this trial
+    limit_s: float | None = None  # Seconds of training steps after which it ends; None without a limit
     steps_per_epoch: int
     epochs: int
     train_samples: int
-    epoch_samples: int
-    """Samples of an epoch, which an order of one's own may draw."""
+    epoch_samples: int  # Samples of an epoch, which an order of one's own may draw
     validation_samples: int
-    parameters: int
-    """Number of trainable parameters."""
-    devices: tuple[str, ...]
-    """Device of each rank with its node, e.g. "node-1 cpu x 1 thread"."""
+    parameters: int  # Number of trainable parameters
+    devices: tuple[str, ...]  # Device of each rank with its node, e.g. "node-1 cpu x 1 thread".
     data_name: str
-    data_digest: str
-    """Digest of the data's declaration, sizes and some samples; empty for a measurement."""
-    data_version: str = ""
-    """Version that the data function gives, e.g. a commit of lakeFS; empty without one."""
-    frozen: int = 0
-    """Number of parameters that aren't trained."""
-    loaded: Loaded | None = None
-    """Weights that the training starts from; None without ``train.start_from``, and when it resumes."""
+    data_digest: str  # Digest of the data's declaration, sizes and some samples; empty for a measurement
+    data_version: str = ""  # Version that the data function gives, e.g. a commit of lakeFS; empty without one.
+    frozen: int = 0  # Number of parameters that aren't trained
+    loaded: Loaded | None = None  # None without ``train.start_from``, and when it resumes
 
 
 class FirstStep(Event):
@@ -150,12 +116,9 @@ class Metrics(Event):
     step: int
     epoch: int
     points: tuple[Point, ...]
-    repeat: int = 0
-    """Index of the trial among equal measurements, from 0."""
-    steps: int = 0
-    """Training steps since the last report; 0 if the event has no training metrics."""
-    losses: tuple[float, ...] = ()
-    """Loss of each of these steps of a training, for `pipeline.record.loss_file`, not for the journal."""
+    repeat: int = 0  # Index of the trial among equal measurements, from 0
+    steps: int = 0  # Training steps since the last report; 0 if the event has no training metrics
+    losses: tuple[float, ...] = ()  # Loss of each of these steps, for `pipeline.record.loss_file`, not for the journal
 
 
 class SystemMetrics(Event):
@@ -171,8 +134,7 @@ class Warned(Event):
 
     kind: Literal["warned"] = "warned"
     message: str
-    subject: str = ""
-    """Subject of the warning; of a trial's warnings on the same subject only the first is kept."""
+    subject: str = ""  # Subject of the warning; of a trial's warnings on the same subject only the first is kept
 
 
 class Failed(Event):
@@ -180,15 +142,11 @@ class Failed(Event):
 
     kind: Literal["failed"] = "failed"
     rank: Rank
-    error: str
-    """Type and message of the exception."""
-    traceback: str
-    """Traceback of the rank without frames of this project and of torch; empty for problems."""
+    error: str  # Type and message of the exception
+    traceback: str  # Traceback of the rank without frames of this project and of torch; empty for problems
     problems: tuple[Problem, ...] = ()
-    is_out_of_memory: bool = False
-    """True if the rank ran out of memory."""
-    origin: Origin = "rank"
-    """Origin as seen by the rank, see `pipeline.train.errors`."""
+    is_out_of_memory: bool = False  # True if the rank ran out of memory
+    origin: Origin = "rank"  # Origin as seen by the rank, see `pipeline.train.errors`
 
 
 class Phase(IntEnum):
@@ -202,27 +160,16 @@ class Phase(IntEnum):
     REPORTING = 5
     EVALUATING = 6
     SAVING = 7
-    WAITING = 8
-    """Waiting for other ranks, outside of the passes."""
+    WAITING = 8  # for other ranks, outside of the passes
     ENDED = 9
 
 
-_DOING = {
-    Phase.BUILDING: "building the experiment",
-    Phase.READING: "reading data",
-    Phase.FORWARD: "in the forward pass",
-    Phase.BACKWARD: "in the backward pass",
-    Phase.UPDATING: "updating the weights",
-    Phase.REPORTING: "reporting metrics",
-    Phase.EVALUATING: "evaluating",
-    Phase.SAVING: "saving",
-    Phase.WAITING: "waiting for other ranks",
-    Phase.ENDED: "ending",
-}
-HEARTBEAT_S = 1.0
-"""Seconds between two heartbeats of a rank."""
-FIRST_HEARTBEAT_S = 0.5
-"""Seconds between two heartbeats of rank 0, which move the progress bar."""
+_DOING = (
+    *("building the experiment", "reading data", "in the forward pass", "in the backward pass"),
+    *("updating the weights", "reporting metrics", "evaluating", "saving", "waiting for other ranks", "ending"),
+)  # in the order of phases
+HEARTBEAT_S = 1.0  # Seconds between two heartbeats of a rank
+FIRST_HEARTBEAT_S = 0.5  # Seconds between two heartbeats of rank 0, which move the progress bar
 
 
 class Heartbeat(Event):
@@ -231,17 +178,12 @@ class Heartbeat(Event):
     kind: Literal["heartbeat"] = "heartbeat"
     rank: Rank
     pid: int
-    step: int
-    """Current or last optimizer step, counted from 1; 0 before the first."""
+    step: int  # Current or last optimizer step, counted from 1; 0 before the first
     phase: Phase
-    idle_s: float
-    """Seconds without progress, such as a batch."""
-    is_waiting: bool = False
-    """True in a collective operation outside of the passes, which ends when all ranks have come."""
-    is_stuck: bool = False
-    """True if the rank considers itself stuck."""
-    stack: str = ""
-    """Stack of the training thread, from user code up, as in a traceback; empty in the driver's process."""
+    idle_s: float  # Seconds without progress, such as a batch
+    is_waiting: bool = False  # True in a collective operation outside of the passes
+    is_stuck: bool = False  # True if the rank considers itself stuck
+    stack: str = ""  # Stack of the training thread, from user code up, as in a traceback; empty in the driver's process
 
     @property
     def activity(self) -> str:
@@ -269,13 +211,10 @@ class Advanced(Event):
     """Progress of a lengthy task. For the terminal only: neither journaled nor tracked."""
 
     kind: Literal["advanced"] = "advanced"
-    what: str
-    """Name of the task, e.g. "evaluating"."""
+    what: str  # Name of the task, e.g. "evaluating".
     done: int
-    total: int | None = None
-    """Equal to ``done`` at the end; None if unknown."""
-    unit: str = ""
-    """Unit of ``done`` and ``total``, e.g. "samples"; "B" for bytes."""
+    total: int | None = None  # Equal to ``done`` at the end; None if unknown
+    unit: str = ""  # Unit of ``done`` and ``total``, e.g. "samples"; "B" for bytes.
 
 
 class Finished(Event):
@@ -283,8 +222,7 @@ class Finished(Event):
 
     kind: Literal["finished"] = "finished"
     result: TrialResult
-    time_to_first_step_s: float | None = None
-    """Seconds from the launch to the end of the first step, measured and filled in by the driver."""
+    time_to_first_step_s: float | None = None  # From the launch to the first step's end, by the driver's clock
 
 
 class Trained(Event):
@@ -292,10 +230,8 @@ class Trained(Event):
 
     kind: Literal["trained"] = "trained"
     result: TrialResult
-    is_measured: bool = True
-    """True if measurements follow; false with ``--quick`` and ``--train-only``."""
-    measuring_s: float | None = None
-    """Estimated seconds of the measurements that follow; None if the speedup is not measured."""
+    is_measured: bool = True  # True if measurements follow; false with ``--quick`` and ``--train-only``
+    measuring_s: float | None = None  # Estimate of what follows; None if the speedup is not measured
 
 
 class Evaluated(Event):
@@ -303,20 +239,13 @@ class Evaluated(Event):
 
     kind: Literal["evaluated"] = "evaluated"
     split: Split
-    samples: int
-    """Samples of the evaluated set."""
-    step: int
-    """Optimizer steps of the weights."""
-    epoch: int
-    """Epoch of this step, counted from 1."""
-    best: str = ""
-    """Metric whose best value the checkpoint has, if it was chosen for that; otherwise empty."""
-    checkpoint: str
-    """Path or address of the checkpoint's folder."""
-    values: Mapping[str, float]
-    """Loss and metrics by reported name, e.g. "test/accuracy"."""
-    changes: tuple[str, ...] = ()
-    """Differences from the experiment that was trained which may change the values."""
+    samples: int  # Samples of the evaluated set
+    step: int  # Optimizer steps of the weights
+    epoch: int  # Epoch of this step, counted from 1
+    best: str = ""  # Metric whose best value the checkpoint has, if it was chosen for that; otherwise empty
+    checkpoint: str  # Path or address of the checkpoint's folder
+    values: Mapping[str, float]  # Loss and metrics by reported name, e.g. "test/accuracy".
+    changes: tuple[str, ...] = ()  # Differences from the experiment that was trained which may change the values
 
     @property
     def weights(self) -> str:
@@ -330,55 +259,38 @@ class Evaluated(Event):
         return f"{self.split} set, {counted(self.samples, 'sample', spec=',')}: {self.weights}"
 
 
-class Checked(Event):
-    """End of the check of an experiment on a few samples."""
-
-    kind: Literal["checked"] = "checked"
-
-
 class ArtifactSaved(Event):
     """File of the run's folder that belongs to the results."""
 
     kind: Literal["artifact_saved"] = "artifact_saved"
-    path: str
-    """Path inside the run's folder."""
+    path: str  # Path inside the run's folder
 
 
 class ModelSaved(Event):
     """Weights of the trained model in the run's folder."""
 
     kind: Literal["model_saved"] = "model_saved"
-    weights: str
-    """Path of the state dict inside the run's folder."""
-    example: str = ""
-    """Path of a small batch of model inputs inside the run's folder; empty if inputs are more than one tensor, then the
-    store gets the weights only."""
-    run: str = ""
-    """Id of the trial that trained the model, if a sweep sends it; otherwise empty."""
-    step: int | None = None
-    """Step of the weights if ``checkpoint.best`` chose it; None: the last."""
-    registered: str = ""
-    """Name of the registered model that gets a version once the run has finished; empty: none."""
-    alias: str = ""
-    """Alias of that version; empty: none."""
+    weights: str  # Path of the state dict inside the run's folder
+    example: str = ""  # Path of a small batch of inputs; empty: the store gets the weights only
+    run: str = ""  # Id of the trial that trained the model, if a sweep sends it; otherwise empty
+    step: int | None = None  # Step of the weights if ``checkpoint.best`` chose it; None: the last
+    registered: str = ""  # Name of the registered model that gets a version once the run has finished; empty: none
+    alias: str = ""  # Alias of that version; empty: none
 
 
 class ModelExported(Event):
     """Trained model as a program of torch.export, which can be loaded without the model's code."""
 
     kind: Literal["model_exported"] = "model_exported"
-    program: str
-    """Path of the program inside the run's folder. The file is removed once the tracking store has it."""
-    torch: str
-    """Version of torch that exported it."""
+    program: str  # Path of the program inside the run's folder. The file is removed once the tracking store has it.
+    torch: str  # Version of torch that exported it
 
 
 class Tagged(Event):
     """Tags that are known at the end: of a run, a measurement of it, a sweep, or a trial of the sweep."""
 
     kind: Literal["tagged"] = "tagged"
-    run: str
-    """Id of the run."""
+    run: str  # Id of the run
     tags: Mapping[str, str]
 
 
@@ -386,27 +298,19 @@ class CheckpointSaved(Event):
     """Completed checkpoint."""
 
     kind: Literal["checkpoint_saved"] = "checkpoint_saved"
-    step: int
-    """Optimizer steps done."""
-    path: str
-    """Path or address of the checkpoint's folder."""
-    megabytes: float
-    seconds: float
-    """Seconds from the decision to save to the complete checkpoint."""
-    blocked_seconds: float
-    """Part of ``seconds`` in which training waited."""
+    step: int  # Optimizer steps done
+    path: str  # Path or address of the checkpoint's folder
+    seconds: float  # Seconds from the decision to save to the complete checkpoint
+    blocked_seconds: float  # Part of ``seconds`` in which training waited
 
 
 class Resumed(Event):
     """Resume of training from a checkpoint."""
 
     kind: Literal["resumed"] = "resumed"
-    step: int
-    """Optimizer steps done before; the next step reported is step + 1."""
-    epoch: int
-    """Epochs done before."""
-    checkpoint: str
-    """Path or address of the checkpoint's folder."""
+    step: int  # Optimizer steps done before; the next step reported is step + 1
+    epoch: int  # Epochs done before
+    checkpoint: str  # Path or address of the checkpoint's folder
 
 
 class RunClosed(Event):
@@ -414,10 +318,8 @@ class RunClosed(Event):
 
     kind: Literal["run_closed"] = "run_closed"
     status: Status
-    message: str = ""
-    """Reason of the end, unless the run finished."""
-    summary: str = ""
-    """Results in Markdown, for the run's description."""
+    message: str = ""  # Reason of the end, unless the run finished
+    summary: str = ""  # Results in Markdown, for the run's description
 
     @property
     def is_stopped_early(self) -> bool:
@@ -426,30 +328,11 @@ class RunClosed(Event):
 
 
 AnyEvent = Annotated[
-    RunOpened
-    | TrialOpened
-    | Started
-    | FirstStep
-    | Metrics
-    | SystemMetrics
-    | Warned
-    | Failed
-    | Heartbeat
-    | Advanced
-    | Trained
-    | Finished
-    | Evaluated
-    | Checked
-    | ArtifactSaved
-    | ModelSaved
-    | ModelExported
-    | Tagged
-    | CheckpointSaved
-    | Resumed
+    RunOpened | TrialOpened | Started | FirstStep | Metrics | SystemMetrics | Warned | Failed | Heartbeat | Advanced
+    | Trained | Finished | Evaluated | ArtifactSaved | ModelSaved | ModelExported | Tagged | CheckpointSaved | Resumed
     | RunClosed,
     Field(discriminator="kind"),
-]
-
+]  # fmt: skip
 _events: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent, config=ConfigDict(ser_json_inf_nan="strings"))  # valid JSON
 
 
@@ -463,8 +346,7 @@ def event_from_json(line: bytes | str) -> AnyEvent:
     return _events.validate_json(line)
 
 
-REASONS_TO_KEEP = ("run_opened", "first_step", "metrics", "finished", "evaluated", "run_closed")
-"""Kinds of the events that `is_reason_to_keep` looks at."""
+REASONS_TO_KEEP = ("run_opened", "first_step", "metrics", "finished", "evaluated", "run_closed")  # kinds of events
 
 
 def is_reason_to_keep(event: AnyEvent) -> bool:
@@ -484,7 +366,7 @@ class Outbox(Protocol):
 
     @property
     def stop_asked(self) -> bool:
-        """True if the driver has asked the training to end early, as soon as all ranks can."""
+        """True if the training is asked to end early, as soon as all ranks can."""
 
     def event(self, event: AnyEvent) -> None:
         """Send an event without waiting."""

@@ -13,20 +13,15 @@ from typing import Any
 class Number:
     """A number: its names, and where its value comes from."""
 
-    name: str = ""
-    """Key in JSON, and column of the table for MLflow; empty if JSON has the number within another key."""
-    metric: str = ""
-    """Name as a metric in journals and trackers; empty if it is not logged."""
+    name: str = ""  # Key in JSON, and column of the table for MLflow; empty if JSON has the number within another key
+    metric: str = ""  # Name as a metric in journals and trackers; empty if it is not logged
     title: str = ""
     """Title of its column in the report's table of resources, with the unit; empty if that table has none."""
     of: Callable[[Any], float | Sequence[float] | None]
     """Returns the number of a trial, or one for each device in rank order; None if it is unknown."""
-    reduce: Callable[[Sequence[float]], float] = max
-    """Makes a single number of those of several devices."""
-    spec: str = ""
-    """Format of a single number in that table; empty for three significant digits."""
-    of_baseline: float | None = None
-    """Value in JSON for the baseline itself, which is compared with nothing."""
+    reduce: Callable[[Sequence[float]], float] = max  # Makes a single number of those of several devices
+    spec: str = ""  # Format of a single number in that table; empty for three significant digits
+    of_baseline: float | None = None  # Value in JSON for the baseline itself, which is compared with nothing
 
     def value(self, source: Any) -> float | None:
         """Return a single number; None if it is unknown."""
@@ -81,10 +76,8 @@ STARTUP: Number = Number(
     spec=".1f",
 )
 
-OF_RANK = "memory/peak_mib_rank_"
-"""Beginning of the metrics with the peak memory of each rank."""
-_FOLDERS = (OF_RANK, "badput/")
-"""Beginnings of more metrics of a whole run."""
+OF_RANK = "memory/peak_mib_rank_"  # Beginning of the metrics with the peak memory of each rank
+_FOLDERS = (OF_RANK, "badput/")  # Beginnings of more metrics of a whole run
 _WITH_FOLDER = {number.metric for number in MEASURED if "/" in number.metric}
 
 

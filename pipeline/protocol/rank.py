@@ -7,15 +7,11 @@ class Rank(Frozen):
     """Position of a process among the workers of a trial."""
 
     rank: int = 0
-    local_rank: int = 0
-    """Index among the workers of the same node."""
+    local_rank: int = 0  # Index among the workers of the same node
     world_size: int = 1
-    local_world_size: int = 1
-    """Workers on the same node."""
-    node: str = "localhost"
-    """Host name, as it appears in errors and system metrics."""
-    gpu: int | None = None
-    """Index of its first GPU among the GPUs that it sees; None: its position on the node decides."""
+    local_world_size: int = 1  # Workers on the same node
+    node: str = "localhost"  # Host name, as it appears in errors and system metrics
+    gpu: int | None = None  # Index of its first GPU among the GPUs that it sees; None: its position on the node decides
 
     @property
     def is_first(self) -> bool:
@@ -36,14 +32,10 @@ class Rank(Frozen):
 
 
 class Job(Frozen):
-    """What a waiting process gets to do, as a line on its standard input."""
+    """Work of a waiting process, as a line on its standard input."""
 
-    trial: str
-    """Path of the trial's JSON."""
-    channel: str
-    """Address of the driver."""
-    store: str
-    """File in which the ranks meet."""
+    trial: str  # Path of the trial's JSON
+    channel: str  # Address of the driver
+    store: str  # File in which the ranks meet
     rank: Rank
-    output: str
-    """Folder for the rank's output; empty: it goes where the driver's goes."""
+    output: str  # Folder for the rank's output; empty: it goes where the driver's goes

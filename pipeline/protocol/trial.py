@@ -1,7 +1,4 @@
-"""Trials: what the driver asks of the workers. Their results are in `trial_result`, messages in `events`.
-
-Every class is frozen, typed and survives a round trip through JSON, since it crosses processes and machines.
-"""
+"""Trials: what the driver asks of the workers, as JSON. Their results are in `trial_result`, messages in `events`."""
 
 import json
 from collections.abc import Mapping
@@ -15,47 +12,34 @@ from pipeline.experiment.values import Frozen
 from pipeline.protocol.labels import Role, Split
 from pipeline.wording import counted, format_parallel
 
-QUICK_STEPS = 2
-"""Optimizer steps of ``pipeline run --quick``."""
+QUICK_STEPS = 2  # Optimizer steps of ``pipeline run --quick``
 
 
 class Weights(Frozen):
     """File of weights that a training starts from, as the driver found it."""
 
-    path: str
-    """Absolute path, for rank 0, of safetensors or a run's weights.pt; with a ``checkpoint``, its storage's address."""
-    checkpoint: str = ""
-    """Name of the checkpoint; empty for a file."""
-    source: str
-    """Source in words, e.g. "run 20261124-081500-digits-1c7d, weights of step 46, the best validation/loss"."""
+    path: str  # Absolute, of safetensors or a run's weights.pt; with a ``checkpoint`` its storage's address
+    checkpoint: str = ""  # Name of the checkpoint; empty for a file
+    source: str  # In words, e.g. "run 20261124-081500-digits-1c7d, weights of step 46, the best validation/loss"
 
 
 class Trial(Frozen):
-    """One job for a group of workers, completely described; its class is its role."""
+    """Job for a group of workers, completely described; its class is its role."""
 
-    name: str
-    """Unique in the plan, e.g. "main" or "baseline"."""
+    name: str  # Unique in the plan, e.g. "main" or "baseline".
     role: Role
     experiment: Experiment
     strategy: str
-    options: Mapping[str, Any] = {}
-    """Options of the strategy."""
+    options: Mapping[str, Any] = {}  # Options of the strategy
     launcher: str
-    workers: int
-    """Processes (world size)."""
-    devices_per_worker: int
-    """GPUs of each process; 0 on CPU."""
+    workers: int  # Processes (world size)
+    devices_per_worker: int  # GPUs of each process; 0 on CPU
     device: Literal["cpu", "cuda"]
-    cpus_per_worker: int
-    """Cores, and threads, of each process."""
-    allowed: tuple[str, ...] = ()
-    """Packages that a ``_target_`` may name, as the driver found them; workers have another working directory."""
-    repeat: int = 0
-    """Index among equal measurements, from 0; all have the same name."""
-    folder: str = ""
-    """Absolute folder of the run, which all nodes share; its launcher sets it. Empty: files are not kept."""
-    initial: Weights | None = None
-    """Weights of ``train.start_from``; None without it, and for a training that resumes from a checkpoint."""
+    cpus_per_worker: int  # Cores, and threads, of each process
+    allowed: tuple[str, ...] = ()  # Packages that a ``_target_`` may name, as the driver found them
+    repeat: int = 0  # Index among equal measurements, from 0; all have the same name
+    folder: str = ""  # Absolute folder of the run, which all nodes share; empty: files are not kept
+    initial: Weights | None = None  # Weights of ``train.start_from``; None when a training resumes from a checkpoint
 
     @property
     def title(self) -> str:
@@ -91,12 +75,10 @@ class Trial(Frozen):
 class Measurement(Trial):
     """The first steps of a training, timed and reported in windows, without evaluation and checkpoints."""
 
+    # Optimizer steps, warm-up included; by default as many as ``benchmark`` asks for
     max_steps: int = Field(default_factory=lambda known: known["experiment"].benchmark.total_steps)
-    """Optimizer steps, warm-up included; by default as many as ``benchmark`` asks for."""
-    profile: bool = False
-    """True to record a torch.profiler trace of a few steps once everything is measured."""
-    measures_costs: bool = False
-    """True to also measure the `Costs` that a prediction needs."""
+    profile: bool = False  # True to record a torch.profiler trace of a few steps once everything is measured
+    measures_costs: bool = False  # True to also measure the `Costs` that a prediction needs
 
     @override
     def steps_of(self, total: int) -> int:
@@ -110,7 +92,7 @@ class Baseline(Measurement):
 
 
 class Reference(Measurement):
-    """One process with all the cores."""
+    """Measurement of one process with all the cores."""
 
     role: Literal["reference"] = "reference"
 
@@ -124,20 +106,13 @@ class Training(Trial):
     """The training itself: all epochs, with evaluation and checkpoints."""
 
     role: Literal["main"] = "main"
-    checkpoints: str = ""
-    """Absolute folder, or fsspec address, of the checkpoints; empty: none are saved."""
-    resume: bool = False
-    """True to resume from the newest complete checkpoint, from the beginning if there is none."""
-    allow_changed: bool = False
-    """True to resume although the data has changed since the checkpoint."""
-    compared_with: tuple[Baseline | Reference, ...] = ()
-    """Measurements that rank 0 makes after the training, in turn with the training's own steps."""
-    train_only: bool = False
-    """True to measure nothing once the training is over: neither parts of a step nor unused parameters."""
-    is_quick: bool = False
-    """True to end after `QUICK_STEPS`, to see whether the experiment works."""
-    exports: bool = False
-    """True to export the trained model for the tracking store."""
+    checkpoints: str = ""  # Absolute folder, or fsspec address, of the checkpoints; empty: none are saved
+    resume: bool = False  # True to resume from the newest complete checkpoint, from the beginning if there is none
+    allow_changed: bool = False  # True to resume although the data has changed since the checkpoint
+    compared_with: tuple[Baseline | Reference, ...] = ()  # Measured after the training, in turn with its own steps
+    train_only: bool = False  # True to measure nothing once the training is over
+    is_quick: bool = False  # True to end after `QUICK_STEPS`, to see whether the experiment works
+    exports: bool = False  # True to export the trained model for the tracking store
 
     @override
     def steps_of(self, total: int) -> int:
@@ -158,18 +133,15 @@ class BatchCheck(Training):
     """A check of the experiment: built as for a training, then its first steps and evaluations on a few samples."""
 
     role: Literal["check"] = "check"  # type: ignore[assignment] # each class has its own
-    samples: int = 2
-    """Samples of each micro-batch of the first step."""
-    most_samples: int = 2
-    """Samples of the micro-batches after it, and of each held-out set, as far as there is time for them."""
+    samples: int = 2  # Samples of each micro-batch of the first step
+    most_samples: int = 2  # Of the micro-batches after it, and of each held-out set, as far as there is time
 
 
 class CellMeasurement(Measurement):
-    """One cell of a matrix of comparisons."""
+    """Measurement of a cell of a matrix of comparisons."""
 
     role: Literal["cell"] = "cell"
-    variant: str = ""
-    """Difference from cells of the same strategy and size, e.g. "static_graph"."""
+    variant: str = ""  # Difference from cells of the same strategy and size, e.g. "static_graph".
 
     @property
     @override
@@ -181,27 +153,19 @@ class Evaluation(Trial):
     """The evaluation of a checkpoint on a held-out set, without training."""
 
     role: Literal["evaluation"] = "evaluation"
-    checkpoints: str = ""
-    """Absolute folder, or fsspec address, of the checkpoints."""
-    step: int = 0
-    """Step of the checkpoint."""
-    best: str = ""
-    """Metric whose best value the checkpoint has; empty if it was chosen for another reason."""
-    split: Split | None = None
-    """Set to evaluate; None: the test set if there is one, else the validation set."""
-    changes: tuple[str, ...] = ()
-    """Differences from the experiment that was trained which may change the values."""
-    note: str = ""
-    """Note that the training ended after this checkpoint, if the last one was meant; otherwise empty."""
+    checkpoints: str = ""  # Absolute folder, or fsspec address, of the checkpoints
+    step: int = 0  # Step of the checkpoint
+    best: str = ""  # Metric whose best value the checkpoint has; empty if it was chosen for another reason
+    split: Split | None = None  # Set to evaluate; None: the test set if there is one, else the validation set
+    changes: tuple[str, ...] = ()  # Differences from the experiment that was trained which may change the values
+    note: str = ""  # Note that the training ended after this checkpoint, if the last one was meant; otherwise empty
 
 
-EVALUATION: str = Evaluation.model_fields["role"].default
-"""Name of the trial that evaluates a checkpoint."""
+EVALUATION: str = Evaluation.model_fields["role"].default  # Name of the trial that evaluates a checkpoint
 ROLES: Mapping[str, type[Trial]] = {
     kind.model_fields["role"].default: kind
     for kind in (Training, Baseline, Reference, CellMeasurement, Evaluation, BatchCheck)
 }  # fmt: skip
-"""Classes of trials by role."""
 
 
 def trial_from_json(text: str | bytes) -> Trial:

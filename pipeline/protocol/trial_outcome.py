@@ -14,14 +14,11 @@ class Outcome:
     started: Started | None = None
     trained: Trained | None = None
     finished: Finished | None = None
-    evaluated: Evaluated | None = None
-    """Result of the evaluation of a checkpoint, in place of ``finished``."""
-    failures: tuple[Failed, ...] = ()
-    """Failures that ranks reported, in the order of their arrival."""
+    evaluated: Evaluated | None = None  # Result of the evaluation of a checkpoint, in place of ``finished``
+    failures: tuple[Failed, ...] = ()  # Failures that ranks reported, in the order of their arrival
     losses: Mapping[int, str] = field(default_factory=dict)
     """Reasons for which the launcher lost workers, by rank; some of them may have reported a failure."""
-    nodes: Mapping[int, str] = field(default_factory=dict)
-    """Nodes of the ranks that had started, by rank."""
+    nodes: Mapping[int, str] = field(default_factory=dict)  # Nodes of the ranks that had started, by rank
     beside: tuple[AnyEvent, ...] = ()
     """Events of the trials that were measured in turn with the training, in their order."""
 

@@ -7,7 +7,7 @@ from itertools import chain
 from statistics import mean
 from typing import NamedTuple
 
-from pipeline.experiment.reported import OF_TRAINING, TRAIN, named, shown_names
+from pipeline.experiment.reported import OF_TRAINING, TRAIN, iter_formatted, iter_shown_names
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import (
     AnyEvent,
@@ -153,7 +153,7 @@ class TrialProgress:
         ranks = {name: rank for rank, name in enumerate(self._directions)}
         names = [name for name in self.values if name.startswith(VALIDATION)]
         names.sort(key=lambda name: (ranks.get(name, len(ranks)), name == f"{VALIDATION}loss"))
-        for name, count in shown_names(names):
+        for name, count in iter_shown_names(names):
             if count > 1:
                 yield f"{name} ({count} values)"
                 continue
@@ -299,7 +299,7 @@ def figures(values: Mapping[str, float]) -> Iterator[str]:
         yield f"loss {figure(values[LOSS])}"
     if THROUGHPUT in values:
         yield f"{figure(values[THROUGHPUT])} samples/s"
-    yield from named({name: value for name, value in values.items() if name.startswith((VALIDATION, TEST))})
+    yield from iter_formatted({name: value for name, value in values.items() if name.startswith((VALIDATION, TEST))})
     yield from _logs(values)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pydantic import ConfigDict
 
-from pipeline.experiment.reported import named
+from pipeline.experiment.reported import iter_formatted
 from pipeline.experiment.values import Frozen
 from pipeline.protocol.events import Evaluated
 from pipeline.protocol.labels import Split
@@ -93,4 +93,4 @@ class EvaluationReport(Frozen):
 
 def sentence(values: Mapping[str, float]) -> str:
     """Return values in a line, e.g. "test/loss 0.1, test/accuracy 0.97"."""
-    return ", ".join(named(values))
+    return ", ".join(iter_formatted(values))

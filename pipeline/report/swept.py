@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from pipeline.experiment.values import Frozen
-from pipeline.protocol.links import link
 from pipeline.report.text.tables import ReportTable
 from pipeline.wording import figure as rounded
+from pipeline.wording import link
 
 FILE_NAME = "sweep.json"
 """File name of a `SweptReport` in a sweep's folder."""
@@ -182,7 +182,7 @@ class SweptReport(Frozen):
     def markdown(self) -> str:
         """Return the best trial and a table in Markdown, for the description of the sweep's run in MLflow.
 
-        Its links are completed where it is written to the store, see `pipeline.protocol.links`.
+        Its links are completed where it is written to the store, see `pipeline.wording.complete_links`.
         """
         swept, listed = self.swept, self.swept.by_merit[:_MOST_DESCRIBED]
         table = self._table(listed)

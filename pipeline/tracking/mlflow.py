@@ -19,14 +19,13 @@ from pipeline.experiment.uris import without_credentials
 from pipeline.protocol import events as of
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, Event, ModelSaved, Point, RunClosed, RunOpened, Started
 from pipeline.protocol.labels import Status
-from pipeline.protocol.links import completed
 from pipeline.protocol.numbers import is_of_whole_run
 from pipeline.protocol.trial import EVALUATION
 from pipeline.tracking.loggers import scalars
 from pipeline.tracking.model import RUN_TAG, log_model, register
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.tracking.store import artifact_root, create_store, run_page
-from pipeline.wording import format_parallel, join_names
+from pipeline.wording import complete_links, format_parallel, join_names
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -135,7 +134,8 @@ class MlflowRun:
                 self._flush()
                 sent.has_finished = event.status == "FINISHED"
                 sent.uploads += [model for model in sent.models if model not in sent.uploads]
-                if note := "\n\n".join(part for part in (event.message, completed(event.summary, self._page)) if part):
+                summary = complete_links(event.summary, self._page)
+                if note := "\n\n".join(part for part in (event.message, summary) if part):
                     self._describe(sent.run_id, tags={"mlflow.note.content": note})
                 self._end(sent.run_id, event, status=event.status)
                 self._end_all(event)

@@ -14,7 +14,6 @@ from pipeline.errors import ResourceError
 from pipeline.experiment.uris import SQLITE, expand_home, problem_of, without_credentials
 from pipeline.system.lock_file import locked
 
-_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 _HEALTH_TIMEOUT_S = 3
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
 _UI_ADDRESS = "http://127.0.0.1:5000"  # of `pipeline ui` by default
@@ -66,10 +65,6 @@ def check_store(uri: str) -> str | None:
     shown = without_credentials(uri)
     if problem := problem_of(uri):
         raise ResourceError(f"tracking.uri: is {shown}; {problem}")
-    if uri.partition("://")[0].partition("+")[0] not in _SCHEMES:
-        raise ResourceError(
-            f"tracking.uri: MLflow has no store for {shown}. Use sqlite:///mlflow.db or http://HOST:PORT."
-        )
     if path := sqlite_path(uri):
         try:
             _check_file(path)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 
 import torch.distributed as dist
 
-from pipeline.errors import ExperimentError, PipelineError, Problem, Stopped
+from pipeline.errors import ExperimentError, PipelineError, Stopped
 from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import CheckpointSaved, Resumed
@@ -109,7 +109,7 @@ class Checkpoints:
             s.warn(f"no complete checkpoint in {storage.address}. Training starts from step 0.")
             return 0
         manifest, older, state = found
-        changed = _check_changes(s, manifest)
+        changed = _find_changes(s, manifest)
         _check_data(s, manifest)
         if s.rank.world_size > 2:
             # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
@@ -332,7 +332,6 @@ class Writer:
                 trial=s.trial.name,
                 step=manifest.step,
                 path=self._storage.place(manifest.name),
-                megabytes=manifest.megabytes,
                 seconds=time.perf_counter() - job.began,
                 blocked_seconds=job.blocked_s,
             )
@@ -388,7 +387,12 @@ class Writer:
 def _reason(error: Exception) -> str:
     if isinstance(error, PipelineError):
         return str(error)
-    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    cause: BaseException | None = error
+    while cause is not None:  # torch.save hides what the file raised, such as that the disk is full
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}"
 
 
 def _load_newest(s: State, storage: Storage) -> tuple[Manifest, list[Manifest], Saved] | None:
@@ -410,9 +414,12 @@ def _load_newest(s: State, storage: Storage) -> tuple[Manifest, list[Manifest], 
 # What may differ when a training resumes
 
 
-def _check_changes(s: State, manifest: Manifest) -> set[str]:
-    """Return the keys with another value than in a checkpoint's experiment; refuse those on which its steps depend."""
-    if manifest.global_batch_size != s.order.global_batch_size:  # a step is a position in the data
+def _find_changes(s: State, manifest: Manifest) -> set[str]:
+    """Return the keys with another value than in a checkpoint's experiment, which the driver has allowed.
+
+    A checkpoint is a position in the data: it doesn't fit batches or epochs of another size.
+    """
+    if manifest.global_batch_size != s.order.global_batch_size:
         raise ExperimentError.of(
             "train.global_batch_size",
             f"cannot change from {manifest.global_batch_size} to {s.order.global_batch_size} when resuming. Set "
@@ -424,23 +431,8 @@ def _check_changes(s: State, manifest: Manifest) -> set[str]:
             f"an epoch has {s.order.steps_per_epoch} steps, but had {manifest.steps_per_epoch} when the "
             "checkpoint was saved. Restore the samples, or start a new run without --resume.",
         )
-    rates = rate_keys(s.experiment)
-    is_allowed = isinstance(s.trial, Training) and s.trial.allow_changed
-    changed, problems = set[str](), list[Problem]()
-    for key, before, now in manifests.changes(manifest.experiment, json.loads(json.dumps(trained(s.experiment)))):
-        if key == "data" or key.startswith("data."):  # by the samples, not by what leads to them
-            continue
-        if key.startswith(manifests.LENGTHS) or (
-            key in rates and is_allowed
-        ):  # which length is fine, the driver decides
-            changed.add(key)
-            continue
-        remedy = "add --allow-changed" if key in rates else "start a new run without --resume"
-        message = f"is {json.dumps(now)}, but was {json.dumps(before)} in {manifest.name}. Set it back, or {remedy}."
-        problems.append(Problem(key, message))
-    if problems:
-        raise ExperimentError(problems)
-    return changed
+    now = json.loads(json.dumps(trained(s.experiment)))
+    return {key for key, _, _ in manifests.changes(manifest.experiment, now)}
 
 
 def describe_data_change(s: State, manifest: Manifest) -> str | None:

@@ -96,11 +96,6 @@ class Manifest(Frozen):
         """Name of the checkpoint's folder."""
         return folder_name(self.step)
 
-    @property
-    def megabytes(self) -> float:
-        """Total size of the files, in MiB."""
-        return sum(file.size for file in self.files) / 2**20
-
     def rated_by(self, name: str | None) -> "Manifest":
         """Return it without its value if that is of another metric, which can't be compared."""
         return self if self.metric_name == name else self.model_copy(update={"metric": None})

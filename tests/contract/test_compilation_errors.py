@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import toys
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline import worker as main
 from pipeline.errors import ExperimentError
@@ -18,6 +18,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 
 STATIC: dict[str, Any] = {"data": {"_target_": "toys.regression", "samples": 24, "validation": 0}}
 """Batches of one size, so that one graph is compiled."""
+
+
+class Breaking(nn.Linear):
+    """Decides by a value that a compiler doesn't know."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch calls it
+        outputs = super().forward(input)
+        return -outputs if outputs.sum().item() > 0 else outputs
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +55,9 @@ class TestErrors:
     def test_of_a_part_that_cannot_be_compiled_whole(self, caplog: pytest.LogCaptureFixture) -> None:
         """With fullgraph, which was asked for; without, torch leaves that part as it is."""
         outbox = toys.Kept()
-        trial = toys.trial(**STATIC, model={"_target_": "toys.Breaking"}, train={"compile": {"fullgraph": True}})
+        model = {"_target_": "test_compilation_errors.Breaking", "in_features": 3, "out_features": 1}
+        trial = toys.trial(**STATIC, model=model, train={"compile": {"fullgraph": True}})
+        trial = trial.model_copy(update={"allowed": (*trial.allowed, "test_compilation_errors")})
         with caplog.at_level(logging.CRITICAL), pytest.raises(main.WorkerFailed):
             main.run(trial, rank=Rank(), outbox=outbox)
         (failed,) = (event for event in outbox.events if isinstance(event, Failed))

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from launched import IN_FP32
-from loss_curves import EXACT, ROUNDED, Curves, assert_same, curves
+from launched import EXACT, IN_FP32, ROUNDED, Curves, assert_same, curves
 
 from pipeline import registry
 

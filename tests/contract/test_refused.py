@@ -71,7 +71,7 @@ FILES = [
     Wrong("malformed override", 2, ("Write key=value",), LAB, ("train.epochs",)),
     Wrong("override inside a value", 2, ("seed.deep=1",), LAB, ("seed.deep=1",)),
     Wrong("file store", 2, ("sqlite:///mlflow.db",), LAB, ("tracking.uri=./mlruns",)),
-    Wrong("unknown store", 3, ("tracking.uri",), LAB, ("tracking.uri=redis://localhost",)),
+    Wrong("unknown store", 2, ("tracking.uri",), LAB, ("tracking.uri=redis://localhost",)),
     Wrong("store in no folder", 3, ("mkdir -p",), LAB, ("tracking.uri=sqlite:///no/such/folder/mlflow.db",)),
     Wrong("store names no file", 2, ("Use sqlite:///mlflow.db",), LAB, ("tracking.uri=sqlite:////",)),
     Wrong("store is a folder", 3, ("is a folder",), LAB, ("tracking.uri=sqlite:////tmp",)),

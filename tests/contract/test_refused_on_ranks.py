@@ -1,12 +1,18 @@
 """One table: experiments that two ranks refuse alike, whichever of them notices."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 import toys
 from ranks import Ranks
+from torch import Tensor
+from torchmetrics import Metric
+from toy_metrics import Count
 
 from pipeline.errors import PipelineError
 from pipeline.protocol.rank import Rank
@@ -15,6 +21,49 @@ from pipeline.train.run import train
 
 BATCH_NORM = {"_target_": "toys.batch_norm_net"}
 SPARSE = {"_target_": "toys.SparseWords"}
+
+
+class Outside(Count):
+    """Counts in an attribute that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        super().update(outputs, targets)
+        self.rows += len(targets)
+
+
+class Listed(Count):
+    """Has a metric in a plain list, where torchmetrics does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = [Count()]
+
+
+class Moving(Metric):
+    """The mean of all outputs, of a mean that each batch moves: two of them can't be merged without their counts."""
+
+    mean: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", default=torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("seen", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen += outputs.numel()
+        self.mean = self.mean + (outputs - self.mean).sum() / self.seen
+
+    def compute(self) -> Tensor:
+        return self.mean
+
+
+def of_the_process(samples: Any, epoch: int, generator: torch.Generator) -> Any:
+    return np.roll(np.arange(len(samples)), os.getpid())
 
 
 class Refusal(NamedTuple):
@@ -41,7 +90,7 @@ REFUSED = {
         "or a layer without batch statistics, e.g. GroupNorm.",
     ),
     "order of the process": Refusal(
-        {"sampler": {"_target_": "toy_orders.of_the_process"}},
+        {"sampler": {"_target_": "test_refused_on_ranks.of_the_process"}},
         "sampler: differs between rank 0 and rank 1. Draw from a seeded generator",
     ),
     "stream without a seed": Refusal(
@@ -64,15 +113,15 @@ REFUSED = {
         "metrics.roc: Texts returned a str. Use a metric that returns a number",
     ),
     "metric with a state outside": Refusal(
-        {"metrics": {"count": {"_target_": "toy_metrics.Outside"}}},
+        {"metrics": {"count": {"_target_": "test_refused_on_ranks.Outside"}}},
         "metrics.count: Outside keeps rows, which can't be merged over workers. Use add_state with sum, min, max or",
     ),
     "metric with an average of ranks": Refusal(
-        {"metrics": {"moving": {"_target_": "toy_metrics.Moving"}}},
+        {"metrics": {"moving": {"_target_": "test_refused_on_ranks.Moving"}}},
         "metrics.moving: Moving keeps mean, which can't be merged over workers",
     ),
     "metrics in a list": Refusal(
-        {"metrics": {"count": {"_target_": "toy_metrics.Listed"}}},
+        {"metrics": {"count": {"_target_": "test_refused_on_ranks.Listed"}}},
         "metrics.count: Listed keeps inner, which can't be merged over workers",
     ),
 }
@@ -87,7 +136,8 @@ def ranks() -> Iterator[Ranks]:
 def _error(rank: Rank, refusal: Refusal, folder: Path) -> str:
     given = toys.trial(**refusal.sections)
     update: dict[str, Any] = {
-        "strategy": refusal.strategy, "workers": 2, "checkpoints": str(folder)
+        "strategy": refusal.strategy, "workers": 2, "checkpoints": str(folder),
+        "allowed": (*given.allowed, "test_refused_on_ranks"),
     }  # fmt: skip
     if refusal.initial and rank.is_first:
         update["initial"] = Weights(path=str(folder / refusal.initial), source="lost")

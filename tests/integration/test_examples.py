@@ -50,7 +50,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def theirs(folder: Path, name: str, *arguments: str, first_epoch: int = 0, program: str = "") -> list[float]:
     losses = folder / f"{name}.json"
-    script = ROOT / "tests" / "support" / "theirs.py"
+    script = Path(__file__).with_name("theirs.py")
     line = [sys.executable, script, f"{name}.yaml", losses, str(first_epoch), program or f"{name}.py", *arguments]
     ended = subprocess.run(line, cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr

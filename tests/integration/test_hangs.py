@@ -1,5 +1,6 @@
 """A rank that stops or stands still: the run ends about ``parallel.timeout_s`` later and says which, where and how."""
 
+# promise: the traceback of the first failing rank; a killed worker is reported; no process remains
 # promise: a run is interrupted at any moment, with each signal and launcher
 
 import os
@@ -24,3 +25,16 @@ def test_a_deadlock_in_a_dataset_is_shown(project: Path, tmp_path: Path, start: 
     # The other rank, which waits, may be the first to have waited for timeout_s.
     assert re.match(rf"error: rank 1 on {os.uname().nodename}: no progress for [45] s: reading data in step ", error)
     assert "parallel.timeout_s" in error
+
+
+def test_a_killed_rank_is_named_under_ray(project: Path, tmp_path: Path, start: Start) -> None:
+    """As in `test_launchers.py` of the other launchers, but Ray doesn't know how its processes end."""
+    killed = ["parallel.workers=2", "parallel.strategy=ddp", "model.fault=killed", "model.rank=1"]
+    store = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", f"tracking.directory={tmp_path}/runs"]
+    process = start("run", "lab.yaml", "--no-baseline", "parallel.launcher=ray", *killed, *store, cwd=project)
+    _, stderr = process.communicate(timeout=200)
+
+    assert process.returncode == 1, stderr
+    assert "rank 1 exited without reporting an error" in stderr
+    assert "its process was killed" in stderr
+    assert "rank 0" not in stderr

@@ -16,8 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from launched import EACH_STEP
-from loss_curves import EXACT, Curves, assert_same, curves
+from launched import EACH_STEP, EXACT, Curves, assert_same, curves
 from outer import Ranks, losses, run_line, srun
 from stores import free_port
 

@@ -152,11 +152,13 @@ def test_where_a_secret_would_be_written_down_it_is_refused(project: Path) -> No
         load(project / "lab.yaml", [f"seed=${{oc.decode:${{oc.env:{SECRET}}}}}"])
 
 
-def test_a_worker_without_the_variable_says_so(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_is_not_set_is_named_before_the_run(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(SECRET, raising=False)
 
     ended = command("run", "lab.yaml", *KEYED, f"model.key=${{oc.env:{SECRET}}}", "model.digest=0", "--no-baseline")
 
     assert ended.code == 2
-    assert f"the environment variable {SECRET} is not set on" in ended.stderr
+    assert f"the environment variable {SECRET} is not set. Set it" in ended.stderr
     assert "lab.yaml" in ended.stderr or "command line" in ended.stderr

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from recordings import JOURNALS, Store
 
+from pipeline.commands import page
 from pipeline.drive import preflight
-from pipeline.errors import interrupt
+from pipeline.errors import Terminated, interrupt
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.record.journal import FILE_NAME, is_open, read
 from pipeline.report.report import Report
@@ -177,6 +178,30 @@ def test_an_interrupted_run_says_so_everywhere(play: Play, lab: Path, store: Sto
     (closed,) = kinds(run_in(lab), RunClosed)
     assert (closed.status, closed.message) == ("KILLED", "interrupted")
     assert [run.info.status for run in store.runs("lab")] == ["KILLED"]
+
+
+@pytest.mark.parametrize(("signal_", "code"), [(Terminated, 143), (KeyboardInterrupt, 130)])
+def test_an_interrupted_report_leaves_a_completed_run_that_can_get_it(
+    play: Play, lab: Path, store: Store, monkeypatch: pytest.MonkeyPatch, signal_: type[KeyboardInterrupt], code: int
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise signal_
+
+    options = ("run", "tiny.yaml", *SINGLE, "--no-baseline")
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "save", interrupted)
+        ended = play("single", *options)
+    folder = run_in(lab)
+    assert ended.code == code
+    assert "; the training is complete, only its report is missing; continue it with: pipeline run " in ended.stderr
+    assert [(closed.status, closed.message) for closed in kinds(folder, RunClosed)] == [("FINISHED", "")]
+    assert [run.info.status for run in store.runs("tiny")] == ["FINISHED"]
+
+    again = play("single", *options, "--resume", folder.name)
+    assert again.code == 0, again.stderr
+    assert (folder / "speedup.json").is_file()
+    assert len(kinds(folder, TrialOpened)) == 1
+    assert "has finished. To continue it" in play("single", *options, "--resume", folder.name).stderr
 
 
 def test_an_interrupt_that_was_swallowed_comes_before_there_is_a_run(

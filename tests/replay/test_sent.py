@@ -17,11 +17,11 @@ from pipeline.experiment.load import load
 from pipeline.experiment.reported import mlflow_name
 from pipeline.experiment.summary import config_hash, flatten
 from pipeline.protocol.events import Failed, Finished, RunClosed, RunOpened
-from pipeline.protocol.links import link
 from pipeline.report.report import Report
 from pipeline.tracking.follow import sync
 from pipeline.tracking.mlflow import MlflowRun
 from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.wording import link
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:For backward compatibility, 'str' dtypes"),  # MLflow's log_table on pandas 3

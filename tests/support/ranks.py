@@ -30,6 +30,8 @@ def on_ranks(
 ) -> None:
     """Call ``function(rank, *arguments)`` on each rank, with one thread; raises what one of them raises.
 
+    Its processes end afterwards, unlike those of `Ranks`: who waits for a rank that failed notices only its end.
+
     Args:
         function: of a module's own names, as processes are told it by name.
         arguments: what it gets besides its `Rank`.

@@ -35,26 +35,6 @@ class TF32(Count):
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # type: ignore[attr-defined]
 
 
-class Outside(Count):
-    """Counts in an attribute that is no state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = 0
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        super().update(outputs, targets)
-        self.rows += len(targets)
-
-
-class Listed(Count):
-    """Has a metric in a plain list, where torchmetrics does not find it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = [Count()]
-
-
 class Ever(Count):
     """How many samples it has seen in all evaluations; ``persistent`` saves it."""
 
@@ -102,25 +82,6 @@ class Each(Metric):
 
     def compute(self) -> Tensor:
         return dim_zero_cat(self.outputs) + dim_zero_cat(self.sizes)
-
-
-class Moving(Metric):
-    """The mean of all outputs, of a mean that each batch moves: two of them can't be merged without their counts."""
-
-    mean: Tensor
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("mean", default=torch.tensor(0.0), dist_reduce_fx="mean")
-        self.add_state("seen", default=torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.seen += outputs.numel()
-        self.mean = self.mean + (outputs - self.mean).sum() / self.seen
-
-    def compute(self) -> Tensor:
-        return self.mean
 
 
 class Texts(Metric):

@@ -1,7 +1,6 @@
 """Data and functions for tests of the key ``sampler``, named by ``_target_: toy_orders.NAME``."""
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +113,3 @@ def fails(samples: Any, epoch: int, generator: torch.Generator) -> Any:
 def by_weights(samples: Any, epoch: int, generator: torch.Generator, weights: Any = None) -> Any:
     """Draws by a weight for each sample: its index, or those given."""
     return draw_weighted(torch.arange(float(len(samples))) if weights is None else weights, generator)
-
-
-def of_the_process(samples: Any, epoch: int, generator: torch.Generator) -> Any:
-    return np.roll(np.arange(len(samples)), os.getpid())

@@ -27,7 +27,7 @@ from pipeline.train.run import train
 
 Kind = TypeVar("Kind", bound=Hook)
 
-KINDS = ("contrastive", "detection", "features", "gans", "metrics", "orders", "own", "streams")
+KINDS = ("contrastive", "features", "gans", "metrics", "orders", "own", "streams")
 """Modules toy_KIND that experiments may name, too."""
 SAMPLES = 22
 """Training samples of `regression`; doesn't divide by the usual batch of 8."""
@@ -690,18 +690,6 @@ class Hungry(nn.Linear):
         if len(inputs) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return super().forward(inputs)
-
-
-class Breaking(nn.Module):
-    """Decides by a value that a compiler doesn't know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(inputs)
-        return -outputs if outputs.sum().item() > 0 else outputs
 
 
 class SparseBag(nn.Module):

@@ -1,4 +1,4 @@
-"""What ``pipeline check`` tries on a few samples: it accepts what runs, and finds what fails."""
+"""Trial steps of ``pipeline check`` on a few samples: they accept what runs, and find what fails."""
 
 # promise: `check` finds what `run` finds, accepts what runs; a crash is an error
 

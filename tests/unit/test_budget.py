@@ -27,26 +27,26 @@ SECOND_EDITION = {
 LARGER_TODAY = {
     "api": 569,
     "cli": 1_457,
-    "commands": 6_093,
+    "commands": 6_084,
     "data": 1_027,
-    "drive": 1_128,
-    "experiment": 3_622,
+    "drive": 1_085,
+    "experiment": 3_436,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
-    "protocol": 1_833,
+    "protocol": 1_523,
     "record": 2_031,
     "report": 6_542,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
-    "tracking": 2_131,
-    "train": 9_247,
+    "tracking": 2_126,
+    "train": 9_234,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 279
+FILES = 278
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_620
+TEST_LINES = 48_460
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

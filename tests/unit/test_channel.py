@@ -139,37 +139,6 @@ def test_all_workers_are_asked_to_stop_and_those_that_come_later(driver: Driver,
             eventually(lambda: late.stop_asked)
 
 
-def test_at_the_limit_of_open_files_workers_wait_and_one_line_says_so(
-    driver: Driver, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full:
-        """A server whose first three connections find no descriptor."""
-
-        failures = 3
-
-        def accept(self) -> object:
-            if self.failures:
-                self.failures -= 1
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return server.accept()
-
-    server = driver.inbox._server
-    accept = driver.inbox._accept
-    full = Full()
-
-    def accept_later() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(driver.inbox, "_server", full)
-            accept()
-
-    monkeypatch.setattr(driver.inbox, "_accept", accept_later)
-    with worker() as outbox:
-        outbox.event(warned("known"))
-    (line,) = set(driver.messages) - {"known"}
-    assert line.startswith("The driver can't accept more workers: Too many open files (its limit is ")
-    assert len(driver.messages) == 2
-
-
 def test_the_limit_of_open_files_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
@@ -293,12 +262,6 @@ def test_a_driver_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatc
     assert timeouts == [channel.CONNECT_S]
 
 
-def test_each_inbox_has_a_key_of_its_own() -> None:
-    with Driver().inbox as one, Driver().inbox as other:
-        assert one.address.key != other.address.key
-        assert len(one.address.key) >= 32
-
-
 # Files, which every outbox writes into the run's folder
 
 
@@ -310,11 +273,6 @@ def test_a_file_replaces_an_older_one(tmp_path: Path) -> None:
         source.unlink()  # it has been kept
         assert (tmp_path / "run" / "model" / "weights.pt").read_bytes() == content
     assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_a_file_that_is_not_there_is_the_senders_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        DirectOutbox(tmp_path, pytest.fail).file(tmp_path / "missing", "model.pt")
 
 
 def test_a_file_without_room_is_a_warning_and_the_older_one_goes(

@@ -94,7 +94,7 @@ def test_backward_is_spread_evenly_over_matrices() -> None:
 
 
 def test_all_reduces_between_ranks(tmp_path: Path) -> None:
-    # A group of one says nothing about time, but which sizes are measured; journeys/test_prediction.py has two workers.
+    # A group of one says nothing about time, but which sizes are measured; journeys/test_comparison.py has two workers.
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         found = all_reduces(built().trainee, rank=Rank(), device=torch.device("cpu"))

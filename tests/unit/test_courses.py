@@ -45,7 +45,7 @@ def validated(step: int, *, at: float, **values: float) -> Metrics:
 
 
 def saved(step: int, *, at: float) -> CheckpointSaved:
-    return CheckpointSaved(step=step, path="", megabytes=1.0, seconds=0.4, blocked_seconds=0.1, time=at)
+    return CheckpointSaved(step=step, path="", seconds=0.4, blocked_seconds=0.1, time=at)
 
 
 TRAINING: list[AnyEvent] = [

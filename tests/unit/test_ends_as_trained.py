@@ -78,7 +78,7 @@ def reported(step: int) -> Metrics:
 
 
 def saved(step: int) -> CheckpointSaved:
-    return CheckpointSaved(time=1.0, step=step, path="", megabytes=1.0, seconds=0.0, blocked_seconds=0.0)
+    return CheckpointSaved(time=1.0, step=step, path="", seconds=0.0, blocked_seconds=0.0)
 
 
 TRAINED = Trained(time=1.0, result=RESULT)

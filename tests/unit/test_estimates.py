@@ -1,4 +1,4 @@
-"""One estimator for each figure: tables, sentences, the chart, JSON and MLflow say the same; and their doubts."""
+"""Estimates behind all figures: tables, sentences, the chart, JSON and MLflow say the same; and their doubts."""
 
 # promise: the interval of a speedup contains the truth as often as it says
 # promise: baseline and training take slots in turn, the training's results stay the same to the bit

@@ -1,4 +1,4 @@
-"""How far something is: what is told, how often, and from where."""
+"""Progress of lengthy tasks: what is told, how often, and from where."""
 
 import time
 from collections.abc import Iterator

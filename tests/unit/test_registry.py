@@ -26,9 +26,9 @@ def test_each_file_is_a_name() -> None:
 def test_other_distributions_add_theirs_but_take_no_built_in_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
     assert "sharded" not in registry.names("strategies")
-    install(tmp_path)  # as a notebook may
+    install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     assert registry.names("strategies") == ("ddp", "dp", "fsdp", "sharded", "single")
     assert registry.load("strategies", "sharded").__name__ == "their_strategy"
     assert registry.load("strategies", "ddp").__name__ == "pipeline.strategies.ddp"

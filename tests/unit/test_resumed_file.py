@@ -14,7 +14,7 @@ from pipeline.protocol.events import Metrics, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
 from pipeline.record.folder import RunState
 from pipeline.record.recorder import Recorder
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.report.report_files import REPORT_NAME
 
 FILE = """\
 name: same
@@ -121,6 +121,7 @@ def finished(text: str = FILE, *, status: Status = "FINISHED") -> RunState:
     Path("before.yaml").write_text(text)
     folder = Path("runs/r")
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True, exist_ok=True)
+    (folder / REPORT_NAME).touch()
     return RunState(folder=folder, experiment=load("before.yaml").experiment, opened=opened(""), status=status)
 
 
@@ -129,27 +130,18 @@ def now(text: str = FILE, *, epochs: int = 6) -> ExperimentFile:
     return load("now.yaml")
 
 
-def test_a_finished_run_goes_on_for_more_epochs_alone() -> None:
-    resume._refuse_finished(now(), finished())
-    assert resume.changes(now(), finished(), allowed=False) == ["train.epochs was 4, is now 6"]
+def test_a_finished_run_goes_on_for_more_epochs_or_for_its_report() -> None:
     state = finished()
-    TrackingOutcome(delivered=True).keep(state.folder)
+    resume._check_finished(now(), state)
+    assert resume.changes(now(), state, allowed=False) == ["train.epochs was 4, is now 6"]
     for epochs in (4, 3):
         with pytest.raises(
             UsageError, match=r"has finished\. To continue it, train for more than 4 epochs, .* start a new run without"
         ):
-            resume._refuse_finished(now(epochs=epochs), state)
-
-
-def test_a_finished_run_that_was_killed_before_its_delivery_names_the_command_that_sends_it() -> None:
-    state = finished()
-    for outcome in (None, TrackingOutcome(delivered=False)):
-        if outcome is not None:
-            outcome.keep(state.folder)
-        with pytest.raises(
-            UsageError, match=r"has finished\. To send all its results to MLflow: pipeline sync runs/r\. "
-        ):
-            resume._refuse_finished(now(epochs=4), state)
+            resume._check_finished(now(epochs=epochs), state)
+    (state.folder / REPORT_NAME).unlink()
+    resume._check_finished(now(epochs=4), state)
+    assert not resume.is_continued(now(epochs=4), state)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +177,16 @@ def test_a_run_that_holds_the_value_of_a_variable_has_not_changed(monkeypatch: p
         ("lr: 0.1", "lr: 0.1, momentum: 0.9", "optimizer.momentum", False),
         ("out_features: 2", "out_features: 3", "model.out_features", False),
         ("epochs: 4", "epochs: 8, clip_grad_norm: 1.0", "train.clip_grad_norm", False),
+        ("global_batch_size: 16", "global_batch_size: 8", "train.global_batch_size", False),
+        ("SGD", "AdamW", "optimizer._target_", False),
+        ("epochs: 4", "epochs: 4, lr_scaling: {rule: linear, base_batch_size: 4}", "train.lr_scaling.rule", False),
+        ("epochs: 4", "epochs: 4, ema: {decay: 0.5}", "train.ema.decay", False),
+        (
+            "name: same",
+            "name: same\nscheduler: {_target_: torch.optim.lr_scheduler.ConstantLR}",
+            "scheduler._target_",
+            False,
+        ),
     ],
 )
 def test_length_rate_and_data_may_change_if_allowed_and_nothing_else_that_shapes_the_training(
@@ -205,7 +207,7 @@ def test_a_run_without_checkpoints_does_not_go_on() -> None:
     state = finished()
     (state.folder / "checkpoints" / "step-00000004").rmdir()
     with pytest.raises(UsageError, match=r"has no checkpoint\. Start a new run"):
-        resume._refuse_finished(now(), state)
+        resume._check_finished(now(), state)
 
 
 def test_what_differs_from_a_run_of_that_length_is_told() -> None:
@@ -218,5 +220,5 @@ def test_what_differs_from_a_run_of_that_length_is_told() -> None:
 
 def test_early_stopping_that_has_more_patience_goes_on() -> None:
     before, patient = (FILE.replace("epochs: 4,", f"epochs: 4, early_stopping: {{patience: {n}}},") for n in (1, 2))
-    resume._refuse_finished(now(patient, epochs=4), finished(before))
+    resume._check_finished(now(patient, epochs=4), finished(before))
     assert len(resume.changes(now(patient, epochs=4), finished(before), allowed=False)) == 1

@@ -174,35 +174,21 @@ def test_the_next_checkpoints_are_the_same(tmp_path: Path) -> None:
         assert_equal(one, other)
 
 
-WIDE = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
-NEW_RUN = "Set it back, or start a new run without --resume."
-
-
 class TestAnotherExperiment:
     @pytest.mark.parametrize("allow_changed", [False, True])
     @pytest.mark.parametrize(
-        ("sections", "key", "message"),
+        ("sections", "message"),
         [
-            ({"train": {"global_batch_size": 4}}, "train.global_batch_size", "cannot change from 8 to 4 when resuming"),
-            ({"data": {"_target_": "toys.regression", "samples": 30}}, "data", "an epoch has 4 steps, but had 3 when"),
-            ({"model": WIDE}, "model.out_features", f"is 2, but was 1 in step-00000006. {NEW_RUN}"),
-            ({"seed": 4}, "seed", f"is 4, but was 3 in step-00000006. {NEW_RUN}"),
-            ({"optimizer": {**SGD, "momentum": 0.9}}, "optimizer.momentum", "is 0.9, but was null in"),
-            ({"optimizer": OPTIMIZERS["AdamW"]}, "optimizer._target_", 'is "torch.optim.AdamW", but was "torch.optim'),
-            ({"train": {"lr_scaling": {"rule": "linear", "base_batch_size": 4}}}, "train.lr_scaling.rule", NEW_RUN),
-            ({"train": {"ema": {"decay": 0.5}}}, "train.ema", NEW_RUN),
-            ({"train": {"clip_grad_norm": 1.0}}, "train.clip_grad_norm", NEW_RUN),
-            ({"scheduler": SCHEDULERS["milestones"]["scheduler"]}, "scheduler", ", but was null in step-00000006. Set"),
+            ({"train": {"global_batch_size": 4}}, "train.global_batch_size: cannot change from 8 to 4 when resuming"),
+            ({"data": {"_target_": "toys.regression", "samples": 30}}, "data: an epoch has 4 steps, but had 3 when"),
         ],
-    )  # fmt: skip
-    def test_is_refused_even_if_changes_are_allowed(
-        self, tmp_path: Path, sections: dict[str, Any], key: str, message: str, allow_changed: bool
+    )
+    def test_whose_steps_are_other_positions_is_refused(
+        self, tmp_path: Path, sections: dict[str, Any], message: str, allow_changed: bool
     ) -> None:
         run(tmp_path)
-        with pytest.raises(ExperimentError) as error:
+        with pytest.raises(ExperimentError, match=message):
             run(tmp_path, resume=True, allow_changed=allow_changed, **sections)
-        assert error.value.problems[0].key == key
-        assert message in error.value.problems[0].message
 
     def test_in_its_code_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         own = {"_target_": "toys.dropout_net"}
@@ -265,12 +251,6 @@ class TestAnAllowedChange:
         outbox = run(tmp_path, resume=True, allow_changed=True, **sections, **FASTER)
         assert outbox.series("train/learning_rate")[-1] == pytest.approx(0.5)
         assert [warning for warning in outbox.warnings if "ReduceLROnPlateau's reductions" in warning]
-
-    def test_of_the_learning_rate_needs_permission(self, tmp_path: Path) -> None:
-        run(tmp_path)
-        message = r"optimizer\.lr: is 0\.5, but was 0\.05 in step-00000006\. Set it back, or add --allow-changed\."
-        with pytest.raises(ExperimentError, match=message):
-            run(tmp_path, resume=True, **FASTER)
 
     def test_of_the_length_keeps_what_a_scheduler_has_seen(self, tmp_path: Path) -> None:
         """Plateau has halved the rate before; only the rate's own change sets it anew."""

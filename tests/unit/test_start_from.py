@@ -160,13 +160,14 @@ def test_a_renaming_that_cannot_be_meant_is_refused(rename: dict[str, str], said
     [
         (
             "nett.safetensors",
-            r"start_from\.file: .*nett\.safetensors does not exist; did you mean .*net\.saf",
+            r"start_from\.file: .*nett\.safetensors is no file; did you mean .*net\.saf",
         ),
-        ("model.pt", r"is .*model\.pt, but only \.safetensors files can be read: other formats may run code"),
-        ("", r"is the folder .*; use one of .*net\.safetensors"),
+        ("net.pt", r"is .*net\.pt, but only \.safetensors files can be read: other formats may run code"),
+        ("", r"start_from\.file: .* is no file"),
     ],
 )
 def test_a_file_that_is_not_there(saved: Path, name: str, said: str) -> None:
+    saved.with_suffix(".pt").touch()
     experiment = toys.experiment(train={"start_from": {"file": str(saved.parent / name)}})
     with pytest.raises(ExperimentError, match=said):
         find_initial(experiment)
@@ -176,9 +177,9 @@ def test_a_file_that_is_not_there(saved: Path, name: str, said: str) -> None:
     ("name", "said"),
     [
         ("nothing", r"start_from\.run: nothing: no such run in"),
-        ("killed", r"start_from\.run: is killed, but .*killed ended without an intact checkpoint\. Continue it with"),
+        ("killed", r"start_from\.run: is killed, but .*killed has neither model/weights\.pt nor an intact checkpoint"),
         ("sweep", r"is sweep, but .*sweep is a sweep\. Name one of its trials, for example sweep/trial-001"),
-        ("single", r"is single, but .*single/model/weights\.pt does not exist\. Name a run of pipeline run"),
+        ("single", r"is single, but .*single has neither .* checkpoint\. Name another run"),
     ],
 )
 def test_a_run_without_weights(name: str, said: str, tmp_path: Path) -> None:

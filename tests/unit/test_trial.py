@@ -14,7 +14,7 @@ from pipeline import errors
 from pipeline.cli import app
 from pipeline.errors import ExperimentError, Interrupted, Problem, TrainingError
 from pipeline.protocol import events
-from pipeline.protocol.events import AnyEvent, Event, Failed, Finished, event_from_json, event_to_json
+from pipeline.protocol.events import AnyEvent, Event, Failed, event_from_json, event_to_json
 from pipeline.protocol.labels import Role
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import (
@@ -51,12 +51,11 @@ EVENTS: list[AnyEvent] = [
     events.Trained(time=1.0, result=finished("main", spread(2.0)).result),
     finished("main", spread(2.0), communication=1.5, metrics={"a": 1.0}),
     events.Evaluated(time=1.0, split="test", samples=9, step=3, epoch=1, checkpoint="c", values={"test/loss": 0.5}),
-    events.Checked(time=1.0),
     events.ArtifactSaved(time=1.0, path="p"),
     events.ModelSaved(time=1.0, weights="w", example="e"),
     events.ModelExported(time=1.0, program="p", torch="2.13.0"),
     events.Tagged(time=1.0, run="r", tags={"stopped_early": "after epoch 1"}),
-    events.CheckpointSaved(time=1.0, step=3, path="p/step-00000003", megabytes=0.5, seconds=2.0, blocked_seconds=0.1),
+    events.CheckpointSaved(time=1.0, step=3, path="p/step-00000003", seconds=2.0, blocked_seconds=0.1),
     events.Resumed(time=1.0, step=3, epoch=1, checkpoint="p/step-00000003"),
     events.RunClosed(time=1.0, status="FAILED", message="m", summary="# s"),
 ]  # fmt: skip
@@ -67,7 +66,6 @@ def test_every_event_survives_json(event: AnyEvent) -> None:
     line = event_to_json(event)
     assert b"\n" not in line
     again = event_from_json(line)
-    assert type(again) is type(event)
     assert again == event
 
 
@@ -84,34 +82,19 @@ def test_nan_survives_json() -> None:
     assert again.points[0].value != again.points[0].value
 
 
-def test_restored_points_and_problems_are_named() -> None:
-    (metrics,) = (event_from_json(event_to_json(e)) for e in EVENTS if isinstance(e, events.Metrics))
-    (failed,) = (event_from_json(event_to_json(e)) for e in EVENTS if isinstance(e, Failed))
-    assert metrics.points[0].name == "train/loss"  # type: ignore[union-attr]
-    assert failed.problems[0].place == "p:1"  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("line", ["", "{}", '{"kind": "warned"}', '{"kind": "unheard_of", "time": 1}', '{"kind": "war'])
 def test_half_an_event_is_none(line: str) -> None:
     with pytest.raises(ValidationError):
         event_from_json(line)
 
 
-def test_a_trial_survives_json() -> None:
-    sections: dict[str, Any] = {
-        "optimizer": {"_target_": "torch.optim.Adam", "lr": 1e-3, "betas": [0.9, 0.999]},
-        "metrics": {"f1": {"_target_": "torchmetrics.F1Score", "task": "multiclass", "num_classes": 3}},
-        "model": {"_target_": "toys.dropout_net", "inner": {"_target_": "torch.nn.ReLU"}},
-        "scheduler": {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"},
-        "train": {"clip_grad_norm": 1.5},
-    }
-    trial = toys.trial(max_steps=5, **sections)
-    assert trial_from_json(trial.model_dump_json()) == trial
-
-
 @pytest.mark.parametrize("role", ROLES)
 def test_a_trial_of_each_role_survives_json(role: Role) -> None:
-    shared = {name: getattr(toys.trial(), name) for name in Trial.model_fields if name != "role"}
+    sections = {
+        "optimizer": {"_target_": "torch.optim.Adam", "lr": 1e-3, "betas": [0.9, 0.999]},
+        "scheduler": {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"},
+    }
+    shared = {name: getattr(toys.trial(**sections), name) for name in Trial.model_fields if name != "role"}
     trial = ROLES[role](**shared)
     again = trial_from_json(trial.model_dump_json())
     assert again == trial
@@ -121,13 +104,6 @@ def test_a_trial_of_each_role_survives_json(role: Role) -> None:
 def test_a_role_has_its_own_fields_only() -> None:
     with pytest.raises(ValidationError):
         Training(**toys.trial().model_dump(), max_steps=2)
-
-
-def test_what_is_shared_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError):
-        toys.trial().workers = 2  # type: ignore[misc]
-    with pytest.raises(ValidationError):
-        Rank(rnk=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +136,6 @@ def test_a_problem_is_place_key_message() -> None:
     assert str(ExperimentError([Problem("a", "1"), Problem("b", "2")])) == "a: 1\nb: 2"
 
 
-def test_being_stopped_is_no_exception_that_user_code_catches() -> None:
-    assert not issubclass(errors.Terminated, Exception)
-
-
 @pytest.mark.parametrize(
     ("kind", "changed", "title"),
     [
@@ -176,7 +148,3 @@ def test_being_stopped_is_no_exception_that_user_code_catches() -> None:
 )
 def test_titles(kind: type[Measurement], changed: dict[str, Any], title: str) -> None:
     assert toys.trial(max_steps=2, kind=kind).model_copy(update=changed).title == title
-
-
-def test_finished_is_completed_by_the_driver() -> None:
-    assert Finished(time=0.0, result=finished("main", spread(1.0)).result).time_to_first_step_s is None

@@ -1,4 +1,4 @@
-"""What is kept of a trial's launch, and which rank's error is shown."""
+"""Outcomes of launches: results, and the rank whose error is shown."""
 
 import threading
 from pathlib import Path
@@ -19,7 +19,6 @@ from pipeline.protocol.events import (
     Started,
     Trained,
     Warned,
-    event_from_json,
 )
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_outcome import Outcome
@@ -42,94 +41,47 @@ def lost(rank: int) -> Failed:
 
 
 def started(*nodes: str) -> Started:
-    devices = tuple(f"{node} cpu, 1 thread" for node in nodes)
     counts = dict.fromkeys(
-        (
-            "total_steps",
-            "steps_per_epoch",
-            "epochs",
-            "train_samples",
-            "epoch_samples",
-            "validation_samples",
-            "parameters",
-        ),
-        1,
+        ("total_steps", "steps_per_epoch", "epochs", "train_samples", "epoch_samples", "validation_samples"), 1
     )
-    return Started(time=0.0, devices=devices, data_name="", data_digest="", **counts)
+    devices = tuple(f"{node} cpu, 1 thread" for node in nodes)
+    return Started(time=0.0, devices=devices, data_name="", data_digest="", parameters=1, **counts)
 
 
-def error_of(failures: list[Failed], losses: dict[int, str], *, nodes: tuple[str, ...] = ()) -> PipelineError:
-    return Outcome(failures=tuple(failures), losses=losses, nodes=dict(enumerate(nodes))).error
+MINE = "ValueError: mine"
+CODES = {0: "ended with exit code 1", 1: "ended with exit code 1"}
+OF_1 = f"rank 1 on node-1: {MINE}"
+SILENT = "exited without reporting an error"
+WRONG = (Problem("model", "wrong"),)
 
 
-def test_the_first_that_failed_by_itself_is_to_blame() -> None:
-    error = error_of([failed(1, "ValueError: mine"), failed(0, "KeyError: later")], {})
-    assert isinstance(error, TrainingError)
-    assert (str(error), error.details) == ("rank 1 on node-1: ValueError: mine", "traceback of rank 1")
-
-
-@pytest.mark.parametrize("origin", ["lost_peer", "peer_timeout"])
-def test_those_that_only_lost_another_rank_are_not(origin: Origin) -> None:
-    own, collateral = failed(1, "ValueError: mine"), failed(0, "whatever it says", origin=origin)
-    assert str(error_of([collateral, own], {})) == "rank 1 on node-1: ValueError: mine"
-    assert str(error_of([collateral], {1: KILLED})) == f"rank 1 exited without reporting an error: {KILLED}"
+@pytest.mark.parametrize(
+    ("failures", "losses", "nodes", "kind", "said"),
+    [
+        ([failed(1, MINE), failed(0, "KeyError: later")], {}, "", TrainingError, OF_1),
+        ([lost(0), failed(1, MINE)], {}, "", TrainingError, OF_1),
+        ([failed(0, "", origin="peer_timeout"), failed(1, MINE)], CODES, "", TrainingError, OF_1),
+        ([lost(0)], {1: KILLED}, "", TrainingError, f"rank 1 {SILENT}: {KILLED}"),
+        ([failed(0, MINE)], {0: "ended with exit code 1", 1: KILLED}, "", TrainingError, f"rank 0 on node-0: {MINE}"),
+        ([], {0: KILLED, 3: "gone"}, "", TrainingError, f"rank 0 {SILENT}: {KILLED}\nrank 3 {SILENT}: gone"),
+        ([], {1: KILLED}, "ab", TrainingError, f"rank 1 on b {SILENT}: {KILLED}"),
+        ([], {1: KILLED}, "aa", TrainingError, f"rank 1 {SILENT}: {KILLED}"),
+        ([lost(1), lost(0)], {}, "", TrainingError, f"rank 1 on node-1: {BY_PEER}"),
+        ([], {}, "", TrainingError, "the workers ended without a result; their logs are in the run's folder"),
+        ([failed(0, MINE, world_size=1)], {}, "", TrainingError, MINE),
+        ([failed(1, "model: wrong", problems=WRONG)], CODES, "", ExperimentError, "model: wrong"),
+    ],
+)  # fmt: skip
+def test_the_first_that_failed_by_itself_is_to_blame_else_who_ended_without_a_word(
+    failures: list[Failed], losses: dict[int, str], nodes: str, kind: type[PipelineError], said: str
+) -> None:
+    error = Outcome(failures=tuple(failures), losses=losses, nodes=dict(enumerate(nodes))).error
+    assert (type(error), str(error)) == (kind, said)
 
 
 def test_a_rank_that_lost_a_connection_of_its_own_is_no_lost_worker() -> None:
-    both = {0: "ended with exit code 1", 1: "ended with exit code 1"}
-    assert Outcome(failures=(lost(0),), losses=both).has_only_lost_workers
-    assert not Outcome(failures=(lost(0), failed(1, OWN)), losses=both).has_only_lost_workers
-    assert str(error_of([lost(0), failed(1, OWN)], both)) == f"rank 1 on node-1: {OWN}"
-
-
-def test_failures_of_journals_before_are_read() -> None:
-    line = lost(0).model_dump_json(exclude={"origin"})
-    assert event_from_json(line) == failed(0, BY_PEER)
-
-
-def test_a_rank_that_reported_did_not_end_without_a_word() -> None:
-    losses = {0: "ended with exit code 1", 1: "ended with exit code 1"}
-    error = error_of([lost(0), failed(1, "ValueError: mine")], losses)
-    assert str(error) == "rank 1 on node-1: ValueError: mine"
-
-
-def test_an_own_error_is_more_than_a_loss() -> None:
-    """The launcher kills the others once one has failed."""
-    error = error_of([failed(0, "ValueError: mine")], {0: "ended with exit code 1", 1: "killed by SIGTERM"})
-    assert str(error) == "rank 0 on node-0: ValueError: mine"
-
-
-def test_all_that_ended_without_a_word_are_named() -> None:
-    error = error_of([], {0: KILLED, 3: "ended with exit code 7"})
-    silent = "exited without reporting an error"
-    assert str(error) == f"rank 0 {silent}: {KILLED}\nrank 3 {silent}: ended with exit code 7"
-
-
-def test_if_all_lost_each_other_the_first_is_shown() -> None:
-    error = error_of([lost(1), lost(0)], {})
-    assert str(error) == f"rank 1 on node-1: {BY_PEER}"
-
-
-def test_nobody_said_anything() -> None:
-    assert str(error_of([], {})) == "the workers ended without a result; their logs are in the run's folder"
-
-
-def test_a_single_process_needs_no_rank() -> None:
-    assert str(error_of([failed(0, "ValueError: mine", world_size=1)], {})) == "ValueError: mine"
-
-
-def test_a_mistake_in_the_experiment_is_no_training_error() -> None:
-    problems = (Problem("model", "wrong"),)
-    error = error_of([failed(1, "model: wrong", problems=problems)], {1: "ended with exit code 1"})
-    assert isinstance(error, ExperimentError)
-    assert error.problems == problems
-
-
-def test_a_lost_rank_is_named_with_its_node_where_there_are_several() -> None:
-    assert (
-        str(error_of([], {1: KILLED}, nodes=("a", "b"))) == f"rank 1 on b exited without reporting an error: {KILLED}"
-    )
-    assert str(error_of([], {1: KILLED}, nodes=("a", "a"))) == f"rank 1 exited without reporting an error: {KILLED}"
+    assert Outcome(failures=(lost(0),), losses=CODES).has_only_lost_workers
+    assert not Outcome(failures=(lost(0), failed(1, OWN)), losses=CODES).has_only_lost_workers
 
 
 def test_an_outcome_is_what_the_events_say() -> None:

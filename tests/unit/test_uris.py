@@ -35,6 +35,13 @@ def test_a_miswritten_sqlite_file_is_answered_with_the_right_form(uri: str, mend
         check_store(uri)
 
 
+@pytest.mark.parametrize("uri", ["foo://bar", "redis://localhost"])
+def test_an_address_without_a_store_is_refused_when_the_file_is_checked(uri: str) -> None:
+    assert problem_of(uri).startswith(f"MLflow has no store for {uri.partition(':')[0]} addresses. Use sqlite:///")
+    with pytest.raises(ValidationError, match="MLflow has no store"):
+        Tracking(uri=uri)
+
+
 @pytest.mark.parametrize("uri", ["sqlite:////data/mlflow.db?timeout=5", "http://h:5000", "postgresql+psycopg2://h/db"])
 def test_other_addresses_pass(uri: str) -> None:
     assert problem_of(uri) == ""

@@ -125,7 +125,7 @@ def make_study(
             if parallel.launcher == "ray" and parallel.cluster is not None:
                 common[_ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
             common[_EXPERIMENT] = tracking.experiment or files[0].experiment.name  # all below the study's run
-            varied = file.varied(common)
+            varied = file.vary(common)
             found = _find_metric(file, question, allowed=allowed)
             metric, direction = found if number == 0 or found == (metric, direction) else _LOSS
             plan = make_plan(varied.experiment, resources, allowed=allowed, with_baseline=False)

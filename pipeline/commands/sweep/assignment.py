@@ -84,7 +84,7 @@ class TrialJob:
 
     def file_of(self, record: Record) -> ExperimentFile:
         """Return the experiment of a trial."""
-        return self.files[record.variant].varied(record.values)
+        return self.files[record.variant].vary(record.values)
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of a trial."""

@@ -67,7 +67,7 @@ def make(file: ExperimentFile) -> SweepPlan:
         parallel = file.experiment.parallel
         if parallel.launcher == "ray" and parallel.cluster is not None:
             common[_ADDRESS] = parallel.cluster  # RAY_ADDRESS may be where it stands
-        varied = file.varied(common)
+        varied = file.vary(common)
         plan = make_plan(varied.experiment, resources, allowed=allowed, with_baseline=False)
     seed = file.experiment.seed if sweep.seed is None else sweep.seed
     suggestions = tuple(_suggestions(file, sweep, seed=seed))
@@ -137,7 +137,7 @@ def find_concurrency(
     autoscaler can add nodes, it may ask for more than there is.
     """
     parallel = file.experiment.parallel
-    least = file.varied({_CPUS: parallel.cpus_per_worker or 1}).experiment
+    least = file.vary({_CPUS: parallel.cpus_per_worker or 1}).experiment
     trial = make_plan(least, resources, allowed=allowed, with_baseline=False).main
     side_by_side = resources.cpus // resources.nodes // trial.cpus_per_worker * resources.nodes
     if trial.devices_per_worker:
@@ -205,7 +205,7 @@ def _suggestions(file: ExperimentFile, sweep: Sweep, *, seed: int) -> list[Recor
     wrong = [
         Problem("sweep.parameters", f"{each.title}: {problem.key}: {problem.message}")
         for each in drawn
-        for problem in refusals(partial(file.varied, each.values))
+        for problem in refusals(partial(file.vary, each.values))
     ]
     if wrong:
         raise file.explain(wrong)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.experiment.reported import named, single_names
+from pipeline.experiment.reported import iter_formatted, single_names
 from pipeline.protocol import estimates
 from pipeline.protocol.trial import QUICK_STEPS
 from pipeline.report.numbers.row import Advice, Row, find_main_row
@@ -56,7 +56,7 @@ def iter_metric_names(row: Row) -> Iterator[str]:
 
 def describe_outcome(row: Row) -> str:
     """Return final metrics and costs of a training: startup time, compile time, peak memory."""
-    parts = [*named({name: row.metrics[name] for name in iter_metric_names(row)})]
+    parts = [*iter_formatted({name: row.metrics[name] for name in iter_metric_names(row)})]
     if row.best is not None:
         parts.append(str(row.best))
     if row.time_to_first_step_s is not None:
