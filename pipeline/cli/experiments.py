@@ -105,14 +105,14 @@ def sweep(
     with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
         stages.begin("importing torch")
         with undisturbed():
-            from pipeline.commands.sweep import planning
+            from pipeline.commands.study_trials import planning
 
         if dry_run:
             plan = planning.describe(planning.make(experiment))
             stages.end()
             typer.echo(plan)
             return
-        from pipeline.commands.sweep.run_sweep import sweep as run_sweep
+        from pipeline.commands.study_trials.run_sweep import sweep as run_sweep
 
         run_sweep(
             experiment,

@@ -11,9 +11,9 @@ import torch
 import yaml
 from mlflow import MlflowClient
 
-from pipeline.commands.sweep import finish_trials
-from pipeline.commands.sweep.assignment import Record
-from pipeline.commands.sweep.journals import find_trial, state_of
+from pipeline.commands.study_trials import finish_trials
+from pipeline.commands.study_trials.assignment import Record
+from pipeline.commands.study_trials.journals import find_trial, state_of
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, Point, RunClosed, RunOpened, Tagged
 from pipeline.record.folder import trials_of

@@ -370,7 +370,7 @@ FAULTS = (
     Fault(
         "the worst trial of a sweep is the best",
         "a sweep names its best trial",
-        "pipeline/commands/sweep/journals.py",
+        "pipeline/commands/study_trials/journals.py",
         '    pick = min if direction == "min" else max',
         '    pick = max if direction == "min" else min',
         ("tests/unit/test_best_trial.py",),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.sweep.journals import Evaluation, best_of
-from pipeline.commands.sweep.sweep_report import _is_logarithmic
+from pipeline.commands.study_trials.journals import Evaluation, best_of
+from pipeline.commands.study_trials.sweep_report import _is_logarithmic
 from pipeline.experiment.sweep import Parameter
 from pipeline.report.swept import Swept, SweptReport, SweptTrial
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from pipeline import cli
 from pipeline.commands import run as runner
-from pipeline.commands.sweep import planning
+from pipeline.commands.study_trials import planning
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment import reported

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.sweep import planning, supervisor
-from pipeline.commands.sweep.assignment import Record, TrialJob
-from pipeline.commands.sweep.journals import find_trial, state_of
+from pipeline.commands.study_trials import planning, supervisor
+from pipeline.commands.study_trials.assignment import Record, TrialJob
+from pipeline.commands.study_trials.journals import find_trial, state_of
 from pipeline.drive.recorded_run import Membership, _status
 from pipeline.errors import ResourceError
 from pipeline.experiment.load import ExperimentFile, load

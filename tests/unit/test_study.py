@@ -10,7 +10,7 @@ from pipeline.commands.compare.compared_runs import Question
 from pipeline.commands.compare.study_answer import compare_study
 from pipeline.commands.compare.study_plan import describe_study, make_study
 from pipeline.commands.compare.study_record import Looks, StudyRecord, find_differing
-from pipeline.commands.sweep.assignment import Record
+from pipeline.commands.study_trials.assignment import Record
 from pipeline.errors import ExperimentError, UsageError
 from pipeline.experiment.variant_files import read_variants
 from pipeline.report.screens import format_screen

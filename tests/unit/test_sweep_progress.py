@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
+from pipeline.commands.study_trials.sweep_progress import SweepProgress, is_live, shown_on
 from pipeline.report.swept import State, SweptTrial
 
 LR = "optimizer.lr"

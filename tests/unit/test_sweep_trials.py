@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.sweep.assignment import Record, TrialJob
-from pipeline.commands.sweep.journals import describe_early_stop, find_trial, state_of
-from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
+from pipeline.commands.study_trials.assignment import Record, TrialJob
+from pipeline.commands.study_trials.journals import describe_early_stop, find_trial, state_of
+from pipeline.commands.study_trials.supervisor import EPOCH, TRIAL, VALUE, Supervisor
 from pipeline.experiment.load import load
 from pipeline.experiment.sweep import Sweep
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
@@ -74,7 +74,7 @@ def test_a_trial_that_runs_elsewhere_is_not_started_again(tmp_path: Path, monkey
 
 def test_optuna_continues_after_the_trials_that_have_begun() -> None:
     pytest.importorskip("optuna")
-    from pipeline.commands.sweep.searchers import SweepSearch
+    from pipeline.commands.study_trials.searchers import SweepSearch
 
     sweep = Sweep.model_validate(
         {

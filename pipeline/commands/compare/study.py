@@ -15,10 +15,10 @@ from pipeline.commands.compare.study_plan import StudyPlan
 from pipeline.commands.compare.study_record import Looks, StudyRecord
 from pipeline.commands.invocation import Invocation, invoked
 from pipeline.commands.preparation import refuse_outer_launcher
-from pipeline.commands.sweep import finish_trials
-from pipeline.commands.sweep.assignment import TrialJob, folder_name
-from pipeline.commands.sweep.journals import find_trial, records, state_of
-from pipeline.commands.sweep.sweep_progress import SweepProgress
+from pipeline.commands.study_trials import finish_trials
+from pipeline.commands.study_trials.assignment import TrialJob, folder_name
+from pipeline.commands.study_trials.journals import find_trial, records, state_of
+from pipeline.commands.study_trials.sweep_progress import SweepProgress
 from pipeline.drive.resume import earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
 from pipeline.protocol.events import Tagged
@@ -180,7 +180,7 @@ def _train(plan: StudyPlan, record: StudyRecord, *, job: TrialJob, invocation: I
     Returns:
         What a cluster lacked, if it did, and the number of pairs.
     """
-    from pipeline.commands.sweep.tuner import SweepDisplay, searching
+    from pipeline.commands.study_trials.tuner import SweepDisplay, searching
 
     looks = record.looks[-1].pairs
     progress = SweepProgress(

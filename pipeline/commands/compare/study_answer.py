@@ -11,8 +11,8 @@ from pipeline.commands.compare.compared_runs import Question, compare_variants, 
 from pipeline.commands.compare.study_record import StudyRecord, find_differing
 from pipeline.commands.compare.variants import SeededRun, Variant, read_training
 from pipeline.commands.history.run_result import report_of
-from pipeline.commands.sweep.assignment import folder_name
-from pipeline.commands.sweep.journals import has_begun, records, state_of
+from pipeline.commands.study_trials.assignment import folder_name
+from pipeline.commands.study_trials.journals import has_begun, records, state_of
 from pipeline.errors import UsageError
 from pipeline.experiment.reported import PREFIX
 from pipeline.record import journal

@@ -7,8 +7,8 @@ from pipeline.commands.compare.compared_runs import Question
 from pipeline.commands.compare.study_record import find_differing
 from pipeline.commands.compare.variants import name_variant
 from pipeline.commands.preparation import planning
-from pipeline.commands.sweep.assignment import Record
-from pipeline.commands.sweep.planning import describe_busy, find_concurrency, find_needs, shares_cluster
+from pipeline.commands.study_trials.assignment import Record
+from pipeline.commands.study_trials.planning import describe_busy, find_concurrency, find_needs, shares_cluster
 from pipeline.drive.directions import directions
 from pipeline.errors import Problem, UsageError
 from pipeline.experiment.load import ExperimentFile

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.commands.preparation import planning
-from pipeline.commands.sweep.assignment import Record
+from pipeline.commands.study_trials.assignment import Record
 from pipeline.drive.directions import judges, sweep_direction
 from pipeline.errors import Problem, ResourceError, refusals
 from pipeline.experiment.load import ExperimentFile

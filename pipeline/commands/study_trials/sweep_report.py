@@ -7,9 +7,9 @@ from pathlib import Path
 from time import time
 
 from pipeline.commands.invocation import Invocation
-from pipeline.commands.sweep.assignment import folder_name
-from pipeline.commands.sweep.journals import best_of, find_trial, model_of, records
-from pipeline.commands.sweep.planning import SweepPlan
+from pipeline.commands.study_trials.assignment import folder_name
+from pipeline.commands.study_trials.journals import best_of, find_trial, model_of, records
+from pipeline.commands.study_trials.planning import SweepPlan
 from pipeline.experiment.load import ExperimentFile, override
 from pipeline.experiment.sweep import Parameter
 from pipeline.experiment.uris import without_credentials_in

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.commands.sweep.assignment import Record, folder_name
+from pipeline.commands.study_trials.assignment import Record, folder_name
 from pipeline.experiment.reported import PREFIX
 from pipeline.experiment.values import Direction
 from pipeline.protocol.events import STOPPED_EARLY, Finished, Metrics, ModelSaved, RunOpened, Started

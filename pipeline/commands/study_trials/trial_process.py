@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.commands.sweep.assignment import Record, TrialJob
-from pipeline.commands.sweep.journals import describe_early_stop, has_begun
+from pipeline.commands.study_trials.assignment import Record, TrialJob
+from pipeline.commands.study_trials.journals import describe_early_stop, has_begun
 from pipeline.errors import PipelineError, Terminated, terminate
 from pipeline.system import memory
 from pipeline.system.imports import importable, undisturbed

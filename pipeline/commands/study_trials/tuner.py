@@ -13,12 +13,12 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
 from pipeline.commands.invocation import Invocation
-from pipeline.commands.sweep import finish_trials
-from pipeline.commands.sweep.assignment import Record, TrialJob, folder_name
-from pipeline.commands.sweep.journals import best_of, find_trial, reached, records
-from pipeline.commands.sweep.planning import SweepPlan
-from pipeline.commands.sweep.supervisor import EPOCH, TRIAL, VALUE, Supervisor
-from pipeline.commands.sweep.sweep_progress import SweepProgress, is_live, shown_on
+from pipeline.commands.study_trials import finish_trials
+from pipeline.commands.study_trials.assignment import Record, TrialJob, folder_name
+from pipeline.commands.study_trials.journals import best_of, find_trial, reached, records
+from pipeline.commands.study_trials.planning import SweepPlan
+from pipeline.commands.study_trials.supervisor import EPOCH, TRIAL, VALUE, Supervisor
+from pipeline.commands.study_trials.sweep_progress import SweepProgress, is_live, shown_on
 from pipeline.experiment.sweep import Sweep
 from pipeline.launch.cluster import connected, outside_main_thread
 from pipeline.record.screen import write
@@ -148,7 +148,7 @@ def make_searcher(plan: SweepPlan, folder: Path) -> Searcher | None:
     """
     if plan.sweep.search == "random":
         return None
-    from pipeline.commands.sweep.searchers import SweepSearch
+    from pipeline.commands.study_trials.searchers import SweepSearch
 
     begun = [record.values for record in records(folder)]
     return SweepSearch(plan.sweep, begun, direction=plan.direction, seed=plan.seed)

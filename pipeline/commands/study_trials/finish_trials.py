@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.commands.sweep.journals import has_begun
+from pipeline.commands.study_trials.journals import has_begun
 from pipeline.errors import PipelineError
 from pipeline.record import journal
 from pipeline.record.folder import trials_of
@@ -20,7 +20,7 @@ from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import counted
 
 _LOOK_S = 0.1
-_MODULE = "pipeline.commands.sweep.trial_process"
+_MODULE = "pipeline.commands.study_trials.trial_process"
 
 
 def stop(*, grace_s: float, tell: Callable[[str], None]) -> None:

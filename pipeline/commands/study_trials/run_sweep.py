@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked
 from pipeline.commands.preparation import refuse_outer_launcher
-from pipeline.commands.sweep import finish_trials
-from pipeline.commands.sweep import sweep_report as outcome
-from pipeline.commands.sweep.assignment import TrialJob, folder_name
-from pipeline.commands.sweep.journals import state_of
-from pipeline.commands.sweep.planning import SweepPlan, make, shares_cluster
-from pipeline.commands.sweep.sweep_progress import SweepProgress
+from pipeline.commands.study_trials import finish_trials
+from pipeline.commands.study_trials import sweep_report as outcome
+from pipeline.commands.study_trials.assignment import TrialJob, folder_name
+from pipeline.commands.study_trials.journals import state_of
+from pipeline.commands.study_trials.planning import SweepPlan, make, shares_cluster
+from pipeline.commands.study_trials.sweep_progress import SweepProgress
 from pipeline.drive.resume import check_same, earlier
 from pipeline.errors import ResourceError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile
@@ -86,7 +86,7 @@ def _search(plan: SweepPlan, job: TrialJob, invocation: Invocation) -> str:
     Raises:
         KeyboardInterrupt: after running trials have saved and ended.
     """
-    from pipeline.commands.sweep.tuner import SweepDisplay, make_searcher, schedule, searching
+    from pipeline.commands.study_trials.tuner import SweepDisplay, make_searcher, schedule, searching
 
     searcher = make_searcher(plan, invocation.folder)  # before Ray is started: Optuna may be missing
     progress = SweepProgress(

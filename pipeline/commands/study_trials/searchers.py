@@ -5,8 +5,8 @@ from typing import Any
 
 from ray.tune.search.optuna import OptunaSearch
 
-from pipeline.commands.sweep.planning import rounded
-from pipeline.commands.sweep.supervisor import TRIAL
+from pipeline.commands.study_trials.planning import rounded
+from pipeline.commands.study_trials.supervisor import TRIAL
 from pipeline.errors import ResourceError
 from pipeline.experiment.sweep import Parameter, Sweep
 from pipeline.experiment.targets import install_command

@@ -12,8 +12,8 @@ from typing import Any
 
 from ray import tune
 
-from pipeline.commands.sweep.assignment import Record, TrialJob
-from pipeline.commands.sweep.journals import Evaluation, Follower, has_used_resources, state_of
+from pipeline.commands.study_trials.assignment import Record, TrialJob
+from pipeline.commands.study_trials.journals import Evaluation, Follower, has_used_resources, state_of
 from pipeline.errors import ResourceError
 from pipeline.record import journal
 from pipeline.record.folder import trials_of
@@ -117,7 +117,7 @@ class Supervisor(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         self._keep()
         with (self._folder / OUTPUT_NAME).open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.commands.sweep.trial_process"],
+                [sys.executable, "-m", "pipeline.commands.study_trials.trial_process"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
