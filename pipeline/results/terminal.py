@@ -1,5 +1,6 @@
 """A result on the terminal: a screen of at most 24 lines of 80 columns, or with ``--full`` all of it."""
 
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -121,7 +122,9 @@ def _format_advice(advice: Advice) -> Iterator[str]:
 
 
 def _format_next(name: str, text: str) -> tuple[str, ...]:
-    return label_command(name, text.split()) if text.startswith("pipeline ") else label(name, text)
+    """Return a sentence, or a shell command, whose words stay whole where they have spaces."""
+    is_command = text.startswith("pipeline ")
+    return label_command(name, [*map(shlex.quote, shlex.split(text))]) if is_command else label(name, text)
 
 
 def wrap(text: str, *, first: str = "", rest: str = "") -> tuple[str, ...]:
