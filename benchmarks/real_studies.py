@@ -29,7 +29,7 @@ from pipeline.experiment.values import Direction
 from pipeline.plan.resources import detect
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
-from pipeline.report.numbers.paired import Answer, answer, is_rate
+from pipeline.results.paired import Answer, answer, is_rate
 from pipeline.train.run import train
 
 HERE = Path(__file__).parent

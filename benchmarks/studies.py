@@ -1,11 +1,11 @@
-"""How often `pipeline compare` is right: simulated studies with a known difference between two variants.
+"""How often `pipeline compare` is right: simulated comparisons with a known difference between two variants.
 
-    python benchmarks/studies.py    # three minutes; writes results/studies.md
+    python benchmarks/studies.py    # two minutes; writes results/studies.md
 
-For each law of the differences and each number of pairs it draws studies, and judges them as the command does. Coverage
-is the share of studies whose interval contains the true mean. A false alarm is a "better" or "worse" where the true
-mean is 0. The power table has the pairs from which on 80% of the studies find a difference. A study until its answer is
-clear covers the truth if the intervals of all its looks do.
+For each law of the differences and each number of pairs it draws comparisons, and judges them as the command does.
+Coverage is the share whose interval contains the true mean. A false alarm is a "better" or "worse" where the true mean
+is 0. The power table has the pairs from which on 80% find a difference. The split of a time to target is drawn with
+known factors, and each of its intervals is covered if it contains its factor.
 """
 
 import argparse
@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.protocol.estimates import mean_of_independent
-from pipeline.report.numbers.looks import confidence_of_look, plan_looks
-from pipeline.report.numbers.paired import judge
+from pipeline.results.paired import Cost, judge, split
 
 RESULTS = Path(__file__).parent / "results" / "studies.md"
 STUDIES, SEED = 2000, 17
@@ -80,7 +79,8 @@ LAWS: dict[str, Law] = {
     **{f"60 trainings of {name}": real(name) for name in ("tabular", "resnet", "gpt")},
     "lognormal (skewed)": skewed,
 }
-LOOKS = plan_looks(5, at_most=20)
+RATE, NEEDED, DEVICES = 1.8, 1.1, 2
+"""Factors of the second variant: samples per second, samples until the target, devices."""
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
     head = [
         "# How often compare is right",
         "",
-        f"{STUDIES:,} simulated studies for each cell, seed {SEED}, NumPy {np.__version__}, Python "
+        f"{STUDIES:,} simulated comparisons for each cell, seed {SEED}, NumPy {np.__version__}, Python "
         f"{platform.python_version()}. Written by `python benchmarks/studies.py`.",
     ]
     parts = [*head, "", "## Coverage of the 95% interval", "", _row("law", PAIRS), _line(len(PAIRS))]
@@ -107,23 +107,26 @@ def main() -> None:
         alarms.append(_row(name, [f"{alarm:.1%}" for _, alarm in found]))
     power = [
         "",
-        f"## Pairs from which on {SHARE:.0%} of the studies find a difference",
+        f"## Pairs from which on {SHARE:.0%} of the comparisons find a difference",
         "",
         _row("law", [f"{effect} standard deviations" for effect in EFFECTS]),
         _line(len(EFFECTS)),
     ]
     power += [_row(name, [_needed(law, source, effect=effect) for effect in EFFECTS]) for name, law in LAWS.items()]
-    clear = [
+    factors = {"sooner": RATE / NEEDED, "samples/s": RATE, "samples": NEEDED, "device hours": DEVICES * NEEDED / RATE}
+    parts_of_split = [
         "",
-        f"## Until the answer is clear: looks after {', '.join(map(str, LOOKS))} pairs",
+        "## Coverage of the split of a time to target",
         "",
-        "Each cell of a difference: the share of studies that find it, and the mean number of pairs that they train.",
+        f"The second variant has {RATE} times the samples per second, needs {NEEDED} times the samples, and has "
+        f"{DEVICES} times the devices. The luck of the samples has a standard deviation of 10% within a pair, that of "
+        "the pace 3%.",
         "",
-        _row("law", ["all intervals right", "false alarms", *(f"{effect} standard deviations" for effect in EFFECTS)]),
-        _line(2 + len(EFFECTS)),
+        _row("pairs", [f"{name}, {value:.3g}x" for name, value in factors.items()]),
+        _line(len(factors)),
     ]
-    clear += [_row(name, _until_clear(law, source)) for name, law in LAWS.items()]
-    RESULTS.write_text("\n".join([*parts, *alarms, *power, *clear]) + "\n", encoding="utf-8")
+    parts_of_split += [_row(str(size), _cover_split(source, [*factors.values()], size=size)) for size in PAIRS]
+    RESULTS.write_text("\n".join([*parts, *alarms, *power, *parts_of_split]) + "\n", encoding="utf-8")
     print(RESULTS.read_text(encoding="utf-8"))
 
 
@@ -138,26 +141,23 @@ def _study(law: Law, source: np.random.Generator, *, size: int, shift: float = 0
     return covered / STUDIES, told / STUDIES
 
 
-def _until_clear(law: Law, source: np.random.Generator) -> list[str]:
-    """Return shares of studies that are looked at until they are clear, see `main`."""
-    level = confidence_of_look([len(LOOKS)], index=0)
-    cells = []
-    for effect in (0.0, *EFFECTS):
-        covered = told = trained = 0
-        for _ in range(STUDIES):
-            differences = (law(source, LOOKS[-1]) + effect).tolist()
-            found = {size: mean_of_independent(differences[:size], confidence=level) for size in LOOKS}
-            covered += all(one.low <= effect <= one.high for one in found.values())
-            verdicts = {
-                size: judge(one, differences[:size], direction="min", margin=None, confidence=level)
-                for size, one in found.items()
-            }
-            ended = next((size for size, verdict in verdicts.items() if verdict != "inconclusive"), None)
-            told += ended is not None
-            trained += ended or LOOKS[-1]
-        share = f"{told / STUDIES:.1%}"
-        cells += [f"{share}, {trained / STUDIES:.1f}"] if effect else [f"{covered / STUDIES:.1%}", share]
-    return cells
+def _cover_split(source: np.random.Generator, factors: list[float], *, size: int) -> list[str]:
+    """Return the share of splits whose intervals contain each of the true factors."""
+    covered = np.zeros(len(factors))
+    for _ in range(STUDIES):
+        lucks = np.exp(source.normal(0, 0.3, size))
+        samples = [1000 * lucks, 1000 * NEEDED * lucks * np.exp(source.normal(0, 0.1, size))]
+        rates = [100 * pace * np.exp(source.normal(0, 0.03, size)) for pace in (1, RATE)]
+        a, b = (
+            [Cost(float(one / rate), float(one), devices) for one, rate in zip(own, paces, strict=True)]
+            for own, paces, devices in zip(samples, rates, (1, DEVICES), strict=True)
+        )
+        found = split(dict(enumerate(zip(a, b, strict=True))), metric="m", target=0.97)
+        estimates = (found.sooner, found.rate, found.samples, found.hours)
+        covered += [
+            one is not None and one.low <= factor <= one.high for one, factor in zip(estimates, factors, strict=True)
+        ]
+    return [f"{share:.1%}" for share in covered / STUDIES]
 
 
 def _needed(law: Law, source: np.random.Generator, *, effect: float) -> str:

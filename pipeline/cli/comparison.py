@@ -1,6 +1,5 @@
 """``pipeline compare``: experiment files are trained in pairs, recorded runs are compared as they are."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -14,7 +13,6 @@ from pipeline.cli.arguments import (
     DryRun,
     Json,
     Quiet,
-    Resume,
     Verbose,
     consoles,
     is_file,
@@ -22,14 +20,15 @@ from pipeline.cli.arguments import (
     with_address,
 )
 from pipeline.cli.results import Directory, summary_of
-from pipeline.errors import UsageError
+from pipeline.errors import TrainingError, UsageError
 from pipeline.system import stages
 from pipeline.system.imports import undisturbed
 
 if TYPE_CHECKING:
     from pipeline.record.run_summary import RunSummary
+    from pipeline.results.record import Result
 
-_LEAST, _PAIRS, _AT_MOST = 2, 5, 20
+_LEAST, _PAIRS = 2, 5
 _RUNS = Path("runs")
 
 
@@ -46,7 +45,7 @@ def compare(
         typer.Argument(
             metavar="FILE...|RUN...",
             help="Experiment files to train in pairs, with overrides for all; or recorded runs with the same seeds, a "
-            "sweep, a study.",
+            "sweep.",
             show_default=False,
         ),
     ],
@@ -63,11 +62,9 @@ def compare(
             help="Compare values of one file's keys, e.g. optimizer.lr=0.1,0.05.",
         ),
     ] = None,
-    until_clear: Annotated[bool, typer.Option("--until-clear", help="Add pairs until the answer is clear.")] = False,
-    at_most: Annotated[
-        int | None,
-        typer.Option("--at-most", metavar="N", help="Most pairs of --until-clear.", show_default="20"),
-    ] = None,
+    concurrent: Annotated[
+        int, typer.Option("--concurrent", metavar="N", min=1, help="Trainings at the same time.")
+    ] = 1,
     target: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +96,6 @@ def compare(
         ),
     ] = None,
     dry_run: DryRun = False,
-    resume: Resume = None,
     directory: Directory = _RUNS,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -107,62 +103,66 @@ def compare(
     verbose: Verbose = False,
 ) -> None:
     """Compare experiments: which is better beyond the luck of their seeds, and what differs."""
-    if at_most is not None and not until_clear:
-        raise UsageError("--at-most limits --until-clear. Use both, or --seeds.")
-    asked = {"metric": metric, "mode": mode and mode.value, "margin": margin, "target": _parse_target(target)}
+    asked = {"metric": metric, "mode": mode and mode.value, "margin": margin}
+    asked |= {"target": _parse_target(target), "is_timed": target is not None}
     files = [word for word in words if is_file(word)]
     if not files:
-        for_files = {"--seeds": seeds, "--vary": vary, "--target": target, "--resume": resume}
+        for_files = {"--seeds": seeds, "--vary": vary, "--target": target, "--dry-run": dry_run or None}
         wrong = [option for option, value in for_files.items() if value is not None]
-        wrong += [option for option, value in {"--until-clear": until_clear, "--dry-run": dry_run}.items() if value]
         if wrong:
             raise UsageError(f"{wrong[0]} trains experiment files. No file is named, only: {' '.join(words)}")
-        _compare_runs(words, asked, directory=directory, as_json=as_json)
+        _print(_compare_runs(words, asked, directory=directory), as_json=as_json, quiet=quiet, verbose=verbose)
         return
     overrides = [word for word in words if not is_file(word)]
     if other := next((word for word in overrides if "=" not in word), ""):
         raise UsageError(f"{other} is neither an experiment file nor an override such as train.epochs=2")
-    first = _PAIRS if seeds is None else seeds
-    if first < _LEAST:
+    pairs = _PAIRS if seeds is None else seeds
+    if pairs < _LEAST:
         raise UsageError(
-            f"--seeds {first}: a single pair has no confidence interval. Use at least {_LEAST}, e.g. --seeds 5."
+            f"--seeds {pairs}: a single pair has no confidence interval. Use at least {_LEAST}, e.g. --seeds 5."
         )
-    most = max(_AT_MOST, first) if at_most is None else at_most
-    if until_clear and most < first:
-        raise UsageError(f"--at-most {most}: less than --seeds {first}, with which the study starts")
     if dry_run and as_json:
         raise UsageError("--dry-run prints the plan as text. Remove --json.")
     if directory != _RUNS:
         raise UsageError("--directory is for recorded runs. For files, set tracking.directory=FOLDER.")
-    with consoles(as_json=as_json, quiet=quiet, prints=dry_run) as terminal:
+    if target is not None and concurrent > 1:
+        raise UsageError(f"--target compares times, so trainings run one at a time. Remove --concurrent {concurrent}.")
+    with consoles(as_json=True, quiet=quiet) as terminal:
         stages.begin("reading the experiments")
         from pipeline.experiment.variant_files import read_variants
 
         variants = read_variants(files, with_address(overrides, address), vary=vary)
         stages.begin("importing torch")
         with undisturbed():
-            from pipeline.commands.compare import study_plan
-            from pipeline.commands.compare.compared_runs import Question
-        from pipeline.report.numbers.looks import plan_looks
+            from pipeline.commands.compare import compare_files, plan_comparison
+            from pipeline.commands.compared_runs import Question
 
-        looks = plan_looks(first, at_most=most) if until_clear else (first,)
-        plan = study_plan.make_study(variants, Question.model_validate(asked), pairs=first, is_timed=target is not None)
-        from pipeline.commands.compare.study import open_record, study
-
-        asked_looks = None if resume is not None and seeds is None and not until_clear else looks
+        question = Question.model_validate(asked)
+        comparison = plan_comparison(variants, question, pairs=pairs, concurrent=concurrent)
+        stages.end()
         if dry_run:
-            _, record = open_record(plan, asked_looks, resume=resume)
-            stages.end()
-            typer.echo(study_plan.describe_study(plan, looks=record.looks[-1].pairs))
+            typer.echo(comparison.describe())
             return
-        study(
-            plan,
-            asked_looks,
-            resume=resume,
-            verbose=verbose,
-            terminal=terminal,
-            show=lambda compared: print_json(json.dumps(compared.to_mapping(), indent=2)) if as_json else None,
-        )
+        result, failed = compare_files(comparison, terminal=terminal, verbose=verbose)
+    _print(result, as_json=as_json, quiet=quiet, verbose=verbose)
+    if failed:
+        raise TrainingError(f"{failed}. The same command trains again what failed")
+
+
+def _print(result: "Result", *, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Print a result on standard output."""
+    import rich.console
+
+    from pipeline.record.screen import print_screen
+    from pipeline.results.terminal import format_full, format_screen
+
+    if as_json:
+        print_json(result.model_dump_json(indent=1))
+    elif quiet:
+        typer.echo(result.verdict)
+    else:
+        lines = (format_full if verbose else format_screen)(result)
+        print_screen(lines, stdout=rich.console.Console(highlight=False))
 
 
 def _parse_target(text: str | None) -> float | None:
@@ -182,43 +182,24 @@ def _parse_target(text: str | None) -> float | None:
     return found
 
 
-def _compare_runs(words: Sequence[str], asked: Mapping[str, object], *, directory: Path, as_json: bool) -> None:
-    """Compare recorded runs, or show the answer of a study.
+def _compare_runs(words: Sequence[str], asked: Mapping[str, object], *, directory: Path) -> "Result":
+    """Compare recorded runs.
 
     Raises:
         UsageError: the runs can't be compared.
     """
-    import rich.console
+    from pipeline.commands.compared_runs import Question, compare_runs
 
-    from pipeline.commands.compare.compared_runs import Question, compare_runs, show_compared
-
-    named = [summary_of(word, directory) for word in words]
-    console = rich.console.Console(highlight=False)
-    if len(named) == 1 and named[0].command == "study":
-        from pipeline.commands.compare.study_answer import compare_study
-        from pipeline.commands.ending import print_result
-
-        changes = {name: value for name, value in asked.items() if value is not None}
-        compared = compare_study(named[0].folder, changes=changes)
-        if as_json:
-            print_json(json.dumps(compared.to_mapping(), indent=2))
-        else:
-            print_result(compared, named[0].folder, stdout=console)
-        return
-    found = [one for run in named for one in _trials(run)]
+    found = [one for word in words for one in _trials(summary_of(word, directory))]
     if len(found) < 2:
         raise UsageError(f"name at least two runs, or a sweep, e.g. pipeline compare {words[0]} RUN")
     if repeated := next((one.run for one in found if [other.run for other in found].count(one.run) > 1), ""):
         raise UsageError(f"{repeated} is named twice")
-    runs = compare_runs(found, Question.model_validate(asked))
-    if as_json:
-        typer.echo(runs.to_json())
-    else:
-        show_compared(runs, console=console)
+    return compare_runs(found, Question.model_validate(asked))
 
 
 def _trials(run: "RunSummary") -> "list[RunSummary]":
-    """Return the trials of a sweep or a study that have started; of another run, itself."""
+    """Return the trials of a sweep that have started; of another run, itself."""
     from pipeline.protocol.labels import PARENTS
     from pipeline.record.folder import trials_of
     from pipeline.record.run_summary import summarized

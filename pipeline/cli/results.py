@@ -71,11 +71,19 @@ def show(
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import format_progress, result_of
     from pipeline.record.run_summary import data_of
-    from pipeline.record.screen import headed, linked, print_report, write
+    from pipeline.record.screen import headed, linked, print_report, print_screen, write
+    from pipeline.results import record
+    from pipeline.results.terminal import format_full, format_screen
     from pipeline.tracking.outcome import places_of
 
     console = rich.console.Console(highlight=False)
     summary = summary_of(run, directory)
+    if (saved := record.read(summary.folder)) is not None:
+        if as_json:
+            typer.echo(saved.model_dump_json(indent=1))
+        else:
+            print_screen((format_full if full else format_screen)(saved), stdout=console)
+        return
     result = result_of(summary)
     if as_json and result is None:
         raise UsageError(f"{summary.folder}: {_state(summary)}, so it has no result")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pipeline.record import journal
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
-from pipeline.report.compared import Compared
 from pipeline.report.numbers.courses import Course, courses
 from pipeline.report.page import publish
 from pipeline.report.page.about import About
@@ -49,16 +48,6 @@ def _courses(report: AnyReport, folder: Path) -> Iterator[Course]:
                 for course in courses(journal.read(path)) if path.is_file() else ():
                     if course.trial == "main":
                         yield replace(course, title=report.swept.titled(trial), trial=trial.run)
-        case Compared():
-            yield from _iter_study_courses(report, folder)
-
-
-def _iter_study_courses(report: Compared, folder: Path) -> Iterator[Course]:
-    for variant in (report.first, *(one.variant for one in report.others)):
-        for run in variant.runs.values():
-            for course in courses(journal.read(folder / Path(run).name / journal.FILE_NAME)):
-                if course.trial == "main":
-                    yield replace(course, title=variant.full_name, trial=run)
 
 
 def about(folder: Path) -> About:

@@ -27,13 +27,10 @@ _HOW_NOT_WHAT = (
 """Prefixes of keys that don't affect what is trained: they may change between two sessions of a run."""
 
 
-def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep", "study"] = "main") -> RunState:
-    """Find the run, the sweep or the study meant by `runs.LATEST`, an id, or a folder."""
-    directory, what, name = (
-        Path(file.experiment.tracking.directory),
-        "run" if role == "main" else role,
-        file.experiment.name,
-    )
+def earlier(file: ExperimentFile, resume: str, *, role: Literal["main", "sweep"] = "main") -> RunState:
+    """Find the run or the sweep meant by `runs.LATEST`, an id, or a folder."""
+    directory, what = Path(file.experiment.tracking.directory), "run" if role == "main" else role
+    name = file.experiment.name
     if resume == runs.LATEST:
         folder = newest(file, role=role)
     else:

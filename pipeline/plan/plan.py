@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Trial)
 class Plan(Frozen):
     """Trials of a command, in order."""
 
-    command: Literal["run", "benchmark", "sweep", "study", "evaluate"] = "run"
+    command: Literal["run", "benchmark", "compare", "sweep", "evaluate"] = "run"
     experiment: Experiment
     resources: Resources
     trials: tuple[Trial, ...]

@@ -3,6 +3,6 @@
 from typing import Literal
 
 Role = Literal["main", "baseline", "reference", "cell", "evaluation", "check"]  # Role of a trial
-PARENTS = ("sweep", "study")  # Roles of runs whose trainings are runs themselves, each in a folder inside theirs
+PARENTS = ("sweep",)  # Roles of runs whose trainings are runs themselves, each in a folder inside theirs
 Split = Literal["validation", "test"]  # Held-out set that can be evaluated
 Status = Literal["FINISHED", "FAILED", "KILLED"]

@@ -38,7 +38,7 @@ class RunSummary(Frozen):
     """Id of the run: the name of its folder, after the sweep's if it is a trial."""
     folder: Path
     command: str
-    """run, benchmark, sweep, study or evaluate."""
+    """run, benchmark, compare, sweep or evaluate."""
     experiment: str
     status: Status | Literal["RUNNING", "STOPPED"]
     """RUNNING while a driver writes to the journal; KILLED if it died without closing it; STOPPED: a trial, by ASHA."""

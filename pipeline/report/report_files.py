@@ -1,15 +1,13 @@
 """Reports that have a page, and the names of their files in a run's folder."""
 
-from pipeline.report.compared import Compared
 from pipeline.report.report import Report
 from pipeline.report.swept import SweptReport
 
-AnyReport = Report | SweptReport | Compared
+AnyReport = Report | SweptReport
 """A report that has a page."""
 PAGE_NAME = "report.html"
 REPORT_NAME = "speedup.json"
 """File name of a `Report`."""
 CHART_NAME, CURVES_NAME = "speedup.png", "learning_curves.png"
 SWEEP_NAME = "sweep.png"
-DIFFERENCES_NAME = "differences.png"
 PAIRS_NAME, PAIRS_CHART_NAME = "pairs.csv", "pairs.png"

@@ -17,7 +17,7 @@ METRICS = {
     "time_to_first_step_s": "time/to_first_step_s",
 }
 """Metrics whose name differs from the fact's key; with ``/`` MLflow draws them in groups."""
-TAGS = ("speedup",)
+TAGS = ("speedup", "difference", "pairs")
 """Facts that are tags, too, in words."""
 
 
@@ -39,6 +39,8 @@ def tags(result: Result) -> dict[str, dict[str, str]]:
         if fact.key in TAGS and fact.value is not None:
             doubt = {"ok": "", "inconclusive": "inconclusive, ", "invalid": ""}[fact.state]
             named.setdefault(fact.trial, {})[fact.key] = doubt + format_fact(fact)
+    if result.answer:
+        named.setdefault("main", {})["verdict"] = result.answer
     return named
 
 

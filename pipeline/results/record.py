@@ -20,6 +20,8 @@ WIDE = 3.0
 """Ratio of an interval's ends from which the value between them says little, so that only the ends are shown."""
 FAR = 100.0
 """Ratio from which the end of an interval only says that nothing is known."""
+NEGLIGIBLE = 1e-4
+"""Share of the longest end of a difference below which another is shown as 0: rounding of the metric."""
 
 
 class Fact(Frozen):
@@ -33,8 +35,9 @@ class Fact(Frozen):
     """None if it is not known; NaN and infinity, which JSON does not have, are read back as None."""
     low: float | None = None
     high: float | None = None
-    unit: Literal["", "x", "%", "s", "ms", "MiB", "samples/s"] = ""
-    """Unit of the value; of "%" the value is a share, 1 for 100%."""
+    unit: Literal["", "x", "%", "s", "ms", "MiB", "samples/s", "+", "points"] = ""
+    """Unit of the value; of "%" the value is a share, 1 for 100%. A difference, which has a sign, is in "points" of a
+    rate, or in the metric's own unit, "+"."""
     label: str = ""
     """Name for people; empty: the key."""
     state: State = "ok"
@@ -106,6 +109,8 @@ class Result(Frozen):
     """Sentences of the answer, each from a new line on."""
     verdict: str
     """The answer in one line, for ``--quiet``, ``list`` and MLflow."""
+    answer: str = ""
+    """The answer in a word, for scripts and as a tag, e.g. "better"; empty if the command has none."""
     state: State = "ok"
     facts: tuple[Fact, ...] = ()
     tables: tuple[Table, ...] = ()
@@ -163,6 +168,8 @@ def format_fact(fact: Fact, *, with_interval: bool = True) -> str:
         return "not valid"
     if fact.value is None or math.isnan(fact.value):
         return "-" if fact.value is None else "NaN"
+    if fact.unit in ("+", "points"):
+        return _format_difference(fact, with_interval=with_interval)
     if fact.low is None or fact.high is None or not with_interval:
         return _format_value(fact.value, fact.unit, is_clear=True)
     is_clear = fact.unit != "x" or not fact.low <= 1 <= fact.high
@@ -174,6 +181,15 @@ def format_fact(fact: Fact, *, with_interval: bool = True) -> str:
     if fact.unit in ("x", "%"):
         low = low.removesuffix(fact.unit)
     return f"{_format_value(fact.value, fact.unit, is_clear=is_clear)} ({low} to {high.removesuffix('x')})"
+
+
+def _format_difference(fact: Fact, *, with_interval: bool) -> str:
+    """Format a difference with its sign, e.g. "+1.1 points (+0.38 to +1.9)"."""
+    ends = [end for end in (fact.value, fact.low, fact.high) if end is not None]
+    shown = [0.0 if abs(end) < NEGLIGIBLE * max(map(abs, ends)) else end for end in ends]
+    value, *interval = (f"{end:+.2g}" if abs(end) < 10 else f"{end:+,.0f}" for end in shown)
+    unit = "" if fact.unit == "+" else f" {fact.unit}"
+    return f"{value}{unit} ({interval[0]} to {interval[1]})" if with_interval and interval[1:] else f"{value}{unit}"
 
 
 def _format_value(value: float, unit: str, *, is_clear: bool) -> str:

@@ -116,34 +116,32 @@ def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journa
     assert "stopped early by ASHA after epoch 4" in there("show", f"{run}/trial-001").stdout
     assert "validation/loss" in there("show", f"{run}/trial-002").stdout
     difference = json.loads(there("compare", f"{run}/trial-001", f"{run}/trial-002", "--json").stdout)
-    assert difference["configuration"] == {"optimizer.lr": {"a": "0.1", "b": "0.05"}}
+    assert ["optimizer.lr", "0.1", "0.05"] in difference["tables"][0]["rows"]
 
 
 def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: Recorded) -> None:
     a, b = journal("finished").folder.name, journal("single").folder.name
-    apart = there("compare", a, b, "--json")
+    apart = there("compare", a, b, "--mode", "max", "--json")
 
     assert apart.code == 0, apart.stderr
     found = json.loads(apart.stdout)
-    assert found["configuration"]["parallel.launcher"] == {"a": "torchrun", "b": "inprocess"}
-    assert "model.hidden" not in found["configuration"]
-    assert found["environment"] == {}
-    assert "ddp, 2 workers: samples/s" in found["results"]
-    text = there("compare", a, b).stdout
-    assert f"A  {a}" in text.splitlines()
-    assert "no differences: environment" in text
-    assert (found["verdict"], found["pairs"]) == ("inconclusive", 1)
-    assert text.splitlines()[0] == text.splitlines()[-1]
-    assert text.startswith("Inconclusive: validation/")
+    differing = {name: cells for name, *cells in found["tables"][0]["rows"]}
+    assert differing["parallel.launcher"] == ["torchrun", "inprocess"]
+    assert "model.hidden" not in differing
+    assert "No differences: environment" in found["notes"]
+    assert found["answer"] == "inconclusive"
+    assert {fact["key"]: fact["value"] for fact in found["facts"]}["pairs"] == 1
+    text = there("compare", a, b, "--mode", "max").stdout
+    assert text.splitlines()[2].startswith("RESULT   Inconclusive whether B is better than A: validation/")
+    assert f"A  {a}" in text
     failed = json.loads(there("compare", a, journal("failed").folder.name, "--json").stdout)
-    assert failed["results"]["status"] == {"a": "FINISHED", "b": "FAILED"}
+    assert ["status", "FINISHED", "FAILED"] in failed["tables"][0]["rows"]
 
 
 def test_a_sweep_is_compared_by_its_trials(there: Any, journal: Recorded) -> None:
     found = json.loads(there("compare", journal("sweep").folder.name, "--json").stdout)
-    assert list(found["variants"])[:2] == ["A", "B"]
-    assert [pairs["a"] for pairs in found["configuration"].values()] == ["0.1"]
-    assert found["metric"] in (None, "validation/loss")
+    differing = [table["rows"] for table in found["tables"] if table["title"] == "What differs between A and B"]
+    assert [row[1] for row in differing[0] if row[0] == "optimizer.lr"] == ["0.1"]
 
 
 @pytest.mark.parametrize(

@@ -26,17 +26,17 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "api": 569,
-    "cli": 1_457,
-    "commands": 6_084,
+    "cli": 1_446,
+    "commands": 5_610,
     "data": 1_027,
-    "drive": 1_085,
+    "drive": 1_082,
     "experiment": 3_436,
     "launch": 2_036,
     "models": 408,
     "plan": 801,
     "protocol": 1_523,
     "record": 2_031,
-    "report": 6_542,
+    "report": 5_795,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
@@ -44,9 +44,9 @@ LARGER_TODAY = {
     "train": 9_234,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 278
+FILES = 272
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_460
+TEST_LINES = 48_410
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

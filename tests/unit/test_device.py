@@ -14,7 +14,6 @@ import toys
 from samples import BASELINE, HARDWARE, finished, spread
 from torch import Tensor, nn
 
-from pipeline.commands.compare.compared_figures import Figure, measured
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import CellMeasurement
@@ -330,15 +329,12 @@ class TestPrice:
         assert (reported(None).devices, row(price=None).cost) == ((), None)
         assert Report.of([samples.MAIN], [finished("main", spread(200))], hardware=HARDWARE).main.cost is None
 
-    def test_programs_people_and_comparisons_get_it(self) -> None:
+    def test_programs_and_people_get_it(self) -> None:
         report = reported(2.5, flops=flops(fp32=1e6), energy=Energy(joules=30.0, samples=10))
         cell = build_cell(report.main)
         assert (cell["cost"], cell["tflops"], cell["mfu"]) == (pytest.approx(2.5), pytest.approx(2e-4), None)
         assert columns(report.entries)["cost"] == [pytest.approx(2.5)] * 2
         assert Report.model_validate_json(report.to_json()).devices == report.devices
-        known = dict(measured(report.main))
-        assert (known["cost"], known["energy, J/sample"]) == (Figure(pytest.approx(2.5), "min"), Figure(3.0, "min"))
-        assert not {"cost", "energy, J/sample"} & dict(measured(reported(None).main)).keys()
         lines = next(lines for title, *lines in report.blocks if title == "Compute utilization")
         (line,) = [line for line in lines if line.startswith("this training costs")]
         assert line in report.markdown()

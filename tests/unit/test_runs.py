@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 import rich.console
-from samples import finished, report, spread
+from samples import finished, spread
 
-from pipeline.commands.compare.compared_figures import ComparedFigures, Figure
-from pipeline.commands.compare.difference import difference, show_difference
 from pipeline.commands.history.run_list import ago, show_runs
 from pipeline.errors import UsageError
 from pipeline.protocol.events import WEIGHTS, Metrics, Point, RunClosed, RunOpened
@@ -23,7 +21,6 @@ from pipeline.record import runs
 from pipeline.record.journal import FILE_NAME
 from pipeline.record.recorder import Recorder
 from pipeline.record.run_summary import summarized
-from pipeline.report.report_files import REPORT_NAME
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 
@@ -293,81 +290,3 @@ def test_an_unknown_run_is_answered_with_the_nearest_ones(tmp_path: Path, text: 
 def test_where_there_are_no_runs_none_is_found(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"latest: no such run in .* \(no runs yet\)"):
         runs.find("latest", tmp_path / "runs")
-
-
-def test_a_difference_holds_what_differs_and_nothing_else(tmp_path: Path) -> None:
-    a = run(tmp_path, "20260301-110000-digits-bbbb", params={"name": "digits", "seed": "1", "train.epochs": "5"})
-    b = run(tmp_path, "20260302-120000-digits-aaaa", params={"name": "digits", "seed": "1", "train.epochs": "9",
-                                                           "model.depth": "3"}, status="FAILED")  # fmt: skip
-    (a / "environment.txt").write_text("# python 3.11.7, Linux\nnumpy==2.3.4\ntorch==2.13.0\n")
-    (b / "environment.txt").write_text("# python 3.11.7, Linux\nnumpy==2.4.0\ntorch==2.13.0\n")
-    slow, fast = report(), report()
-    main = fast.main.model_copy(update={"samples_per_second": spread(380)})
-    (a / REPORT_NAME).write_text(slow.to_json())
-    (b / REPORT_NAME).write_text(fast.model_copy(update={"rows": (*fast.rows[:-1], main)}).to_json())
-
-    found = difference(*(summary for summary in runs.summaries(tmp_path)))
-
-    assert {key: (pair.a, pair.b) for key, pair in found.configuration.items()} == {
-        "train.epochs": ("5", "9"), "model.depth": (None, "3")
-    }  # fmt: skip
-    assert {key: (pair.a, pair.b) for key, pair in found.environment.items()} == {"numpy": ("2.3.4", "2.4.0")}
-    assert set(found.results) == {"status", "message", "ddp, 2 workers: samples/s"}
-    faster = found.results["ddp, 2 workers: samples/s"]
-    assert isinstance(faster, ComparedFigures)
-    assert (faster.change, faster.judgement) == ("+100.0%", "better")
-    for width in (80, 40):
-        console = console_of(width)
-        show_difference(found, titles=("A  one", "B  20260302-120000-digits-aaaa"), with_results=True, console=console)
-        assert isinstance(console.file, io.StringIO)
-        text = console.file.getvalue()
-        assert max(map(len, text.splitlines())) <= max(width, len("B  20260302-120000-digits-aaaa"))
-        assert "+100.0%" in text
-        assert "…" not in text
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "change", "judgement"),
-    [
-        (Figure(100, "max", 95, 105), Figure(120, "max", 115, 125), "+20.0%", "better"),
-        (Figure(100, "max", 95, 105), Figure(80, "max", 75, 85), "-20.0%", "worse"),
-        (Figure(100, "max", 95, 105), Figure(104, "max", 102, 110), "+4.0%", "within noise"),
-        (Figure(3.2, "min", 3, 3.4), Figure(1.6, "min", 1.5, 1.7), "-50.0%", "better"),
-        (Figure(0.9, "max", is_absolute=True), Figure(0.92, "max", is_absolute=True), "+0.02", "better"),
-        (Figure(0.2, "min", is_absolute=True), Figure(0.25, "min", is_absolute=True), "+0.05", "worse"),
-        (Figure(7.0), Figure(140.0), "20x", ""),
-        (Figure(0.0, "min"), Figure(1.0, "min"), "", "worse"),
-        (None, Figure(1.0, "min"), "", ""),
-    ],
-)
-def test_figures_are_better_or_worse_unless_it_could_be_noise(
-    a: Figure | None, b: Figure | None, change: str, judgement: str
-) -> None:
-    compared = ComparedFigures.of(a, b)
-    assert (compared.change, compared.judgement, compared.differs) == (change, judgement, True)
-
-
-def test_a_difference_begins_with_what_was_learned(tmp_path: Path) -> None:
-    for name, value in (("a", 0.9), ("b", 0.95)):
-        metrics = {"validation/loss": 1 - value, "validation/accuracy": value, "train/loss": 0.1}
-        run(tmp_path, f"2026-{name}", metrics=metrics)
-
-    found = difference(*runs.summaries(tmp_path))
-
-    assert list(found.results) == ["validation/loss", "validation/accuracy"]
-    console = console_of(80)
-    show_difference(found, titles=("A  one", "B  other"), with_results=True, console=console)
-    assert isinstance(console.file, io.StringIO)
-    lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["validation/accuracy", "0.9", "0.95", "+0.05"] in lines
-    assert ["validation/loss", "0.1", "0.05", "-0.05"] in lines
-
-
-def test_a_report_of_another_version_does_not_hide_the_rest(tmp_path: Path) -> None:
-    a = run(tmp_path, "20260301-110000-digits-bbbb")
-    run(tmp_path, "20260302-120000-digits-aaaa")
-    (a / REPORT_NAME).write_text('{"name": "digits"}')
-
-    found = difference(*runs.summaries(tmp_path))
-
-    assert "not a result of this version" in str(found.results["report"].a)

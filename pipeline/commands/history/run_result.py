@@ -1,6 +1,5 @@
 """``pipeline show``: results of earlier runs, as their commands left them."""
 
-import json
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -14,8 +13,6 @@ from pipeline.record import journal
 from pipeline.record.run_summary import RunSummary
 from pipeline.record.screen import Printable, print_report, print_verdict
 from pipeline.record.trial_progress import RunProgress
-from pipeline.report.compared import FILE_NAME as STUDY_NAME
-from pipeline.report.compared import Compared
 from pipeline.report.report import Report, comparison_json, run_json
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.report.screens import format_screen
@@ -23,7 +20,7 @@ from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import FILE_NAME as SWEEP_NAME
 from pipeline.report.swept import SweptReport
 
-Model = TypeVar("Model", Report, SweptReport, Compared)
+Model = TypeVar("Model", Report, SweptReport)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors while an inconsistent result is loaded and printed; pydantic's errors are ValueErrors."""
 
@@ -49,9 +46,6 @@ def result_of(run: RunSummary) -> RunResult | None:
         if swept is None:
             return None
         return RunResult(swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
-    if run.command == "study":
-        compared = _read(Compared, run.folder / STUDY_NAME)
-        return RunResult(compared, lambda: json.dumps(compared.to_mapping(), indent=2)) if compared else None
     if (report := report_of(run)) is None:
         return None
     if run.command == "benchmark":

@@ -10,7 +10,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from pipeline.experiment.reported import PREFIX, single_names
 from pipeline.experiment.values import Frozen
-from pipeline.report.compared import Compared
 from pipeline.report.numbers.goodput import LABELS, Goodput
 from pipeline.report.numbers.row import FIRST_STEPS, Advice, Row
 from pipeline.report.page.about import About
@@ -100,8 +99,6 @@ def save_page(report: AnyReport, path: Path, *, about: About, pictures: Mapping[
             page = _speedups(report, shared)
         case SweptReport():
             page = _summary(shared, title="sweep", tiles=tuple(_of_sweep(report.swept)), command=report.command)
-        case Compared():
-            page = _summary(shared, title="study", tiles=tuple(_iter_study_tiles(report)))
     path.write_text(page, encoding="utf-8")
 
 
@@ -118,16 +115,6 @@ def _speedups(report: Report, shared: Mapping[str, object]) -> str:
 
 def _summary(shared: Mapping[str, object], *, title: str, tiles: Sequence[Tile], command: str = "") -> str:
     return _template("summary.html.jinja").render(shared, kind=title, tiles=tiles, command=command)
-
-
-def _iter_study_tiles(report: Compared) -> Iterator[Tile]:
-    """Yield the difference of each variant to the first one."""
-    for one in report.others:
-        if (answer := one.answer) is not None:
-            unit = f" {answer.unit}" if answer.unit else ""
-            label = f"{one.variant.name} - {report.first.name}, {answer.metric}: {answer.verdict}, {answer.pairs} pairs"
-            is_clear = answer.verdict in ("better", "worse")
-            yield Tile(figure=f"{answer.difference:+.3g}{unit}", label=label, is_accented=is_clear)
 
 
 def _of_sweep(swept: Swept) -> Iterator[Tile]:

@@ -5,15 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.report.compared import Compared
 from pipeline.report.numbers.courses import Course
-from pipeline.report.pictures import chart, compared_chart, curves, pairs, picture, sweep_chart
+from pipeline.report.pictures import chart, curves, pairs, picture, sweep_chart
 from pipeline.report.pictures.picture import Draw
 from pipeline.report.report import Report
 from pipeline.report.report_files import (
     CHART_NAME,
     CURVES_NAME,
-    DIFFERENCES_NAME,
     PAIRS_CHART_NAME,
     SWEEP_NAME,
     AnyReport,
@@ -54,8 +52,6 @@ def pictures(report: AnyReport, courses: Sequence[Course]) -> Iterator[Picture]:
             yield from _of_speedups(report, courses)
         case SweptReport():
             yield from _of_sweep(report, courses)
-        case Compared():
-            yield from _iter_study_pictures(report, courses)
 
 
 def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]:
@@ -81,16 +77,6 @@ def _of_sweep(report: SweptReport, courses: Sequence[Course]) -> Iterator[Pictur
         index = _index(courses, best.run if best else "")
         draw = partial(curves.draw, courses, metric=swept.metric, best=index)
         yield Picture(CURVES_NAME, draw, "Learning curves", report.name, curves.caption(courses))
-
-
-def _iter_study_pictures(report: Compared, courses: Sequence[Course]) -> Iterator[Picture]:
-    if answered := [one for one in report.others if one.answer is not None]:
-        label = "Differences of the pairs"
-        draw = partial(compared_chart.draw_differences, answered, first=report.first.name)
-        yield Picture(DIFFERENCES_NAME, draw, label, report.name, compared_chart.CAPTION)
-        if courses and (metric := compared_chart.find_metric(answered, courses)):
-            draw = partial(compared_chart.draw_curves, courses, metric=metric)
-            yield Picture(CURVES_NAME, draw, f"{metric} of all trainings", report.name, compared_chart.CURVES_CAPTION)
 
 
 def _index(courses: Sequence[Course], trial: str) -> int | None:

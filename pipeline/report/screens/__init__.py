@@ -1,9 +1,8 @@
 """Screens: what a command ends with, in at most 24 lines of 80 columns. Pure functions from a report to lines."""
 
-from pipeline.report.compared import Compared
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.report import Report
-from pipeline.report.screens import compared_screen, comparison_screen, evaluation_screen, run_screen, sweep_screen
+from pipeline.report.screens import comparison_screen, evaluation_screen, run_screen, sweep_screen
 from pipeline.report.screens.screen_layout import Places
 from pipeline.report.swept import SweptReport
 
@@ -17,8 +16,6 @@ def format_screen(report: object, places: Places) -> tuple[str, ...]:
             return run_screen.format_screen(report, places)
         case SweptReport():
             return sweep_screen.format_screen(report, places)
-        case Compared():
-            return compared_screen.format_screen(report, places)
         case EvaluationReport():
             return evaluation_screen.format_screen(report, places)
     return ()
