@@ -2,14 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from pipeline import registry
 from pipeline.commands import page
-from pipeline.commands.ending import print_end
+from pipeline.commands.ending import find_places, print_end
 from pipeline.commands.interruption import continuable
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.directions import directions
@@ -27,7 +27,7 @@ from pipeline.record import provenance
 from pipeline.record.folder import id_of
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.screen import Printable, Terminal
+from pipeline.record.screen import Printable, Terminal, print_screen, write
 from pipeline.report.advice import advise
 from pipeline.report.numbers.goodput import Goodput, WallClock
 from pipeline.report.numbers.row import Row
@@ -35,6 +35,11 @@ from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.text.claims import classify_speedup
 from pipeline.report.text.tables import speedup
+from pipeline.results import mlflow_names, record
+from pipeline.results.page import FILE_NAME as PAGE_NAME
+from pipeline.results.page import render
+from pipeline.results.record import Result
+from pipeline.results.terminal import format_full, format_screen
 from pipeline.system import stages
 
 _log = logging.getLogger(__name__)
@@ -70,7 +75,7 @@ class Invocation:
     _initial: Weights | None
     _results: _Results
     _clock: WallClock
-    _shown: list[Printable]
+    _shown: list[Result | Printable]
 
     @property
     def folder(self) -> Path:
@@ -129,6 +134,23 @@ class Invocation:
         tags = {"speedup": f"{doubts.get(classify_speedup(row, baseline), '')}{speedup(row)}"}
         self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
 
+    def finish(self, result: Result, *, draws: bool = True) -> None:
+        """Save and record the result that the command ends in, to be shown once the run is closed.
+
+        Args:
+            result: the result, without ``run`` and ``places``.
+            draws: True to write its page.
+        """
+        self.recorder.summary = mlflow_names.describe(result)
+        if draws:
+            with self.unharmed(f"{self.folder / PAGE_NAME}"):
+                (self.folder / PAGE_NAME).write_text(render(result, about={}), encoding="utf-8")
+                artifact(PAGE_NAME, self.recorder)
+        result = result.model_copy(update={"run": id_of(self.folder), "places": _place(self.folder)})
+        self._shown.append(result)
+        record.save(result, self.folder)
+        artifact(record.FILE_NAME, self.recorder)
+
     def show(self, report: Printable, *, summary: str = "") -> None:
         """Print a report once its results are where they belong.
 
@@ -183,15 +205,17 @@ def invoked(
     member: Membership | None = None,
     again: Sequence[str] = (),
     adds: bool = False,
+    show: Callable[[Result, Path], None] | None = None,
 ) -> Iterator[Invocation]:
-    """Print a plan's notes and record what happens inside; for the other arguments see `recorded`.
+    """Print a plan's notes, record what happens inside, and print the result; for other arguments see `recorded`.
 
+    ``show`` gets the result, as it is saved, and the run's folder.
     ``again`` is the verb, with its options, that continues the run after an interruption; empty if none does.
     """
     for note in plan.notes:
         terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
     initial = _initial(plan, resumes=folder is not None)
-    shown: list[Printable] = []
+    shown: list[Result | Printable] = []
     folders: list[Path] = []
     try:
         with recorded(
@@ -214,7 +238,16 @@ def invoked(
                 yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
     finally:
         for ended in folders:
-            print_end(shown[-1] if shown else None, ended, terminal=terminal, is_verbose=verbose)
+            last = shown[-1] if shown else None
+            if isinstance(last, Result):
+                last = last.model_copy(update={"places": _place(ended)})  # once MLflow has answered
+                with suppress(OSError):  # the disk is full: the error says so
+                    record.save(last, ended)
+                print_result(last, terminal=terminal, is_verbose=verbose)
+                if show is not None:
+                    show(last, ended)
+            else:
+                print_end(last, ended, terminal=terminal, is_verbose=verbose)
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
@@ -225,3 +258,19 @@ def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
         if not resumes:
             raise
         return None
+
+
+def print_result(result: Result, *, terminal: Terminal, is_verbose: bool = False) -> None:
+    """Print what a command ends with; with ``--quiet`` the answer alone, with ``--verbose`` all of it first."""
+    if terminal.progress.quiet:
+        write(terminal.result, result.verdict, style="bold")
+        return
+    full = (*format_full(result), "") if is_verbose else ()
+    print_screen([*full, *format_screen(result)], stdout=terminal.result)
+
+
+def _place(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Return where a run's results are, as `Result.places` has them."""
+    found = find_places(folder)
+    more = f"pipeline show {found.run} --full{f'    MLflow: {found.mlflow}' if found.mlflow else ''}"
+    return (("Report", found.page) if found.page else ("Folder", str(folder))), ("More", more)
