@@ -73,9 +73,10 @@ def format_table(table: Table, *, most_rows: int | None = None, width: int = WID
         more.append(f"{hidden} more: pipeline show latest --full")
     cells = [table.header, *([format_cell(cell) for cell in row] for row in rows)]
     names, *columns = (list(column) for column in zip(*cells, strict=True))
-    while len(columns) > 1 and _width(columns) + _NARROWEST > width:
+    narrowest = min(_NARROWEST, max(map(len, names)))
+    while len(columns) > 1 and _width(columns) + narrowest > width:
         columns.pop()
-    room = max(_NARROWEST, width - _width(columns))
+    room = max(narrowest, width - _width(columns))
     lines: list[list[str]] = []
     for name, *others in zip(names, *columns, strict=True):
         *above, last = textwrap.wrap(name, room, subsequent_indent="  ", break_long_words=False) or [""]
