@@ -58,7 +58,7 @@ from pipeline.launch.cluster import connected, outside_main_thread
 from pipeline.plan.plan import make_plan
 from pipeline.protocol.events import Finished, ModelSaved, Tagged
 from pipeline.record import journal
-from pipeline.record.folder import id_of
+from pipeline.record.folder import EXPERIMENT_NAME, id_of
 from pipeline.record.screen import Terminal, write
 from pipeline.results import texts
 from pipeline.results.record import Fact, Result, Table
@@ -387,15 +387,12 @@ def _finish(trials: Sequence[SweptTrial], plan: SweepPlan, invocation: Invocatio
     receive(Tagged(run=run, tags=tags))
     if model is not None:
         receive(model.model_copy(update={"time": time.time(), "run": tags["best_run"]}))
-    shown = make_result(trials, plan, invocation.file, hardware=invocation.hardware, logs_model=model is not None)
-    invocation.finish(shown)
+    invocation.finish(make_result(trials, plan, invocation, logs_model=model is not None))
 
 
-def make_result(
-    trials: Sequence[SweptTrial], plan: SweepPlan, file: ExperimentFile, *, hardware: str, logs_model: bool
-) -> Result:
+def make_result(trials: Sequence[SweptTrial], plan: SweepPlan, invocation: Invocation, *, logs_model: bool) -> Result:
     """Return the result: the best trial, a table of all by their values, and the commands to go on with."""
-    metric, total = plan.sweep.metric, len(trials)
+    metric, total, file = plan.sweep.metric, len(trials), invocation.file
     states, best = Counter(one.state for one in trials), best_of(trials, plan.direction)
     ended, early = states["completed"] + states["stopped early"], states["stopped early"]
     title = [texts.SWEPT.format(name=file.experiment.name, of=f"{ended} of {counted(total, 'trial')}")]
@@ -417,7 +414,7 @@ def make_result(
     left = total - ended - states["failed"]
     steps = [("RESUME", texts.TRIALS_LEFT.format(left=left, total=total))] if left else []
     why = texts.ALL_NAN.format(metric=metric) if states["completed"] else texts.NONE_COMPLETED
-    headline, facts = [why], [Fact(key="trials", value=total), Fact(key="trials_failed", value=states["failed"])]
+    headline, facts = [why], list[Fact]()
     if best is not None:
         values = [(name, _show(best.values[key])) for name, key in zip(names, keys, strict=True)]
         about = {"number": best.number, "total": total, "metric": metric, "value": figure(best.value or 0.0)}
@@ -426,17 +423,19 @@ def make_result(
         headline += [texts.ITS_MODEL] if logs_model else []
         why = texts.BEST_IN_A_LINE.format(**about, values=", ".join(f"{name}={value}" for name, value in values))
         facts += [Fact(key=metric, value=best.value), Fact(key="best_trial", value=best.number, label="best trial")]
-        words = [str(file.path), *_given(file, best.values), *(override(key, one) for key, one in best.values.items())]
-        steps += [("RETRAIN", shlex.join(["pipeline", "run", *words])), *_confirm(trials, plan, file)]
+        given = [word for word in file.overrides if word.partition("=")[0] not in best.values]
+        words = [without_credentials_in(word) for word in given if not word.startswith(("sweep.", "sweep="))]
+        words = [str(file.path), *words, *(override(key, value) for key, value in best.values.items())]
+        steps += [("RETRAIN", shlex.join(["pipeline", "run", *words])), *_confirm(trials, plan, invocation)]
     return Result(
         kind="sweep",
         name=file.experiment.name,
         title=", ".join(title),
-        hardware=hardware,
+        hardware=invocation.hardware,
         label="RESULT" if best is None else "BEST",
         headline=tuple(headline),
         verdict=why,
-        facts=tuple(facts),
+        facts=(*facts, Fact(key="trials", value=total), Fact(key="trials_failed", value=states["failed"])),
         tables=(
             Table(
                 header=("trial", metric, "epochs", "status", *names),
@@ -452,30 +451,19 @@ def make_result(
     )
 
 
-def _confirm(trials: Sequence[SweptTrial], plan: SweepPlan, file: ExperimentFile) -> Iterator[tuple[str, str]]:
+def _confirm(trials: Sequence[SweptTrial], plan: SweepPlan, invocation: Invocation) -> Iterator[tuple[str, str]]:
     """Yield the command that compares the second best settings with the best ones, if two completed.
 
     It uses new seeds, since the best of many trials was partly lucky.
     """
     ended = [one for one in sort_trials(trials, plan.direction) if one.state == "completed" and one.value is not None]
     settings = [{key: value for key, value in one.values.items() if key != "seed"} for one in ended]
-    other = next((values for values in settings if values != settings[0]), None)
-    if other is None:
-        return
-    best = settings[0]
-    keys = [key for key in best if best[key] != other[key]]
-    shared = [override(key, value) for key, value in best.items() if key not in keys]
-    varied = [f"{override(key, other[key])},{override(key, best[key]).removeprefix(f'{key}=')}" for key in keys]
-    words = [str(file.path), *_given(file, {**best, "seed": 0}), *shared, f"seed={file.experiment.seed + 1}"]
-    words += ["--vary", shlex.join(varied), "--seeds", "5", "--metric", plan.sweep.metric, "--mode", plan.direction]
-    yield "CONFIRM", shlex.join(["pipeline", "compare", *words])
-
-
-def _given(file: ExperimentFile, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the overrides of the command line but those of the sweep and of these keys."""
-    for word in file.overrides:
-        if word.partition("=")[0] not in values and not word.startswith(("sweep.", "sweep=")):
-            yield without_credentials_in(word)
+    other = next((one for one, values in zip(ended, settings, strict=True) if values != settings[0]), None)
+    if other is not None:
+        paths = [str(invocation.folder / name_folder(one.number) / EXPERIMENT_NAME) for one in (other, ended[0])]
+        words = [f"seed={invocation.file.experiment.seed + 1}", "--seeds", "5"]
+        words += ["--metric", plan.sweep.metric, "--mode", plan.direction]
+        yield "CONFIRM", shlex.join(["pipeline", "compare", *paths, *words])
 
 
 def _show(value: object) -> str:
