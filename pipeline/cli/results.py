@@ -96,8 +96,6 @@ def show(
         write(console, f"{summary.run}: {_state(summary)}", style="yellow")
     if result is not None and full:
         print_report(result.report, stdout=console)
-        if result.command:
-            console.print(result.command, markup=False, soft_wrap=True)
     elif result is not None:
         print_result(result.report, summary.folder, stdout=console)
     if added := [line(event) for event in evaluations(summary.folder)]:

@@ -26,7 +26,6 @@ from pipeline.report.numbers.goodput import Goodput
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
-from pipeline.report.swept import State, Swept, SweptReport, SweptTrial
 
 FOLDER = "runs/20261125-211028-resnet-digits-3c35"
 PLACES = Places(
@@ -136,29 +135,6 @@ def comparison() -> Report:
     return advised(Report.of([BASELINE, cell, ALL_CORES], ends, hardware=HARDWARE))
 
 
-def sweep(*, copies: int = 1) -> SweptReport:
-    found: list[tuple[float, float, list[int], State, float, int]] = [
-        (0.03714, 0.8951, [128, 128], "finished", 0.03459, 27),
-        (0.008046, 0.7167, [128, 128], "finished", 0.1339, 27),
-        (0.004961, 0.9471, [32], "stopped early", 2.005, 1),
-        (0.09072, 0.7656, [64, 64], "finished", 0.02532, 27),
-    ]
-    trials = [
-        SweptTrial(
-            number=number, state=state, value=value, epochs=epochs, run=f"sweep/{number}",
-            values={"optimizer.lr": lr, "optimizer.momentum": momentum, "model.hidden": hidden},
-        )
-        for number, (lr, momentum, hidden, state, value, epochs) in enumerate(found * copies, start=1)
-    ]  # fmt: skip
-    words = ("optimizer.lr=0.09072", "optimizer.momentum=0.7656", "'model.hidden=[64, 64]'")
-    swept = Swept(
-        experiment="mlp-sweep", metric="validation/loss", mode="min", search="random", seed=1, best=4, run="sweep",
-        command=("pipeline", "run", "experiments/sweep.yaml", *words), trials=tuple(trials),
-        confirmation=("pipeline", "compare", "experiments/sweep.yaml", "--vary", "'optimizer.lr=0.037,0.091'"),
-    )  # fmt: skip
-    return SweptReport(swept=swept, hardware=HARDWARE, logs_model=True)
-
-
 def evaluation(*, classes: int = 3) -> EvaluationReport:
     matrix = {
         f"test/confusion_true_{true}_predicted_{other}": 30.0 * (true == other) + 1
@@ -183,7 +159,6 @@ SCREENS: dict[str, Callable[[], object]] = {
     "run_train_only": alone,
     "run_quick": lambda: alone(is_quick=True),
     "compare": comparison,
-    "sweep": sweep,
     "evaluate": evaluation,
 }
 
@@ -230,7 +205,6 @@ def test_a_screen_has_room_for_ten_rows_and_says_what_is_left_out() -> None:
     text = shown(Report.of([BASELINE, *named], ends, hardware=HARDWARE))
     assert "23 more rows: pipeline show latest --full" in text
     assert "29 workers (fsdp," in text  # the result is about it
-    assert "18 more: pipeline show latest --full" in shown(sweep(copies=7))
     assert "test/confusion has 400 values: see pipeline evaluate --json." in shown(evaluation(classes=20))
 
 
@@ -254,7 +228,6 @@ def test_the_result_in_a_line_is_that_of_the_screen() -> None:
         "run_train_only": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
         "run_quick": "2 workers (ddp): quick test passed (2 steps); speedup not measured",
         "compare": "2 workers (ddp): 1.62x to 12.9x slower than 1 worker (95% CI)",
-        "sweep": "Best: trial 4 of 4, validation/loss 0.02532 (lr=0.09072, momentum=0.7656, hidden=[64, 64])",
         "evaluate": "test/loss 0.17, test/accuracy 0.95, test/confusion (9 values): test set, step 120",
     }
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import rich.console
 
@@ -17,10 +17,7 @@ from pipeline.report.report import Report, comparison_json, run_json
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
-from pipeline.report.swept import FILE_NAME as SWEEP_NAME
-from pipeline.report.swept import SweptReport
 
-Model = TypeVar("Model", Report, SweptReport)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors while an inconsistent result is loaded and printed; pydantic's errors are ValueErrors."""
 
@@ -31,8 +28,6 @@ class RunResult(NamedTuple):
     report: Printable
     to_json: Callable[[], str]
     """Return the output of the command with ``--json``."""
-    command: str = ""
-    """Shell command to run next, or empty."""
 
 
 def result_of(run: RunSummary) -> RunResult | None:
@@ -41,11 +36,6 @@ def result_of(run: RunSummary) -> RunResult | None:
     Raises:
         UsageError: the file is damaged, or was written by an incompatible version.
     """
-    if run.command == "sweep":
-        swept = _read(SweptReport, run.folder / SWEEP_NAME)
-        if swept is None:
-            return None
-        return RunResult(swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
     if (report := report_of(run)) is None:
         return None
     if run.command == "benchmark":
@@ -59,7 +49,7 @@ def report_of(run: RunSummary) -> Report | None:
     Raises:
         UsageError: the file is damaged, or was written by an incompatible version.
     """
-    return _read(Report, run.folder / REPORT_NAME)
+    return _read(run.folder / REPORT_NAME)
 
 
 def format_progress(folder: Path) -> str:
@@ -74,9 +64,9 @@ def format_progress(folder: Path) -> str:
     return ", ".join(parts)
 
 
-def _read(model: type[Model], path: Path) -> Model | None:
+def _read(path: Path) -> Report | None:
     try:
-        result = model.model_validate_json(path.read_bytes())
+        result = Report.model_validate_json(path.read_bytes())
         nowhere = rich.console.Console(file=StringIO())
         print_report(result, stdout=nowhere)
         print_verdict(result, stdout=nowhere)

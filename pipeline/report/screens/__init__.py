@@ -2,9 +2,8 @@
 
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.report.report import Report
-from pipeline.report.screens import comparison_screen, evaluation_screen, run_screen, sweep_screen
+from pipeline.report.screens import comparison_screen, evaluation_screen, run_screen
 from pipeline.report.screens.screen_layout import Places
-from pipeline.report.swept import SweptReport
 
 
 def format_screen(report: object, places: Places) -> tuple[str, ...]:
@@ -14,8 +13,6 @@ def format_screen(report: object, places: Places) -> tuple[str, ...]:
             return comparison_screen.format_screen(report, places)
         case Report():
             return run_screen.format_screen(report, places)
-        case SweptReport():
-            return sweep_screen.format_screen(report, places)
         case EvaluationReport():
             return evaluation_screen.format_screen(report, places)
     return ()
