@@ -312,7 +312,9 @@ class Display(tune.Callback):  # type: ignore[misc]  # Ray has no types
     def _describe(self, trials: list[Any], ended: Any = None) -> str:
         running = sum(one.status == one.RUNNING for one in trials if one is not ended)
         done = sum(one is ended or one.is_finished() for one in trials)
-        known = {int(str(one)[6:]): one.last_result for one in trials if one.last_result and one.status != one.ERROR}
+        known = {
+            int(str(one)[6:]): one.last_result for one in trials if VALUE in one.last_result and one.status != one.ERROR
+        }
         pick = min if self._plan.direction == "min" else max
         best = pick(known, key=lambda number: known[number][self._plan.sweep.metric]) if known else 0
         value = f"; best so far: {figure(known[best][VALUE])} in trial {best}" if best else ""
