@@ -24,8 +24,8 @@ from pipeline.protocol.trial import EVALUATION
 from pipeline.tracking.loggers import scalars
 from pipeline.tracking.model import RUN_TAG, log_model, register
 from pipeline.tracking.outcome import TrackingOutcome
-from pipeline.tracking.store import artifact_root, create_store, run_page
-from pipeline.wording import complete_links, format_parallel, join_names
+from pipeline.tracking.store import artifact_root, create_store
+from pipeline.wording import format_parallel, join_names
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -134,8 +134,7 @@ class MlflowRun:
                 self._flush()
                 sent.has_finished = event.status == "FINISHED"
                 sent.uploads += [model for model in sent.models if model not in sent.uploads]
-                summary = complete_links(event.summary, self._page)
-                if note := "\n\n".join(part for part in (event.message, summary) if part):
+                if note := "\n\n".join(part for part in (event.message, event.summary) if part):
                     self._describe(sent.run_id, tags={"mlflow.note.content": note})
                 self._end(sent.run_id, event, status=event.status)
                 self._end_all(event)
@@ -245,13 +244,6 @@ class MlflowRun:
                 self.client.delete_run(run.info.run_id)
             elif run.info.status == "RUNNING":
                 self._end(run.info.run_id, event, status=event.status)
-
-    def _page(self, run: str) -> str | None:
-        """Return the address of a run that a summary links to, relative to that of its description."""
-        try:
-            return run_page("", self.sent.experiment_id, self.id_of(run))
-        except LookupError:  # a trial that has sent nothing yet
-            return None
 
     def _run(self, event: Event) -> str:
         return self.sent.children.get(event.trial, self.sent.run_id)

@@ -26,8 +26,8 @@ SECOND_EDITION = {
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
     "api": 569,
-    "cli": 1_446,
-    "commands": 5_610,
+    "cli": 1_442,
+    "commands": 4_888,
     "data": 1_027,
     "drive": 1_082,
     "experiment": 3_436,
@@ -36,17 +36,17 @@ LARGER_TODAY = {
     "plan": 801,
     "protocol": 1_523,
     "record": 2_031,
-    "report": 5_795,
+    "report": 5_308,
     "strategies": 668,
     "system": 696,
     "tasks": 930,
-    "tracking": 2_126,
+    "tracking": 2_117,
     "train": 9_234,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 272
+FILES = 259
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_410
+TEST_LINES = 48_178
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
