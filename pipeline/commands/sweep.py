@@ -394,7 +394,7 @@ def _finish(trials: Sequence[SweptTrial], plan: SweepPlan, invocation: Invocatio
 
 def make_result(trials: Sequence[SweptTrial], plan: SweepPlan, invocation: Invocation, *, logs_model: bool) -> Result:
     """Return the result: the best trial, a table of all by their values, and the commands to go on with."""
-    metric, total, file = plan.sweep.metric, len(trials), invocation.file
+    metric, total, file = plan.sweep.metric, plan.sweep.total, invocation.file
     states, best = Counter(one.state for one in trials), best_of(trials, plan.direction)
     ended, early = states["completed"] + states["stopped early"], states["stopped early"]
     title = [texts.SWEPT.format(name=file.experiment.name, of=f"{ended} of {counted(total, 'trial')}")]

@@ -38,7 +38,7 @@ def result(
     monkeypatch: pytest.MonkeyPatch, trials: Any = TRIALS, *overrides: str, message: str = "", logs_model: bool = True
 ) -> Result:
     monkeypatch.chdir(ROOT)
-    file = load("experiments/sweep.yaml", overrides)
+    file = load("experiments/sweep.yaml", [f"sweep.trials={len(trials)}", *overrides])
     keys = ("optimizer.lr", "optimizer.momentum", "model.hidden")
     made = [
         SweptTrial(number, dict(zip(keys, values, strict=True)), state, message, value, epochs)
@@ -95,7 +95,7 @@ def test_a_component_is_named_by_its_class_and_equal_names_by_their_whole_keys(m
     parameters = {key: {"choice": [1, 2]} for key in keys}
 
     class Plan:
-        sweep, direction = type("Sweep", (), {"metric": "validation/loss", "parameters": parameters}), "min"
+        sweep, direction = type("Sweep", (), {"metric": "validation/loss", "parameters": parameters, "total": 1}), "min"
 
     sgd = {"_target_": "torch.optim.SGD", "lr": 1}
     values = {"optimizer": sgd, "model.hidden": True, "loss.hidden": "torch.nn.ReLU"}
@@ -106,7 +106,7 @@ def test_a_component_is_named_by_its_class_and_equal_names_by_their_whole_keys(m
 
 
 def test_the_commands_repeat_what_was_overridden_but_what_the_sweep_varies(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = result(monkeypatch, TRIALS, "train.epochs=3", "optimizer.lr=1", "seed=4", "sweep.trials=4")
+    found = result(monkeypatch, TRIALS, "train.epochs=3", "optimizer.lr=1", "seed=4")
     commands = dict(found.next)
     assert commands["RETRAIN"] == (
         "pipeline run experiments/sweep.yaml seed=4 train.epochs=3 optimizer.lr=0.09072 optimizer.momentum=0.7656 "
