@@ -83,8 +83,9 @@ def reported() -> Speedup:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pipeline", "run", EXPERIMENT, *wishes]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
-    main = json.loads(done.stdout)["main"]
-    return Speedup(main["speedup"], main["speedup_ci_low"], main["speedup_ci_high"])
+    facts = json.loads(done.stdout)["facts"]
+    fact = next(fact for fact in facts if (fact["key"], fact["trial"]) == ("speedup", "main"))
+    return Speedup(fact["value"], fact["low"], fact["high"])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Literal
 
-from pipeline.system.imports import undisturbed
+from pipeline.system import undisturbed
 
 Kind = Literal["strategies", "launchers"]
 

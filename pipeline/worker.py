@@ -1,8 +1,8 @@
 """Work of one rank, whichever launcher started it: `run` builds, trains, and sends what happens to the driver.
 
 A rank of ``launcher: torchrun`` can be replayed by hand: ``python -m pipeline.worker runs/<id>/trials/main.json``
-trains rank 0 alone, or under ``torchrun`` as many ranks as it starts, and prints its events. It writes checkpoints to
-the ``folder`` that the file names: change that in a copy of the file, or those of the run are replaced.
+trains rank 0 alone, or under ``torchrun`` as many ranks as it starts, and prints its events. It begins at the first
+step and saves no checkpoints: those of the run stay as they are.
 """
 
 import gc
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from pipeline import registry
+from pipeline import registry, system
 from pipeline.errors import ExperimentError, PipelineError, ResourceError, Stopped
 from pipeline.experiment import references
 from pipeline.protocol.channel import Address, ChannelOutbox, DirectOutbox
@@ -45,10 +45,6 @@ from pipeline.protocol.events import (
 from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.rank import Job, Rank
 from pipeline.protocol.trial import BatchCheck, Evaluation, Training, Trial, trial_from_json
-from pipeline.system import memory
-from pipeline.system.leftovers import Leftovers, exit_despite_threads
-from pipeline.system.process import in_background, raise_limit_of_open_files
-from pipeline.system.signals import end_after, on_sigterm, redirect_to_null
 from pipeline.train import compilation, errors
 from pipeline.train.loader import close_new_loaders
 from pipeline.train.ranks import device_of, set_backends, uuid_of
@@ -86,7 +82,7 @@ def run(
     Raises:
         WorkerFailed: after the failure has been reported.
     """
-    raise_limit_of_open_files()
+    system.raise_limit_of_open_files()
     torch.set_num_threads(trial.cpus_per_worker)
     # One sampler for each node; a measurement is short and shouldn't be disturbed.
     samples = rank.local_rank == 0 and isinstance(trial, Training)
@@ -96,8 +92,8 @@ def run(
         with (
             report(),
             set_backends(precision=declared.matmul_precision, times_cudnn=declared.cudnn_benchmark),
-            memory.huge_pages(),
-            memory.keep_freed_memory(),
+            system.huge_pages(),
+            system.keep_freed_memory(),
             report_progress_to(outbox.event, trial=trial.name),
             Watchdog(trial.name, rank=rank, outbox=outbox, timeout_s=timeout_s, end=end),
             process_group(trial, rank, store=store, end=end),
@@ -306,7 +302,7 @@ def system_sampled(trial: Trial, rank: Rank, outbox: Outbox) -> Iterator[None]:
             if ended:  # after the last sample: a short training has no other
                 return
 
-    with in_background(sample, name="system-metrics"):
+    with system.in_background(sample, name="system-metrics"):
         yield
 
 
@@ -358,7 +354,7 @@ def work(libraries: Sequence[str]) -> None:
         return  # nobody needs it
     job = Job.model_validate_json(line)
     trial, rank = trial_from_json(Path(job.trial).read_text()), job.rank
-    redirect_to_null(0)
+    system.redirect_to_null(0)
     if job.output:
         redirect_output(Path(job.output), rank)
     with suppress(OSError):  # a sandbox may forbid it, and it is only what ps, top and nvidia-smi call the rank
@@ -367,21 +363,19 @@ def work(libraries: Sequence[str]) -> None:
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(trial.cpus_per_worker)  # libraries have read the variable before
-    leftovers = Leftovers()
+    leftovers = system.Leftovers()
     try:
         with ChannelOutbox(Address.parse(job.channel), rank=rank.rank, folder=Path(trial.folder)) as outbox:
             # The driver gets a job's SIGTERM, too, and asks the workers to stop. Without such a request this one ends.
-            on_sigterm(partial(end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
+            system.on_sigterm(partial(system.end_after, _REQUEST_S, unless=lambda: outbox.stop_asked))
             store = FileStore(job.store, rank.world_size)
             run(trial, rank, outbox, store=store, end=partial(end_process, outbox.close))
             leftovers.end(warning_of(rank, trial=trial, outbox=outbox))
     except WorkerFailed:
         log_traceback()
         leftovers.end(_log.warning)
-        exit_despite_threads(1)
-        sys.exit(1)
-    gc.freeze()  # the interpreter's end would look through all of torch
-    exit_despite_threads(0)
+        system.exit_in_time(1)
+    system.exit_in_time(0)
 
 
 class _PrintingOutbox(DirectOutbox):
@@ -400,7 +394,10 @@ class _PrintingOutbox(DirectOutbox):
 
 if __name__ == "__main__":
     try:
-        run(trial_from_json(Path(sys.argv[1]).read_text()), rank_from_environment(), _PrintingOutbox())
+        replayed = trial_from_json(Path(sys.argv[1]).read_text())
+        if isinstance(replayed, Training):
+            replayed = replayed.model_copy(update={"checkpoints": "", "resume": False})
+        run(replayed, rank_from_environment(), _PrintingOutbox())
     except WorkerFailed:
         log_traceback()
         sys.exit(1)

@@ -24,9 +24,8 @@ from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.record.console import stages_on
 from pipeline.record.screen import Terminal
 from pipeline.report.report import Report
-from pipeline.system.imports import importable
-from pipeline.system.process import environment, missing_user_variables
-from pipeline.system.signals import handled, hang_up, is_ended_by_hang_up
+from pipeline.results import record
+from pipeline.system import environment, handled, hang_up, importable, missing_user_variables
 from pipeline.wording import did_you_mean
 
 
@@ -56,7 +55,7 @@ def run(
         PipelineError: the run failed; a notebook shows only the message.
         KeyboardInterrupt: Ctrl-C, or the kernel was interrupted; the run's status is KILLED.
     """
-    ended: list[tuple[Report, Path]] = []
+    ended: list[tuple[record.Result, Path]] = []
     with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
         runner.run(
             file,
@@ -64,7 +63,7 @@ def run(
             train_only=train_only,
             verbose=verbose,
             terminal=_terminal(quiet=quiet),
-            show=lambda report, folder: ended.append((report, folder)),
+            show=lambda result, folder: ended.append((result, folder)),
             resume=resume,
             allow_changed=allow_changed,
         )
@@ -177,7 +176,7 @@ def _started(
 @contextmanager
 def _sigterm_as_error() -> Iterator[None]:
     """End the run in order at SIGTERM or SIGHUP, then apply SIGTERM as without a run."""
-    hang_ups = [signal.SIGHUP] if is_ended_by_hang_up() else []
+    hang_ups = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
     try:
         with handled(terminate, signal.SIGTERM), handled(hang_up, *hang_ups):
             yield

@@ -20,7 +20,7 @@ from pipeline.experiment.targets import allowed_packages
 from pipeline.experiment.values import Component
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Training
-from pipeline.system.imports import importable
+from pipeline.system import importable
 from pipeline.tasks import Loss
 from pipeline.train.build import build
 from pipeline.train.evaluate import forward

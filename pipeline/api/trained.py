@@ -18,7 +18,7 @@ from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.events import WEIGHTS
 from pipeline.record import runs
 from pipeline.record.folder import EXPERIMENT_NAME
-from pipeline.system.imports import importable
+from pipeline.system import importable
 from pipeline.train.exported import trained_model
 from pipeline.train.loader import to_device
 from pipeline.train.reference import Reference

@@ -5,8 +5,6 @@ runs, so that ``--help`` answers at once, without loading torch.
 """
 
 import errno
-import gc
-import importlib.util
 import os
 import platform
 import signal
@@ -20,10 +18,8 @@ import typer
 from pipeline.cli import benchmark, comparison, experiments, projects, results, weights
 from pipeline.cli.arguments import report_failure, show
 from pipeline.cli.help import GROUPS, Command, Group, below
-from pipeline.errors import PipelineError, ResourceError, UsageError, interrupt
-from pipeline.system.imports import importable
-from pipeline.system.process import missing_user_variables
-from pipeline.system.signals import hang_up, is_ended_by_hang_up
+from pipeline.errors import PipelineError, UsageError, interrupt
+from pipeline.system import hang_up, importable, missing_user_variables
 
 _DISTRIBUTION = "ddp-pipeline"
 _SHOWN = ("torch", "ray", "mlflow")
@@ -99,16 +95,12 @@ for _group, _commands in GROUPS.items():
 
 
 def main() -> NoReturn:
-    """Run the command line and exit, also if user code has left threads that don't end."""
+    """Run the command line and exit."""
     try:
         _run()
     except SystemExit as end:
         if end.code == UsageError.exit_code:  # of an option that typer refuses, too
             report_failure(UsageError("its output has the error"))
-        if "pipeline.system.leftovers" in sys.modules:  # else no user code has run
-            from pipeline.system.leftovers import exit_despite_threads
-
-            exit_despite_threads(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
 
 
@@ -119,13 +111,12 @@ def _run() -> NoReturn:
         SystemExit: always, unless there is an error of this project.
     """
     signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a shell's background
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, interrupt)
-    if is_ended_by_hang_up():
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under nohup it is ignored, and stays so
         signal.signal(signal.SIGHUP, hang_up)
     os.environ.update(missing_user_variables())
     try:
-        _check_system()
         with importable(Path.cwd()):
             app(args=_with_latest(sys.argv[1:]), prog_name="pipeline")
     except PipelineError as error:
@@ -136,21 +127,7 @@ def _run() -> NoReturn:
             raise
         show(UsageError(f"{str(error.filename)[:60]}...: this path is too long. Use a shorter path."))
         sys.exit(UsageError.exit_code)
-    finally:
-        gc.freeze()  # the interpreter's end would look through all of torch, twice
     sys.exit(0)
-
-
-def _check_system() -> None:
-    """Check that this system has POSIX file locks, and so the signals and processes that training needs.
-
-    Raises:
-        ResourceError: the system has no POSIX file locks.
-    """
-    if importlib.util.find_spec("fcntl") is None:
-        raise ResourceError(
-            "pipeline needs a POSIX system, and this Python has no fcntl. On Windows, install it in WSL 2."
-        )
 
 
 def _with_latest(arguments: list[str]) -> list[str]:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline import system
 from pipeline.errors import ExperimentError, Interrupted, PipelineError, Terminated, TrainingError, UsageError
 from pipeline.plan.outer_launcher import is_follower
-from pipeline.system import memory, stages
-from pipeline.system.imports import undisturbed
-from pipeline.system.signals import redirect_to_null
+from pipeline.system import begin_stage, end_stage, redirect_to_null, undisturbed
 
 if TYPE_CHECKING:
     from pipeline.experiment.load import ExperimentFile
@@ -52,7 +51,9 @@ Baseline = Annotated[bool, typer.Option(show_default=False, help="Measure the ba
 TrainOnly = Annotated[bool, typer.Option("--train-only", help="Skip all performance measurements.")]
 Quick = Annotated[
     bool,
-    typer.Option("--quick", help="Train 2 steps, evaluate and save once, to test whether the experiment works."),
+    typer.Option(
+        "--quick", help="Train a few steps, evaluate and save once; print how long the whole training will take."
+    ),
 ]
 AllowChanged = Annotated[
     bool,
@@ -109,7 +110,7 @@ def opened(
         ExperimentError: the file is wrong; raised before torch is imported, so that a typo is reported at once.
     """
     with consoles(as_json=as_json, quiet=quiet, prints=prints) as terminal:
-        stages.begin("reading the experiment")
+        begin_stage("reading the experiment")
         from pipeline.experiment.load import load
 
         yield load(path, list(overrides)), terminal
@@ -126,7 +127,7 @@ def consoles(*, as_json: bool, quiet: bool, prints: bool = False) -> "Iterator[T
     """
     from pipeline.record.console import stages_on
     from pipeline.record.screen import Terminal
-    from pipeline.system.leftovers import Leftovers
+    from pipeline.system import Leftovers
 
     terminal = Terminal.of(as_json=as_json, quiet=quiet)
     leftovers = Leftovers()
@@ -145,12 +146,12 @@ def _warn(terminal: "Terminal", message: str) -> None:
 @contextmanager
 def head_start(file: "ExperimentFile", *, verbose: bool) -> Iterator[None]:
     """Start the processes that the experiment will need while torch is imported; print an error before they end."""
-    stages.begin("importing torch")
+    begin_stage("importing torch")
     with interruptible(), undisturbed():
         from pipeline import registry
 
     with interruptible(), ExitStack() as begun:
-        begun.enter_context(memory.huge_pages())
+        begun.enter_context(system.huge_pages())
         kind = registry.load("launchers", file.experiment.parallel.launcher).Launcher
         begun.enter_context(kind.preparing(file.experiment, verbose=verbose))
         try:
@@ -174,7 +175,7 @@ def show(error: PipelineError) -> None:
     """Print an error for the user; an error in training comes with the traceback of the failed rank."""
     from pipeline.record.screen import OptionalConsole, write
 
-    stages.end()
+    end_stage()
     write(OptionalConsole(stderr=True, highlight=False), error.told)
     if not isinstance(error, Interrupted | TrainingError):  # those come after the start, which rank 0 waits for
         report_failure(error)

@@ -21,11 +21,10 @@ from pipeline.cli.arguments import (
 )
 from pipeline.cli.results import Directory, summary_of
 from pipeline.errors import TrainingError, UsageError
-from pipeline.system import stages
-from pipeline.system.imports import undisturbed
+from pipeline.system import begin_stage, end_stage, undisturbed
 
 if TYPE_CHECKING:
-    from pipeline.record.run_summary import RunSummary
+    from pipeline.record.runs import RunSummary
     from pipeline.results.record import Result
 
 _LEAST, _PAIRS = 2, 5
@@ -128,18 +127,18 @@ def compare(
     if target is not None and concurrent > 1:
         raise UsageError(f"--target compares times, so trainings run one at a time. Remove --concurrent {concurrent}.")
     with consoles(as_json=True, quiet=quiet) as terminal:
-        stages.begin("reading the experiments")
+        begin_stage("reading the experiments")
         from pipeline.experiment.variant_files import read_variants
 
         variants = read_variants(files, with_address(overrides, address), vary=vary)
-        stages.begin("importing torch")
+        begin_stage("importing torch")
         with undisturbed():
             from pipeline.commands.compare import compare_files, plan_comparison
             from pipeline.commands.compared_runs import Question
 
         question = Question.model_validate(asked)
         comparison = plan_comparison(variants, question, pairs=pairs, concurrent=concurrent)
-        stages.end()
+        end_stage()
         if dry_run:
             typer.echo(comparison.describe())
             return
@@ -202,7 +201,7 @@ def _trials(run: "RunSummary") -> "list[RunSummary]":
     """Return the trials of a sweep that have started; of another run, itself."""
     from pipeline.protocol.labels import PARENTS
     from pipeline.record.folder import trials_of
-    from pipeline.record.run_summary import summarized
+    from pipeline.record.runs import summarized
 
     if run.command not in PARENTS:
         return [run]

@@ -23,8 +23,7 @@ from pipeline.cli.arguments import (
     print_json,
     with_address,
 )
-from pipeline.system import stages
-from pipeline.system.imports import undisturbed
+from pipeline.system import begin_stage, end_stage, undisturbed
 
 if TYPE_CHECKING:
     from pipeline.experiment.load import ExperimentFile
@@ -54,7 +53,6 @@ def run(
             return
         with head_start(experiment, verbose=verbose):
             from pipeline.commands import run as runner
-            from pipeline.report.report import run_json
 
             runner.run(
                 experiment,
@@ -63,7 +61,7 @@ def run(
                 quick=quick,
                 verbose=verbose,
                 terminal=terminal,
-                show=lambda report, folder: print_json(run_json(report, folder)) if as_json else None,
+                show=lambda result, _: print_json(result.model_dump_json(indent=2)) if as_json else None,
                 resume=resume,
                 allow_changed=allow_changed,
             )
@@ -76,13 +74,13 @@ def _print_plan(experiment: "ExperimentFile", *, extent: Mapping[str, bool], as_
     from pipeline.record.console import progress_on
     from pipeline.record.screen import OptionalConsole, write
 
-    stages.begin("importing torch")
+    begin_stage("importing torch")
     with undisturbed():
         from pipeline.commands import run as runner
 
     with progress_on(rich.console.Console(highlight=False, stderr=True, quiet=quiet)):
         plan = runner.dry_run(experiment, **extent, as_json=as_json)
-    stages.end()
+    end_stage()
     if plan and as_json:
         typer.echo(plan)
     elif plan:
@@ -103,13 +101,13 @@ def sweep(
     """Search hyperparameters: train the trials of the file's sweep section in parallel and find the best."""
     given = with_address(overrides, address)
     with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
-        stages.begin("importing torch")
+        begin_stage("importing torch")
         with undisturbed():
             from pipeline.commands import sweep as runner
 
         if dry_run:
             plan = runner.describe(runner.make(experiment))
-            stages.end()
+            end_stage()
             typer.echo(plan)
             return
         runner.sweep(

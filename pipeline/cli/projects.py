@@ -9,7 +9,7 @@ import typer
 from pipeline.cli.arguments import Json, problems_of, show
 from pipeline.errors import PipelineError, UsageError
 from pipeline.experiment.targets import lacking
-from pipeline.system import stages
+from pipeline.system import end_stage
 
 
 def check(
@@ -41,7 +41,7 @@ def check(
         for file, check_file in iter_checks(files, overrides, with_data=data):
             with progress_on(console):
                 found = check_file()
-            stages.end()
+            end_stage()
             if found.error is not None:
                 show(found.error)
                 errors[file] = found.error

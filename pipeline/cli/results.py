@@ -10,7 +10,7 @@ from pipeline.cli.arguments import IdsOnly, Json
 from pipeline.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from pipeline.record.run_summary import RunSummary
+    from pipeline.record.runs import RunSummary
 
 RunArgument = Annotated[
     str,
@@ -42,7 +42,7 @@ def list_(
 
     from pipeline.commands.history.run_list import show_runs
     from pipeline.record import runs
-    from pipeline.record.run_summary import RunSummary
+    from pipeline.record.runs import RunSummary
 
     found = list(runs.summaries(directory, with_unstarted=every))
     if as_json:
@@ -70,7 +70,7 @@ def show(
     from pipeline.commands.ending import print_result
     from pipeline.commands.history.evaluations import evaluations, line
     from pipeline.commands.history.run_result import format_progress, result_of
-    from pipeline.record.run_summary import data_of
+    from pipeline.record.runs import data_of
     from pipeline.record.screen import headed, linked, print_report, print_screen, write
     from pipeline.results import record
     from pipeline.results.terminal import format_full, format_screen
@@ -78,11 +78,12 @@ def show(
 
     console = rich.console.Console(highlight=False)
     summary = summary_of(run, directory)
-    if (saved := record.read(summary.folder)) is not None:
+    if (ended := record.read(summary.folder)) is not None:  # the result of a run; those of other commands are old
+        lines = format_full(ended, width=console.width) if full else format_screen(ended)
         if as_json:
-            typer.echo(saved.model_dump_json(indent=1))
+            typer.echo(ended.model_dump_json(indent=2))
         else:
-            print_screen((format_full if full else format_screen)(saved), stdout=console)
+            print_screen(lines, stdout=console)
         return
     result = result_of(summary)
     if as_json and result is None:
@@ -224,7 +225,7 @@ def summary_of(run: str, directory: Path) -> "RunSummary":
         UsageError: there is no such run, or it ended before its training started.
     """
     from pipeline.record import runs
-    from pipeline.record.run_summary import summarized
+    from pipeline.record.runs import summarized
 
     folder = runs.find(run, directory)
     if (summary := summarized(folder)) is None:

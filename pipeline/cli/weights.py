@@ -9,7 +9,7 @@ from rich.filesize import decimal
 
 from pipeline.cli.arguments import Json, Overrides, Quiet, Verbose, head_start, opened, print_json
 from pipeline.cli.results import Directory, RunArgument, find_trained
-from pipeline.system import stages
+from pipeline.system import begin_stage, end_stage
 
 CheckpointOption = Annotated[
     str | None,
@@ -91,9 +91,9 @@ def export(
     folder = find_trained(run, directory)
     exporting.check_options(onnx=onnx, to=to, force=force)
     with opened(folder / "experiment.yaml", as_json=as_json, quiet=quiet) as (experiment, terminal):
-        stages.begin("importing torch")
+        begin_stage("importing torch")
         exported = exporting.export(experiment, folder=folder, to=to, checkpoint=checkpoint, onnx=onnx)
-        stages.end()
+        end_stage()
     if as_json:
         typer.echo(exported.model_dump_json(indent=2))
         return

@@ -1,9 +1,11 @@
-"""``pipeline check``: each file is checked in a child process, so that a crash there is an error like others."""
+"""``pipeline check``: experiments are checked one after the other, by two real steps."""
 
+import faulthandler
 import gc
 import importlib
+import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -11,12 +13,7 @@ from pipeline.drive.execute import explain_problems
 from pipeline.errors import ExperimentError, PipelineError, TrainingError
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.launch.torchrun import find_libraries
-from pipeline.protocol import progress
-from pipeline.protocol.events import Advanced, AnyEvent
-from pipeline.system import stages
-from pipeline.system.child import ChildCrashedError, Report, call_in_child
-from pipeline.system.imports import undisturbed
-from pipeline.system.process import environment
+from pipeline.system import begin_stage, end_stage, undisturbed
 
 _PRELOADED = ("pipeline.worker", "torch._dynamo")
 
@@ -32,16 +29,22 @@ class CheckResult(NamedTuple):
 
 
 def check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
-    """Check an experiment in a child process, and show its stage and progress here.
+    """Check an experiment; what it prints is dropped.
 
     Args:
         file: the experiment.
         with_data: True to load its data and weights, and to try a batch.
     """
+    with suppress(OSError, ValueError):  # where standard error is no file
+        faulthandler.enable()  # a crash in native code ends the command, with its stack
     try:
-        return call_in_child(partial(_check, file, with_data), receive=_show)
-    except ChildCrashedError as error:
-        return CheckResult(TrainingError(f"{file.path}: the check crashed: its process {error.how}", error.output))
+        with redirect_stdout(io.StringIO()):
+            begin_stage(f"checking {file.path}")
+            return _check(file, with_data=with_data)
+    except TrainingError as error:
+        return CheckResult(TrainingError(f"{file.path}: {error}", error.details))
+    except PipelineError as error:
+        return CheckResult(error)
 
 
 def iter_checks(
@@ -65,48 +68,19 @@ def _load(name: str, overrides: Sequence[str]) -> ExperimentFile | PipelineError
 
 
 def _preload(files: Sequence[ExperimentFile]) -> None:
-    """Import what the checks of files need, once for all child processes.
-
-    numpy's libraries start no threads meanwhile: a process with threads can't be forked.
-    """
-    named = dict.fromkeys(library for file in files for library in find_libraries(file.experiment))
+    """Import what the checks of files need."""
     if not files:
         return
-    stages.begin("importing torch")
-    with environment(OMP_NUM_THREADS="1"), undisturbed():
-        for module in (*_PRELOADED, *named):
+    begin_stage("importing torch")
+    with undisturbed():
+        for module in (*_PRELOADED, *dict.fromkeys(name for file in files for name in find_libraries(file.experiment))):
             with suppress(Exception):  # the check reports it
                 importlib.import_module(module)
-    gc.freeze()  # a collection in a child would look through all of it
-    stages.end()
+    gc.freeze()  # a collection would look through all of it
+    end_stage()
 
 
-def _show(message: str | Advanced) -> None:
-    """Show a stage or the progress of the child."""
-    if isinstance(message, str):
-        stages.begin(message)
-    else:
-        progress.pass_on(message)
-
-
-def _check(file: ExperimentFile, with_data: bool, report: Report) -> CheckResult:
-    """Check an experiment in the child."""
-
-    def receive(event: AnyEvent) -> None:
-        if isinstance(event, Advanced):
-            report(event)
-
-    try:
-        with stages.show_stages_on(report), progress.report_progress_to(receive):
-            stages.begin(f"checking {file.path}")
-            return _check_here(file, with_data=with_data, receive=receive)
-    except TrainingError as error:
-        return CheckResult(TrainingError(f"{file.path}: {error}", error.details))
-    except PipelineError as error:
-        return CheckResult(error)
-
-
-def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[AnyEvent], None]) -> CheckResult:
+def _check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
     from pipeline.drive import preflight
 
     try:
@@ -120,7 +94,7 @@ def _check_here(file: ExperimentFile, *, with_data: bool, receive: Callable[[Any
         with explain_problems(file):
             preflight.data_sizes(file.experiment, allowed=allowed)
     elif with_data:
-        preflight.try_steps(file, allowed=allowed, receive=receive)
+        preflight.try_steps(file, allowed=allowed, receive=lambda _: None)
     return CheckResult(sweep=_describe_sweep(file, allowed=allowed), skipped=skipped)
 
 

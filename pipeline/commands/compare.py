@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile
 from typing import IO, NamedTuple
 
 import psutil
@@ -25,16 +25,16 @@ from pipeline.experiment.load import ExperimentFile
 from pipeline.experiment.reported import PREFIX, source_of
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.summary import flatten
-from pipeline.plan.plan import TRAIN_ONLY, Plan, make_plan
-from pipeline.plan.visible_gpus import visible_gpus
+from pipeline.plan.plan import Plan, make_plan
+from pipeline.plan.resources import visible_gpus
 from pipeline.protocol.events import Metrics, Point, RunOpened, Tagged
 from pipeline.record import journal, provenance
 from pipeline.record.folder import ENVIRONMENT_NAME, id_of, is_quick, read_status, runs_named
-from pipeline.record.run_summary import summarized
+from pipeline.record.runs import summarized
 from pipeline.record.screen import Terminal, write
 from pipeline.results import mlflow_names, page, record, texts
 from pipeline.results.record import Result, Table
-from pipeline.system.process import kill_tree
+from pipeline.system import kill_tree
 from pipeline.wording import approximate, counted, did_you_mean
 
 COMPARISON = "comparison"
@@ -71,10 +71,7 @@ class Origin(NamedTuple):
         paths = [Path(name) for name in listed] if commit else [*Path().glob("*.py"), *Path().glob("[!.]*/**/*.py")]
         changed_at = max((path.stat().st_mtime for path in paths if path.is_file()), default=0.0)
         is_clean = bool(commit) and not provenance.git("status", "--porcelain")
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / ENVIRONMENT_NAME
-            provenance.write_environment(path)
-            return cls(commit, is_clean, changed_at, path.read_text(encoding="utf-8"))
+        return cls(commit, is_clean, changed_at, provenance.list_packages())
 
     def is_of(self, opened: RunOpened, folder: Path) -> bool:
         """Return True if a session of a run had the same code and packages."""
@@ -290,7 +287,9 @@ def compare_files(comparison: Comparison, *, terminal: Terminal, verbose: bool =
     """
     there = comparison.find()
     tell, notes = partial(write, terminal.progress), list[str]()
-    for note in dict.fromkeys(note for one in comparison.variants for note in one.plan.notes if note != TRAIN_ONLY):
+    for note in dict.fromkeys(
+        note for one in comparison.variants for note in one.plan.notes if not note.startswith("--train-only")
+    ):
         tell(f"note: {note}")
     if len({one.file.experiment.seed for one in comparison.variants}) > 1:
         notes.append(f"The variants have different seeds. All pairs start at {comparison.seeds[0]}.")
@@ -316,7 +315,7 @@ def compare_files(comparison: Comparison, *, terminal: Terminal, verbose: bool =
         raise TrainingError(f"all trainings of a variant failed. The first error: {why}")
     notes += [f"{failure} does not count" for failure in failures]
     first = comparison.variants[0]
-    result = make_result(variants, comparison.question, notes=notes, is_study=True)
+    result = make_result(variants, comparison.question, notes=notes, can_train=True)
     seeds = f"seeds {comparison.seeds[0]} to {comparison.seeds[-1]}"
     trained = counted(sum(len(one.runs) for one in variants), "training")
     result = result.model_copy(

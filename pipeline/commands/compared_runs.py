@@ -17,7 +17,7 @@ from pipeline.experiment.values import Direction, Frozen
 from pipeline.protocol.estimates import CONFIDENCE
 from pipeline.protocol.events import Finished, RunOpened, Started
 from pipeline.record import journal, loss_file, provenance
-from pipeline.record.run_summary import RunSummary, data_of, environment_of, last_opened
+from pipeline.record.runs import RunSummary, data_of, environment_of, last_opened
 from pipeline.results import record, texts
 from pipeline.results.paired import (
     Answer,
@@ -338,7 +338,7 @@ def _iter_apart(
 
 
 def make_result(
-    variants: Sequence[Variant], question: Question, *, notes: Sequence[str] = (), is_study: bool = False
+    variants: Sequence[Variant], question: Question, *, notes: Sequence[str] = (), can_train: bool = False
 ) -> Result:
     """Compare each of several variants, which have at least one run each, with the first.
 
@@ -390,7 +390,7 @@ def make_result(
         state="inconclusive" if not known or known[0].verdict == "inconclusive" else "ok",
         facts=tuple(facts),
         tables=tuple(own),
-        next=(("NEXT", _name_next(len(first.runs) + more)),) if is_study and more else (),
+        next=(("NEXT", _name_next(len(first.runs) + more)),) if can_train and more else (),
         notes=(*([texts.CLAIM] if known else []), *([texts.TIMED] if timed else []), *told),
     )
 

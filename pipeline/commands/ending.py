@@ -76,7 +76,7 @@ def _name_run(folder: Path) -> str:
 
 def _describe_store(folder: Path, own: str) -> str:
     """Return how to open a run in MLflow; empty if MLflow does not have it."""
-    outcome = TrackingOutcome.kept(folder)
+    outcome = TrackingOutcome.read(folder)
     if outcome is None or not outcome.run_id:
         return ""
     uri = outcome.uri or own

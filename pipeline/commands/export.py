@@ -18,8 +18,7 @@ from pipeline.protocol.trial import Evaluation
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.record import journal
 from pipeline.record.folder import RunState, id_of, read_state
-from pipeline.system import stages
-from pipeline.system.imports import undisturbed
+from pipeline.system import begin_stage, undisturbed
 from pipeline.train.manifest import entry_of
 from pipeline.train.storage import Storage, address_of
 
@@ -76,7 +75,7 @@ def _loaded(
         from pipeline.train import restored
 
     if checkpoint is None and (ended := _result(file, state)) is not None:
-        stages.begin("reading the weights")
+        begin_stage("reading the weights")
         result, started = ended
         weights = _of_result(result)
         known = {"total_steps": started.total_steps, "steps_per_epoch": started.steps_per_epoch}
@@ -85,7 +84,7 @@ def _loaded(
             state.folder, file.experiment, allowed=allowed, runtime=known, epoch=weights.epoch
         )
     chosen = choose(file, folder=state.folder, wanted=checkpoint, allowed=allowed)
-    stages.begin(f"reading checkpoint {chosen.manifest.name}")
+    begin_stage(f"reading checkpoint {chosen.manifest.name}")
     model = restored.of_checkpoint(_reader(file.experiment, chosen.address, chosen.manifest.step, allowed=allowed))
     manifest = chosen.manifest
     metrics = {manifest.metric_name: manifest.metric} if manifest.metric_name and manifest.metric is not None else {}

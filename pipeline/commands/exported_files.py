@@ -14,7 +14,7 @@ from pipeline.experiment import references
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.summary import to_yaml
 from pipeline.experiment.values import Frozen
-from pipeline.system import stages
+from pipeline.system import begin_stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +105,7 @@ def write_files(
     """
     from pipeline.train.restored import FILES, write_model
 
-    stages.begin("exporting the model")
+    begin_stage("exporting the model")
     exported = _describe_export(experiment, model, run=run, weights=weights)
     is_new = not to.exists()
     try:

@@ -1,47 +1,65 @@
-"""The path shared by run, benchmark and sweep; what they plan and report is in their own files."""
+"""The path shared by run, benchmark and sweep: a recorded command, from its plan to the result that it ends in.
+
+What these commands plan and measure is in their own files.
+"""
 
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 from pipeline import registry
-from pipeline.commands import page
-from pipeline.commands.ending import find_places, print_end
-from pipeline.commands.interruption import continuable
+from pipeline.commands import old_page
+from pipeline.commands.ending import print_end as print_old_end
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.directions import directions
 from pipeline.drive.execute import execute
-from pipeline.drive.recorded_run import Membership, artifact, recorded
-from pipeline.errors import ExperimentError, PipelineError
+from pipeline.drive.recorded_run import Membership, artifact, is_complete, recorded
+from pipeline.errors import ExperimentError, PipelineError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile
+from pipeline.experiment.uris import without_credentials_in
 from pipeline.launch.base import Launcher, Session
+from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.plan import Plan
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
+from pipeline.protocol.numbers import MEASURED, STARTUP
 from pipeline.protocol.trial import Trial, Weights
 from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.record import provenance
-from pipeline.record.folder import id_of
+from pipeline.record import journal, loss_file, provenance, runs
+from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME, id_of, is_kept
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
 from pipeline.record.screen import Printable, Terminal, print_screen, write
 from pipeline.report.advice import advise
-from pipeline.report.numbers.goodput import Goodput, WallClock
 from pipeline.report.numbers.row import Row
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
 from pipeline.report.text.claims import classify_speedup
 from pipeline.report.text.tables import speedup
-from pipeline.results import mlflow_names, record
+from pipeline.results import charts, mlflow_names, record
+from pipeline.results.goodput import Goodput, WallClock
 from pipeline.results.page import FILE_NAME as PAGE_NAME
 from pipeline.results.page import render
 from pipeline.results.record import Result
 from pipeline.results.terminal import format_full, format_screen
-from pipeline.system import stages
+from pipeline.system import begin_stage, uncollected
+from pipeline.tracking import loggers
+from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.store import is_server, resolve_uri, run_page, ui_address
 
+TABLE_NAME = "speedup_table.json"
+"""Table of a result's facts in MLflow's format."""
+_RUNS, _STORE = Path("runs"), "sqlite:///mlflow.db"
+"""Folder in which commands look for runs by their name, and store that ``pipeline ui`` opens, by default."""
+_MOST_CURVES = 10
+_OF_STEPS = ("train/", "validation/", "test/")
+"""Beginnings of the metrics that a training has logged itself."""
+_PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +126,7 @@ class Invocation:
         parallel = self.plan.experiment.parallel
         kind: type[Launcher] = registry.load("launchers", parallel.launcher).Launcher
         session = Session(folder=self.folder, receive=self.recorder.receive, parallel=parallel, verbose=self.verbose)
-        stages.begin("preparing the workers")
+        begin_stage("preparing the workers")
         with kind(session) as launcher:
             yield partial(execute, launcher=launcher, recorder=self.recorder, file=self.file, initial=self._initial)
 
@@ -119,12 +137,48 @@ class Invocation:
 
     def warn(self, message: str) -> None:
         """Print a warning."""
-        self.terminal.warnings.print(message, style="yellow", markup=False, highlight=False)
+        write(self.terminal.warnings, message, style="yellow")
 
     def log(self, figures: Mapping[str, float | None], *, trial: str = "main", step: int, epoch: int) -> None:
         """Record the figures that are known as metrics of a trial."""
         if points := tuple(Point(name, step, value) for name, value in figures.items() if value is not None):
             self.recorder.receive(Metrics(trial=trial, step=step, epoch=epoch, points=points))
+
+    def finish(self, result: Result, *, draws: bool = True) -> None:
+        """Save and record the result that the command ends in, to be shown once the run is closed.
+
+        Args:
+            result: the result, without ``run`` and ``places``.
+            draws: True to write its page, with figures.
+        """
+        self.recorder.summary = mlflow_names.describe(result)
+        if draws:
+            begin_stage("drawing the report")
+            path = self.folder / PAGE_NAME
+            try:
+                with uncollected():
+                    path.write_text(_render_page(result, self.folder), encoding="utf-8")
+                artifact(PAGE_NAME, self.recorder)
+            except Exception as error:  # noqa: BLE001 - nothing about a page may cost the result
+                _log.warning("%s could not be written", path, exc_info=error)
+                self.warn(f"{path} could not be written: {type(error).__name__}: {error}")
+        result = result.model_copy(update={"run": id_of(self.folder), "places": find_places(self.folder)})
+        self._shown.append(result)
+        at = {name: (one.steps, one.epochs) for name, one in self.results.items()}
+        logged = {number.metric for number in (*MEASURED, STARTUP)}  # at the end of the trial itself
+        for trial, figures in mlflow_names.metrics(result).items():
+            step, epoch = at.get(trial, (0, 0))
+            known = logged if trial in at else set()
+            new = {name: value for name, value in figures.items() if not name.startswith(_OF_STEPS)}
+            self.log({name: new[name] for name in new if name not in known}, trial=trial, step=step, epoch=epoch)
+        for trial, tags in mlflow_names.tags(result).items():
+            self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
+        self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws else {})
+        record.save(result, self.folder)
+        artifact(record.FILE_NAME, self.recorder)
+
+    # Old reports, until benchmark, sweep, compare and evaluate end in a `Result`: the methods below, `print_old_end`
+    # and `old_page` go with the last of them.
 
     def tag(self, row: Row, *, baseline: Row, trial: str = "main") -> None:
         """Tag a trial with its speedup and the interval of it, for the table of runs in the tracking store."""
@@ -133,23 +187,6 @@ class Invocation:
         doubts = {"invalid": "not valid, ", "inconclusive": "inconclusive, "}
         tags = {"speedup": f"{doubts.get(classify_speedup(row, baseline), '')}{speedup(row)}"}
         self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
-
-    def finish(self, result: Result, *, draws: bool = True) -> None:
-        """Save and record the result that the command ends in, to be shown once the run is closed.
-
-        Args:
-            result: the result, without ``run`` and ``places``.
-            draws: True to write its page.
-        """
-        self.recorder.summary = mlflow_names.describe(result)
-        if draws:
-            with self.unharmed(f"{self.folder / PAGE_NAME}"):
-                (self.folder / PAGE_NAME).write_text(render(result, about={}), encoding="utf-8")
-                artifact(PAGE_NAME, self.recorder)
-        result = result.model_copy(update={"run": id_of(self.folder), "places": _place(self.folder)})
-        self._shown.append(result)
-        record.save(result, self.folder)
-        artifact(record.FILE_NAME, self.recorder)
 
     def show(self, report: Printable, *, summary: str = "") -> None:
         """Print a report once its results are where they belong.
@@ -167,8 +204,8 @@ class Invocation:
 
     def save_report(self, report: AnyReport) -> None:
         """Write the files of a report into the run's folder, as artifacts."""
-        stages.begin("drawing the report")
-        for name in page.save(report, self.folder, warn=self.warn):
+        begin_stage("drawing the report")
+        for name in old_page.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
 
     def advised(self, report: Report) -> Report:
@@ -213,7 +250,7 @@ def invoked(
     ``again`` is the verb, with its options, that continues the run after an interruption; empty if none does.
     """
     for note in plan.notes:
-        terminal.warnings.print(f"note: {note}", markup=False, highlight=False)
+        write(terminal.warnings, f"note: {note}")
     initial = _initial(plan, resumes=folder is not None)
     shown: list[Result | Printable] = []
     folders: list[Path] = []
@@ -229,25 +266,30 @@ def invoked(
         ) as recorder:
             results = _Results(recorder.earlier)
             folders.append(recorder.folder)
+            if not adds:  # the result and the page of an earlier session, whose run is resumed
+                for name in (record.FILE_NAME, PAGE_NAME):
+                    (recorder.folder / name).unlink(missing_ok=True)
             clock = WallClock(plan.main.name, read(recorder.folder / FILE_NAME))
-            with (
-                recorder.subscribed(results),
-                recorder.subscribed(clock),
-                continuable(again, plan, file=file, folder=recorder.folder),
-            ):
-                yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
+            with recorder.subscribed(results), recorder.subscribed(clock):
+                try:
+                    yield Invocation(file, plan, recorder, terminal, verbose, initial, results, clock, shown)
+                except (KeyboardInterrupt, TrainingError) as error:
+                    if again and is_kept(recorder.folder):
+                        note = _explain_way_on(error, again, plan, file=file, folder=recorder.folder)
+                        error.add_note(note) if note else None
+                    raise
     finally:
         for ended in folders:
             last = shown[-1] if shown else None
             if isinstance(last, Result):
-                last = last.model_copy(update={"places": _place(ended)})  # once MLflow has answered
+                last = last.model_copy(update={"places": find_places(ended)})  # once MLflow has answered
                 with suppress(OSError):  # the disk is full: the error says so
                     record.save(last, ended)
                 print_result(last, terminal=terminal, is_verbose=verbose)
                 if show is not None:
                     show(last, ended)
             else:
-                print_end(last, ended, terminal=terminal, is_verbose=verbose)
+                print_old_end(last, ended, terminal=terminal, is_verbose=verbose)
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
@@ -260,6 +302,34 @@ def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
         return None
 
 
+def _explain_way_on(
+    error: KeyboardInterrupt | TrainingError, verb: Sequence[str], plan: Plan, *, file: ExperimentFile, folder: Path
+) -> str:
+    """Return how to go on with a run that made a step; an outer launcher ends the job when a rank fails: then, too."""
+    way = way_on(verb, file=file, run=folder.name)
+    if is_complete(plan, folder):
+        if (folder / record.FILE_NAME).is_file():
+            return f"the training is complete; see it with: pipeline show {folder}"
+        return f"the training is complete, only its report is missing; {way}"
+    if isinstance(error, KeyboardInterrupt) and file.experiment.checkpoint.keep == 0:
+        return "there is no checkpoint to continue from, since checkpoint.keep is 0"
+    return way if isinstance(error, KeyboardInterrupt) or outer_launcher() is not None else ""
+
+
+def way_on(verb: Sequence[str], *, file: ExperimentFile, run: str) -> str:
+    """Return how to continue a run: the whole command, unless a script, an outer launcher or a job started it.
+
+    ``verb`` is the command that continues the run with ``--resume``, with its options.
+    """
+    if not file.source:
+        return f"continue it with resume={run!r}"
+    if outer_launcher() is not None or file.experiment.parallel.address == "auto":
+        return f"continue it with --resume {run}"
+    name, *options = verb
+    overrides = map(without_credentials_in, file.overrides)
+    return f"continue it with: pipeline {shlex.join([name, str(file.path), *overrides, *options, '--resume', run])}"
+
+
 def print_result(result: Result, *, terminal: Terminal, is_verbose: bool = False) -> None:
     """Print what a command ends with; with ``--quiet`` the answer alone, with ``--verbose`` all of it first."""
     if terminal.progress.quiet:
@@ -269,8 +339,69 @@ def print_result(result: Result, *, terminal: Terminal, is_verbose: bool = False
     print_screen([*full, *format_screen(result)], stdout=terminal.result)
 
 
-def _place(folder: Path) -> tuple[tuple[str, str], ...]:
-    """Return where a run's results are, as `Result.places` has them."""
-    found = find_places(folder)
-    more = f"pipeline show {found.run} --full{f'    MLflow: {found.mlflow}' if found.mlflow else ''}"
-    return (("Report", found.page) if found.page else ("Folder", str(folder))), ("More", more)
+def find_places(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Return where a run's results are, and the commands that show more, as `Result.places` has them."""
+    run = str(folder)
+    with suppress(OSError, UsageError):
+        is_latest = runs.find(runs.LATEST, _RUNS).samefile(folder)
+        run = runs.LATEST if is_latest else id_of(folder) if (_RUNS / id_of(folder)).samefile(folder) else run
+    has_page = (folder / PAGE_NAME).is_file()
+    places = [("Report", str(folder / PAGE_NAME)) if has_page else ("Folder", str(folder))]
+    more, mlflow = f"pipeline show {shlex.quote(run)} --full", _describe_store(folder)
+    together = f"{more}    MLflow: {mlflow}"
+    if mlflow and len(together) <= 71:
+        places.append(("More", together))
+    else:
+        places += [("More", more), *([("MLflow", mlflow)] if mlflow else [])]
+    return (*places, *(("", line) for line in loggers.places(folder)))
+
+
+def _describe_store(folder: Path) -> str:
+    """Return how to open a run in MLflow; empty if MLflow does not have it."""
+    outcome = TrackingOutcome.read(folder)
+    if outcome is None or not outcome.run_id:
+        return ""
+    opened = journal.opened(folder / FILE_NAME)
+    uri = outcome.uri or (opened.tracking_uri if opened else "")
+    if is_server(uri):
+        return ui_address(uri)
+    return "pipeline ui" if uri == resolve_uri(_STORE, base=Path.cwd()) else f"pipeline ui --store {uri}"
+
+
+def _render_page(result: Result, folder: Path) -> str:
+    """Return the page of a result with the figures that its run's folder has; a sweep's trials are in folders of it."""
+    trials = [folder / fact.trial for fact in result.all_facts if (folder / fact.trial / FILE_NAME).is_file()]
+    courses = [
+        charts.read_course(each.name if trials else "training", losses, read(each / FILE_NAME))
+        for each in trials[:_MOST_CURVES] or [folder]
+        if (losses := loss_file.read(each))
+    ]
+    return render(result, about=_describe_run(folder), figures=list(charts.iter_figures(result, courses)))
+
+
+def _describe_run(folder: Path) -> dict[str, str]:
+    """Return the facts that a run's folder holds, for its page."""
+    opened, known = journal.opened(folder / FILE_NAME), TrackingOutcome.read(folder)
+    if opened is None:
+        return {}
+    uri = (known.uri if known else "") or opened.tracking_uri
+    link = run_page(ui_address(uri), known.experiment_id, known.run_id) if known and known.run_id else ""
+    environment, experiment = (
+        path.read_text(encoding="utf-8") if path.is_file() else ""
+        for path in (folder / ENVIRONMENT_NAME, folder / EXPERIMENT_NAME)
+    )
+    first, *packages = environment.splitlines() or [""]
+    installed = dict(line.split("==", 1) for line in packages if "==" in line)
+    commit = opened.tags.get("git_commit", "")[:12]
+    is_dirty = ", with changes" if opened.tags.get("git_dirty") == "true" else ""
+    about = {
+        "Run": opened.run,
+        "Started": f"{datetime.fromtimestamp(opened.time):%Y-%m-%d %H:%M}",
+        "Command": opened.command,
+        "MLflow": f"experiment {opened.tracking_experiment} in {uri}{f', {link}' if link else ''}",
+        "Code": f"commit {commit}{is_dirty}" if commit else "",
+        "Python": first.removeprefix("# "),
+        "Packages": ", ".join(f"{name} {installed[name]}" for name in _PACKAGES if name in installed),
+        "Experiment": experiment,
+    }
+    return {name: text for name, text in about.items() if text}

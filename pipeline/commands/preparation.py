@@ -10,7 +10,7 @@ from pipeline.errors import UsageError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.resources import Resources
-from pipeline.system import stages
+from pipeline.system import begin_stage
 
 
 def refuse_outer_launcher(command: str) -> None:
@@ -29,10 +29,10 @@ def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[t
         ExperimentError: the file is wrong.
         ResourceError: the machine or the cluster is too small, or can't be reached.
     """
-    stages.begin("importing torch, checking the experiment")
+    begin_stage("importing torch, checking the experiment")
     allowed, parallel = preflight.check(file, with_weights=not resumes), file.experiment.parallel
     if parallel.launcher == "ray" and parallel.cluster:
-        stages.begin(f"connecting to Ray at {parallel.cluster}")
+        begin_stage(f"connecting to Ray at {parallel.cluster}")
     resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
     with explain_problems(file):
         yield allowed, resources

@@ -1,6 +1,7 @@
-"""``pipeline run``: check, plan, launch, report."""
+"""``pipeline run``: check, plan, launch, and end in a result."""
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.commands.invocation import Invocation, invoked
@@ -15,14 +16,19 @@ from pipeline.experiment.load import ExperimentFile
 from pipeline.launch.outer import check_workers, follow, leading
 from pipeline.plan.describe import describe, record
 from pipeline.plan.outer_launcher import is_follower
-from pipeline.plan.plan import Plan, make_plan
-from pipeline.protocol.events import WEIGHTS
-from pipeline.protocol.trial import Training
-from pipeline.record.journal import FILE_NAME, read
+from pipeline.plan.plan import Plan, make_plan, restriction
+from pipeline.protocol.events import WEIGHTS, Started
+from pipeline.protocol.trial import Baseline, Training
+from pipeline.protocol.trial_outcome import Outcome
+from pipeline.protocol.trial_result import TrialResult
+from pipeline.record import journal
 from pipeline.record.runs import LATEST
 from pipeline.record.screen import Terminal
-from pipeline.report.numbers.row_numbers import COMPARED, metrics_of
 from pipeline.report.report import Report
+from pipeline.report.report_files import REPORT_NAME
+from pipeline.results.measured import Missing, result_of_quick, result_of_run
+from pipeline.results.record import Result
+from pipeline.results.speedup import Row, measure_rows
 from pipeline.train.storage import Storage, address_of
 
 
@@ -34,7 +40,7 @@ def run(
     terminal: Terminal,
     train_only: bool = False,
     quick: bool = False,
-    show: Callable[[Report, Path], None] | None = None,
+    show: Callable[[Result, Path], None] | None = None,
     resume: str | None = None,
     allow_changed: bool = False,
     member: Membership | None = None,
@@ -45,10 +51,10 @@ def run(
         file: the experiment.
         with_baseline: True to also measure the baseline of the speedup.
         verbose: True to show the workers' output.
-        terminal: shows progress, warnings and the report.
+        terminal: shows progress, warnings and the result.
         train_only: True to measure nothing: no baseline, no step-time breakdown.
-        quick: True to train two steps only, and to measure nothing.
-        show: gets the report and the folder of the run, e.g. to print it as JSON.
+        quick: True to time a few steps only, and to print how long the whole training will take.
+        show: gets the result and the folder of the run, e.g. to print it as JSON.
         resume: the run to resume, see `pipeline.drive.resume.earlier`; None starts a new one.
         allow_changed: True if learning rates, the length and the data of the resumed training may differ.
         member: given for a run that is a trial of a sweep.
@@ -78,14 +84,14 @@ def _run(
     extent: Mapping[str, bool],
     verbose: bool,
     terminal: Terminal,
-    show: Callable[[Report, Path], None] | None,
+    show: Callable[[Result, Path], None] | None,
     resume: str | None,
     allow_changed: bool,
     member: Membership | None,
 ) -> None:
     """Run the trials and report, see `run`; ``extent`` says what is measured, see `make`."""
     if extent["quick"] and resume is not None:
-        raise UsageError("--quick starts a run of two steps, so it can't resume one; remove --quick or --resume")
+        raise UsageError("--quick starts a run of a few steps, so it can't resume one; remove --quick or --resume")
     earlier = recovery.earlier(file, resume) if resume is not None else None
     changes: list[str] = []
     if earlier is not None:
@@ -97,9 +103,9 @@ def _run(
     folder = earlier.folder if earlier else None
     again = ("run", *options_of(with_baseline=extent["with_baseline"], train_only=extent["train_only"]))
     with invoked(
-        plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again
+        plan, file=file, terminal=terminal, verbose=verbose, folder=folder, member=member, again=again, show=show
     ) as invocation:
-        done = set(invocation.results)
+        done, outcomes = set(invocation.results), list[Outcome]()
         if earlier is not None and (recovery.is_continued(file, earlier) or _has_lost_weights(invocation)):
             done -= {plan.main.name}  # the training is continued
         try:
@@ -107,9 +113,9 @@ def _run(
                 "checkpoints": address_of(plan.experiment.checkpoint.directory, run=invocation.folder),
                 "resume": earlier is not None,
                 "allow_changed": allow_changed,
-                "exports": member is None or member.logs_model,
+                "exports": (member is None or member.logs_model) and not extent["quick"],
             }
-            invocation.execute(
+            outcomes = invocation.execute(
                 trial.model_copy(update=own) if isinstance(trial, Training) else trial
                 for trial in plan.trials
                 if trial.name not in done
@@ -117,14 +123,25 @@ def _run(
         finally:
             if plan.main.name in invocation.results:
                 with invocation.unharmed("the report"):
-                    measured = report(invocation)
-                    if show is not None:
-                        show(measured, invocation.folder)
+                    missing = find_missing(plan, outcomes, invocation.results)
+                    report(invocation, missing=missing if extent["with_baseline"] else "no baseline")
         if _has_lost_weights(invocation):
             raise ResourceError(
                 f"{invocation.folder}: the trained weights are lost; neither {WEIGHTS} nor a checkpoint of the last "
                 "step could be saved. Make room, and continue with --resume"
             )
+
+
+def find_missing(plan: Plan, outcomes: Sequence[Outcome], results: Mapping[str, TrialResult]) -> Missing:
+    """Return why a baseline that was planned has no result; empty if it has one, or if none was planned."""
+    baselines = [trial for trial in plan.measured if isinstance(trial, Baseline)]
+    if all(trial.name in results for trial in baselines):
+        return ""
+    last = outcomes[-1] if outcomes else Outcome()
+    has_measured = (
+        last.trained is not None and last.finished is not None and last.finished.result != last.trained.result
+    )
+    return "failed" if last.has_failed or has_measured else "interrupted"
 
 
 def _has_lost_weights(invocation: Invocation) -> bool:
@@ -197,22 +214,45 @@ def _described(file: ExperimentFile, *, with_baseline: bool, train_only: bool, q
     return (record if as_json else describe)(plan, sizes)
 
 
-def report(invocation: Invocation) -> Report:
-    """Compare the trials in a report: printed, recorded, saved."""
+def report(invocation: Invocation, *, missing: Missing = "") -> None:
+    """End the run in its result: recorded, saved and shown. ``missing``: why no baseline was measured."""
     plan, finished = invocation.plan, invocation.finished
-    trials = [as_ended(trial, finished) for trial in plan.measured]
-    measured = Report.of(trials, finished, hardware=invocation.hardware)
-    if plan.main.is_elastic:
-        told = describe_sizes(read(invocation.folder / FILE_NAME), trial=plan.main.name)
-        measured = measured.model_copy(update={"training_notes": tuple(told)})
-    measured = measured.model_copy(update={"goodput": invocation.goodput})
-    train_only = isinstance(plan.main, Training) and plan.main.train_only
-    shown = measured if train_only else invocation.advised(measured)
-    invocation.show(shown, summary=shown.markdown())
-    if shown.goodput is not None:
-        invocation.log(shown.goodput.figures, trial=plan.main.name, step=shown.main.steps, epoch=shown.main.epochs)
-    for row in shown.rows:
-        invocation.log(metrics_of(row, COMPARED), trial=row.trial, step=row.steps, epoch=row.epochs)
-        invocation.tag(row, baseline=shown.rows[0], trial=row.trial)
-    invocation.save_report(shown)
-    return shown
+    rows = measure_rows([as_ended(trial, finished) for trial in plan.measured], finished)
+    main, resources = plan.main, plan.resources
+    assert isinstance(main, Training)
+    opened = journal.opened(invocation.folder / journal.FILE_NAME)
+    shared = {"hardware": invocation.hardware, "command": opened.command if opened else ""}
+    if main.is_quick:
+        seconds = estimate_training_s(rows[-1], invocation)
+        invocation.finish(result_of_quick(rows[-1], **shared, training_s=seconds), draws=False)
+        return
+    sizes = describe_sizes(journal.read(invocation.folder / journal.FILE_NAME), trial=main.name)
+    measured = result_of_run(
+        rows,
+        **shared,
+        goodput=invocation.goodput,
+        happened=tuple(sizes) if main.is_elastic else (),
+        missing=missing,
+        option=restriction(main).partition(":")[0],
+        cores=resources.cpus // resources.nodes,
+    )
+    # `pipeline compare RUN RUN` reads a run's numbers from here until it reads result.json
+    old = Report.of([row.trial for row in rows], finished, hardware=invocation.hardware)
+    invocation.save({REPORT_NAME: old.to_json() + "\n"})
+    invocation.finish(measured, draws=not main.train_only)
+
+
+def estimate_training_s(row: Row, invocation: Invocation) -> float:
+    """Return about how many seconds the whole training will take: startup, steps and evaluations, as timed."""
+    train, spent = row.trial.experiment.train, invocation.goodput
+    events = journal.marked(invocation.folder / journal.FILE_NAME, "started")
+    started = [event for event in events if isinstance(event, Started) and event.trial == row.key][-1]
+    steps = train.steps or (train.epochs or 1) * started.steps_per_epoch
+    seconds = steps * row.step_ms / 1000
+    if train.minutes is not None:
+        seconds = min(seconds, 60 * train.minutes)
+    if started.validation_samples and spent is not None:
+        every = train.evaluate_every_steps or train.evaluate_every_epochs * started.steps_per_epoch
+        done = steps if not row.step_ms else min(steps, 1000 * seconds / row.step_ms)
+        seconds += max(1, math.ceil(done / every)) * spent.seconds.get("evaluation", 0.0)
+    return seconds + (row.start_s or 0.0)

@@ -31,8 +31,8 @@ from pipeline.commands.sweep_trial import (
     SweepPlan,
     SweptTrial,
     best_of,
-    count_trials,
     describe_device,
+    describe_trials,
     find_concurrency,
     find_trial,
     find_trials,
@@ -62,8 +62,7 @@ from pipeline.record.folder import EXPERIMENT_NAME, id_of
 from pipeline.record.screen import Terminal, write
 from pipeline.results import texts
 from pipeline.results.record import Fact, Result, Table
-from pipeline.system import stages
-from pipeline.system.process import environment
+from pipeline.system import begin_stage, end_stage, environment
 from pipeline.wording import counted, figure
 
 _MAY_CHANGE = ("sweep.trials", "sweep.concurrent", "loader.", "tracking.", "benchmark.", "parallel.")
@@ -134,7 +133,7 @@ def describe(plan: SweepPlan) -> str:
     asha = f"; ASHA continues 1 in {sweep.asha.reduction_factor} trials" if sweep.asha else ""
     each = f"each {trial.title} with {trial.launcher}, {describe_device(trial)}"
     lines = [
-        f"sweep        {count_trials(sweep, plan.direction)}",
+        f"sweep        {', '.join(describe_trials(sweep, plan.direction))}",
         *(f"             {key}: {parameter}" for key, parameter in sweep.parameters.items()),
         f"search       {sweep.search}, seed {plan.seed}{asha}",
         f"machine      {plan.plan.resources.summary}",
@@ -339,9 +338,9 @@ def _search(plan: SweepPlan, invocation: Invocation) -> None:
     needs: dict[str, float] = {name: amount for name, amount in amounts.items() if amount}
     if plan.shares_cluster:  # where the workers run; Ray wants something to be asked for
         needs = {"node:__internal_head__": 1e-4}
-    stages.begin("starting Ray")
+    begin_stage("starting Ray")
     with environment(**_SETTINGS), connected(None, verbose=plan.verbose), TemporaryDirectory() as storage:
-        stages.end()
+        end_stage()
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(train_trial, plan=plan), needs),
             param_space=space,

@@ -33,10 +33,16 @@ from pipeline.protocol.events import STOPPED_EARLY, Metrics
 from pipeline.protocol.trial import Trial
 from pipeline.record import journal
 from pipeline.record.folder import trials_of, write_atomically
-from pipeline.system import memory, stages
-from pipeline.system.imports import importable, undisturbed
-from pipeline.system.leftovers import Leftovers, exit_despite_threads
-from pipeline.system.process import kill_tree
+from pipeline.system import (
+    Leftovers,
+    begin_stage,
+    end_stage,
+    exit_in_time,
+    huge_pages,
+    importable,
+    kill_tree,
+    undisturbed,
+)
 from pipeline.tracking.follow import sync
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import counted
@@ -84,7 +90,7 @@ class Record(Frozen):
         """Write the record, with changes, into the trial's folder."""
         folder.mkdir(parents=True, exist_ok=True)
         text = self.model_copy(update=changed).model_dump_json(indent=1) + "\n"
-        write_atomically(folder / RECORD_NAME, lambda path: path.write_text(text, encoding="utf-8"))
+        write_atomically(folder / RECORD_NAME, text)
 
 
 @dataclass(frozen=True)
@@ -136,16 +142,16 @@ class SweptTrial(NamedTuple):
 def describe_in_a_line(file: ExperimentFile, sweep: Sweep, *, allowed: tuple[str, ...]) -> str:
     """Describe the sweep of a file in a line for ``pipeline check``, without the number of concurrent trials."""
     keys = ", ".join(f"{key} ({parameter})" for key, parameter in sweep.parameters.items())
-    direction = sweep_direction(sweep, judges(file.experiment, allowed=allowed))
-    return f"sweep of {count_trials(sweep, direction)} over {keys}"
+    count, ranking = describe_trials(sweep, sweep_direction(sweep, judges(file.experiment, allowed=allowed)))
+    return f"sweep of {count} over {keys}, {ranking}"
 
 
-def count_trials(sweep: Sweep, direction: Direction) -> str:
+def describe_trials(sweep: Sweep, direction: Direction) -> tuple[str, str]:
     """Return the number of trials, and by what they are ranked, in words."""
     is_product = sweep.combinations > 1 and sweep.trials > 1
     product = f" ({sweep.trials} draws x {sweep.combinations} combinations of the grids)" if is_product else ""
     good = "lower is better" if direction == "min" else "higher is better"
-    return f"{counted(sweep.total, 'trial')}{product}, ranked by {sweep.metric} ({good})"
+    return f"{counted(sweep.total, 'trial')}{product}", f"ranked by {sweep.metric} ({good})"
 
 
 def describe_device(trial: Trial) -> str:
@@ -371,11 +377,11 @@ def stop_trials(*, grace_s: float, tell: Callable[[str], None]) -> None:
 
 def send_rest(sweep: Path, *, patience_s: float, tell: Callable[[str], None], warn: Callable[[str], None]) -> None:
     """Send the results that trials could not send, e.g. within a minute, until the store refuses some."""
-    stages.begin("waiting until the trainings have ended")
+    begin_stage("waiting until the trainings have ended")
     deadline = time.monotonic() + patience_s
     while any(map(_is_open, trials_of(sweep))) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-    stages.end()
+    end_stage()
     waiting = [folder for folder in find_undelivered(sweep) if not _is_open(folder)]
     if waiting:
         tell(f"sending the results of {name_folders(waiting)} that MLflow lacks")
@@ -389,7 +395,7 @@ def send_rest(sweep: Path, *, patience_s: float, tell: Callable[[str], None], wa
 
 def find_undelivered(sweep: Path) -> list[Path]:
     """Return the folders of the trials whose results the tracking store lacks."""
-    outcomes = {folder: TrackingOutcome.kept(folder) for folder in trials_of(sweep) if has_begun(folder)}
+    outcomes = {folder: TrackingOutcome.read(folder) for folder in trials_of(sweep) if has_begun(folder)}
     return [folder for folder, outcome in outcomes.items() if outcome is None or not outcome.delivered]
 
 
@@ -419,7 +425,7 @@ def main() -> NoReturn:
 
     threading.Thread(target=end_with_parent, name="lifeline", daemon=True).start()
     try:
-        with importable(Path.cwd()), memory.huge_pages():
+        with importable(Path.cwd()), huge_pages():
             with undisturbed():
                 from pipeline.commands import run
             from pipeline.drive.recorded_run import Membership
@@ -445,8 +451,7 @@ def main() -> NoReturn:
     except Terminated:
         code = 143
     leftovers.end(lambda message: print(f"warning: {message}", file=sys.stderr))  # noqa: T201 - to output.txt
-    exit_despite_threads(code)
-    sys.exit(code)
+    exit_in_time(code)
 
 
 if __name__ == "__main__":

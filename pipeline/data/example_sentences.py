@@ -15,8 +15,7 @@ from safetensors.torch import save_model
 
 from pipeline.experiment.targets import needs
 from pipeline.protocol.progress import ProgressReporter, note
-from pipeline.system.imports import quiet_transformers
-from pipeline.system.lock_file import locked
+from pipeline.system import locked, quiet_transformers
 
 _TOPICS = ("attribute-access", "debugger", "formatstrings", "string-methods")
 _VOCABULARY, _LENGTH = 1000, 32

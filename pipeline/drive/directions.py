@@ -9,7 +9,7 @@ from pipeline.experiment.reported import PREFIX, source_of
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.sweep import Sweep
 from pipeline.experiment.values import Direction, Mode
-from pipeline.system.imports import undisturbed
+from pipeline.system import undisturbed
 
 
 def judges(experiment: Experiment, *, allowed: tuple[str, ...]) -> dict[str, Any]:

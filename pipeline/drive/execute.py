@@ -134,7 +134,11 @@ def _launch(trial: Trial, *, launcher: Launcher, recorder: Recorder, reached: _R
     open_trial(trial, recorder)
     grace_s = trial.experiment.parallel.grace_s
     is_training = isinstance(trial, Training)
-    with gracefully(launcher.stop, grace_s=grace_s, is_worth_it=lambda: reached.has_started and is_training):
+
+    def is_worth_it() -> bool:
+        return is_training and reached.has_started and reached.trained is None
+
+    with gracefully(launcher.stop, grace_s=grace_s, is_worth_it=is_worth_it):
         try:
             return launcher.launch(trial)
         except ResourceError as error:

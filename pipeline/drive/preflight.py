@@ -29,8 +29,7 @@ from pipeline.plan.plan import make_plan
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent
 from pipeline.protocol.trial import BatchCheck, Trial
-from pipeline.system.imports import undisturbed
-from pipeline.system.memory import find_memory_limits
+from pipeline.system import find_memory_limits, undisturbed
 from pipeline.tracking import loggers
 
 if TYPE_CHECKING:

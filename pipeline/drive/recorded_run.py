@@ -19,14 +19,14 @@ from pipeline.experiment.values import Direction
 from pipeline.plan.plan import Plan
 from pipeline.protocol.events import LOSSES, ArtifactSaved, Finished, RunClosed, RunOpened, TrialOpened
 from pipeline.protocol.labels import PARENTS, Status
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.record import provenance
 from pipeline.record.console import Console
-from pipeline.record.folder import LOG_NAME, create, explained, id_of, is_kept, killed, sweep_of
+from pipeline.record.folder import LOG_NAME, create, explain_os_errors, id_of, is_kept, killed, sweep_of
 from pipeline.record.journal import FILE_NAME, ending, marked, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.screen import Terminal, linked
-from pipeline.system import stages
+from pipeline.record.screen import Terminal, linked, write
+from pipeline.system import begin_stage
 from pipeline.tracking.follower import Follower, flush
 from pipeline.tracking.loggers import own_names
 from pipeline.tracking.store import check_store, resolve_uri
@@ -84,12 +84,12 @@ def recorded(
         UsageError: the run to resume hasn't ended.
     """
     raise_swallowed_interrupt()  # nothing has been made yet
-    stages.begin("opening the run")
+    begin_stage("opening the run")
     tracking = plan.experiment.tracking
     uri = resolve_uri(tracking.uri, base=Path.cwd())
     warning = check_store(uri) if tracked else None
     folder = folder or (member.folder if member else create(plan))
-    with explained(folder), ExitStack() as stack:
+    with explain_os_errors(folder), ExitStack() as stack:
         log = stack.enter_context(closing(Log(folder / LOG_NAME)))
         handler = logging.StreamHandler(log)  # what libraries log goes there instead of to the terminal
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -97,8 +97,7 @@ def recorded(
         stack.callback(logging.getLogger().removeHandler, handler)
 
         def warn(message: str) -> None:
-            wraps = terminal.warnings.is_interactive  # lines of a log file aren't wrapped
-            terminal.warnings.print(message, style="yellow", markup=False, highlight=False, soft_wrap=not wraps)
+            write(terminal.warnings, message, style="yellow")
             logging.getLogger(__name__).warning(message)
 
         if warning:
@@ -114,7 +113,7 @@ def recorded(
         for event in read(folder / FILE_NAME) if recorder.is_resumed else ():
             last = event.time
             for console in consoles:
-                console.run.note_evaluation(event)
+                console.run.update(event)
         end = (ending(folder / FILE_NAME) or killed(at=last)) if adds else None
         files = () if adds else provenance.describe(plan.experiment, folder)
         follower = None
@@ -136,7 +135,7 @@ def recorded(
             recorder.receive(_opened(plan, folder, uri=uri, member=member, file=source, directions=directions or {}))
         for name in files:
             artifact(name, recorder)
-        with explained(folder):
+        with explain_os_errors(folder):
             yield recorder
 
 
@@ -227,12 +226,13 @@ def _opened(
     file: str = "",
     directions: Mapping[str, Direction] | None = None,
 ) -> RunOpened:
-    tracking = plan.experiment.tracking
+    experiment, is_quick = plan.experiment, isinstance(plan.main, Training) and plan.main.is_quick
+    tracking = experiment.tracking
     return RunOpened(
         run=id_of(folder),
         sweep=sweep_of(folder),
         title=member.title if member else tracking.run_name or "",
-        logs_model=member is None or member.logs_model,
+        logs_model=(member is None or member.logs_model) and not is_quick,
         tracking_uri=without_credentials(uri),
         tracking_experiment=tracking.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or plan.experiment.name,
         tags=provenance.run_tags(plan),

@@ -15,7 +15,7 @@ from pipeline.experiment.train import Train
 from pipeline.protocol.events import RunOpened
 from pipeline.record import journal, runs
 from pipeline.record.folder import RunState, is_listed, is_quick, read_state, read_status, runs_named
-from pipeline.report.report_files import REPORT_NAME
+from pipeline.results import record
 from pipeline.train.manifest import LENGTHS, rate_keys
 from pipeline.train.storage import Storage, address_of
 
@@ -118,7 +118,7 @@ def is_continued(file: ExperimentFile, state: RunState) -> bool:
 def _check_finished(file: ExperimentFile, state: RunState) -> None:
     """Check that a finished run lacks its report, or that the file trains on and there is a checkpoint to do so."""
     if not is_continued(file, state):
-        if not (state.folder / REPORT_NAME).is_file():
+        if not (state.folder / record.FILE_NAME).is_file():
             return
         raise UsageError(
             f"--resume: {state.folder} has finished. To continue it, train for more than "

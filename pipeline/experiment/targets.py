@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from pipeline.errors import ExperimentError, UnguardedScriptError, UsageError
-from pipeline.system.imports import undisturbed
+from pipeline.system import undisturbed
 from pipeline.wording import did_you_mean, nearest
 
 Target = TypeVar("Target", bound=Callable[..., Any])

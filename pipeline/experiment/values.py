@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from typing_extensions import override
 
 from pipeline.experiment.uris import expand_home
-from pipeline.system.signals import deferred_signals
+from pipeline.system import deferred_signals
 
 
 class Frozen(BaseModel):

@@ -1,4 +1,4 @@
-"""Variants of a study: several experiment files, or one file with several values of its keys."""
+"""Variants of a comparison: several experiment files, or one file with several values of its keys."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pipeline.wording import counted
 def read_variants(
     files: Sequence[str], overrides: Sequence[str], *, vary: str | None
 ) -> list[tuple[str, ExperimentFile]]:
-    """Read the variants of a study, each with its description: files, or one file with the values of ``vary``.
+    """Read the variants of a comparison, each with its description: files, or one file with the values of ``vary``.
 
     Raises:
         UsageError: there are not at least two variants.

@@ -20,7 +20,7 @@ from pipeline.protocol.channel import Address, DirectOutbox, Inbox
 from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Heartbeat, Phase
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system.signals import SAME_S, handled
+from pipeline.system import SAME_S, handled
 
 LOOPBACK = "127.0.0.1"
 _log = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from pipeline.launch.node_facts import NodeFacts
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.trial import Trial
-from pipeline.system.process import environment
-from pipeline.system.signals import own_signals
+from pipeline.system import environment, own_signals
 from pipeline.wording import counted, first_line, last_line
 
 _SETTINGS = {
@@ -63,23 +62,26 @@ def connected(address: str | None, *, verbose: bool, runtime_env: Mapping[str, A
         ResourceError: no cluster answers at the address, this machine is not one of its nodes, or Ray can't start.
     """
     options: dict[str, Any] = {"address": address, "runtime_env": dict(runtime_env or {})}
-    # Ray turns its token authentication on and redirects breakpoint(), both by setting variables in this process.
-    kept = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "PYTHONBREAKPOINT")}
     if address is None:
         options = {"address": "local", "include_dashboard": False, "num_cpus": resources.detect().cpus}
         options["object_store_memory"] = _OBJECT_STORE_BYTES
-    else:
-        _check_address(address)
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray").setLevel(level)
     for name in ("ray.train", "ray.tune"):  # errors are raised as exceptions, or passed to callbacks, too
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.CRITICAL)
+    # Ray turns its token authentication on and redirects breakpoint(), both by setting variables in this process.
+    kept = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "PYTHONBREAKPOINT")}
     with environment(**_SETTINGS, **kept), own_signals():
         try:
+            if address is not None:
+                _check_address(address)
             with own_signals():  # otherwise Ray would handle SIGTERM for the rest of the run
                 ray.init(log_to_driver=verbose, logging_level=level, configure_logging=verbose, **options)
         except Exception as error:  # Ray raises bare ones, too
-            raise ResourceError(_refusal(address, error)) from error
+            told = error if isinstance(error, PipelineError) else ResourceError(_refusal(address, error))
+            if address is not None and os.environ.get("RAY_ADDRESS") == address:  # perhaps left from an earlier session
+                told.add_note(f"RAY_ADDRESS={address} names this cluster. Without it, a local Ray is started.")
+            raise told from error
         try:
             yield
         finally:
@@ -130,19 +132,6 @@ def _refusal(address: str | None, error: Exception) -> str:
         size = said.partition(". ")[0]
         return f"{_project()}: the code can't be sent to the cluster: {size}. Name data in .gitignore or .rayignore."
     return f"no Ray cluster answers at {address}: {first_line(error)}"
-
-
-@contextmanager
-def naming_address(parallel: Parallel) -> Iterator[None]:
-    """Add to an error of the block that RAY_ADDRESS names the cluster: it may be left from an earlier session."""
-    try:
-        yield
-    except PipelineError as error:
-        if parallel.address is None and parallel.cluster is not None:
-            error.add_note(
-                f"RAY_ADDRESS={parallel.cluster} names this cluster. To start a local Ray instead, unset RAY_ADDRESS."
-            )
-        raise
 
 
 class LocalRay(threading.Thread):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pipeline.protocol.events import HEARTBEAT_S, AnyEvent, Failed, Heartbeat, Phase, Warned
 from pipeline.protocol.trial import Trial
-from pipeline.system.process import in_background, kill_tree
+from pipeline.system import in_background, kill_tree
 
 _TICK_S = 0.5
 _SILENCE = 3  # missing heartbeats

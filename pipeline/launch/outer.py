@@ -4,42 +4,43 @@ The processes meet in torch's key-value store. Rank 0 learns there what each of 
 at last how the run ended. A rank that dies ends the job; its launcher, or a requeue, starts all of them again.
 """
 
-import hashlib
-import ipaddress
 import os
-import platform
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
-from pydantic import ValidationError
 
 from pipeline.errors import PipelineError, ResourceError, Terminated, TrainingError, UsageError
 from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.experiment.values import Frozen
 from pipeline.launch.base import LOOPBACK, Attempt, StopRequest
+from pipeline.launch.rank_facts import (
+    RankFacts,
+    address_facing,
+    combined,
+    find_facts,
+    find_gpus,
+    find_own_address,
+    interface_variables,
+    is_loopback,
+    refuse_others,
+)
 from pipeline.plan.outer_launcher import OuterLauncher, outer_launcher
 from pipeline.plan.plan import Plan
-from pipeline.plan.resources import Placed, Resources, detect, usable_cores
-from pipeline.plan.visible_gpus import visible_gpus
+from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, DirectOutbox
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Trial, trial_from_json
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system.imports import PACKAGE, undisturbed
-from pipeline.system.leftovers import abandon
-from pipeline.system.signals import SAME_S, end_after, on_sigterm
+from pipeline.system import SAME_S, abandon, end_after, on_sigterm, undisturbed
 from pipeline.wording import listed
 
 if TYPE_CHECKING:
@@ -47,32 +48,14 @@ if TYPE_CHECKING:
 
 _LAUNCHER = "torchrun"
 """Value of ``parallel.launcher`` for ranks that an outer launcher has started."""
-_POLL_S, _LONGEST_POLL_S, _LISTEN_S = 0.1, 1.0, 0.5
+_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
 _REPORT_S, _FAREWELL_S = 5.0, 5.0
 """Seconds in which a rank that can't take part tells rank 0, and in which all learn how the run ended."""
 _LOSS_S, _LAST_REPORTS_S = 3.0, 10.0
 """Seconds in which other ranks end after one has failed, and in which it becomes known which one they failed for."""
 _KNOWN_S = 0.5
 """Seconds in which a lost rank is noticed after its launcher has sent SIGTERM because of it."""
-_SHOWN, _NAMED = 8, 3  # ranks, nodes
 _DIED = "its process was killed or crashed, or its node is unreachable"
-
-
-class RankFacts(Frozen):
-    """Facts about a rank and its machine, as the rank itself finds them."""
-
-    rank: int
-    local_rank: int
-    resources: Resources
-    """Resources that this process may use; another rank of the node may use the same."""
-    cores: tuple[int, ...]
-    """Numbers of the cores that it may use, which tell shared from divided cores."""
-    gpus: dict[str, str]
-    """Names of the GPUs that it sees, by UUID."""
-    address: str
-    """Address of the machine that faces rank 0's."""
-    versions: dict[str, str]
-    """Versions that all ranks must share, by package."""
 
 
 class Command(Frozen):
@@ -96,8 +79,16 @@ class Group:
         """Number of the next command."""
         self._timeout_s, self._host, self._server = timeout_s, outer.host, None
         if outer.is_driver and not outer.has_store:
+            from pipeline.worker import open_store
+
             self._host = find_own_address(outer)
-            self._server = self._open()
+            try:
+                self._server = open_store(self._host, outer.port, timeout=timedelta(seconds=timeout_s))
+            except OSError as error:
+                raise ResourceError(
+                    f"rank 0 can't listen at {self._host}:{outer.port}: {error.strerror or error}. For all ranks, set "
+                    f"MASTER_ADDR to an address of {self.node}, where rank 0 runs, and MASTER_PORT to a free port."
+                ) from error
         self._store = self.connected(f"pipeline/{outer.attempt}")
 
     def connected(self, name: str) -> "Store":
@@ -107,8 +98,8 @@ class Group:
         deadline, port = time.monotonic() + self._timeout_s, self.outer.port
         while True:  # torch's own wait reacts to no signal
             try:
-                with closing(socket.create_connection((self._host, port), timeout=_LISTEN_S)):
-                    break
+                socket.create_connection((self._host, port), timeout=0.5).close()
+                break
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise ResourceError(
@@ -118,23 +109,12 @@ class Group:
                     ) from error
                 time.sleep(_POLL_S)
         timeout = timedelta(seconds=self._timeout_s)
-        return PrefixStore(
-            name, TCPStore(self._host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        )  # fmt: skip
+        store = TCPStore(self._host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return PrefixStore(name, store)
 
     def publish(self) -> None:
         """Tell rank 0 the facts about this rank."""
-        outer = self.outer
-        facts = RankFacts(
-            rank=outer.rank,
-            local_rank=outer.local_rank,
-            resources=detect(),
-            cores=usable_cores(),
-            gpus=visible_gpus(),
-            address=address_facing(outer.host) if outer.has_several_nodes else LOOPBACK,
-            versions=_find_versions(),
-        )
-        self._store.set(f"facts/{outer.rank}", facts.model_dump_json())
+        self._store.set(f"facts/{self.outer.rank}", find_facts(self.outer).model_dump_json())
 
     def report_failure(self, message: str) -> None:
         """Tell rank 0 the error for which this rank can't take part; the first one counts."""
@@ -143,25 +123,20 @@ class Group:
 
     def gather(self) -> list[RankFacts]:
         """Wait for the facts of all ranks, and return them in the order of ranks. For rank 0."""
-        missing, deadline = set(range(self.outer.world_size)), time.monotonic() + self._timeout_s
-        while missing := {rank for rank in missing if not self._store.check([f"facts/{rank}"])}:
+        missing, deadline = [*range(self.outer.world_size)], time.monotonic() + self._timeout_s
+        while missing := [rank for rank in missing if not self._store.check([f"facts/{rank}"])]:
             if self._store.check(["failure"]):
                 raise UsageError(self._store.get("failure").decode())
             if time.monotonic() > deadline:
-                named = ", ".join(map(str, sorted(missing)[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
                 raise ResourceError(
                     f"{self.outer.name} started {self.outer.world_size} processes. {len(missing)} of them did not "
-                    f"reach rank 0 on {self.node} within parallel.start_timeout_s ({self._timeout_s:g} s): rank {named}"
+                    f"reach rank 0 on {self.node} within parallel.start_timeout_s ({self._timeout_s:g} s): "
+                    f"rank {listed([*map(str, missing)])}"
                 )
             time.sleep(_POLL_S)
-        facts = []
-        for rank in range(self.outer.world_size):
-            try:
-                facts.append(RankFacts.model_validate_json(self._store.get(f"facts/{rank}")))
-            except ValidationError as error:
-                message = f"rank {rank} has another version of ddp-pipeline than rank 0. Install the same on all nodes."
-                raise ResourceError(message) from error
-        return facts
+        return [
+            RankFacts.model_validate_json(self._store.get(f"facts/{rank}")) for rank in range(self.outer.world_size)
+        ]
 
     def send(self, command: Command) -> None:
         """Give the other ranks a command. For rank 0."""
@@ -186,17 +161,6 @@ class Group:
         self.number += 1
         return command
 
-    def _open(self) -> "Store":
-        from pipeline.worker import open_store
-
-        try:
-            return open_store(self._host, self.outer.port, timeout=timedelta(seconds=self._timeout_s))
-        except OSError as error:
-            raise ResourceError(
-                f"rank 0 can't listen at {self._host}:{self.outer.port}: {error.strerror or error}. For all ranks, set "
-                f"MASTER_ADDR to an address of {self.node}, where rank 0 runs, and MASTER_PORT to a free port."
-            ) from error
-
 
 @cache
 def join(outer: OuterLauncher, *, timeout_s: float) -> Group:
@@ -212,6 +176,13 @@ def facts_of_all(outer: OuterLauncher, *, timeout_s: float) -> list[RankFacts]:
     group = join(outer, timeout_s=timeout_s)
     group.publish()
     return group.gather()
+
+
+def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:
+    """Return what all ranks have together. For rank 0."""
+    facts = facts_of_all(outer, timeout_s=parallel.start_timeout_s)
+    refuse_others(facts)
+    return combined(facts)
 
 
 # What commands call
@@ -258,17 +229,13 @@ def check_workers(plan: Plan) -> Plan:
     if (outer := outer_launcher()) is None:
         return plan
     for trial in plan.trials:
+        started = f"{outer.name} started {outer.world_size} processes"
         if trial is plan.main and trial.workers != outer.world_size:
-            wanted = plan.experiment.parallel
-            allowed = f"{wanted.least_workers} to {wanted.workers}" if wanted.is_elastic else str(wanted.workers)
-            raise UsageError(
-                f"parallel.workers: is {allowed}, but {outer.name} started {outer.world_size} processes. "
-                "Make the numbers equal."
-            )
+            raise UsageError(f"parallel.workers: is {trial.workers}, but {started}. Make the numbers equal.")
         if trial.workers not in (1, outer.world_size):
             raise UsageError(
-                f"{outer.name} started {outer.world_size} processes, but {trial.name} has {trial.workers} workers. "
-                f"Set 1 or {outer.world_size} workers under compare, or add --no-baseline."
+                f"{started}, but {trial.name} has {trial.workers} workers. "
+                f"Set 1 or {outer.world_size} workers under benchmark.baseline, or add --no-baseline."
             )
     return plan
 
@@ -410,8 +377,7 @@ def launch(attempt: Attempt, outer: OuterLauncher, stop: StopRequest) -> Outcome
 def _train(attempt: Attempt, rank: Rank, store: "Store", stop: StopRequest) -> None:
     from pipeline import worker
 
-    folder = Path(attempt.trial.folder)
-    outbox = DirectOutbox(folder, attempt.receive_sent, is_stopping=lambda: stop.asked)
+    outbox = DirectOutbox(Path(attempt.trial.folder), attempt.receive_sent, is_stopping=lambda: stop.asked)
     try:
         # This process records: when it hangs, it waits instead of ending.
         if not worker.run(attempt.trial, rank, outbox, store=store, end=threading.Event().wait):
@@ -426,155 +392,18 @@ def await_ends(attempt: Attempt, training: threading.Thread, *, deadline: float)
     """Wait until all ranks have ended, or one has failed and the others had time to say more; return who was lost."""
     ranks, failed_at = set(range(attempt.trial.workers)), None
     while True:
-        has_ended, now = ranks <= attempt.ended and not training.is_alive(), time.monotonic()
+        are_over, now = ranks <= attempt.ended, time.monotonic()
         failures = attempt.outcome().failures
         if attempt.lost:
             return dict.fromkeys(attempt.lost, _DIED)
-        if has_ended:
+        if are_over and not training.is_alive():
             return {}
         if failures:
             failed_at = failed_at or now
-            if any(failure.origin == "rank" for failure in failures):
-                if now - failed_at > _LOSS_S or ranks <= attempt.ended:
-                    return {}
-            elif now - failed_at > _LAST_REPORTS_S or ranks <= attempt.ended:
-                return dict.fromkeys(ranks - attempt.ended, _DIED)  # those that the others have failed for
+            is_own = any(failure.origin == "rank" for failure in failures)
+            if are_over or now - failed_at > (_LOSS_S if is_own else _LAST_REPORTS_S):
+                return {} if is_own else dict.fromkeys(ranks - attempt.ended, _DIED)  # whom the others have failed for
         if now > deadline and (late := ranks - attempt.nodes.keys()):
             limit = attempt.trial.experiment.parallel.start_timeout_s
             return dict.fromkeys(late, f"it did not start within parallel.start_timeout_s ({limit:g} s)")
         time.sleep(_POLL_S / 2)
-
-
-# Resources of all ranks
-
-
-def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:
-    """Return what all ranks have together. For rank 0."""
-    facts = facts_of_all(outer, timeout_s=parallel.start_timeout_s)
-    refuse_others(facts)
-    return combined(facts)
-
-
-def refuse_others(facts: Sequence[RankFacts]) -> None:
-    """Check that all ranks have rank 0's versions of Python, torch and this package."""
-    problems = dict.fromkeys(
-        f"{rank.resources.node}: it has {package} {there}, and rank 0 has {own}"
-        for rank in facts[1:]
-        for package, own in facts[0].versions.items()
-        if (there := rank.versions.get(package, "none")) != own
-    )
-    if problems:
-        here = facts[0].resources.node
-        what = f"versions differ from rank 0's on {here}. Install the same versions on all nodes:"
-        raise ResourceError("\n".join([what, *problems]))
-
-
-def combined(facts: Sequence[RankFacts]) -> Resources:
-    """Add up what the ranks have; cores and GPUs that several ranks of a node may use count once."""
-    nodes: dict[tuple[str, int], list[RankFacts]] = {}
-    for rank in facts:  # machines of the same name are told apart by their ranks on them, which begin at 0
-        name = rank.resources.node
-        machine = 0
-        while any(rank.local_rank == other.local_rank for other in nodes.get((name, machine), ())):
-            machine += 1
-        nodes.setdefault((name, machine), []).append(rank)
-    placed, gpus, kinds = [], list[str](), dict[str, list[str]]()
-    for (name, _), ranks in nodes.items():
-        # torchrun lets all ranks use all cores, srun may bind them; a container's limit counts, too.
-        cpus = {rank.cores: rank.resources.cpus for rank in ranks}
-        sharing = {cores: sum(rank.cores == cores for rank in ranks) for cores in cpus}
-        union, seen = len(set().union(*cpus)), {uuid: gpu for rank in ranks for uuid, gpu in rank.gpus.items()}
-        placed.append(
-            Placed(
-                node=name,
-                workers=len(ranks),
-                cpus=min(union or sum(cpus.values()), sum(cpus.values())),
-                cpus_per_worker=min(cpus[cores] // sharing[cores] for cores in cpus),
-            )
-        )
-        gpus += seen.values()
-        kind = ", ".join(dict.fromkeys(sorted(seen.values()))) or ranks[0].resources.processor
-        kinds.setdefault(kind, []).append(name)
-    notes = []
-    if len(kinds) > 1:
-        each = "; ".join(f"{', '.join(names[:_NAMED])}: {kind}" for kind, names in kinds.items())
-        notes.append(f"The nodes have different hardware, so in each step the faster nodes wait: {each}")
-    first, names = facts[0], [name for name, _ in nodes]
-    return Resources(
-        cpus=sum(node.cpus for node in placed),
-        memory_mb=sum(ranks[0].resources.memory_mb for ranks in nodes.values()),
-        gpus=tuple(gpus),
-        node=listed(names, most=_NAMED),
-        processor=first.resources.processor,
-        nodes=len(nodes),
-        has_compiler=all(rank.resources.has_compiler for rank in facts),
-        placed=tuple(placed),
-        is_divided=any(len({rank.cores for rank in ranks}) > 1 for ranks in nodes.values()),
-        notes=tuple(notes),
-    )
-
-
-def find_gpus(facts: Sequence[RankFacts], *, each: int) -> tuple[int | None, ...]:
-    """Return, for each rank, the index of its first GPU among those that it sees: the first that is still free.
-
-    With --gpu-bind=closest, srun shows a rank some GPUs of its node, and the same ones to others. None: all are taken.
-    """
-    taken: set[str] = set()
-    indices = []
-    for visible in [list(rank.gpus) for rank in facts]:
-        index = next((number for number, uuid in enumerate(visible) if uuid not in taken), None)
-        if index is not None:
-            taken.update(visible[index : index + each])
-        indices.append(index)
-    return tuple(indices)
-
-
-def _find_versions() -> dict[str, str]:
-    """Return the versions; torch's without the build, such as +cpu, which nodes with and without GPUs don't share."""
-    digest = hashlib.sha256()  # checkouts of the same version may differ
-    for path in sorted(Path(PACKAGE).rglob("*.py")):
-        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    return {
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-        "torch": version("torch").partition("+")[0],
-        "ddp-pipeline": version("ddp-pipeline"),
-        "code of pipeline": digest.hexdigest()[:12],
-    }
-
-
-# Addresses
-
-
-def find_own_address(outer: OuterLauncher) -> str:
-    """Return the address at which rank 0 listens for the ranks of other machines."""
-    if not outer.has_several_nodes:
-        return LOOPBACK
-    with suppress(OSError):
-        found = socket.getaddrinfo(outer.host, None, type=socket.SOCK_STREAM)
-        addresses = [str(each[4][0]) for each in sorted(found, key=lambda each: each[0] == socket.AF_INET6)]
-        for address in addresses:  # those of IPv4 first; on a machine, its own name often leads to loopback
-            if not is_loopback(address):
-                return address
-    return "0.0.0.0"  # noqa: S104 - no name leads to an address that others reach
-
-
-def address_facing(host: str) -> str:
-    """Return the address of this machine from which packets to a host leave."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with closing(socket.socket(family, kind, protocol)) as probe:  # it sends nothing
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def is_loopback(address: str) -> bool:
-    """Return True if only this machine can reach an address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def interface_variables(own: str) -> dict[str, str]:
-    """Return the variables that name an address's interface to gloo, which would take the host name's, and to NCCL."""
-    interfaces = {name: [each.address for each in those] for name, those in psutil.net_if_addrs().items()}
-    name = next((name for name, addresses in interfaces.items() if own in addresses), None)
-    # Without "=" NCCL takes the name as a prefix.
-    found = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name is not None else {}
-    return {variable: value for variable, value in found.items() if variable not in os.environ}

@@ -24,7 +24,7 @@ from pipeline.experiment.schema import Experiment, Parallel
 from pipeline.launch import base, cluster
 from pipeline.launch.base import LOOPBACK
 from pipeline.launch.node_facts import INSTALL_SAME_COMMIT, version_of
-from pipeline.launch.outer import interface_variables
+from pipeline.launch.rank_facts import interface_variables
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.channel import Address, ChannelOutbox, open_server
@@ -32,8 +32,7 @@ from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Training, Trial, trial_from_json
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system import stages
-from pipeline.system.process import environment, python_path
+from pipeline.system import begin_stage, environment, python_path
 from pipeline.train.storage import address_of
 from pipeline.wording import counted, first_line
 
@@ -67,20 +66,18 @@ class Launcher(base.Launcher):
     def __enter__(self) -> Self:
         """Connect to Ray. An existing cluster receives the code; a local Ray needs none."""
         verbose = self.session.verbose
-        stages.begin("starting Ray" if self._address is None else "connecting to Ray")
-        with cluster.naming_address(self.session.parallel):
-            if self._address is None:
-                self.held.enter_context(cluster.local_ray(verbose=verbose))
-            else:
-                self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
+        begin_stage("starting Ray" if self._address is None else "connecting to Ray")
+        if self._address is None:
+            self.held.enter_context(cluster.local_ray(verbose=verbose))
+        else:
+            self.held.enter_context(cluster.connected(self._address, verbose=verbose, runtime_env=self._code))
         return self
 
     @staticmethod
     def resources(parallel: Parallel) -> Resources:
         """Return the resources of this machine, or of all nodes of the cluster."""
-        with cluster.naming_address(parallel):
-            address = parallel.cluster
-            return resources.detect() if address is None else cluster.find_resources(address, parallel)
+        address = parallel.cluster
+        return resources.detect() if address is None else cluster.find_resources(address, parallel)
 
     def capacity(self, trial: Trial) -> int:
         """Return the workers that fit now, running ones included; the least number where nodes can be added."""
@@ -187,7 +184,7 @@ def _set_rendezvous(address: str, port: int, own: str) -> None:
 
 def work(config: dict[str, Any]) -> None:
     """Run one rank of a trial in the process that Ray Train gave it."""
-    from pipeline.system.leftovers import Leftovers
+    from pipeline.system import Leftovers
 
     leftovers = Leftovers()
     context = ray.train.get_context()
@@ -216,7 +213,7 @@ def _run(config: dict[str, Any], *, rank: Rank, leftovers: Any) -> None:
     with ChannelOutbox(Address.parse(config["channel"]), rank=rank.rank, folder=Path(trial.folder)) as outbox:
         try:
             worker.run(trial, rank, outbox, end=partial(worker.end_process, outbox.close))
-            leftovers.end(worker.warning_of(rank, trial=trial, outbox=outbox), run_exit_functions=False)
+            leftovers.end(worker.warning_of(rank, trial=trial, outbox=outbox))
         except worker.WorkerFailed:
             worker.log_traceback()
             raise worker.WorkerFailed from None  # Ray writes the cause as well, with values of the environment

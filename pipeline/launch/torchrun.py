@@ -26,8 +26,7 @@ from pipeline.plan.resources import Resources
 from pipeline.protocol.rank import Job, Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system.process import environment
-from pipeline.system.signals import handled
+from pipeline.system import environment, handled
 
 Process = subprocess.Popen[bytes]
 _CODE = "import gc, sys; gc.disable(); from pipeline.worker import work; work(sys.argv[1:])"
@@ -161,9 +160,9 @@ def _await_ends(ranks: Sequence[Process], *, lost: Collection[int]) -> dict[int,
 
 
 def _end(ranks: Sequence[Process], *, interrupted: bool = False, patience_s: float = _END_S) -> None:
-    """End all ranks with the processes that they have started; SIGINT comes first if the run was interrupted."""
-    attempts = {signal.SIGINT: _INTERRUPTED_S} if interrupted else {}
-    for number, seconds in (attempts | {signal.SIGTERM: patience_s, signal.SIGKILL: _END_S}).items():
+    """End all ranks with the processes that they have started, at SIGTERM or, if the run was interrupted, at SIGINT."""
+    first = {signal.SIGINT: _INTERRUPTED_S} if interrupted else {signal.SIGTERM: patience_s}
+    for number, seconds in (first | {signal.SIGKILL: _END_S}).items():
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, number)  # includes loader processes of a rank that has ended

@@ -8,7 +8,7 @@ from torch import nn
 from pipeline.errors import ExperimentError
 from pipeline.experiment.targets import needs
 from pipeline.protocol.progress import note
-from pipeline.system.imports import quiet_transformers
+from pipeline.system import quiet_transformers
 from pipeline.wording import did_you_mean
 
 _CLASSES = {

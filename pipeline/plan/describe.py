@@ -9,10 +9,9 @@ import yaml
 from pipeline.experiment.schema import LIGHTNING_OPTIMIZER, Experiment
 from pipeline.experiment.uris import describe_origin, without_credentials
 from pipeline.plan.plan import Plan
-from pipeline.protocol.trial import QUICK_STEPS, Training, Trial
+from pipeline.protocol.trial import Training, Trial
 from pipeline.wording import counted
 
-_WIDTH = 110
 _OF_TRIAL = ("name", "role", "title", "strategy", "launcher", "workers", "device", "cpus_per_worker")
 
 
@@ -34,7 +33,7 @@ def describe(plan: Plan, sizes: DataSizes) -> str:
     """Describe a plan as YAML, without what doesn't apply."""
     shown = {key: value for key, value in _record(plan, sizes).items() if value is not None and value != []}
     shown["trials"] = [{key: value for key, value in trial.items() if value is not None} for trial in shown["trials"]]
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=_WIDTH).rstrip()
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=110).rstrip()
 
 
 def record(plan: Plan, sizes: DataSizes) -> str:
@@ -95,7 +94,7 @@ def _describe_trial(trial: Trial, main: Trial) -> dict[str, Any]:
         if trial.train_only:
             purpose = f"trains {train.length}"
         if trial.is_quick:
-            purpose = f"trains {QUICK_STEPS} steps of {train.length}, evaluates, and saves a checkpoint"
+            purpose = f"trains {trial.quick_steps} steps of {train.length}, evaluates, and saves a checkpoint"
     elif isinstance(main, Training) and trial in main.compared_with:
         purpose = (
             f"is measured in turn with the training, at most {measure.rounds} rounds in about "

@@ -1,8 +1,7 @@
 """Launchers that start this command as several processes, read from their environment variables.
 
-``torchrun`` and ``srun`` start ``pipeline run`` once for each rank; rank 0's process is the driver.
-A shell inside an allocation, such as that of ``salloc`` or of a batch script, is no rank: ``srun`` alone sets the
-variables of a job step.
+``torchrun`` and ``srun`` start ``pipeline run`` once for each rank; rank 0's process is the driver. A shell inside an
+allocation, as of ``salloc`` or of a batch script, is no rank: ``srun`` alone sets the variables of a job step.
 """
 
 import os
@@ -13,18 +12,9 @@ from dataclasses import dataclass
 
 from pipeline.errors import UsageError
 
-_LOOPBACK = "127.0.0.1"
-_DEFAULT_PORT = 29500
-_FIRST_PORT, _PORTS = 20000, 10000
-"""Ports below those that Linux gives to outgoing connections."""
-_COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-
 _OTHER_RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 """Variables of platforms and of MPI, in which each process trains alone."""
-
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Variables in which torchrun says which of its processes this one is."""
-Variables = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +53,7 @@ class OuterLauncher:
         return {**ranks, "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
 
 
-def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
+def outer_launcher(variables: Mapping[str, str] | None = None) -> OuterLauncher | None:
     """Return the launcher that started this process as one of several, by default from its environment; None without.
 
     Of nested launchers the inner one counts, e.g. torchrun under srun. A single process that srun started is None,
@@ -73,11 +63,10 @@ def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
         UsageError: some variables of a launcher are missing, malformed, or contradict others.
     """
     given = os.environ if variables is None else variables
-    steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")
     is_torchrun = "TORCHELASTIC_RUN_ID" in given
     if is_torchrun:
         launcher, names = "torchrun", _TORCHRUN
-    elif "SLURM_PROCID" in given and any(name in given for name in steps):  # a batch script and salloc have no step
+    elif "SLURM_PROCID" in given and any(name in given for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID")):
         # srun --preserve-env leaves the job's number of tasks in SLURM_NTASKS.
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
         each = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in given else "SLURM_TASKS_PER_NODE"
@@ -95,49 +84,45 @@ def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
             raise UsageError(f"started by {launcher}, but {name}={text(name)} is not a number")
         return int(text(name))
 
-    if number(names[1]) == 1 and not is_torchrun:
+    rank, world_size, local_rank = map(number, names[:3])
+    if world_size == 1 and not is_torchrun:
         return None
     if is_torchrun:
         local_world_size = number(names[3])
     else:  # for each node, e.g. 2(x3),1
-        counts, node = text(names[3]), number("SLURM_NODEID")
-        tasks = [int(count) for count, times in _COUNTS.findall(counts) for _ in range(int(times or 1))]
+        counts, node = re.findall(r"(\d+)(?:\(x(\d+)\))?", text(names[3])), number("SLURM_NODEID")
+        tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
         if node >= len(tasks):
-            raise UsageError(f"started by srun, but SLURM_NODEID={node} is no node of {names[3]}={counts}")
+            raise UsageError(f"started by srun, but SLURM_NODEID={node} is no node of {names[3]}={text(names[3])}")
         local_world_size = tasks[node]
-    host = _LOOPBACK
-    if is_torchrun or local_world_size < number(names[1]):
+    host = "127.0.0.1"
+    if is_torchrun or local_world_size < world_size:
         if "MASTER_ADDR" not in given and not is_torchrun:
             raise UsageError(
                 "started by srun on several machines, but MASTER_ADDR, the name of the first one, is not set. "
                 'Set it before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             )
         host = text("MASTER_ADDR")
-    # A port that all ranks derive from the same job, and other jobs rarely share.
-    job = f"{given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '')}".strip(".")
-    derived = _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS if job else _DEFAULT_PORT
+    # A port that all ranks derive from the same job, below those that Linux gives to outgoing connections.
+    job = f"{given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '')}"
     outer = OuterLauncher(
         name=launcher,
-        rank=number(names[0]),
-        world_size=number(names[1]),
-        local_rank=number(names[2]),
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
         local_world_size=local_world_size,
         host=host,
-        port=number("MASTER_PORT") if is_torchrun or "MASTER_PORT" in given else derived,
+        port=number("MASTER_PORT")
+        if is_torchrun or "MASTER_PORT" in given
+        else 20000 + zlib.crc32(job.encode()) % 10000,
         has_store=is_torchrun and given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=given.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchrun else "0",
     )
-    limits = ((outer.rank, outer.world_size, 0, 1), (outer.local_rank, outer.local_world_size, 2, 3))
-    for value, most, name, limit in limits:
+    for value, most, name, limit in ((rank, world_size, 0, 1), (local_rank, local_world_size, 2, 3)):
         if value >= most:
             raise UsageError(
                 f"{names[name]}={value} and {names[limit]}={most} contradict each other: ranks count from 0"
-            )  # fmt: skip
-    if outer.local_world_size > outer.world_size:
-        raise UsageError(
-            f"{names[3]} says {outer.local_world_size} processes on this machine, but {names[1]} says "
-            f"{outer.world_size} in all"
-        )
+            )
     # Scripts that were written for torch often export these; a rank that is the same for all tasks would hang.
     for own, theirs in zip(_TORCHRUN[:3], names[:3], strict=True):
         if (exported := given.get(own)) not in {None, here := outer.variables[own]}:
@@ -145,14 +130,11 @@ def outer_launcher(variables: Variables | None = None) -> OuterLauncher | None:
     return outer
 
 
-def find_ignored_ranks(variables: Variables | None = None) -> str:
+def find_ignored_ranks() -> str:
     """Return the variables of several ranks that no known launcher has set, e.g. ``RANK=3, WORLD_SIZE=4``."""
-    given = os.environ if variables is None else variables
-    if outer_launcher(given) is not None:
-        return ""
     for rank, size in _OTHER_RANKS:
-        if given.get(size, "1") != "1":
-            return ", ".join(f"{name}={given[name]}" for name in (rank, size) if name in given)
+        if os.environ.get(size, "1") != "1" and outer_launcher() is None:
+            return ", ".join(f"{name}={os.environ[name]}" for name in (rank, size) if name in os.environ)
     return ""
 
 

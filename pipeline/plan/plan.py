@@ -12,13 +12,9 @@ from pipeline.experiment.schema import Configuration, Experiment
 from pipeline.experiment.values import Frozen
 from pipeline.plan.outer_launcher import find_ignored_ranks
 from pipeline.plan.resources import Resources
-from pipeline.protocol.trial import QUICK_STEPS, Baseline, Reference, Training, Trial
+from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.wording import counted
 
-TRAIN_ONLY = "--train-only: no speedup, no step-time breakdown, no recommendations"
-"""Note on a run that only trains."""
-QUICK = f"--quick: {QUICK_STEPS} steps, one evaluation and one checkpoint. The model is not trained"
-"""Note on a run that only tries whether the experiment works."""
 _LENGTHS = ("step_size", "milestones", "T_max", "T_0", "total_iters")
 """Arguments of torch's schedulers that count their advances."""
 _FACTOR = 0.99
@@ -67,24 +63,22 @@ class Planner:
         if parallel.device != "auto":
             self.device = parallel.device
         self.workers = workers or parallel.workers
-        workers_per_node = -(-self.workers // resources.nodes)  # a worker's cores are on one node
-        self.share = max(1, resources.cpus // resources.nodes // workers_per_node)
         if resources.placed:
-            self.share = max(1, min(node.cpus_per_worker for node in resources.placed))
+            self.share = max(1, min(node.cpus // node.workers for node in resources.placed))
+        else:  # a worker's cores are on one node
+            self.share = max(1, resources.cpus // resources.nodes // -(-self.workers // resources.nodes))
         self.cpus = parallel.cpus_per_worker or min(self.share, resources.threads or self.share)
-        self.room = min(
+        self.room = sum(node.workers for node in resources.placed) or min(
             resources.cpus // self.cpus,
             len(resources.gpus) if self.device == "cuda" else self.workers,
             resources.nodes if parallel.placement == "strict_spread" else self.workers,
         )
-        if resources.placed:
-            self.room = sum(node.workers for node in resources.placed)
         if workers is None and parallel.is_elastic:
             self.workers = max(parallel.least_workers, min(self.workers, self.room))
 
     def trial(self, kind: type[T], entry: Configuration, *, key: str = "parallel", **own: object) -> T:
         """Return the trial of an entry, which the file has at ``key``, with its role's ``own`` fields."""
-        parallel = self._experiment.parallel
+        parallel, train = self._experiment.parallel, self._experiment.train
         strategy = registry.load("strategies", entry.strategy).Strategy
         workers = entry.workers or (parallel.workers if strategy.processes == "many" else 1)
         if workers > 1 and not registry.load("launchers", parallel.launcher).Launcher.many_processes:
@@ -115,7 +109,16 @@ class Planner:
             "allowed": self._allowed,
         }
         trial = kind.model_validate(layout | own)
-        self._check_contradictions(trial, key=key)
+        if train.compile is not None and self.device == "cpu" and not self._resources.has_compiler:
+            raise ResourceError(
+                "train.compile: no C++ compiler found, and compiling for the CPU needs one. Install g++, or set the "
+                "environment variable CXX to your compiler, or set train.compile to false."
+            )
+        if trial.strategy == "dp" and trial.replicas > 1 and train.compile is not None:
+            raise ExperimentError.of(
+                f"{key}.strategy",
+                "dp copies the model in each step, which torch.compile does not support. Use ddp, or compile: false.",
+            )
         self._check_room(trial)
         return trial
 
@@ -123,47 +126,10 @@ class Planner:
         """Return the trial of one process with all the cores; for the errors see `trial`."""
         return self.trial(Reference, Configuration(strategy="single"), cpus_per_worker=self.cpus * self.workers)
 
-    def _check_contradictions(self, trial: Trial, *, key: str) -> None:
-        """Refuse what can't be combined on this device; what never can is in `experiment.consistency`."""
-        train = self._experiment.train
-        if train.compile is not None and self.device == "cpu":
-            if train.compile.mode == "reduce-overhead":
-                raise ExperimentError.of(
-                    "train.compile.mode",
-                    "reduce-overhead uses CUDA graphs, which a CPU does not have. Use mode: default or max-autotune.",
-                )
-            if not self._resources.has_compiler:
-                raise ResourceError(
-                    "train.compile: no C++ compiler found, and compiling for the CPU needs one. Install g++, or set "
-                    "the environment variable CXX to your compiler, or set train.compile to false."
-                )
-        elif train.compile is not None and train.compile.has_cuda_graphs and train.gradient_accumulation > 1:
-            # The second replay overwrites what autograd still holds.
-            raise ExperimentError.of(
-                "train.compile.mode",
-                f"{train.compile.mode} replays CUDA graphs, which torch does not support with "
-                f"train.gradient_accumulation: {train.gradient_accumulation}. Use mode: max-autotune-no-cudagraphs or "
-                "default.",
-            )
-        if trial.strategy == "dp" and trial.replicas > 1 and train.compile is not None:
-            raise ExperimentError.of(
-                f"{key}.strategy",
-                "dp copies the model in each step, which torch.compile does not support. Use ddp, or compile: false.",
-            )
-        most = self._experiment.parallel.workers if trial.is_elastic else trial.workers
-        is_offloaded = trial.strategy == "fsdp" and trial.options.get("cpu_offload")
-        if is_offloaded and most > 1 and train.precision == "fp16":
-            raise ExperimentError.of(
-                f"{key}.options.cpu_offload",
-                f"cpu_offload cannot be combined with train.precision: fp16 and {most} workers. NCCL would have to "
-                "compare overflows of gradients in host memory. Use precision: bf16, or remove cpu_offload.",
-            )
-
     def _check_room(self, trial: Trial) -> None:
         """Refuse a trial that doesn't fit, rather than run it with fewer workers."""
-        there, parallel = self._resources, self._experiment.parallel
+        there = self._resources
         workers, cores = counted(trial.workers, "worker"), counted(trial.cpus_per_worker, "core")
-        needed = trial.cpus_per_worker * trial.workers
         if trial.workers > 1 and trial.workers == sum(node.workers for node in there.placed):
             for node in there.placed:
                 if trial.cpus_per_worker * node.workers > node.cpus:
@@ -173,34 +139,17 @@ class Planner:
                         "give them more cores."
                     )
         if there.is_autoscaled:  # nodes may be added
-            if parallel.device == "auto" and trial.device == "cpu" and needed > there.cpus:
-                raise ResourceError(
-                    f"parallel.device: auto can't be resolved. {workers} need {counted(needed, 'core')}, and "
-                    f"{there.node} has {there.summary}. Its autoscaler can add nodes, but whether these have GPUs is "
-                    "unknown. Set device to cpu or cuda."
-                )
             return
-        if parallel.placement == "strict_spread" and trial.workers > there.nodes:
-            raise ResourceError(
-                f"parallel.placement: strict_spread needs a node for each of {workers}. "
-                f"{there.node} has {counted(there.nodes, 'node')} for them. Use fewer workers, or spread."
-            )
+        has = f"{there.node} has {there.summary}."
         if (gpus := trial.devices_per_worker * trial.workers) > len(there.gpus):
-            has = f"need {gpus} GPUs. {there.node} has {there.summary}."
-            if trial.devices_per_worker == 1:
-                message = f"parallel.workers: {trial.workers} workers {has} Use fewer workers, or device: cpu."
-            else:
-                each = f"{workers} with {trial.devices_per_worker} GPUs each"
-                message = f"parallel.gpus_per_worker: {each} {has} Use fewer GPUs, or device: cpu."
-            raise ResourceError(message)
-        if needed > there.cpus:
+            key, what, fewer = "workers", workers, "workers"
+            if trial.devices_per_worker > 1:
+                key, what, fewer = "gpus_per_worker", f"{workers} with {trial.devices_per_worker} GPUs each", "GPUs"
+            raise ResourceError(f"parallel.{key}: {what} need {gpus} GPUs. {has} Use fewer {fewer}, or device: cpu.")
+        if (needed := trial.cpus_per_worker * trial.workers) > there.cpus:
             fit = there.cpus // trial.cpus_per_worker
-            fewer = f"Use at most {counted(fit, 'worker')}."
-            remedy = fewer if fit else f"Set parallel.cpus_per_worker to {there.cpus}."
-            raise ResourceError(
-                f"parallel.workers: {workers} with {cores} each need {needed} cores. {there.node} has {there.summary}. "
-                f"{remedy}"
-            )
+            remedy = f"Use at most {counted(fit, 'worker')}" if fit else f"Set parallel.cpus_per_worker to {there.cpus}"
+            raise ResourceError(f"parallel.workers: {workers} with {cores} each need {needed} cores. {has} {remedy}.")
 
 
 def make_plan(
@@ -214,7 +163,7 @@ def make_plan(
 ) -> Plan:
     """Plan the trials of ``pipeline run``; with ``train_only`` nothing is measured beside or after the training.
 
-    With ``quick`` the training ends after two steps, and nothing is measured either.
+    With ``quick`` the training ends after a few timed steps, and nothing is measured either.
 
     The baseline gets the same cores for its one worker that each worker of the main trial has, so that N workers have
     N times the cores. On CPU a reference shows what one process with all those cores does. Both are measured in turn
@@ -231,12 +180,12 @@ def make_plan(
         others += [] if same_work(baseline, main) else [baseline]
         if main.device == "cpu" and main.workers > 1 and resources.is_one_node and not resources.is_divided:
             others.append(planner.reference())
-    notes = [*_find_notes(main), *_find_notes_on_resources(planner, main, resources)]
+    notes = [*_find_notes(main, planner, resources)]
     if with_baseline and not train_only and not any(isinstance(trial, Baseline) for trial in others):
         notes.append(f"The training run is the baseline ({main.title}), so no speedup is measured.")
     beside, before = [], []
-    measure = experiment.benchmark
-    first_steps = {"max_steps": measure.warmup_steps + measure.steps}  # for their losses; slots have their own steps
+    # For their losses; slots have their own steps.
+    first_steps = {"max_steps": experiment.benchmark.warmup_steps + experiment.benchmark.steps}
     for trial in others:
         needs_group = registry.load("strategies", trial.strategy).Strategy.needs_process_group
         # Not beside: dp has more devices than a rank of ddp.
@@ -257,15 +206,17 @@ def restriction(trial: Trial) -> str:
     """Return the note on a training that measures nothing; empty for other trials."""
     if not isinstance(trial, Training) or not trial.train_only:
         return ""
-    return QUICK if trial.is_quick else TRAIN_ONLY
+    if trial.is_quick:
+        return f"--quick: {trial.quick_steps} steps, one evaluation and one checkpoint. The model is not trained"
+    return "--train-only: no speedup, no step-time breakdown, no recommendations"
 
 
-def _find_notes(main: Training) -> Iterator[str]:
-    """Yield what the user should know of the experiment, whatever the machine."""
-    train = main.experiment.train
+def _find_notes(main: Training, planner: Planner, resources: Resources) -> Iterator[str]:
+    """Yield what the user should know of the experiment, the machine and its environment variables."""
+    train, parallel, tracking = main.experiment.train, main.experiment.parallel, main.experiment.tracking
     if note := restriction(main):
         yield note
-    if main.device == "cpu" and main.experiment.parallel.device == "auto":
+    if main.device == "cpu" and parallel.device == "auto":
         yield "No GPU found. Training on the CPU."
     if main.strategy == "dp" and main.replicas < 2:
         yield "DataParallel (dp) needs at least 2 GPUs. With fewer, it runs a single replica and gives no speedup."
@@ -279,16 +230,9 @@ def _find_notes(main: Training) -> Iterator[str]:
     yield from scheduler_units(main.experiment)
     if main.experiment.sweep is not None:
         yield "This run uses the values of the file. To search the values of its sweep section, use pipeline sweep."
-
-
-def _find_notes_on_resources(planner: Planner, main: Training, resources: Resources) -> Iterator[str]:
-    """Yield what the user should know of the machine, its environment variables, and where results go."""
-    yield from resources.notes
-    parallel, most = main.experiment.parallel, main.experiment.parallel.workers
-    if resources.is_autoscaled and planner.room < main.workers:
-        yield f"Room for {planner.room} of {most} workers is free. The cluster's autoscaler may add nodes."
-    elif main.workers < most:
-        yield f"Room for {main.workers} of {most} workers is free."
+    if (room := planner.room if resources.is_autoscaled else main.workers) < parallel.workers:
+        more = " The cluster's autoscaler may add nodes." if resources.is_autoscaled else ""
+        yield f"Room for {room} of {parallel.workers} workers is free.{more}"
     if parallel.cpus_per_worker is None and planner.cpus < planner.share:
         yield (
             f"OMP_NUM_THREADS={resources.threads}: each worker has {counted(planner.cpus, 'thread')}, and there is "
@@ -300,14 +244,11 @@ def _find_notes_on_resources(planner: Planner, main: Training, resources: Resour
             "the other processes of the platform. To train in all of them together, start pipeline with torchrun."
         )
     if parallel.launcher != "ray" and (address := os.environ.get("RAY_ADDRESS")):
-        yield (
-            f"RAY_ADDRESS={address}: ignored, because parallel.launcher is {parallel.launcher}. To train on this "
-            "cluster, set parallel.launcher=ray."
-        )
+        yield f"RAY_ADDRESS={address}: ignored. To train on this cluster, set parallel.launcher=ray."
     if "working_dir" in os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
         places = {
-            "tracking.directory": main.experiment.tracking.directory,
-            "tracking.uri": main.experiment.tracking.uri.removeprefix("sqlite:///"),
+            "tracking.directory": tracking.directory,
+            "tracking.uri": tracking.uri.removeprefix("sqlite:///"),
             "checkpoint.directory": main.experiment.checkpoint.directory or "/",
         }
         for key, place in places.items():
@@ -321,19 +262,16 @@ def scheduler_units(experiment: Experiment) -> Iterator[str]:
     if experiment.train.scheduler_interval != "step" or epochs is None:
         return
     experiment = references.fill_in(experiment, mode="show")
-    declared = {"scheduler": experiment.scheduler}
-    declared |= {f"schedulers.{name}": one for name, one in experiment.schedulers.items()}
-    for key, scheduler in declared.items():
-        given, said = (scheduler.arguments if scheduler is not None else {}), ""
-        for name in _LENGTHS:
-            value = given.get(name)
+    own = {f"schedulers.{name}": one for name, one in experiment.schedulers.items()}
+    for key, scheduler in ({"scheduler": experiment.scheduler} | own).items():
+        for name, value in (scheduler.arguments if scheduler is not None else {}).items():
             counts = value if isinstance(value, list | tuple) else [value]
-            if counts and all(isinstance(count, int) and count <= epochs for count in counts):
+            said = ""
+            if name in _LENGTHS and counts and all(isinstance(count, int) and count <= epochs for count in counts):
                 said = f"{name} is {value}. This counts steps, because the scheduler advances after each step"
+            is_gamma = name == "gamma" and scheduler is not None and scheduler.target.endswith(".ExponentialLR")
+            if is_gamma and isinstance(value, float) and value <= _FACTOR:
+                said = f"gamma is {value:g}. The learning rate is multiplied by gamma after each step"
+            if said:
+                yield f"{key}.{said}. To count epochs, set train.scheduler_interval to epoch"
                 break
-        gamma = given.get("gamma")
-        is_exponential = scheduler is not None and scheduler.target.endswith(".ExponentialLR")
-        if not said and is_exponential and isinstance(gamma, float) and gamma <= _FACTOR:
-            said = f"gamma is {gamma:g}. The learning rate is multiplied by gamma after each step"
-        if said:
-            yield f"{key}.{said}. To count epochs, set train.scheduler_interval to epoch"

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from pipeline.errors import ResourceError
 from pipeline.experiment.values import Frozen
 from pipeline.protocol.events import AnyEvent, Warned, event_from_json, event_to_json
-from pipeline.system.process import raise_limit_of_open_files
+from pipeline.system import raise_limit_of_open_files
 
 Receive = Callable[[AnyEvent], None]
 CONNECT_S = 20.0  # Seconds to connect; the kernel itself would try for about 130 s

@@ -19,6 +19,7 @@ STOPPED_EARLY = "stopped early by ASHA"  # beginning of the closing message of a
 WEIGHTS = "model/weights.pt"  # Path of the trained weights inside a run's folder
 EXAMPLE = "model/example.pt"  # Path of a small batch of model inputs inside a run's folder
 REFERENCE = "model/reference.pt"  # Path of the evaluated model's outputs for these inputs inside a run's folder
+LAST_STEPS = 20  # Steps whose mean loss a training has as its loss where reports come by time
 LOSSES = "losses.npy"  # Path of the loss of every step inside a run's folder
 Origin = Literal["rank", "lost_peer", "peer_timeout"]  # of a failure; the latter broke or didn't answer
 

@@ -42,12 +42,6 @@ def note(message: str, *, subject: str = "") -> None:
         sys.stderr.write(f"{message}\n")
 
 
-def pass_on(event: Advanced) -> None:
-    """Report the progress of another process, such as a child's."""
-    if _tell is not None:
-        _tell(event)
-
-
 class ProgressReporter:
     """Progress of one task; a task of less than half a second is not reported.
 

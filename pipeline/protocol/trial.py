@@ -12,7 +12,7 @@ from pipeline.experiment.values import Frozen
 from pipeline.protocol.labels import Role, Split
 from pipeline.wording import counted, format_parallel
 
-QUICK_STEPS = 2  # Optimizer steps of ``pipeline run --quick``
+QUICK_STEPS = 5  # Optimizer steps that ``pipeline run --quick`` times, after ``benchmark.warmup_steps``
 
 
 class Weights(Frozen):
@@ -111,12 +111,17 @@ class Training(Trial):
     allow_changed: bool = False  # True to resume although the data has changed since the checkpoint
     compared_with: tuple[Baseline | Reference, ...] = ()  # Measured after the training, in turn with its own steps
     train_only: bool = False  # True to measure nothing once the training is over
-    is_quick: bool = False  # True to end after `QUICK_STEPS`, to see whether the experiment works
+    is_quick: bool = False  # True to end after `quick_steps`, to see whether the experiment works
     exports: bool = False  # True to export the trained model for the tracking store
 
     @override
     def steps_of(self, total: int) -> int:
-        return min(QUICK_STEPS, total) if self.is_quick else total
+        return min(self.quick_steps, total) if self.is_quick else total
+
+    @property
+    def quick_steps(self) -> int:
+        """Optimizer steps with ``--quick``: the warm-up, and those that are timed."""
+        return self.experiment.benchmark.warmup_steps + QUICK_STEPS
 
     @property
     @override

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, TrainingError
 from pipeline.protocol.events import AnyEvent, Evaluated, Failed, Finished, Started, Trained
+from pipeline.wording import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,8 @@ class Outcome:
         reported = {failure.rank.rank for failure in self.failures}
         has_several_nodes = len(set(self.nodes.values())) > 1
         places = {rank: f" on {node}" for rank, node in self.nodes.items() if has_several_nodes}
-        return "\n".join(
-            f"rank {rank}{places.get(rank, '')} exited without reporting an error: {how}"
-            for rank, how in self.losses.items()
-            if rank not in reported
-        )
+        together: dict[str, list[str]] = {}
+        for rank, how in self.losses.items():
+            if rank not in reported:
+                together.setdefault(how, []).append(f"rank {rank}{places.get(rank, '')}")
+        return "; ".join(f"{listed(ranks)} exited without reporting an error: {how}" for how, ranks in together.items())

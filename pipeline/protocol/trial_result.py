@@ -27,6 +27,7 @@ class StepParts(Recorded):
     exposed_communication_ms: float | None = None  # What gradient synchronization adds; None with one process
     data_wait_ms: float  # Wait for batches while it trained, of the rank that waited longest in each step
     rest_ms: float | None = None  # Time of the optimizer, clipping and book-keeping
+    ranges: Mapping[str, tuple[float, float]] = {}  # Ends of the rounds behind each part, by its field
     ranks: tuple[Spread, ...] = ()  # Each rank's wait for data and computing, without waiting for other ranks
     nodes: tuple[str, ...]  # Node of each rank, in rank order
 

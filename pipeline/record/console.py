@@ -10,16 +10,9 @@ from functools import partial
 
 import rich.console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.live import Live
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.spinner import Spinner
 from rich.table import Column
 from rich.text import Text
 from typing_extensions import override
@@ -29,9 +22,9 @@ from pipeline.protocol.events import Advanced, AnyEvent, Finished, Heartbeat, Me
 from pipeline.protocol.progress import report_progress_to
 from pipeline.protocol.trial import Trial
 from pipeline.record.screen import Terminal, write
-from pipeline.record.trial_progress import VALIDATION, RunProgress, facts, figures, fitted, left
-from pipeline.system import stages
-from pipeline.wording import approximate, clock
+from pipeline.record.trial_progress import TEST, VALIDATION, RunProgress, facts, figures, fitted, left
+from pipeline.system import end_stage, show_stages_on
+from pipeline.wording import approximate, clock, figure
 
 LONGEST = 120
 """Characters of a plain line."""
@@ -51,7 +44,7 @@ class Console:
         self._stdout, self._warnings = terminal.progress, terminal.warnings
         self._display: _Lines | _Bars | None = None
         self.run = RunProgress(trials)
-        """State of the command; evaluations of an earlier session can be noted before."""
+        """State of the command; events of an earlier session can be noted before."""
 
     def receive(self, event: AnyEvent) -> None:
         """Show one event; called by one thread at a time."""
@@ -59,15 +52,16 @@ class Console:
         match event:
             case TrialOpened():
                 self.close()
-                stages.end()
+                end_stage()
                 if self.run.is_launched and not self._stdout.quiet:
                     has_bars = self._stdout.is_interactive and not self._stdout.is_jupyter
                     self._display = (_Bars if has_bars else _Lines)(self._stdout, self.run)
             case Warned():
-                write(self._warnings, f"{event.trial}: warning: {event.message}", style="yellow")
+                write(self._warnings, f"{self.run.label or event.trial}: warning: {event.message}", style="yellow")
             case Finished():
                 self.close()
-                self._write(fitted(_format_finished(event), width=LONGEST - len(self.run.label) - 2))
+                told = _format_finished(event) if self.run.is_training else _format_timed(event)
+                self._write(fitted(told, width=LONGEST - len(self.run.label) - 2))
             case events.Evaluated():
                 self.close()
                 self._write(", ".join(figures(event.values)))
@@ -85,8 +79,8 @@ class Console:
 
     def close(self) -> None:
         """Remove the bars; may be called again."""
-        if self._display:
-            self._display.close()
+        if isinstance(self._display, _Bars):
+            self._display.bars.stop()
         self._display = None
 
     def _write(self, text: str) -> None:
@@ -99,8 +93,8 @@ class _Lines:
     def __init__(self, stdout: rich.console.Console, run: RunProgress) -> None:
         self._stdout, self._label, self._progress = stdout, run.label, run.progress
         self._printed_at = float("-inf")
-        self._activities: dict[str, float] = {}
-        self._stage, self._since, self._is_told = "", 0.0, True
+        self._activities = _ActivityLines(self._line)
+        self._stage, self._since = "", float("inf")
         self._line(run.waiting)
 
     def show(self, event: Shown) -> None:
@@ -113,35 +107,39 @@ class _Lines:
                 validated = any(point.name.startswith(VALIDATION) for point in event.points)
                 if validated or event.time - self._printed_at >= _EVERY_S:
                     self._printed_at = event.time
-                    new = {point.name: point.value for point in event.points}
-                    values = figures({name: new[name] for name in new if not name.startswith((VALIDATION, "test/"))})
+                    names = (name for name, _, _ in event.points if not name.startswith((VALIDATION, TEST)))
+                    new = {name: state.values[name] for name in names}
                     validation = state.validation() if validated else ()
-                    self._line(*state.position(), *values, *validation, *left(state.left_s(event.time)))
+                    self._line(*state.position(), *figures(new), *validation, *left(state.left_s(event.time)))
             case Heartbeat() if state.stage != self._stage:
-                self._stage, self._since, self._is_told = state.stage, event.time, False
-            case Heartbeat() if self._stage and not self._is_told and event.time - self._since >= _EVERY_S:
-                self._is_told = True  # an activity that reports by itself needs no such line
+                self._stage, self._since = state.stage, event.time
+            case Heartbeat() if self._stage and event.time - self._since >= _EVERY_S:
+                self._since = float("inf")  # one line for a stage
                 self._line(f"{self._stage} ...")
             case Advanced():
-                self._is_told = True
-                _tell_activity(event, self._activities, line=self._line)
-
-    def close(self) -> None:
-        """Do nothing: lines stay."""
+                self._since = float("inf")  # an activity that reports by itself needs no such line
+                self._activities.advance(event)
 
     def _line(self, *parts: str) -> None:
         """Print the parts that fit a line, the first ones in any case."""
         write(self._stdout, f"{self._label}: {fitted(parts, width=LONGEST - len(self._label) - 2)}")
 
 
-def _tell_activity(event: Advanced, shown: dict[str, float], *, line: Callable[[str], None]) -> None:
-    """Print the progress of an activity every few seconds; after its end one of the same name is another one."""
-    at = shown.pop(event.what, event.time)
-    is_due = event.time - at >= _EVERY_S
-    if is_due:
-        line(f"{event.what}, {_amounts(event)}")
-    if event.done != event.total:
-        shown[event.what] = event.time if is_due else at
+class _ActivityLines:
+    """Progress of activities, such as an evaluation or a download, in a line every few seconds."""
+
+    def __init__(self, line: Callable[[str], None]) -> None:
+        self._line = line
+        self._shown: dict[str, float] = {}
+
+    def advance(self, event: Advanced) -> None:
+        """Print a line if one is due; after the end of an activity one of the same name is another one."""
+        at = self._shown.pop(event.what, event.time)
+        if event.time - at >= _EVERY_S:
+            at = event.time
+            self._line(f"{event.what}, {_amounts(event)}")
+        if event.done != event.total:
+            self._shown[event.what] = at
 
 
 def _amounts(event: Advanced) -> str:
@@ -160,8 +158,8 @@ class _Times(ProgressColumn):
         return Text(", ".join([clock(task.elapsed or 0), *left(remaining)]))
 
 
-class _Activities(Progress):
-    """Bars of activities, such as an evaluation or a download, and lines below; all are removed at the end."""
+class _ActivityBars(Progress):
+    """Bars of activities, and lines below; all are removed at the end."""
 
     def __init__(self, stdout: rich.console.Console) -> None:
         self.below: list[str] = []
@@ -196,11 +194,11 @@ class _Activities(Progress):
 
 
 class _Bars:
-    """A bar, a second one of an activity, and figures below: in a narrow terminal fewer figures, not more lines."""
+    """A bar, a second one of an activity, and numbers below: in a narrow terminal fewer numbers, not more lines."""
 
     def __init__(self, stdout: rich.console.Console, run: RunProgress) -> None:
-        self._width, self._run, self._progress, self._label = stdout.width - len(_INDENT), run, run.progress, run.label
-        self.bars = _Activities(stdout)
+        self._width, self._progress, self._label = stdout.width - len(_INDENT), run.progress, run.label
+        self.bars = _ActivityBars(stdout)
         self._task = self.bars.add_task(f"{self._label}: {run.waiting}", total=None, steps="")
         self._is_over = False
         self.bars.start()
@@ -216,7 +214,7 @@ class _Bars:
             if state.stage:
                 self.bars.update(self._task, description=f"{self._label}: {state.stage} ...")
             return
-        now, doing = state.left_s(event.time), list[str]()
+        doing = list[str]()
         if state.is_over:
             if not self._is_over:  # what is done now doesn't advance in steps
                 self._is_over = True
@@ -226,32 +224,29 @@ class _Bars:
         else:
             step, epoch = state.position()
             doing = [*filter(None, [state.stage]), epoch]
-            self.bars.update(self._task, description=self._label, completed=state.step, steps=step, left=now)
-        training = [*doing, *state.training(), *self._run.outlook(now), *state.logs()]
+            remaining = state.left_s(event.time)
+            self.bars.update(self._task, description=self._label, completed=state.step, steps=step, left=remaining)
+        training = [*doing, *state.training()]
         if not state.values and not state.is_over and state.stage:
             training = [state.stage, *facts(state.started)]
         self.bars.below = [fitted(parts, width=self._width) for parts in (training, state.validation())]
-
-    def close(self) -> None:
-        """Remove the display: the trial has ended."""
-        self.bars.stop()
 
 
 @contextmanager
 def progress_on(console: rich.console.Console) -> Iterator[None]:
     """Show the progress of activities in this process, such as a download before a dry run, or `sync`."""
-    bars, shown = _Activities(console), dict[str, float]()
+    bars, lines = _ActivityBars(console), _ActivityLines(partial(write, console))
 
     def show(event: Advanced | Warned) -> None:
         if console.is_interactive and not bars.live.is_started:
-            stages.end()  # one live display at a time
+            end_stage()  # one live display at a time
             bars.start()
         if isinstance(event, Warned):
             write(console, event.message)
         elif console.is_interactive:
             bars.advance_activity(event)
         else:
-            _tell_activity(event, shown, line=partial(write, console))
+            lines.advance(event)
 
     try:
         with report_progress_to(show):
@@ -267,50 +262,41 @@ def stages_on(console: rich.console.Console) -> Iterator[None]:
     if console.quiet or console.is_jupyter:
         yield
         return
-    timers, shown = list[threading.Timer](), list[Progress]()
+    timers, live = list[threading.Timer](), list[Live]()
 
-    def tell(stage: str) -> None:
-        for timer in timers:
-            timer.cancel()
-            timer.join()
-        timers.clear()
-        if not console.is_interactive and stage:
-            timer = threading.Timer(_LONG_S, console.print, [f"{stage} ..."], {"markup": False})
-            timer.daemon = True
-            timer.start()
-            timers.append(timer)
-        elif console.is_interactive:
-            if stage and shown:
-                shown[0].reset(shown[0].task_ids[0], description=f"{stage} ...")
-            elif stage:
-                shown.append(_stage_bar(console, stage))
-            elif shown:
-                shown.pop().stop()
+    def show(stage: str) -> None:
+        while timers:
+            timers[0].cancel()
+            timers.pop().join()
+        if stage and not console.is_interactive:
+            timers.append(threading.Timer(_LONG_S, write, [console, f"{stage} ..."]))
+            timers[0].daemon = True
+            timers[0].start()
+        elif stage and live:
+            live[0].update(Spinner("dots", Text(f"{stage} ...")))
+        elif stage:  # a library that is imported now may keep the streams that it finds
+            spinner = Spinner("dots", Text(f"{stage} ..."))
+            live.append(Live(spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False))
+            live[0].start(refresh=True)
+        elif live:
+            live.pop().stop()
 
-    with stages.show_stages_on(tell):
+    with show_stages_on(show):
         yield
-
-
-def _stage_bar(console: rich.console.Console, stage: str) -> Progress:
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        redirect_stdout=False,  # a library that is imported now may keep the streams that it finds
-        redirect_stderr=False,
-    )
-    bar.add_task(f"{stage} ...", total=None)
-    bar.start()
-    return bar
 
 
 def _format_finished(event: Finished) -> list[str]:
     result, ready = event.result, event.time_to_first_step_s
+    stopped = [f"stopped early: {result.stopped_early}"] if result.stopped_early else []
     reached = figures({**result.metrics, "throughput/samples_per_second": result.samples_per_second.median})
     best = [] if result.best is None else [str(result.best)]
     compiled = [] if result.compile_s is None else [f"compiled in {result.compile_s:.1f} s"]
     first = [] if ready is None else [f"first step after {ready:.1f} s"]
-    stopped = [f"stopped early: {result.stopped_early}"] if result.stopped_early else []
     return [f"done, {result.steps:,} steps", *stopped, *reached, *best, *compiled, *first]
+
+
+def _format_timed(event: Finished) -> list[str]:
+    """Say of a baseline or of a configuration that it was timed: its loss is that of a few steps."""
+    result, ready = event.result, event.time_to_first_step_s
+    first = [] if ready is None else [f"first step after {ready:.1f} s"]
+    return [f"timed, not trained: {figure(result.samples_per_second.median)} samples/s", *first]

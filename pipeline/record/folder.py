@@ -1,13 +1,15 @@
-"""Folder of a run: created for a new run, found and read for a resumed one."""
+"""Folder of a run: its name, its files, and its state by the journal."""
 
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from errno import EDQUOT, ENOENT, ENOSPC
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
+
+from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.load import load
@@ -36,6 +38,24 @@ class RunState(Frozen):
     """RUNNING while a driver writes to the journal; KILLED if its driver died without closing it."""
 
 
+class FolderFile(BaseModel):
+    """State that is kept in a file of a folder."""
+
+    file_name: ClassVar[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Read the state from a folder; None if it is missing or damaged."""
+        try:
+            return cls.model_validate_json((folder / cls.file_name).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def keep(self, folder: Path) -> None:
+        """Write the state into a folder; another process may read it at any time."""
+        write_atomically(folder / self.file_name, self.model_dump_json(indent=1) + "\n")
+
+
 def create(plan: Plan) -> Path:
     """Create the folder of a new run.
 
@@ -60,20 +80,19 @@ def is_trial(name: str) -> bool:
 
 
 def sweep_of(folder: Path) -> str:
-    """Return the id of the sweep whose folder contains this trial's; empty if the run is no trial of a sweep."""
+    """Return the id of the sweep whose folder contains this trial's; empty if the run is not a trial."""
     return folder.absolute().parent.name if is_trial(folder.name) else ""
 
 
 def id_of(folder: Path) -> str:
     """Return the id of a run: the name of its folder, after the sweep's if it is a trial."""
-    sweep = sweep_of(folder)
-    return f"{sweep}/{folder.name}" if sweep else folder.name
+    return f"{sweep_of(folder)}/{folder.name}".removeprefix("/")
 
 
 def trials_of(folder: Path) -> list[Path]:
-    """Return the folders of a sweep's trials that have started, by number; empty if the run is no sweep."""
-    there = (path.parent for path in folder.glob(f"trial-*/{journal.FILE_NAME}"))
-    return sorted((each for each in there if is_trial(each.name)), key=lambda each: (len(each.name), each.name))
+    """Return the folders of a sweep's trials that have started, by number; empty if the run is not a sweep."""
+    started = [path.parent for path in folder.glob(f"trial-*/{journal.FILE_NAME}") if is_trial(path.parent.name)]
+    return sorted(started, key=lambda trial: (len(trial.name), trial.name))
 
 
 def runs_named(directory: Path, *, name: str, role: str = "main") -> Iterator[tuple[Path, RunOpened]]:
@@ -127,7 +146,7 @@ def killed(*, at: float) -> RunClosed:
 
 
 @contextmanager
-def explained(folder: Path) -> Iterator[None]:
+def explain_os_errors(folder: Path) -> Iterator[None]:
     """Convert the OSError of a full disk, a deleted folder or an unwritable journal to an error for the user.
 
     Raises:
@@ -149,11 +168,11 @@ def explained(folder: Path) -> Iterator[None]:
         raise
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file, so that a kill leaves the old one or the new one."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        write(partial)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

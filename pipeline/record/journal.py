@@ -17,22 +17,20 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from pipeline.errors import ResourceError, UsageError
+from pipeline.errors import PipelineError, ResourceError, UsageError
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, event_to_json
-from pipeline.system import stages
+from pipeline.system import begin_stage
 
 FILE_NAME = "events.jsonl"
 """File name in a run's folder."""
-BEAT_S, LEASE_S, _LOOK_S, _SETTLE_S = 10.0, 60.0, 0.2, 1.0
+BEAT_S, LEASE_S, _LOOK_S = 10.0, 60.0, 0.2
 _PATIENCE_S = 1.0  # of a process that looks who holds a lock, and holds it meanwhile
-_OPENED, _CLOSED = b'"kind":"run_opened"', b'"kind":"run_closed"'
 
 
 class Journal:
     """Append-only file of events. An appended event survives a killed driver; the end of a run, a power failure.
 
-    A lock file exists while it is open: there is one writer, and readers see that the run is running. If the driver
-    may have died with its machine, opening the journal waits until that is clear.
+    A lock file makes sure that there is one writer, and shows readers that the run is running.
 
     Raises:
         UsageError: another process on this machine writes to this journal.
@@ -48,22 +46,18 @@ class Journal:
         try:
             self._lock.acquire()
             _cut_torn_line(path)
-        except _HeldError as error:
-            self.close()
-            kind = UsageError if error.holder.is_here else ResourceError
-            raise kind(f"{path}: this run is still running in {error.holder}. Wait for it, or stop it") from None
         except OSError as error:
             self.close()
             raise OSError(error.errno, error.strerror, str(path)) from error
+        except PipelineError:
+            self.close()
+            raise
 
     def append(self, event: AnyEvent | bytes, *, is_end: bool = False) -> None:
         """Write an event or its line, after what a failed write has left; OSErrors carry the path."""
         if taker := self._lock.taken_by:
-            raise OSError(
-                errno.EPERM,
-                f"{taker} has resumed this run, because this driver did not renew its lock",
-                str(self._path),
-            )
+            reason = f"{taker} has resumed this run, because this driver did not renew its lock"
+            raise OSError(errno.EPERM, reason, str(self._path))
         self._unwritten += (event if isinstance(event, bytes) else event_to_json(event)) + b"\n"
         try:
             while self._unwritten:
@@ -93,16 +87,6 @@ class _Holder(NamedTuple):
         since = f"{datetime.fromtimestamp(self.since):%Y-%m-%d %H:%M:%S}"
         return f"process {self.pid} on {self.host} (since {since})" if self.pid else "another process"
 
-    @property
-    def is_here(self) -> bool:
-        """True if it runs on this machine, whose file locks end with their processes."""
-        return self.machine in ("", _machine())
-
-
-class _HeldError(Exception):
-    def __init__(self, holder: _Holder) -> None:
-        self.holder = holder
-
 
 class _Lock:
     """Lock of a journal: ``flock`` among the processes of a machine, a lease for other machines.
@@ -119,31 +103,24 @@ class _Lock:
         self._done = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock, or raise `_HeldError`; wait until it is clear if a holder on another machine is alive."""
+        """Take the lock; one of another machine only after a lease without a sign of life."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        give_up, beat = time.monotonic() + _PATIENCE_S, 0.0
+        give_up, seen = time.monotonic() + _PATIENCE_S, 0.0
         while True:
-            is_free, holder = _flock(self._file, fcntl.LOCK_EX), _holder(self._path)
-            has_lease = bool(holder.pid) and (is_free is None or not holder.is_here)
-            if is_free is not False and not has_lease:
+            is_free, holder, has_lease = _look(self._path, self._file, fcntl.LOCK_EX)
+            touched, age = _touched(self._path) if has_lease else (0.0, LEASE_S)
+            if is_free and age >= LEASE_S:
                 break
-            is_alive = time.monotonic() > give_up
-            if has_lease:
-                touched, age = _touched(self._path)
-                if age >= LEASE_S:
-                    break
-                if not beat:
-                    stages.begin(f"{self._path}: waiting up to {LEASE_S:g} s to see if {holder} is alive")
-                is_alive, beat = touched != (beat or touched), touched
-            if is_alive:
-                raise _HeldError(holder)
+            if has_lease and not seen:
+                begin_stage(f"{self._path}: waiting up to {LEASE_S:g} s to see if {holder} is alive")
+                seen = touched
+            if touched != seen if has_lease else time.monotonic() > give_up:
+                kind = UsageError if holder.machine in ("", _machine()) else ResourceError
+                run = self._path.with_suffix("")
+                raise kind(f"{run}: this run is still running in {holder}. Wait for it, or stop it")
             time.sleep(_LOOK_S)
         os.truncate(self._file, 0)
         os.pwrite(self._file, json.dumps(self._own).encode(), 0)
-        if has_lease:  # two machines may have waited for the same lease
-            time.sleep(_SETTLE_S)
-            if (now := _holder(self._path)) != self._own:
-                raise _HeldError(now)
         self._confirmed = time.time()
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
@@ -178,15 +155,20 @@ class _Lock:
             self._confirmed = time.time()
 
 
-def _flock(file: int, kind: int) -> bool | None:
-    """Lock a file; return False if another process has, None on a file system without locks."""
+def _look(path: Path, file: int, kind: int) -> tuple[bool, _Holder, bool]:
+    """Return True if no process of this machine holds a lock, its holder, and True if that has a lease.
+
+    A free lock is taken. Only a lease counts of other machines, and on a file system without locks.
+    """
+    is_free, has_locks = True, True
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        is_free = False
     except OSError:
-        return None
-    return True
+        has_locks = False
+    holder = _holder(path)
+    return is_free, holder, bool(holder.pid) and not (has_locks and holder.machine == _machine())
 
 
 def _holder(path: Path) -> _Holder:
@@ -246,16 +228,6 @@ class Tail:
                     yield event
 
 
-def count_lines(path: Path, *, offset: int) -> int:
-    """Count the lines after an offset."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return sum(1 for line in file if line.endswith(b"\n"))
-    except OSError:
-        return 0
-
-
 def read(path: Path) -> Iterator[AnyEvent]:
     """Yield all events of a journal in order. A torn last line, left by a power failure, is skipped.
 
@@ -281,11 +253,7 @@ def marked(path: Path, *marks: str) -> Iterator[AnyEvent]:
 
     A long training has hundreds of thousands of other lines, which would take long to parse.
     """
-    wanted = [f'"{mark}"'.encode() for mark in marks]
-    with path.open("rb") as file:
-        for line in file:
-            if any(mark in line for mark in wanted) and (event := _parsed(line)) is not None:
-                yield event
+    return Tail(path, *marks).new()
 
 
 def opened(path: Path) -> RunOpened | None:
@@ -301,15 +269,17 @@ def opened(path: Path) -> RunOpened | None:
 def ending(path: Path) -> RunClosed | None:
     """Return the event that ended the run; None if it is running or its driver was killed.
 
-    It is the last line, unless an addition to the ended run, such as an evaluation, was killed.
+    An addition to an ended run, such as an evaluation, may follow it, and may have been killed.
     """
-    line = _last_line(path)[1]
-    if line and not line.endswith(b"\n"):
+    if not path.stat().st_size:
         return None
-    event = _parsed(line)
-    if event is None or isinstance(event, RunClosed):
-        return event
-    return _last_closed(path)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        mark = content.rfind(b'"kind":"run_closed"')
+        if mark < 0 or content.rfind(b'"kind":"run_opened"') > mark:
+            return None
+        start = content.rfind(b"\n", 0, mark) + 1
+        event = _parsed(content[start : content.find(b"\n", mark) + 1])
+    return event if isinstance(event, RunClosed) else None
 
 
 def is_open(path: Path) -> bool:
@@ -317,9 +287,8 @@ def is_open(path: Path) -> bool:
     lock = _lock_of(path)
     try:
         with lock.open("rb") as file:
-            is_free, holder = _flock(file.fileno(), fcntl.LOCK_SH), _holder(lock)
-            has_lease = bool(holder.pid) and (is_free is None or not holder.is_here)
-            return is_free is False or (has_lease and _touched(lock)[1] < LEASE_S)
+            is_free, _, has_lease = _look(lock, file.fileno(), fcntl.LOCK_SH)
+            return not is_free or (has_lease and _touched(lock)[1] < LEASE_S)
     except OSError:  # there is none
         return False
 
@@ -340,36 +309,17 @@ def _parsed(line: bytes) -> AnyEvent | None:
         return None
 
 
-def _last_line(path: Path) -> tuple[int, bytes]:
-    """Return the offset and the content of the last line, complete or torn."""
-    if not path.stat().st_size:
-        return 0, b""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        start = content.rfind(b"\n", 0, len(content) - 1) + 1
-        return start, content[start:]
-
-
-def _last_closed(path: Path) -> RunClosed | None:
-    """Return the last end of a run; None if the run was opened again after it."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        mark = content.rfind(_CLOSED)
-        if mark < 0 or content.rfind(_OPENED) > mark:
-            return None
-        start = content.rfind(b"\n", 0, mark) + 1
-        event = _parsed(content[start : content.find(b"\n", mark) + 1])
-    return event if isinstance(event, RunClosed) else None
-
-
 def _cut_torn_line(path: Path) -> None:
     """Remove a torn last line: the next event would be appended to it and be lost with it."""
-    start, line = _last_line(path)
-    if not (line.endswith(b"\n") and _is_json(line)):  # an unknown event of another version is complete, too
-        os.truncate(path, start)
-
-
-def _is_json(line: bytes) -> bool:
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = content.rfind(b"\n", 0, len(content) - 1) + 1
+        line = content[start:]
     try:
         json.loads(line)
+        is_whole = line.endswith(b"\n")
     except (ValueError, RecursionError):
-        return False
-    return True
+        is_whole = False
+    if not is_whole:
+        os.truncate(path, start)

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from email.parser import HeaderParser
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import distributions
 from pathlib import Path
 
 from pipeline.experiment.schema import Experiment
@@ -49,6 +49,12 @@ def trial_tags(trial: Trial) -> dict[str, str]:
     return {**_placement(trial), "role": trial.role}
 
 
+def trial_params(trial: Trial) -> dict[str, str]:
+    """Return the parameters of one trial. They are immutable in MLflow, so an elastic size is a tag and a metric."""
+    left_out = "world_size" if trial.is_elastic else ""
+    return {f"trial.{name}": value for name, value in trial_tags(trial).items() if name != left_out}
+
+
 def _placement(trial: Trial) -> dict[str, str]:
     return {
         "strategy": trial.strategy,
@@ -59,40 +65,29 @@ def _placement(trial: Trial) -> dict[str, str]:
     }
 
 
-def trial_params(trial: Trial) -> dict[str, str]:
-    """Return the parameters of one trial. They are immutable in MLflow, so an elastic size is a tag and a metric."""
-    return {
-        f"trial.{name}": value
-        for name, value in trial_tags(trial).items()
-        if not (trial.is_elastic and name == "world_size")
-    }
-
-
 def hardware(plan: Plan) -> str:
     """Describe the machine in one line."""
-    return ", ".join(part for part in (plan.resources.processor, plan.resources.summary) if part)
+    return ", ".join(filter(None, (plan.resources.processor, plan.resources.summary)))
 
 
 def describe(experiment: Experiment, folder: Path) -> tuple[str, ...]:
-    """Write the experiment and the list of installed packages; return the names of the files."""
-    text = to_yaml(experiment)
-    write_atomically(folder / EXPERIMENT_NAME, lambda path: path.write_text(text, encoding="utf-8"))
-    write_atomically(folder / ENVIRONMENT_NAME, write_environment)
+    """Write the experiment and the environment into a run's folder; return the names of the files."""
+    write_atomically(folder / EXPERIMENT_NAME, to_yaml(experiment))
+    write_atomically(folder / ENVIRONMENT_NAME, list_packages())
     return EXPERIMENT_NAME, ENVIRONMENT_NAME
 
 
-def write_environment(path: Path) -> None:
-    """Write the installed packages and versions in pip's format, without those vendored by Ray."""
-    vendored = tuple(f"{folder}{os.sep}ray{os.sep}" for folder in sys.path if folder)
-    folders = [folder for folder in sys.path if not folder.startswith(vendored)]
-    packages = sorted(set(filter(None, map(_name_and_version, distributions(path=folders)))), key=str.lower)
-    path.write_text(f"# python {platform.python_version()}, {platform.platform()}\n" + "\n".join(packages) + "\n")
-
-
-def _name_and_version(package: Distribution) -> str:
-    """Return e.g. "torch==2.13.0"; ``package.metadata`` would also parse the description, which is slow."""
-    headers = HeaderParser().parsestr(package.read_text("METADATA") or package.read_text("PKG-INFO") or "")
-    return f"{headers['Name']}=={headers['Version']}" if headers["Name"] else ""
+def list_packages() -> str:
+    """Return Python, platform and the installed packages in pip's format, without those vendored by Ray."""
+    vendored = tuple(f"{place}{os.sep}ray{os.sep}" for place in sys.path if place)
+    packages = set[str]()
+    for package in distributions(path=[place for place in sys.path if not place.startswith(vendored)]):
+        # Not package.metadata, which also parses the description; that is slow.
+        headers = HeaderParser().parsestr(package.read_text("METADATA") or package.read_text("PKG-INFO") or "")
+        if headers["Name"]:
+            packages.add(f"{headers['Name']}=={headers['Version']}")
+    lines = [f"# python {platform.python_version()}, {platform.platform()}", *sorted(packages, key=str.lower)]
+    return "\n".join(lines) + "\n"
 
 
 def git(*arguments: str, folder: Path | None = None) -> str:

@@ -2,10 +2,11 @@
 
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pipeline.experiment.uris import without_credentials_in
 from pipeline.protocol.events import (
@@ -40,14 +41,6 @@ class Subscriber(Protocol):
         """Receive an event; called by one thread at a time."""
 
 
-class _Series(NamedTuple):
-    """Key of a metric: the trial, its repeat and the metric's name."""
-
-    trial: str
-    repeat: int
-    name: str
-
-
 class Recorder:
     """Writer of a run's journal, which passes each event on to subscribers. Its methods may be called from any thread.
 
@@ -67,21 +60,27 @@ class Recorder:
         self.is_resumed = False
         """True if the journal had events before."""
         self._subscribers = list(subscribers)
-        self._subjects: set[str] = set()
+        self._subjects = set[str]()
         self._guard = threading.Lock()
-        # Points of steps that were recorded are dropped: training that resumes from a checkpoint repeats them.
-        self._steps: dict[_Series, int] = {}
-        self._training: set[tuple[str, int]] = set()
-        self._finished: set[tuple[str, int]] = set()
-        self._last_sample: dict[str, int] = {}
-        self._shift: dict[str, int] = {}
-        self._earlier: dict[_Series, int] = {}
+        # Training that resumes from a checkpoint repeats steps: the last recorded one by trial, repeat and metric.
+        self._steps: dict[tuple[str, int, str], int] = {}
+        self._finished = set[tuple[str, int]]()
+        self._samples = defaultdict[str, int](int)
         self._journal = Journal(folder / FILE_NAME)
         try:
-            self._read_earlier()
+            ends: dict[tuple[str, int], Finished] = {}
+            for event in read(folder / FILE_NAME):  # one event in memory at a time
+                self.is_resumed = True
+                if isinstance(event, TrialOpened):  # launched again, e.g. to train longer: it may not have ended since
+                    ends.pop((event.trial, event.repeat), None)
+                elif isinstance(event, Finished):
+                    ends[event.result.trial, event.result.repeat] = event
+                self._remove_known(event)
         except BaseException:
             self._journal.close()
             raise
+        self.earlier = tuple(ends.values())
+        self._finished.clear()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Add a subscriber for the events from now on."""
@@ -108,14 +107,17 @@ class Recorder:
                 except OSError as error:
                     failure = error
                 event, line = event.model_copy(update={"losses": ()}), None
-            new = self._new(event)
-            if new is not None and not self._is_told(new):
-                if not isinstance(new, TRANSIENT):
-                    new, encoded = _without_credentials(new, line if line and new is event else event_to_json(new))
-                    try:
-                        self._journal.append(encoded, is_end=isinstance(new, RunClosed))
-                    except OSError as error:
-                        failure = error
+            new = self._remove_known(event)
+            if new is not None and not isinstance(new, TRANSIENT):
+                encoded = line if line and new is event else event_to_json(new)
+                if b"://" in encoded:
+                    encoded = json.dumps(_cut(json.loads(encoded)), ensure_ascii=False, separators=(",", ":")).encode()
+                    new = event_from_json(encoded)
+                try:
+                    self._journal.append(encoded, is_end=isinstance(new, RunClosed))
+                except OSError as error:
+                    failure = error
+            if new is not None:
                 for subscriber in self._subscribers:
                     subscriber.receive(new)
             if failure:
@@ -126,62 +128,35 @@ class Recorder:
         with self._guard:
             self._journal.close()
 
-    def _read_earlier(self) -> None:
-        """Read the journal of a resumed run: results, and the last step of each metric."""
-        ends: dict[tuple[str, int], Finished] = {}
-        for event in read(self.folder / FILE_NAME):  # one event in memory at a time
-            self.is_resumed = True
-            if isinstance(event, TrialOpened):  # launched again, e.g. to train longer: it may not have ended since
-                ends.pop((event.trial, event.repeat), None)
-            elif isinstance(event, Finished):
-                ends[event.result.trial, event.result.repeat] = event
-            self._new(event)
-        self.earlier = tuple(ends.values())
-        self._training.clear()
-        self._finished.clear()
-        self._earlier = dict(self._steps)
-
-    def _is_told(self, event: AnyEvent) -> bool:
-        """Return True if the trial has already warned of the same subject."""
-        if isinstance(event, TrialOpened):
-            self._subjects = set()
-        if not isinstance(event, Warned) or not event.subject:
-            return False
-        is_told = event.subject in self._subjects
-        self._subjects.add(event.subject)
-        return is_told
-
-    def _new(self, event: AnyEvent) -> AnyEvent | None:
-        """Return the event without the points already recorded; None if no point is left."""
+    def _remove_known(self, event: AnyEvent) -> AnyEvent | None:
+        """Return an event without the points that are recorded; None if it has no others, or warns a second time."""
         match event:
             case TrialOpened():
-                self._training.add((event.trial, event.repeat))
+                self._subjects.clear()
+                self._finished.discard((event.trial, event.repeat))
             case Finished():
-                self._training.discard((event.trial, event.result.repeat))
                 self._finished.add((event.trial, event.result.repeat))
+            case Warned() if event.subject:
+                if event.subject in self._subjects:
+                    return None
+                self._subjects.add(event.subject)
+            case SystemMetrics():  # a new worker counts its samples from 0
+                number = self._samples[event.node]
+                self._samples[event.node] += 1
+                points = tuple(Point(name, number, value) for name, _, value in event.points)
+                return event if points == event.points else event.model_copy(update={"points": points})
             case Metrics():
-                return self._new_metrics(event)
-            case SystemMetrics():
-                # The steps of a new worker's samples, which it counts from 0, follow those of the worker before.
-                first = min((point.step for point in event.points), default=0)
-                if first + self._shift.get(event.node, 0) <= (last := self._last_sample.get(event.node, -1)):
-                    self._shift[event.node] = last + 1 - first
-                shift = self._shift.get(event.node, 0)
-                self._last_sample[event.node] = first + shift
-                if shift:
-                    points = tuple(Point(name, step + shift, value) for name, step, value in event.points)
-                    return event.model_copy(update={"points": points})
+                return self._remove_points(event)
         return event
 
-    def _new_metrics(self, event: Metrics) -> Metrics | None:
-        key = (event.trial, event.repeat)
-        # The driver's figures about a trial that has ended now, e.g. its speedup, aren't those of an earlier session.
-        known = self._steps if key in self._training else {} if key in self._finished else self._earlier
+    def _remove_points(self, event: Metrics) -> Metrics | None:
+        # The driver's numbers on a trial that has ended now, e.g. its speedup, are not repeated steps.
+        is_repeatable = (event.trial, event.repeat) not in self._finished
+        reported = self._steps.get((event.trial, event.repeat, LOSS), 0)
         points = []
-        reported = self._steps.get(_Series(event.trial, event.repeat, LOSS), 0)
         for point in event.points:
-            series = _Series(event.trial, event.repeat, point.name)
-            if series not in known or point.step > known[series]:
+            series = (event.trial, event.repeat, point.name)
+            if not is_repeatable or point.step > self._steps.get(series, point.step - 1):
                 points.append(point)
                 self._steps[series] = max(point.step, self._steps.get(series, point.step))
         if len(points) == len(event.points):
@@ -190,20 +165,10 @@ class Recorder:
         return event.model_copy(update={"points": tuple(points), "steps": steps}) if points else None
 
 
-def _without_credentials(event: AnyEvent, line: bytes) -> tuple[AnyEvent, bytes]:
-    """Cut the credentials of URIs out of all texts of an event, such as those of exceptions."""
-    if b"://" not in line:
-        return event, line
-
-    def cut(value: object) -> object:
-        if isinstance(value, str):
-            return without_credentials_in(value)
-        if isinstance(value, list):
-            return [cut(each) for each in value]
-        return {name: cut(each) for name, each in value.items()} if isinstance(value, dict) else value
-
-    values = json.loads(line)
-    if (kept := cut(values)) == values:
-        return event, line
-    line = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
-    return event_from_json(line), line
+def _cut(value: Any) -> Any:
+    """Return a JSON value without the credentials of URIs in its texts, such as those of exceptions."""
+    if isinstance(value, str):
+        return without_credentials_in(value)
+    if isinstance(value, list):
+        return [_cut(each) for each in value]
+    return {name: _cut(each) for name, each in value.items()} if isinstance(value, dict) else value

@@ -1,13 +1,13 @@
 """Output of a command on the terminal: its streams, chosen by ``--json`` and ``--quiet``, reports, and tables by rich.
 
 No cell of a table is ever cut, in a narrow terminal or in a pipe. What rich doesn't do is done here: heads in several
-lines that leave figures unbroken, and hanging indents.
+lines that leave numbers unbroken, and hanging indents.
 """
 
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,13 +15,15 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from pipeline.system.signals import redirect_to_null
+from pipeline.system import redirect_to_null
+
+if TYPE_CHECKING:
+    from pipeline.report.text.tables import ReportTable
 
 _ADDRESS = r"https?://\S+"
 _LABEL = re.compile(r"[A-Z]{3,}(?=  )")
-"""Label at the beginning of a screen's line, e.g. RESULT."""
-_ANY_WIDTH = 10_000
-_NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that figures need not
+"""Label at the start of a screen's line, e.g. RESULT."""
+_NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that numbers need not
 Item = TypeVar("Item")
 
 
@@ -46,13 +48,17 @@ class Terminal(NamedTuple):
 
     @classmethod
     def of(cls, *, as_json: bool = False, quiet: bool = False) -> "Terminal":
-        """Return the consoles; ``as_json``: all but one document goes to standard error; ``quiet``: no progress."""
-        stderr = OptionalConsole(highlight=False, stderr=True)
-        stdout = stderr if as_json else OptionalConsole(highlight=False)
-        silent = Console(quiet=True)
-        if not quiet:
-            return cls(progress=stdout, result=stdout, warnings=stdout)
-        return cls(progress=silent, result=silent if as_json else stdout, warnings=stderr)
+        """Return the consoles: the result goes to standard output, everything else to standard error.
+
+        Args:
+            as_json: standard output is one JSON document, so the result for people goes to standard error, too.
+            quiet: no progress.
+        """
+        stderr, silent = OptionalConsole(highlight=False, stderr=True), Console(quiet=True)
+        result = stderr if as_json else OptionalConsole(highlight=False)
+        return cls(
+            progress=silent if quiet else stderr, result=silent if quiet and as_json else result, warnings=stderr
+        )
 
     @classmethod
     def on(cls, console: Console) -> "Terminal":
@@ -61,7 +67,7 @@ class Terminal(NamedTuple):
 
 
 def write(stdout: Console, text: str, *, style: str = "") -> None:
-    """Print a line; a terminal wraps it between words, a log file gets it unbroken for grep."""
+    """Print a line; a terminal wraps it between words, a file or a pipe gets it unbroken for grep."""
     stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
 
 
@@ -72,37 +78,15 @@ def linked(text: str) -> Text:
     return shown
 
 
-class PrintableTable(Protocol):
-    """Parts of a report's `ReportTable` to print; a protocol, because recording may not import report."""
-
-    @property
-    def title(self) -> str:
-        """Line above the table; may be empty."""
-
-    @property
-    def header(self) -> tuple[str, ...]:
-        """Names of the columns."""
-
-    @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """Cells, a tuple for each row."""
-
-    @property
-    def emphasis(self) -> int | None:
-        """Index of the row printed in bold, if any."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Lines below the table."""
-
-
-def print_report_table(report_table: PrintableTable, *, console: Console) -> None:
-    """Print a table of figures, the title above and the notes below."""
+def print_report_table(report_table: "ReportTable", *, console: Console) -> None:
+    """Print a table of numbers, the title above and the notes below."""
     if report_table.title:
         console.print(Text(report_table.title, style="bold"))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, name in enumerate(report_table.header):
-        table.add_column(_break_title(name), justify="right" if index else "left", vertical="bottom", overflow="fold")
+    for index, name in enumerate(report_table.header):  # in at most three lines, as narrow as possible
+        widths = range(max(map(len, name.split())), len(name) + 1)
+        title = next(lines for width in widths if (lines := textwrap.fill(name, width)).count("\n") < 3)
+        table.add_column(title, justify="right" if index else "left", vertical="bottom", overflow="fold")
     for index, (name, *cells) in enumerate(report_table.rows):
         lines = textwrap.fill(name, _NAME_WIDTH, subsequent_indent="  ", break_long_words=False)
         table.add_row(*map(Text, (lines, *cells)), style="bold" if index == report_table.emphasis else "")
@@ -136,7 +120,7 @@ def print_table(table: Table, *, console: Console) -> None:
 
 def width_of(table: Table, console: Console) -> int:
     """Measure the characters in a line that a table needs to print each row whole."""
-    return console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def headed(lines: Sequence[str], *, width: int) -> Text:
@@ -145,23 +129,15 @@ def headed(lines: Sequence[str], *, width: int) -> Text:
     return Text("\n").join(Text(line, style="" if index else "bold") for index, line in enumerate(wrapped))
 
 
-def _break_title(name: str) -> str:
-    """Break a column's name into at most three lines, as narrow as possible."""
-    longest = max(map(len, name.split()))
-    return next(
-        lines for width in range(longest, len(name) + 1) if (lines := textwrap.fill(name, width)).count("\n") < 3
-    )
-
-
 class Printable(Protocol):
-    """Parts of a `pipeline.report.report.Report` to print; a protocol, because recording may not import report."""
+    """Parts of a `pipeline.report.report.Report` to print."""
 
     @property
     def opening(self) -> tuple[str, ...]:
         """Lines above the tables, the title first."""
 
     @property
-    def tables(self) -> Sequence[PrintableTable]:
+    def tables(self) -> "Sequence[ReportTable]":
         """Tables of measurements, the result first."""
 
     @property

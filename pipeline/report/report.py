@@ -11,10 +11,10 @@ from pipeline.protocol.labels import Role
 from pipeline.protocol.trial import Training, Trial
 from pipeline.report.numbers import records
 from pipeline.report.numbers.forecast import Forecast, Predicted
-from pipeline.report.numbers.goodput import Goodput
 from pipeline.report.numbers.row import Advice, Row, Unmeasured, find_main_row
 from pipeline.report.text import device, sentences, tables
 from pipeline.report.text.tables import ReportTable
+from pipeline.results.goodput import Goodput
 
 _ORDER: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
 

@@ -142,8 +142,7 @@ def save(result: Result, folder: Path) -> None:
     Raises:
         OSError: it can't be written.
     """
-    text = result.model_dump_json(indent=1) + "\n"
-    write_atomically(folder / FILE_NAME, lambda path: path.write_text(text, encoding="utf-8"))
+    write_atomically(folder / FILE_NAME, result.model_dump_json(indent=1) + "\n")
 
 
 def read(folder: Path) -> Result | None:
@@ -172,9 +171,9 @@ def format_fact(fact: Fact, *, with_interval: bool = True) -> str:
         return "-" if fact.value is None else "NaN"
     if fact.unit in ("+", "points"):
         return _format_difference(fact, with_interval=with_interval)
+    is_clear = fact.unit != "x" or not fact.has_interval or not (fact.low or 0) <= 1 <= (fact.high or 0)
     if fact.low is None or fact.high is None or not with_interval:
-        return _format_value(fact.value, fact.unit, is_clear=True)
-    is_clear = fact.unit != "x" or not fact.low <= 1 <= fact.high
+        return _format_value(fact.value, fact.unit, is_clear=is_clear)
     low, high = (_format_value(end, fact.unit, is_clear=is_clear) for end in (fact.low, fact.high))
     if fact.unit == "x" and fact.low < 1 / FAR and fact.high > FAR:
         return "too noisy"

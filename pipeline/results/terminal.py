@@ -1,6 +1,6 @@
 """A result on the terminal: a screen of at most 24 lines of 80 columns, or with ``--full`` all of it."""
 
-import shlex
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +26,7 @@ def format_screen(result: Result) -> tuple[str, ...]:
     head = [wrap(result.title, rest="  "), label(result.label, *result.headline)]
     actions = tuple(line for advice in result.advice[:1] for line in _format_advice(advice))
     actions += tuple(line for name, text in result.next for line in _format_next(name, text))
-    table = result.tables[0] if result.tables else None
+    table = result.tables[0] if result.tables and not result.tables[0].is_folded else None
     places = tuple(line for name, text in result.places for line in label(name, text))
     rows = len(table.rows) if table else 0
     choices = [(rows, True, notes) for notes in range(min(len(result.notes), _MOST_NOTES), 0, -1)]
@@ -51,7 +51,8 @@ def format_full(result: Result, *, width: int = WIDTH) -> tuple[str, ...]:
     for table in result.tables:
         notes = (line for note in table.notes for line in wrap(note, rest="    "))
         blocks.append((*((table.title,) if table.title else ()), *format_table(table, width=width), *notes))
-    named = [(fact.label or fact.key, format_fact(fact)) for fact in result.facts if fact.value is not None]
+    own = [fact for fact in result.facts if fact.trial == result.facts[0].trial and fact.value is not None]
+    named = [(fact.label or fact.key, format_fact(fact)) for fact in own]
     widest = max((len(name) for name, _ in named), default=0)
     blocks.append(tuple(f"{name:<{widest}}  {text}" for name, text in named))
     numbered = enumerate(result.notes, start=1)
@@ -123,9 +124,8 @@ def _format_advice(advice: Advice) -> Iterator[str]:
 
 
 def _format_next(name: str, text: str) -> tuple[str, ...]:
-    """Return a sentence, or a shell command, whose words stay whole where they have spaces."""
-    is_command = text.startswith("pipeline ")
-    return label_command(name, [*map(shlex.quote, shlex.split(text))]) if is_command else label(name, text)
+    words = re.findall(r"(?:'[^']*'|\S)+", text)  # a quoted word may have spaces
+    return label_command(name, words) if text.startswith("pipeline ") else label(name, text)
 
 
 def wrap(text: str, *, first: str = "", rest: str = "") -> tuple[str, ...]:

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event as Flag
-from threading import Lock, Thread, get_ident
+from threading import Lock, Thread
+from typing import Any
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.uris import without_credentials, without_credentials_in
 from pipeline.protocol.events import AnyEvent, RunClosed, RunOpened, event_from_json, is_reason_to_keep
 from pipeline.protocol.progress import ProgressReporter
 from pipeline.record import journal
-from pipeline.record.folder import LOG_NAME, is_kept, killed, trials_of
+from pipeline.record.folder import is_kept, killed, trials_of
 from pipeline.tracking import loggers
 from pipeline.tracking.mlflow import METRICS_PER_CALL, MlflowRun
 from pipeline.tracking.outcome import TrackingOutcome, link_of
@@ -42,13 +43,8 @@ _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 _TRY_AGAIN = {401, 403, 408, 429}  # wrong credentials can be replaced during the run
-_PACKAGES = {"google": "google-cloud-storage", "azure": "azure-storage-blob azure-identity"}
-_PACKAGES |= {"boto3": "boto3", "psycopg2": "psycopg2-binary", "pymysql": "pymysql", "MySQLdb": "mysqlclient"}
-"""Packages that stores need besides MLflow, by the module that can't be imported."""
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts during an outage; the last is repeated
-_LAST_ATTEMPTS = 3  # after the end of the run
-_LOOK_S = 0.5
-_UPLOAD_PAUSE_S = 2.0  # after files were refused
+_LAST_ATTEMPTS, _LOOK_S = 3, 0.5  # after the end of the run; between two looks at the journal
 
 
 class _IncompleteError(Exception):
@@ -78,7 +74,13 @@ class Delivery:
         self._down: dict[str, str] = {}
         """Reasons why the store refuses "results" or "files" now."""
         self._told: set[str] = set()
-        self._upload_at = 0.0
+
+    def start_loggers(
+        self, names: Sequence[str], *, tell: Callable[[str, str], None], with_own: bool = False
+    ) -> list[loggers.Logger]:
+        """Start the loggers of the run, which end when it has ended; see `loggers.start`."""
+        is_over, folder = self.ending.is_set, self._folder
+        return loggers.start(names, folder, with_own=with_own, tell=tell, is_over=is_over, end=lambda: self.end)
 
     def send(self, *, only_first: bool = False) -> bool:
         """Send everything until `ending`, or the first event; return False if something is missing."""
@@ -94,26 +96,29 @@ class Delivery:
         sent, folder = self.sent, self._folder
         if not is_complete:
             sent.trouble = sent.trouble or "the delivery ended early"
-            sent.fail(sent.waiting(folder), folder=folder, trouble=sent.trouble)
-        elif only_first and not sent.delivered:
-            sent.mark_unfinished(folder)
+            sent.fail(folder, trouble=sent.trouble, what=sent.waiting(folder) or "some results")
         elif not only_first:
             refused = f"MLflow rejected {counted(sent.refused, 'event')}, kept in {folder / journal.FILE_NAME}"
             sent.delivered, sent.message = True, refused if sent.refused else ""
+        elif not sent.delivered:
+            sent.fail(folder)
         self._keep()
         return is_complete
 
     def _deliver(self, *, only_first: bool) -> bool:
         path = self._folder / journal.FILE_NAME
-        while not (self.sent.offset or self._is_kept()):  # a run without a step leaves nothing in the store
-            if self.ending.is_set() and not self._is_kept():
+        while not self.sent.offset:  # a run without a step leaves nothing in the store
+            is_over = self.ending.is_set()  # asked before the last look, here and below
+            if is_kept(self._folder) or (self.end is not None and is_reason_to_keep(self.end)):
+                break
+            if is_over:
                 return True
             if journal.opened(path) is not None:
                 with suppress(Exception):  # takes a second, while workers start; the first call reports an error
                     create_store(self._uri)
             self.ending.wait(_LOOK_S)
         try:
-            self._persist(self._connect)
+            self._persist(lambda: self._try("results", lambda _: self._connect()))
             tail = journal.Tail(path, offset=self.sent.offset)
             if only_first:
                 if not self.sent.offset:
@@ -122,15 +127,14 @@ class Delivery:
             begun, size = tail.offset, path.stat().st_size - tail.offset if path.exists() else 0
             with ProgressReporter("sending results", total=size or None, unit="B") as progress:
                 while True:
-                    is_over = self.ending.is_set()  # asked before the last look
+                    is_over = self.ending.is_set()
                     for batch, offset in _batches(tail):
                         self._write(batch, offset)
                         progress.to(offset - begun)
                     self._accepts("results")
                     if is_over:
                         break
-                    if time.monotonic() >= self._upload_at and not self._upload():
-                        self._upload_at = time.monotonic() + _UPLOAD_PAUSE_S  # metrics don't wait for files
+                    self._upload()  # what fails is tried again after the next results
                     self.ending.wait(_LOOK_S)
             if self.end is not None and not self.sent.is_closed:
                 self._write([self.end], self.sent.offset)
@@ -139,67 +143,69 @@ class Delivery:
             return False
         return True
 
-    def _is_kept(self) -> bool:
-        return is_kept(self._folder) or (self.end is not None and is_reason_to_keep(self.end))
-
-    def _connect(self) -> bool:
-        """Begin at the state that was kept, or at the start of the journal if the store doesn't have the run."""
+    def _connect(self) -> None:
+        """Start at the state that was kept, or at the start of the journal if the store doesn't have the run."""
         from mlflow import MlflowClient
 
-        try:
-            create_store(self._uri)
-            client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
-            opened = journal.opened(self._folder / journal.FILE_NAME)
-            assert opened is not None
-            self._run = MlflowRun(self._folder, client=client, opened=opened, sent=self.sent, warn=self._warn)
-            if self.sent.run_id and not self._run.is_known():
-                self.sent = self._run.sent = TrackingOutcome(uri=self.sent.uri)
-        except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-            self._refuses("results", error)
-            return False
-        return True
+        create_store(self._uri)
+        client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
+        opened = journal.opened(self._folder / journal.FILE_NAME)
+        assert opened is not None
+        self._run = MlflowRun(self._folder, client=client, opened=opened, sent=self.sent, warn=self._warn)
+        if self.sent.run_id and not self._run.is_known():
+            self.sent = self._run.sent = TrackingOutcome(uri=self.sent.uri)
 
     def _write(self, events: Sequence[AnyEvent], offset: int) -> None:
         """Write events, and note that they end at this offset."""
-        self._persist(lambda: self._attempt(events))
+        self._persist(lambda: self._try("results", self._run.write, events))
         self.sent.offset, self.sent.is_closed = offset, isinstance(events[-1], RunClosed)
         self._keep()
         if self.sent.run_id and not self.ending.is_set():
             self._opened()
             self._opened = lambda: None
 
-    def _attempt(self, events: Sequence[AnyEvent]) -> bool:
-        """Write events, except those that MLflow refuses for good; return False if they must be written again later."""
-        try:
-            self._run.write(events)
-        # No traceback goes to the log, here and below: exceptions of stores quote URIs with their passwords.
-        except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-            if not self.sent.run_id or _is_outage(error):
-                self._refuses("results", error)
-                return False
-            if len(events) > 1:
-                return all(self._attempt([event]) for event in events)
-            self._reject(events[0], describe_failure(error))
-        return True
-
     def _upload(self) -> bool:
         """Upload the files that are due; return False if the rest must be uploaded again later."""
         sent = self.sent
         with ProgressReporter("sending files", total=len(sent.uploads) or None, unit="files") as progress:
             while sent.uploads:
-                try:
-                    self._run.upload(sent.uploads[0])
-                except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
-                    # Of a file, MLflow's answer alone is final; e.g. a package for the artifact store can be installed.
-                    if _http_status(error) is None or _is_outage(error):
-                        self._refuses("files", error)
-                        return False
-                    self._reject(sent.uploads[0], describe_failure(error))
+                if not self._try("files", lambda files: self._run.upload(files[0]), sent.uploads[:1]):
+                    return False
                 sent.uploads.pop(0)
                 self._keep()
                 progress.by(1)
         self._accepts("files")
         return True
+
+    def _try(self, what: str, send: Callable[[Sequence[Any]], object], events: Sequence[AnyEvent] = ()) -> bool:
+        """Send events; return False if they must be sent again. Those that MLflow rejects for good are left out."""
+        try:
+            send(events)
+        # No traceback goes to the log: exceptions of stores quote URIs with their passwords.
+        except Exception as error:  # noqa: BLE001 - nothing that happens to tracking may reach training
+            reason = describe_failure(error)
+            # Of a file, MLflow's answer alone is final; e.g. a package for the artifact store can be installed.
+            is_answer = self.sent.run_id if what == "results" else _http_status(error) is not None
+            if not events or not is_answer or _is_outage(error):
+                if what not in self._down:
+                    at = f" at {without_credentials(self._uri)}" if self._uri else ""
+                    place = self._folder / journal.FILE_NAME if what == "results" else self._folder
+                    self._warn(f"MLflow{at} doesn't accept {what} ({reason}). Nothing is lost: they wait in {place}")
+                self._down[what] = self.sent.trouble = reason
+                self._keep()
+                return False
+            if len(events) > 1:
+                return all(self._try(what, send, [event]) for event in events)
+            self.sent.refused += 1
+            if reason not in self._told:
+                self._told.add(reason)
+                self._warn(f"MLflow rejected an event of kind {events[0].kind}: {reason}")
+        return True
+
+    def _accepts(self, what: str) -> None:
+        if self._down.pop(what, None) is not None:
+            self._warn(f"MLflow accepts {what} again. All {what} that waited were sent.")
+            self.sent.trouble = next(iter(self._down.values()), "")
 
     def _persist(self, attempt: Callable[[], bool]) -> None:
         """Repeat an attempt until it succeeds, after the end of the run a few times."""
@@ -214,30 +220,9 @@ class Delivery:
                 self.ending.wait(_PAUSES_S[min(attempts, len(_PAUSES_S) - 1)])
             attempts += 1
 
-    def _refuses(self, what: str, error: Exception) -> None:
-        """Note that the store doesn't accept results or files now, and warn once."""
-        reason = describe_failure(error)
-        if what not in self._down:
-            at = f" at {without_credentials(self._uri)}" if self._uri else ""
-            place = self._folder / journal.FILE_NAME if what == "results" else self._folder
-            self._warn(f"MLflow{at} doesn't accept {what} ({reason}). Nothing is lost: they wait in {place}")
-        self._down[what] = self.sent.trouble = reason
-        self._keep()
-
-    def _accepts(self, what: str) -> None:
-        if self._down.pop(what, None) is not None:
-            self._warn(f"MLflow accepts {what} again. All {what} that waited were sent.")
-            self.sent.trouble = next(iter(self._down.values()), "")
-
-    def _reject(self, event: AnyEvent, reason: str) -> None:
-        self.sent.refused += 1
-        if reason not in self._told:
-            self._told.add(reason)
-            self._warn(f"MLflow rejected an event of kind {event.kind}: {reason}")
-
     def _keep(self) -> None:
         if not self.ending.is_set():
-            self.sent.mark_unfinished(self._folder)
+            self.sent.fail(self._folder)
         if self._keeps:
             with suppress(OSError):  # a full disk or a deleted folder, which the driver reports; a read-only folder
                 self.sent.keep(self._folder)
@@ -259,28 +244,23 @@ def _batches(tail: journal.Tail) -> Iterator[tuple[list[AnyEvent], int]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep MLflow's log lines and warnings of this thread off the terminal, and its timeouts short."""
+    """Keep MLflow's log lines and warnings off the terminal, and its timeouts short."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Not with catch_warnings, which isn't safe beside other threads. MLflow 3.17 on SQLAlchemy 2.1.
     warnings.filterwarnings(
         "ignore", message=r"The ``noload`` loader strategy is deprecated", category=DeprecationWarning
     )
-    import mlflow  # noqa: F401 - its loggers get their handlers here
+    import mlflow  # noqa: F401 - its loggers get their levels here
 
-    thread = get_ident()
-
-    def elsewhere(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    places = [*logging.getLogger("mlflow").handlers, logging.getLogger("urllib3.connectionpool")]
-    for place in places:
-        place.addFilter(elsewhere)
+    levels = {name: logging.getLogger(name).level for name in ("mlflow", "urllib3.connectionpool")}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for place in places:
-            place.removeFilter(elsewhere)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def describe_failure(error: BaseException) -> str:
@@ -288,11 +268,8 @@ def describe_failure(error: BaseException) -> str:
     hint = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" if _http_status(error) == 401 else ""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in _PACKAGES:
-        hint = f"; pip install {_PACKAGES[package]}"
     text = str(error) if isinstance(error, Exception) else repr(error)  # SystemExit(0), which is "0" as text
-    line = (text or type(error).__name__).partition("\n")[0]
-    return without_credentials_in(line)[:300] + hint
+    return without_credentials_in((text or type(error).__name__).partition("\n")[0])[:300] + hint
 
 
 def _is_outage(error: Exception) -> bool:
@@ -320,9 +297,6 @@ def _http_status(error: BaseException) -> int | None:
     return error.response.status_code if isinstance(error, HTTPError) and error.response is not None else None
 
 
-# A run that has ended
-
-
 def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first: bool = False) -> TrackingOutcome:
     """Send what MLflow lacks of a finished or killed run, and all of it to its named loggers.
 
@@ -335,7 +309,20 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
         UsageError: the journal is missing or damaged, or the run is still running and sends its events itself.
         ResourceError: the store can never keep results.
     """
-    opened, end = _find_ends(folder)
+    path = folder / journal.FILE_NAME
+    opened, last = None, None
+    for event in journal.read(path):  # one event in memory at a time
+        opened, last = (event if isinstance(event, RunOpened) else opened), event
+    if journal.is_open(path):
+        writer = journal.describe_writer(path)
+        raise UsageError(
+            f"{folder}: this run is still running in {writer} and sends its results itself. Sync it after it has ended."
+        )
+    if opened is None or last is None:
+        raise UsageError(f"{path}: nothing to send, because the run ended before it started")
+    if not is_kept(folder):
+        raise UsageError(f"{folder}: nothing to send, because the run ended before its first step")
+    end = journal.ending(path) or killed(at=last.time)
     own = with_credentials(opened.tracking_uri)
     uri = to or own
     try:
@@ -343,7 +330,7 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
     except ResourceError as error:
         raise ResourceError(f"{error}\nOr send it to another store: pipeline sync {folder} --to URI") from error
     other = "" if uri == own else without_credentials(uri)
-    known = TrackingOutcome.kept(folder)
+    known = TrackingOutcome.read(folder)
     sent = known if known and known.uri == other else TrackingOutcome(uri=other)
     sent.trouble = ""
     if sent.refused or sent.missing:  # all is sent again, e.g. where a trial is there now, or more memory is free
@@ -352,19 +339,11 @@ def sync(folder: Path, *, warn: Callable[[str], None], to: str = "", only_first:
     delivery = Delivery(folder, uri=uri, sent=sent, warn=warn, keeps=keeps)
     delivery.end = end
     delivery.ending.set()
-    started: Sequence[loggers.Logger] = ()
-    if not (to or only_first):
-        started = loggers.start(
-            opened.also,
-            folder,
-            with_own=False,
-            tell=lambda _, text: warn(text) if text else None,
-            is_over=lambda: True,
-            end=lambda: end,
-        )
+    names = () if to or only_first else opened.also
+    started = delivery.start_loggers(names, tell=lambda _, text: warn(text) if text else None)
     is_complete = delivery.send(only_first=only_first)
     for logger in started:
-        logger.wait()
+        logger.join()
     outcome = delivery.sent.model_copy()
     if is_complete and not outcome.message:
         what = f"all of {folder}{f' except {join_names(outcome.missing)}' if outcome.missing else ''}"
@@ -390,27 +369,6 @@ def sync_with_trials(folder: Path, *, warn: Callable[[str], None], to: str = "")
             return
 
 
-def _find_ends(folder: Path) -> tuple[RunOpened, RunClosed]:
-    """Return the events that opened and ended a run; a killed run ended at its last event."""
-    path = folder / journal.FILE_NAME
-    opened, last = None, None
-    for event in journal.read(path):  # one event in memory at a time
-        opened, last = (event if isinstance(event, RunOpened) else opened), event
-    if journal.is_open(path):
-        raise UsageError(
-            f"{folder}: this run is still running in {journal.describe_writer(path)} and sends its results itself. "
-            "Sync it after it has ended."
-        )
-    if opened is None or last is None:
-        raise UsageError(f"{path}: nothing to send, because the run ended before it started")
-    if not is_kept(folder):
-        raise UsageError(f"{folder}: nothing to send, because the run ended before its first step")
-    return opened, journal.ending(path) or killed(at=last.time)
-
-
-# A run that is running
-
-
 def main() -> None:
     """Follow the journal of a run until its driver says that it has ended, in a line of standard input.
 
@@ -424,34 +382,31 @@ def main() -> None:
     given = parser.parse_args()
     folder, uri = given.run, os.environ["MLFLOW_TRACKING_URI"]  # in the environment, since it may have a password
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's goes to all its processes, and the run's end is yet to come
-    say = _private_stdout(folder / LOG_NAME)
+    stdout, lock = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1), Lock()
+    os.dup2(2, 1)  # what libraries print goes to the run's log
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def say(kind: str, text: str) -> None:
+        with lock, suppress(OSError):  # the driver has stopped waiting
+            stdout.write(f"{kind} {' '.join(text.splitlines())}\n")
 
     def opened() -> None:
         if is_server(uri):  # the UI of another store has to be started first
             say("opened", link_of(uri, delivery.sent))
 
-    def tell(name: str, text: str) -> None:
-        say("warn" if text else "done", text or name)
-
-    sent = TrackingOutcome.kept(folder) or TrackingOutcome()
+    sent = TrackingOutcome.read(folder) or TrackingOutcome()
     if sent.uri:  # of another store, to which the run was sent meanwhile
         sent = TrackingOutcome()
     sent.trouble = ""
     delivery = Delivery(folder, uri=uri, sent=sent, warn=lambda text: say("warn", text), opened=opened)
-    started = loggers.start(
-        given.logger,
-        folder,
-        with_own=given.own,
-        tell=tell,
-        is_over=delivery.ending.is_set,
-        end=lambda: delivery.end,
+    started = delivery.start_loggers(
+        given.logger, with_own=given.own, tell=lambda name, text: say("warn" if text else "done", text or name)
     )
     Thread(target=_await_end, args=(delivery,), daemon=True).start()
     is_complete = delivery.send()
     say("done", "MLflow")
     for logger in started:
-        logger.wait()
+        logger.join()
     sys.stdout.flush()
     os._exit(0 if is_complete else INCOMPLETE)  # at once: the driver waits, and all of MLflow would be looked through
 
@@ -463,21 +418,6 @@ def _await_end(delivery: Delivery) -> None:
     event = None if line == UNKNOWN_END else event_from_json(line)
     delivery.end = event if isinstance(event, RunClosed) else None
     delivery.ending.set()
-
-
-def _private_stdout(log: Path) -> Callable[[str, str], None]:
-    """Return a function that prints a line for the driver; redirect what libraries print to the run's log."""
-    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    lock = Lock()
-    with suppress(OSError), log.open("ab", buffering=0) as file:  # not on a full disk
-        os.dup2(file.fileno(), 2)
-    os.dup2(2, 1)
-
-    def say(kind: str, text: str) -> None:
-        with lock, suppress(OSError):  # the driver has stopped waiting
-            stdout.write(f"{kind} {' '.join(text.splitlines())}\n")
-
-    return say
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ MLflow and writes. What isn't delivered by the end is in the journal; ``pipeline
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,14 +18,13 @@ import rich.console
 from pipeline.protocol.events import AnyEvent, RunClosed, event_to_json
 from pipeline.record.folder import LOG_NAME, is_kept
 from pipeline.record.recorder import Recorder
-from pipeline.system import stages
+from pipeline.system import end_stage
 from pipeline.tracking.follow import INCOMPLETE, UNKNOWN_END
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.wording import join_names
 
-_DRAIN_SECONDS = 60.0
+_DRAIN_SECONDS, _INTERRUPTED_SECONDS = 60.0, 8.0  # after Ctrl-C or SIGTERM; pipeline sync sends the rest
 _SILENT_SECONDS = 15.0  # of the drain, before a warning says what the run waits for
-_LOOK_SECONDS = 0.25
 
 
 class Follower:
@@ -54,23 +52,20 @@ class Follower:
         self._folder, self._warn, self._opened = folder, warn, opened
         self._has_end = self._is_stopping = False
         self._done = Flag()
-        if known := TrackingOutcome.kept(folder):  # of an earlier session
-            known.mark_unfinished(folder)
+        if known := TrackingOutcome.read(folder):  # of an earlier session
+            known.fail(folder)
             with suppress(OSError):
                 known.keep(folder)
         command = [sys.executable, "-P", "-m", "pipeline.tracking.follow", str(folder)]
         command += [f"--logger={name}" for name in loggers] + ["--own"] * bool(own)
+        paths = os.pathsep.join(path or "." for path in sys.path)
         with (folder / LOG_NAME).open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={
-                    **os.environ,
-                    "MLFLOW_TRACKING_URI": uri,
-                    "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
-                },
+                env={**os.environ, "MLFLOW_TRACKING_URI": uri, "PYTHONPATH": paths},
                 start_new_session=True,  # Ctrl-C is for the driver only
             )
         self._thread = Thread(target=self._listen, name="from mlflow", daemon=True)
@@ -95,11 +90,12 @@ class Follower:
         else:
             self._process.kill()
         self._thread.join()
-        outcome = TrackingOutcome.kept(self._folder) or TrackingOutcome()
+        outcome = TrackingOutcome.read(self._folder) or TrackingOutcome()
         if self._process.returncode == 0:  # even if a full disk had no room to write it down
             outcome.delivered, outcome.message = True, outcome.message if outcome.delivered else ""
         elif self._process.returncode != INCOMPLETE:
-            outcome.fail(outcome.waiting(self._folder), folder=self._folder, trouble=outcome.trouble or trouble)
+            what = outcome.waiting(self._folder) or "some results"
+            outcome.fail(self._folder, trouble=outcome.trouble or trouble, what=what)
         with suppress(OSError):  # a full disk or a deleted folder: the journal has raised it
             outcome.keep(self._folder)
         return outcome
@@ -139,38 +135,28 @@ def flush(
     follower: Follower | None, recorder: Recorder, *, console: rich.console.Console, warn: Callable[[str], None]
 ) -> None:
     """Wait until the tracking store has all results, at most a minute or until Ctrl-C; say what is missing then."""
-    stages.end()
-    folder = recorder.folder
+    end_stage()
+    is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+    folder, silent_s = recorder.folder, _INTERRUPTED_SECONDS if is_interrupted else _SILENT_SECONDS
+
+    def wait(follower: Follower, timeout_s: float) -> bool:
+        if console.quiet or not console.is_interactive:
+            return follower.finish(timeout_s)
+        with console.status(f"sending to {join_names(follower.late)}"):
+            return follower.finish(timeout_s)
+
     try:
-        if follower and not _sent(follower, _SILENT_SECONDS, folder=folder, console=console) and follower.late:
-            verb = "have" if len(follower.late) > 1 else "has"
+        if follower and not (wait(follower, silent_s) or is_interrupted) and follower.late:
             warn(
-                f"waiting until {join_names(follower.late)} {verb} everything, {_DRAIN_SECONDS:.0f} seconds at most; "
+                f"waiting until everything is in {join_names(follower.late)}, {_DRAIN_SECONDS:.0f} seconds at most; "
                 f"Ctrl-C ends the wait, pipeline sync {folder} sends the rest later"
             )
-            _sent(follower, _DRAIN_SECONDS - _SILENT_SECONDS, folder=folder, console=console)
+            wait(follower, _DRAIN_SECONDS - _SILENT_SECONDS)
     finally:
         recorder.close()
         if follower:
             late = [name for name in follower.late if name != "MLflow"]  # of which MLflow's outcome says nothing
-            outcome = follower.close()
+            if (message := follower.close().message) and is_kept(folder):  # else an error names it
+                warn(message)
             if late:
                 warn(f"not in {join_names(late)} yet: some results; send them with: pipeline sync {folder}")
-            if outcome.message and is_kept(folder):  # else an error names it
-                warn(outcome.message)
-
-
-def _sent(follower: Follower, timeout_s: float, *, folder: Path, console: rich.console.Console) -> bool:
-    """Wait for the tracking store; return True if it has everything. A terminal shows what is missing meanwhile."""
-    if not console.is_interactive or console.quiet:
-        return follower.finish(timeout_s)
-    deadline = time.monotonic() + timeout_s
-    with console.status("sending to MLflow") as status:
-        while not follower.finish(_LOOK_SECONDS):
-            if late := join_names(follower.late):
-                amount, colon, name = (TrackingOutcome.kept(folder) or TrackingOutcome()).waiting(folder).partition(":")
-                left = f": {amount or 'everything'} left{colon}{name}" if "MLflow" in follower.late else ""
-                status.update(f"sending to {late}{left}")
-            if time.monotonic() > deadline:
-                return False
-    return True

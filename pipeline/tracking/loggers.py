@@ -41,8 +41,8 @@ class Tracker(Protocol):
         """End the tracker: the run has ended, finished or failed."""
 
 
-class Logger:
-    """A tracker with the thread that builds it and feeds it the journal; ``tell`` gets warnings, and "" at its end."""
+class Logger(threading.Thread):
+    """Thread that builds a tracker and feeds it the journal; ``tell`` gets its name and a warning, or "" at its end."""
 
     def __init__(
         self,
@@ -52,23 +52,18 @@ class Logger:
         folder: Path,
         is_over: Callable[[], bool],
         end: Callable[[], RunClosed | None],
-        tell: Callable[[str], None],
-        remedy: str,
+        tell: Callable[[str, str], None],
+        remedy: str = "",
     ) -> None:
-        self.name = name
+        super().__init__(name=name, daemon=True)
         self.has_failed = False
         """True if the tracker raised an exception."""
         self._build, self._is_over, self._end, self._tell, self._remedy = build, is_over, end, tell, remedy
         self._tail = journal.Tail(folder / journal.FILE_NAME)
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self.start()
 
-    def wait(self) -> None:
-        """Wait until the tracker has ended."""
-        while self._thread.is_alive():
-            self._thread.join(_LOOK_S)
-
-    def _work(self) -> None:
+    def run(self) -> None:
+        """Feed the tracker; called by the thread."""
         try:
             tracker = self._build()
             for event in self._events():
@@ -77,12 +72,12 @@ class Logger:
         except BaseException as error:  # noqa: BLE001 - nothing of tracking may reach training, sys.exit() included
             # Without its traceback: exceptions of services quote URIs with their passwords.
             self.has_failed = True
-            said = without_credentials_in(" ".join(str(error).split()))[:300]
+            text = without_credentials_in(" ".join(str(error).split()))[:300]
             if not isinstance(error, PipelineError):  # which names the key: it can't be built
-                said = f"{self.name} raised {type(error).__name__}: {said}"
-            self._tell(f"{said}. It gets no further events. {self._remedy}")
+                text = f"{self.name} raised {type(error).__name__}: {text}"
+            self._tell(self.name, f"{text}. It gets no further events. {self._remedy}")
         finally:
-            self._tell("")
+            self._tell(self.name, "")
 
     def _events(self) -> Iterator[AnyEvent]:
         """Yield the events of the run; ends of earlier sessions are left out."""
@@ -111,26 +106,11 @@ def start(
     end: Callable[[], RunClosed | None],
 ) -> list[Logger]:
     """Start the loggers; ``tell`` gets a name and a warning, or an empty text when this logger has ended."""
-    builders: dict[str, Callable[[], Tracker]] = {name: partial(build, name, folder) for name in names}
-    remedies = dict.fromkeys(names, f"Send the rest with: pipeline sync {folder}")
-    if with_own:
-        builders |= _own(folder, tell=tell)
-    return [
-        Logger(
-            name,
-            builder,
-            folder=folder,
-            is_over=is_over,
-            end=end,
-            tell=partial(tell, name),
-            remedy=remedies.get(name, f"All events are in {folder / journal.FILE_NAME}"),
-        )
-        for name, builder in builders.items()
-    ]
-
-
-def _own(folder: Path, *, tell: Callable[[str, str], None]) -> dict[str, Callable[[], Tracker]]:
-    """Return what builds the components of the experiment, by their names in warnings."""
+    start_one = partial(Logger, folder=folder, is_over=is_over, end=end, tell=tell)
+    remedy = f"Send the rest with: pipeline sync {folder}"
+    loggers = [start_one(name, partial(build, name, folder), remedy=remedy) for name in names]
+    if not with_own:
+        return loggers
     from pipeline.experiment import components, references
     from pipeline.experiment.load import load
     from pipeline.experiment.targets import allowed_packages
@@ -140,11 +120,12 @@ def _own(folder: Path, *, tell: Callable[[str, str], None]) -> dict[str, Callabl
         allowed = allowed_packages()
     except Exception as error:  # noqa: BLE001 - the user's file, which the driver has read, or a variable that is gone
         tell("", f"tracking.loggers: the file can't be read again: {without_credentials_in(str(error))}")
-        return {}
-    return {
-        name: partial(components.build, own[key], folder, key=key, allowed=allowed)
-        for key, name in own_names(own).items()
-    }
+        return loggers
+    remedy = f"All events are in {folder / journal.FILE_NAME}"
+    for key, name in own_names(own).items():
+        build_own = partial(components.build, own[key], folder, key=key, allowed=allowed)
+        loggers.append(start_one(name, build_own, remedy=remedy))
+    return loggers
 
 
 def own_names(own: Mapping[str, Component]) -> dict[str, str]:
@@ -155,7 +136,7 @@ def own_names(own: Mapping[str, Component]) -> dict[str, str]:
 
 def build(name: str, folder: Path) -> Any:
     """Build a named logger, with the import of its package."""
-    return _module(name).Tracker(folder)
+    return importlib.import_module(f"pipeline.tracking.{name}").Tracker(folder)
 
 
 def problems(loggers: Iterable[object]) -> Iterator[Problem]:
@@ -168,11 +149,7 @@ def problems(loggers: Iterable[object]) -> Iterator[Problem]:
 def places(folder: Path) -> Iterator[str]:
     """Yield where the named loggers have put a run's results, a line for each that has some."""
     for name in NAMES:
-        yield from _module(name).places(folder)
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f"pipeline.tracking.{name}")
+        yield from importlib.import_module(f"pipeline.tracking.{name}").places(folder)
 
 
 def description(end: RunClosed) -> str:
@@ -191,21 +168,18 @@ def value_of(text: str) -> Any:
 def scalars(event: AnyEvent) -> Sequence[Point]:
     """Return the points of an event; none of repeated measurements, whose summary comes at the end."""
     match event:
-        case Metrics():
-            return () if event.repeat else event.points
+        case Metrics() if not event.repeat:
+            return event.points
         case SystemMetrics():
             return event.points
-        case Finished():
-            return () if event.result.repeat else tuple(figures(event))
         case Evaluated():
             return [Point(name, event.step, value) for name, value in event.values.items()]
+        case Finished() if not event.result.repeat:  # throughput and step time are the report's
+            result = event.result
+            values = {number.metric: number.value(result) for number in MEASURED} | {
+                STARTUP.metric: STARTUP.value(event)
+            }
+            if len(result.peak_memory_mb) > 1:
+                values |= {f"{OF_RANK}{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
+            return [Point(name, result.steps, value) for name, value in values.items() if value is not None]
     return ()
-
-
-def figures(event: Finished) -> Iterator[Point]:
-    """Return a trial's measurements as metrics at its last step; throughput and step time are the report's."""
-    result = event.result
-    values = {number.metric: number.value(result) for number in MEASURED} | {STARTUP.metric: STARTUP.value(event)}
-    if len(result.peak_memory_mb) > 1:
-        values |= {f"{OF_RANK}{rank}": peak for rank, peak in enumerate(result.peak_memory_mb)}
-    return (Point(name, result.steps, value) for name, value in values.items() if value is not None)

@@ -6,7 +6,6 @@ and MLflow stores equal points once. So any failure may be retried.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -25,11 +24,11 @@ from pipeline.tracking.loggers import scalars
 from pipeline.tracking.model import RUN_TAG, log_model, register
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.tracking.store import artifact_root, create_store
-from pipeline.wording import format_parallel, join_names
+from pipeline.wording import format_parallel
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import DatasetInput, Metric, Param, Run, RunTag
+    from mlflow.entities import DatasetInput, Metric, Run, RunTag
 
 MAIN = "main"
 """Name of the main trial; its MLflow run is the parent of the measurements'."""
@@ -40,7 +39,6 @@ _TABLES_TAG = "mlflow.loggedArtifacts"
 METRICS_PER_CALL = 1000
 _PARAMS_PER_CALL, _PARAM_LENGTH, _TAG_LENGTH, _VERSION_LENGTH = 100, 6000, 8000, 100  # MLflow's limits
 _CUT = " ... [cut]"
-_MOST_NAMES = 3
 _PARAMETER = re.compile(rf"sweep\.parameters\.(.+)\.(?:{'|'.join(Parameter.model_fields)})(?:\[.*)?")
 _MLFLOW_TAGS = {"git_commit": "mlflow.source.git.commit", "user": "mlflow.user"}
 """MLflow's names of tags that its UI shows specially, by our names."""
@@ -95,13 +93,24 @@ class MlflowRun:
                 self._describe(sent.run_id, params=event.params, tags=event.tags)
             case of.TrialOpened():
                 tags = {"mlflow.parentRunId": sent.run_id, **event.tags, "role": event.role}
-                child = self._find_or_create(event, trial=event.trial, title=name_trial(event), tags=tags)
+                title = f"{event.role}: {event.title}" if event.role in ("baseline", "reference") else event.title
+                child = self._find_or_create(event, trial=event.trial, title=title, tags=tags)
                 sent.children[event.trial] = child
                 self._describe(child, params=event.params)
             case Started():
                 tags = {"devices": "; ".join(event.devices)}
                 tags |= {"start_from": str(event.loaded)} if event.loaded is not None else {}
-                self._describe(self._run(event), params=counts(event), tags=tags)
+                names = {
+                    "total_steps",
+                    "steps_per_epoch",
+                    "epochs",
+                    "train_samples",
+                    "validation_samples",
+                    "parameters",
+                }
+                names |= {name for name in ("frozen", "data_version") if getattr(event, name)}
+                sizes = {name: str(value) for name, value in event.model_dump(include=names).items()}
+                self._describe(self._run(event), params=sizes, tags=tags)
                 self.client.log_inputs(self._run(event), datasets=datasets(event))
             case of.Finished() if not event.result.repeat:
                 if (best := event.result.best) is not None:
@@ -131,13 +140,7 @@ class MlflowRun:
                     tags["best_run_id"] = self.id_of(tags["best_run"])  # ids differ between stores
                 self._describe(self.id_of(event.run, trial=event.trial), tags=tags)
             case RunClosed():
-                self._flush()
-                sent.has_finished = event.status == "FINISHED"
-                sent.uploads += [model for model in sent.models if model not in sent.uploads]
-                if note := "\n\n".join(part for part in (event.message, event.summary) if part):
-                    self._describe(sent.run_id, tags={"mlflow.note.content": note})
-                self._end(sent.run_id, event, status=event.status)
-                self._end_all(event)
+                self._close(event)
 
     def upload(self, event: ArtifactSaved | ModelSaved) -> None:
         """Upload the file or model of one of the uploads; after an exception of MLflow it may be repeated."""
@@ -185,8 +188,6 @@ class MlflowRun:
         sent.run_id = self._find_or_create(event, trial=MAIN, title=name_run(event), tags=tags)
         sent.errors, sent.logs_model, sent.is_trial = {}, event.logs_model, bool(event.sweep)
         params = shared_params(event.params) if event.tags.get("role") == "sweep" else event.params
-        if (warning := describe_renamed(params)) and not event.sweep:  # the sweep's own run warns of it
-            self._warn(warning)
         named = {name: value for name, value in event.tags.items() if name not in OWN_TAGS}  # perhaps new ones
         self._describe(sent.run_id, params=params, tags=named)
 
@@ -235,12 +236,19 @@ class MlflowRun:
     def _end(self, run_id: str, event: Event, *, status: Status) -> None:
         self.client.set_terminated(run_id, status=status, end_time=milliseconds(event))
 
-    def _end_all(self, event: RunClosed) -> None:
-        """End all open runs, and delete empty duplicates, which servers create whose answers are lost."""
+    def _close(self, event: RunClosed) -> None:
+        """Describe and end the run and all open ones; delete duplicates, made by servers whose answers were lost."""
+        sent = self.sent
+        self._flush()
+        sent.has_finished = event.status == "FINISHED"
+        sent.uploads += [model for model in sent.models if model not in sent.uploads]
+        if note := "\n\n".join(filter(None, (event.message, event.summary))):
+            self._describe(sent.run_id, tags={"mlflow.note.content": note})
+        self._end(sent.run_id, event, status=event.status)
         runs = self._runs({RUN_TAG: self._name})
-        used = Counter(run.data.tags[TRIAL_TAG] for run in runs if _content(run))
+        used = {run.data.tags[TRIAL_TAG] for run in runs if _content(run)}
         for run in runs:
-            if not _content(run) and used[run.data.tags[TRIAL_TAG]]:
+            if not _content(run) and run.data.tags[TRIAL_TAG] in used:
                 self.client.delete_run(run.info.run_id)
             elif run.info.status == "RUNNING":
                 self._end(run.info.run_id, event, status=event.status)
@@ -251,25 +259,27 @@ class MlflowRun:
     def _describe(
         self, run_id: str, *, params: Mapping[str, str] | None = None, tags: Mapping[str, str] | None = None
     ) -> None:
-        given = to_params(params or {})
-        for start in range(0, len(given), _PARAMS_PER_CALL):
-            self._log_params(run_id, given[start : start + _PARAMS_PER_CALL])
-        if tags:
-            self.client.log_batch(run_id, tags=to_tags(tags), synchronous=True)
-
-    def _log_params(self, run_id: str, params: "list[Param]") -> None:
-        """Log parameters; those that a resumed run has changed become tags, since MLflow keeps the first value."""
+        """Log tags and parameters; a parameter that a resumed run changes is a tag: MLflow keeps the first value."""
+        from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        try:
-            self.client.log_batch(run_id, params=params, synchronous=True)
-        except MlflowException:
-            known = self.client.get_run(run_id).data.params
-            changed = {f"changed.{one.key}": one.value for one in params if known.get(one.key, one.value) != one.value}
-            if not changed:
-                raise
-            new = [one for one in params if one.key not in known]
-            self.client.log_batch(run_id, params=new, tags=to_tags(changed), synchronous=True)
+        names = mlflow_names(params or {})
+        given = [Param(names[name], _cut(value, _PARAM_LENGTH)) for name, value in (params or {}).items()]
+        for start in range(0, len(given), _PARAMS_PER_CALL):
+            some = given[start : start + _PARAMS_PER_CALL]
+            try:
+                self.client.log_batch(run_id, params=some, synchronous=True)
+            except MlflowException:
+                known = self.client.get_run(run_id).data.params
+                changed = {
+                    f"changed.{one.key}": one.value for one in some if known.get(one.key, one.value) != one.value
+                }
+                if not changed:
+                    raise
+                new = [one for one in some if one.key not in known]
+                self.client.log_batch(run_id, params=new, tags=to_tags(changed), synchronous=True)
+        if tags:
+            self.client.log_batch(run_id, tags=to_tags(tags), synchronous=True)
 
     def _flush(self) -> None:
         for run_id, points in self._points.items():
@@ -303,11 +313,6 @@ def name_run(event: RunOpened) -> str:
     return f"quick test: {workers}" if event.tags.get("quick") == "true" else workers
 
 
-def name_trial(event: of.TrialOpened) -> str:
-    """Name a measurement by its role, e.g. "baseline: 1 worker"."""
-    return f"{event.role}: {event.title}" if event.role in {"baseline", "reference"} else event.title
-
-
 def milliseconds(event: Event) -> int:
     """Return the event's time in milliseconds since the epoch; a replay gives equal points."""
     return round(event.time * 1000)
@@ -328,28 +333,6 @@ def shared_params(params: Mapping[str, str]) -> dict[str, str]:
     varied = {found[1] for name in params if (found := _PARAMETER.fullmatch(name))}
     parts = tuple(f"{key}{sign}" for key in varied for sign in ".[")
     return {name: value for name, value in params.items() if name not in varied and not name.startswith(parts)}
-
-
-def to_params(values: Mapping[str, str]) -> "list[Param]":
-    """Convert parameters."""
-    from mlflow.entities import Param
-
-    names = mlflow_names(values)
-    return [Param(names[name], _cut(value, _PARAM_LENGTH)) for name, value in values.items()]
-
-
-def describe_renamed(names: Iterable[str]) -> str:
-    """Return a warning that names parameters which MLflow has under other names; empty if none."""
-    # The brackets of lists, e.g. optimizer.params[0].lr, are no surprise.
-    renamed = [
-        f"{name} is {accepted}"
-        for name, accepted in mlflow_names(names).items()
-        if accepted != name.replace("[", "_").replace("]", "_")
-    ]
-    if not renamed:
-        return ""
-    more = f" (and {len(renamed) - _MOST_NAMES} more)" if len(renamed) > _MOST_NAMES else ""
-    return f"MLflow does not accept these names of parameters. There, {join_names(renamed[:_MOST_NAMES])}{more}."
 
 
 def to_tags(values: Mapping[str, str]) -> "list[RunTag]":
@@ -381,13 +364,6 @@ def datasets(event: Started) -> "list[DatasetInput]":
         for part, samples in counts.items()
         if samples and event.data_digest
     ]
-
-
-def counts(event: Started) -> dict[str, str]:
-    """Return the sizes of a training (steps, samples, parameters) as MLflow parameters."""
-    names = {"total_steps", "steps_per_epoch", "epochs", "train_samples", "validation_samples", "parameters"}
-    names |= {name for name in ("frozen", "data_version") if getattr(event, name)}
-    return {name: str(value) for name, value in event.model_dump(include=names).items()}
 
 
 def _cut(value: str, length: int) -> str:

@@ -4,7 +4,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,11 @@ from pipeline.wording import first_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel, Metric, Run
-    from mlflow.models import Model
+    from mlflow.entities import LoggedModel
 
 RUN_TAG = "pipeline.run"
 ALIAS_TAG = "pipeline.alias"
 """Tag of a version with the alias that it was given: sending a run again doesn't take it from a later version."""
-_NAME = "model"  # of a run without an experiment's name
 _FORBIDDEN = re.compile(r"[/:.%\"']")
 _NOTE_TAG = "mlflow.note.content"
 _PROGRAM = Path("data", "model.pt2")  # where MLflow keeps an exported program
@@ -39,6 +37,7 @@ def log_model(
     warn: Callable[[str], None],
 ) -> bool:
     """Log a run's model once, as rank 0 has written it or built again; return False after a warning."""
+    from mlflow.entities import LoggedModelOutput
     from mlflow.models import Model
     from mlflow.models.model import MLMODEL_FILE_NAME
 
@@ -52,13 +51,17 @@ def log_model(
                 shutil.copytree(written, path)  # the ids in it are those of one store
             elif not _write(folder, path, warn=warn):
                 return False
-            logged = logged or _create(client, run_id)
+            if logged is None:  # linked to its run first, so that a second attempt finds it
+                run = client.get_run(run_id)
+                name = _FORBIDDEN.sub("_", run.data.params.get("name", "model"))
+                logged = client.create_logged_model(run.info.experiment_id, name, run_id, params=run.data.params)
+                client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
             model = Model.load(path)
             model.artifact_path, model.run_id = logged.artifact_location, logged.source_run_id
             model.model_id = model.model_uuid = logged.model_id
             model.save(path / MLMODEL_FILE_NAME)
             client.log_model_artifacts(logged.model_id, str(path))
-            _describe(client, logged, model, path=path, step=saved.step)
+            _describe(client, logged, path=path, step=saved.step)
         client.finalize_logged_model(logged.model_id, "READY")
     if written is not None:
         shutil.rmtree(written, ignore_errors=True)
@@ -91,54 +94,32 @@ def logged_model(client: "MlflowClient", run_id: str) -> "LoggedModel | None":
     return client.get_logged_model(outputs[-1].model_id) if outputs else None
 
 
-def _create(client: "MlflowClient", run_id: str) -> "LoggedModel":
-    """Create a logged model and link it to its run first, so that a second attempt finds it."""
-    from mlflow.entities import LoggedModelOutput
-
-    run = client.get_run(run_id)
-    name = _FORBIDDEN.sub("_", run.data.params.get("name", _NAME))
-    logged = client.create_logged_model(run.info.experiment_id, name, run_id, params=run.data.params)
-    client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
-    return logged
-
-
-def _describe(client: "MlflowClient", logged: "LoggedModel", model: "Model", *, path: Path, step: int | None) -> None:
-    """Write the description on the model's page: origin, code, signature, metrics at ``step``, by default the last."""
-    run = client.get_run(logged.source_run_id)
-    client.log_batch(run.info.run_id, metrics=list(_figures(client, run, logged, step=step)), synchronous=True)
-    at = "" if step is None else f", with the best weights (step {step:,})"
-    origin = f"`{run.data.params.get('model._target_', 'The model')}`, trained by run {run.data.tags[RUN_TAG]}{at}."
-    kind = "A pickle. Loading it runs code and needs the packages of the training."
-    if (path / _PROGRAM).exists():
-        kind = "Exported by torch.export."
-    inputs = model.signature.inputs.inputs if model.signature and model.signature.inputs else []
-    zeros = ", ".join(
-        f"torch.zeros({', '.join(map(str, size))}, dtype=torch.{one.type})"
-        for one, size in zip(inputs, (model.metadata or {}).get("sizes", ()), strict=False)
-    )
-    code = f"""```python
-import mlflow, torch
-
-mlflow.set_tracking_uri("{without_credentials(client.tracking_uri)}")
-model = mlflow.pytorch.load_model("{logged.model_uri}")
-model({zeros})
-```"""
-    rows = ["| signature | type | shape |", "|---|---|---|"]
-    for side, schema in (("input", inputs), ("output", model.signature.outputs if model.signature else None)):
-        rows += [f"| {side} {one.name or ''}".rstrip() + f" | {one.type} | {one.shape} |" for one in schema or ()]
-    client.set_logged_model_tags(logged.model_id, {_NOTE_TAG: "\n\n".join([f"{origin} {kind}", code, "\n".join(rows)])})
-
-
-def _figures(client: "MlflowClient", run: "Run", logged: "LoggedModel", *, step: int | None) -> "Iterator[Metric]":
-    """Yield the run's validation and test metrics at a step, by default the last, as metrics of the model."""
+def _describe(client: "MlflowClient", logged: "LoggedModel", *, path: Path, step: int | None) -> None:
+    """Give the model its metrics at ``step``, by default the last, and a text: its origin, and how to load it."""
     from mlflow.entities import Metric
 
+    run, metrics = client.get_run(logged.source_run_id), list[Metric]()
     for name in run.data.metrics:
         if name.startswith(_REACHED):
             history = client.get_metric_history(run.info.run_id, name)
             known = [point for point in history if step is None or point.step <= step] or history
             last = max(known, key=lambda point: (point.step, point.timestamp))
-            yield Metric(name, last.value, last.timestamp, last.step, model_id=logged.model_id)
+            metrics.append(Metric(name, last.value, last.timestamp, last.step, model_id=logged.model_id))
+    client.log_batch(run.info.run_id, metrics=metrics, synchronous=True)
+    at = "" if step is None else f", with the best weights (step {step:,})"
+    kind = "A pickle. Loading it runs code and needs the packages of the training."
+    if (path / _PROGRAM).exists():
+        kind = "Exported by torch.export."
+    origin = f"`{run.data.params.get('model._target_', 'The model')}`, trained by run {run.data.tags[RUN_TAG]}{at}."
+    note = f"""{origin} {kind}
+
+```python
+import mlflow
+
+mlflow.set_tracking_uri("{without_credentials(client.tracking_uri)}")
+model = mlflow.pytorch.load_model("{logged.model_uri}")
+```"""
+    client.set_logged_model_tags(logged.model_id, {_NOTE_TAG: note})
 
 
 def register(client: "MlflowClient", saved: ModelSaved, *, run_id: str, warn: Callable[[str], None]) -> None:

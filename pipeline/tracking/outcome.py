@@ -1,29 +1,27 @@
 """What has been sent of a run to MLflow, kept in the run's folder, and the places where its results are."""
 
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, Field, ValidationError
-from rich.filesize import decimal
+from pydantic import Field
 
 from pipeline.protocol.events import ArtifactSaved, ModelExported, ModelSaved
 from pipeline.record import journal
-from pipeline.record.folder import write_atomically
+from pipeline.record.folder import FolderFile
 from pipeline.tracking import loggers
 from pipeline.tracking.store import run_link, runs_link, ui_address
 from pipeline.wording import counted
 
-_FILE_NAME = "sync.json"
-_KILLED = "the driver was killed"
 LINK_LABEL = "mlflow   "
 """Start of the line with the address of a run, see `link_of`."""
 Upload = Annotated[ArtifactSaved | ModelSaved, Field(discriminator="kind")]
 
 
-class TrackingOutcome(BaseModel):
+class TrackingOutcome(FolderFile):
     """State of the delivery of a run to MLflow. It is written after each call, so that a kill repeats one call."""
 
+    file_name: ClassVar[str] = "sync.json"
     offset: int = 0
     """Bytes of the journal that MLflow has accepted or refused."""
     is_closed: bool = False
@@ -58,44 +56,22 @@ class TrackingOutcome(BaseModel):
     missing: list[str] = []
     """Files that are not sent, after a warning."""
 
-    def keep(self, folder: Path) -> None:
-        """Write the state into the run's folder, for `kept`; another process may read it at any time."""
-        text = self.model_dump_json(indent=1) + "\n"
-        write_atomically(folder / _FILE_NAME, lambda path: path.write_text(text, encoding="utf-8"))
-
-    @classmethod
-    def kept(cls, folder: Path) -> "TrackingOutcome | None":
-        """Read the state from a run's folder; None if the run isn't tracked, or nothing is known."""
-        try:
-            return cls.model_validate_json((folder / _FILE_NAME).read_bytes())
-        except (OSError, ValidationError):
-            return None
-
     def waiting(self, folder: Path) -> str:
-        """Describe what MLflow lacks, e.g. "12 events and 3 files" or "1 file: model (2.8 MB)"; empty if nothing."""
-        events, files = journal.count_lines(folder / journal.FILE_NAME, offset=self.offset), self.uploads
-        counts = {"event": events, "file": len(files)}
-        text = " and ".join(counted(count, noun, spec=",") for noun, count in counts.items() if count)
-        if events or len(files) != 1:
-            return text
-        name = path = files[0].path if isinstance(files[0], ArtifactSaved) else ""
-        if isinstance(files[0], ModelSaved):
-            name, path = "model", str(PurePosixPath(PurePosixPath(files[0].run).name, files[0].weights))
-        with suppress(OSError):
-            name = f"{name} ({decimal((folder / path).stat().st_size)})"
-        return f"{text}: {name}"
+        """Describe what MLflow lacks, e.g. "12 events and 3 files"; empty if nothing."""
+        events = 0
+        with suppress(OSError), (folder / journal.FILE_NAME).open("rb") as file:
+            file.seek(self.offset)
+            events = sum(1 for _ in file)
+        counts = {"event": events, "file": len(self.uploads)}
+        return " and ".join(counted(count, noun, spec=",") for noun, count in counts.items() if count)
 
-    def fail(self, what: str, *, folder: Path, trouble: str) -> None:
-        """Note that ``what`` is missing, e.g. "12 events and 3 files", and why."""
+    def fail(self, folder: Path, *, trouble: str = "the driver was killed", what: str = "some results") -> None:
+        """Note that ``what`` is missing, and why: by default what is true if the driver is killed from now on."""
         self.delivered = False
         self.message = (
-            f"not in MLflow yet: {what or 'some results'} ({trouble}). Nothing is lost. "
+            f"not in MLflow yet: {what} ({trouble}). Nothing is lost. "
             f"Send the rest with: pipeline sync {folder}{f' --to {self.uri}' if self.uri else ''}"
         )
-
-    def mark_unfinished(self, folder: Path) -> None:
-        """Note what is true if the driver is killed from now on."""
-        self.fail("some results", folder=folder, trouble=_KILLED)
 
 
 def link_of(uri: str, outcome: TrackingOutcome) -> str:
@@ -105,13 +81,12 @@ def link_of(uri: str, outcome: TrackingOutcome) -> str:
 
 def places_of(folder: Path, *, is_running: bool = False) -> str:
     """Return the places of a run's results, a line each; a run that is running still sends them."""
-    opened = journal.opened(folder / journal.FILE_NAME)
-    outcome = TrackingOutcome.kept(folder)
-    uri = (outcome.uri if outcome else "") or (opened.tracking_uri if opened else "")
+    opened, outcome = journal.opened(folder / journal.FILE_NAME), TrackingOutcome.read(folder)
     lines = [f"run      {folder}"]
     if (folder / "report.html").exists():
         lines.append(f"report   {folder / 'report.html'}")
     if outcome and outcome.run_id:
+        uri = outcome.uri or (opened.tracking_uri if opened else "")
         lines.append(link_of(uri, outcome))
         lines.append(f"all runs {runs_link(ui_address(uri), outcome.experiment_id)}")
     lines += loggers.places(folder)

@@ -5,19 +5,16 @@ import sqlite3
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from importlib.util import find_spec
+from contextlib import closing
 from pathlib import Path
 
 from pipeline.errors import ResourceError
 from pipeline.experiment.uris import SQLITE, expand_home, problem_of, without_credentials
-from pipeline.system.lock_file import locked
+from pipeline.system import locked
 
 _HEALTH_TIMEOUT_S = 3
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
 _UI_ADDRESS = "http://127.0.0.1:5000"  # of `pipeline ui` by default
-_UI_TIMEOUT_S = 1.0
 _COMPANIONS = ("-journal", "-wal", "-shm")
 """Suffixes of the files that SQLite keeps beside an open database, or after its writer was killed."""
 _PATIENCE_S = 60.0  # creating takes two seconds, on a busy machine many times that
@@ -103,11 +100,10 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         return
     wrong = "" if os.access(path, os.W_OK) else "no permission to write"
-    is_unfinished = False
     try:
         # Not read-only: SQLite rolls back what a killed process has left half-written.
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as database:
-            is_unfinished = _is_unfinished(database)
+            database.execute("SELECT name FROM sqlite_master")
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:  # busy: another process is writing
             wrong = wrong or str(error)
@@ -116,32 +112,6 @@ def _check_file(path: Path) -> None:
             f"tracking.uri: {path} can't be used ({wrong}). Change its permissions, "
             "or move it away: the next run creates a new file."
         )
-    if is_unfinished:
-        raise ResourceError(
-            f"tracking.uri: {path} holds no runs, because its creation was interrupted. "
-            f"Move it away, and the next run creates a new file: mv {path} {path}.unfinished"
-        )
-
-
-def _is_unfinished(database: sqlite3.Connection) -> bool:
-    """Return True if creating the tables was never completed: MLflow adds the first experiment last."""
-    tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if not {"alembic_version", "experiments"} <= tables:
-        return False  # empty, or not MLflow's
-    if database.execute("SELECT count(*) FROM experiments").fetchone()[0]:
-        return False
-    revisions = {revision for (revision,) in database.execute("SELECT version_num FROM alembic_version")}
-    return revisions != newest_revisions()
-
-
-def newest_revisions() -> set[str]:
-    """Return the schema revisions of the installed MLflow."""
-    from alembic.script import ScriptDirectory
-
-    mlflow = find_spec("mlflow")
-    assert mlflow is not None
-    assert mlflow.origin is not None
-    return set(ScriptDirectory(str(Path(mlflow.origin).parent / "store" / "db_migrations")).get_heads())
 
 
 def create_store(uri: str) -> None:
@@ -180,9 +150,9 @@ def _has_content(path: Path) -> bool:
 
 
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
-    """Return the link to a run in MLflow's UI, after the command that serves the UI if none is running."""
+    """Return the link to a run in MLflow's UI, after the command that serves the UI of a store without a server."""
     page = run_page(ui_address(uri), experiment_id, run_id)
-    return page if is_server(uri) or _running_ui(uri) else f"pipeline ui, then {page}"
+    return page if is_server(uri) else f"pipeline ui, then {page}"
 
 
 def run_page(address: str, experiment_id: str, run_id: str) -> str:
@@ -196,33 +166,5 @@ def runs_link(address: str, experiment_id: str) -> str:
 
 
 def ui_address(uri: str) -> str:
-    """Return the address of the UI: the server's, of the running ``pipeline ui``, or its default."""
-    return without_credentials(uri).rstrip("/") if is_server(uri) else _running_ui(uri) or _UI_ADDRESS
-
-
-@contextmanager
-def ui_recorded(uri: str, address: str) -> Iterator[None]:
-    """Keep the address of ``pipeline ui`` next to a SQLite store while the UI runs, for the links to its pages."""
-    if (path := sqlite_path(uri)) is None:
-        yield
-        return
-    file = path.with_name(f"{path.name}-ui")
-    with suppress(OSError):  # a folder that can't be written: links have the default address
-        file.write_text(address, encoding="utf-8")
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.unlink()
-
-
-def _running_ui(uri: str) -> str:
-    """Return the address of the ``pipeline ui`` that serves a SQLite store now; empty if none does."""
-    if (path := sqlite_path(uri)) is None:
-        return ""
-    try:
-        address = path.with_name(f"{path.name}-ui").read_text(encoding="utf-8")
-        with urllib.request.urlopen(f"{address}/health", timeout=_UI_TIMEOUT_S):  # noqa: S310 - written by ui_recorded
-            return address
-    except (OSError, ValueError):  # none was started, or it was killed
-        return ""
+    """Return the address of the UI: the server's, or the default of ``pipeline ui``."""
+    return without_credentials(uri).rstrip("/") if is_server(uri) else _UI_ADDRESS

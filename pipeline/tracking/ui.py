@@ -12,19 +12,16 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from pathlib import Path
+from contextlib import closing, suppress
 from typing import IO
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.uris import without_credentials
-from pipeline.tracking.store import artifact_root, check_store, is_server, runs_link, sqlite_path, ui_recorded
+from pipeline.tracking.store import artifact_root, check_store, is_server, runs_link, sqlite_path
 
-_START_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 2.0
+_START_TIMEOUT_S, _STOP_TIMEOUT_S, _TIMEOUT_S = 60.0, 2.0, 5.0
 _MOST = 10
 _HOST = "127.0.0.1"
-_TIMEOUT_S = 5.0
 
 
 def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) -> str:
@@ -41,21 +38,51 @@ def serve(uri: str, *, port: int, ready: Callable[[str], None] | None = None) ->
     if (path := sqlite_path(uri)) and not path.exists():
         raise UsageError(f"{path}: no runs yet. Start one with pipeline run EXPERIMENT.")
     check_store(uri)
-    _check_port(port)
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except OSError as error:
+            raise UsageError(f"port {port} on {_HOST}: {error.strerror}. Choose another port with --port.") from None
     address = f"http://{_HOST}:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
+    command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
+    if root := artifact_root(uri):
+        command += ["--artifacts-destination", root]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     with tempfile.TemporaryFile("w+") as log:
-        server = _start(uri, port=port, log=log)
+        # In a process group of its own: Ctrl-C reaches only this process, which then ends the group.
+        server = subprocess.Popen(  # noqa: S603 - our own arguments
+            command, env=environment, cwd=path.parent if path else None, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             _wait_until_healthy(server, address=address, log=log)
-            with ui_recorded(uri, address):
-                if ready:
-                    ready(address)
-                server.wait()
+            if ready:
+                ready(address)
+            server.wait()
         except KeyboardInterrupt:
             pass
         finally:
-            _stop(server)
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(server.pid, number)
+                    server.wait(_STOP_TIMEOUT_S)
     return address
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], *, address: str, log: IO[str]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            log.seek(0)
+            last = "\n".join(log.read().splitlines()[-5:])
+            raise ResourceError(f"the MLflow server ended with exit code {server.returncode}:\n{last}")
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=_TIMEOUT_S):  # noqa: S310 - http
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise ResourceError(f"the MLflow server doesn't answer on {address} after {_START_TIMEOUT_S:.0f} seconds")
 
 
 def pages(address: str) -> Iterator[tuple[str, str]]:
@@ -70,52 +97,3 @@ def pages(address: str) -> Iterator[tuple[str, str]]:
         found = json.load(answer).get("experiments", [])
     for experiment in found:
         yield experiment["name"], runs_link(address, experiment["experiment_id"])
-
-
-def _check_port(port: int) -> None:
-    with closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except OSError as error:
-            raise UsageError(f"port {port} on {_HOST}: {error.strerror}. Choose another port with --port.") from None
-
-
-def _start(uri: str, *, port: int, log: IO[str]) -> subprocess.Popen[bytes]:
-    """Start the server in a separate process group: Ctrl-C reaches only this process, which then ends the group."""
-    path = sqlite_path(uri)
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
-    if root := artifact_root(uri):
-        command += ["--artifacts-destination", root]
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    folder = path.parent if path else Path.cwd()
-    return subprocess.Popen(  # noqa: S603 - our own arguments
-        command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True
-    )
-
-
-def _wait_until_healthy(server: subprocess.Popen[bytes], *, address: str, log: IO[str]) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            log.seek(0)
-            last = "\n".join(log.read().splitlines()[-5:])
-            raise ResourceError(f"the MLflow server ended with exit code {server.returncode}:\n{last}")
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=2):  # noqa: S310 - http
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise ResourceError(f"the MLflow server doesn't answer on {address} after {_START_TIMEOUT_S:.0f} seconds")
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(server.pid, number)
-            server.wait(_STOP_TIMEOUT_S)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue

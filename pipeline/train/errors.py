@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from pipeline.errors import ExperimentError
 from pipeline.protocol.events import Origin
-from pipeline.system.imports import PACKAGE
+from pipeline.system import PACKAGE
 from pipeline.tasks import Supervised, describe
 from pipeline.tasks.supervised import describe_shape, remedy_of_shapes
 from pipeline.train.names import shown

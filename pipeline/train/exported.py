@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -22,7 +23,7 @@ from pipeline.errors import ResourceError
 from pipeline.experiment import components, references
 from pipeline.experiment.schema import Experiment
 from pipeline.protocol.events import EXAMPLE, WEIGHTS
-from pipeline.system.memory import find_memory_limits
+from pipeline.system import find_memory_limits
 from pipeline.train.names import TASK
 from pipeline.train.parts import seeded_model
 from pipeline.train.reference import Reference, check
@@ -79,15 +80,17 @@ def write_mlflow_model(
 ) -> None:
     """Write a run's model, built again, as MLflow does: as a program of torch.export, or a pickle if that fails."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    import mlflow.pytorch
+    is_lightning_unused = sys.modules.setdefault("pytorch_lightning", None) is None  # type: ignore[arg-type]
+    import mlflow.pytorch  # without Lightning for its autologging, which takes longer than all the rest
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
 
+    if is_lightning_unused:
+        del sys.modules["pytorch_lightning"]
     check_memory(folder / WEIGHTS)
     weights, example = (torch.load(folder / name, map_location="cpu", weights_only=True) for name in (WEIGHTS, EXAMPLE))
     module = trained_model(experiment, weights, allowed=allowed, reference=Reference.load(folder))
     named, inputs = isinstance(example, dict), as_arrays(example)
-    places = tuple(inputs.values()) if named else (inputs,)
     with torch.no_grad():
         outputs = as_arrays(module(**example) if named else module(example))
 
@@ -101,12 +104,9 @@ def write_mlflow_model(
         mlflow.pytorch.save_model(
             written,
             path,
-            signature=ModelSignature(
-                describe(inputs, is_free=named), describe(outputs) if outputs is not None else None
-            ),
-            input_example=places if named else inputs,
+            signature=ModelSignature(describe(inputs, is_free=named), None if outputs is None else describe(outputs)),
+            input_example=tuple(inputs.values()) if named else inputs,
             serialization_format=kind,
-            metadata={"sizes": [list(one.shape) for one in places]},
             # Given: MLflow would start a process that loads the model to infer it.
             pip_requirements=mlflow.pytorch.get_default_pip_requirements(),
         )

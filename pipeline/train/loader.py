@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeline.experiment.schema import Loader
-from pipeline.system.signals import sigterm_blocked, sigterm_only_from
+from pipeline.system import sigterm_blocked, sigterm_only_from
 from pipeline.train.order import MicroBatch
 from pipeline.train.reader import (
     Collation,

@@ -96,8 +96,13 @@ def result_of(s: State, *, start: int) -> TrialResult:
     )
 
 
-def add_measurements(s: State, result: TrialResult, *, complete: Complete) -> TrialResult:
-    """Return the result with what is measured after the training; failures there never cost the result. Collective."""
+def add_measurements(
+    s: State, result: TrialResult, *, complete: Complete, export: Callable[[], None] = lambda: None
+) -> TrialResult:
+    """Return the result with what is measured after the training; failures there never cost the result. Collective.
+
+    ``export`` exports the trained model, before the measurements, which a Ctrl-C may end.
+    """
     trial, since, step_ms = s.trial, time.monotonic(), result.step_ms.median
     is_measured = not (isinstance(trial, Training) and trial.train_only)
     compares, estimate_s = False, None
@@ -107,6 +112,7 @@ def add_measurements(s: State, result: TrialResult, *, complete: Complete) -> Tr
         *_, parts_s = plan_rounds(trial, variants=variants, step_s=step_ms / 1000, total_steps=s.steps)
         estimate_s = parts_s + estimate_seconds(trial, step_s=step_ms / 1000)
     s.send(Trained(trial=trial.name, result=result, is_measured=is_measured, measuring_s=estimate_s))
+    export()
     if not is_measured:
         return result
     afterwards, more = Afterwards(s), dict[str, Any]()
@@ -204,15 +210,17 @@ def probe(s: State, *, known: StepParts) -> StepParts:
     computed, exchanged = slowest["computed"], slowest.get("exchanged")
     paces = [[ms + wait for ms in own["computed"]] for own, wait in ranks]
 
-    def excess(longer: list[float], shorter: list[float]) -> float:
-        """Return the median of the differences in each round, at least 0: a negative one is noise."""
-        return max(0.0, median(a - b for a, b in zip(longer, shorter, strict=True)))
+    def excess(longer: list[float], shorter: list[float]) -> list[float]:
+        """Return the differences in each round, at least 0: a negative one is noise."""
+        return [max(0.0, a - b) for a, b in zip(longer, shorter, strict=True)]
 
+    parts = {"compute_ms": computed, "rest_ms": excess(slowest["whole"], exchanged or computed)}
+    if exchanged is not None:
+        parts["exposed_communication_ms"] = excess(exchanged, computed)
     measured = {
         "held_ms": estimates.spread(slowest["whole"]),
-        "compute_ms": median(computed),
-        "exposed_communication_ms": excess(exchanged, computed) if exchanged else None,
-        "rest_ms": excess(slowest["whole"], exchanged or computed),
+        **{name: median(rounds) for name, rounds in parts.items()},
+        "ranges": {name: (min(rounds), max(rounds)) for name, rounds in parts.items()},
         "ranks": tuple(estimates.spread(pace, keeps_values=True) for pace in paces),
     }
     return known.model_copy(update=measured)

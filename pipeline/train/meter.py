@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.errors import ExperimentError
 from pipeline.experiment.reported import GRADIENT_NORM, LEARNING_RATE, LOSS, TRAIN
-from pipeline.protocol.events import Metrics, Point
+from pipeline.protocol.events import LAST_STEPS, Metrics, Point
 from pipeline.protocol.trial import Measurement, Training
 from pipeline.train.gauges import Clock, CommunicationMeter, DataWait, EnergyMeter, GpuGauge, Lap, Stream
 from pipeline.train.hooks import name_of
@@ -31,8 +31,6 @@ WINDOWS = ("throughput/", "time/")
 """Prefixes of the names of metrics that describe a single window."""
 _SENT_AGAIN = 30
 """Latest reports that a checkpoint keeps: a driver that was killed may not have them, and ignores those that it has."""
-_LAST_STEPS = 20
-"""Steps whose mean loss a result has if reports come by time: the number in the last report depends on the machine."""
 REPORT_MS = 330.0
 """Milliseconds between two regular reports, unless a step takes longer."""
 
@@ -56,7 +54,7 @@ class Meter:
         self._waits = DataWait(s.device)
         self._stepped: list[Stepped] = []
         self._skipped_before = self._due = 0
-        self._last_losses = deque[float](maxlen=_LAST_STEPS)
+        self._last_losses = deque[float](maxlen=LAST_STEPS)
         self._sent = deque[Metrics](maxlen=_SENT_AGAIN)
 
     def timed(self, stream: Stream) -> Stream:
@@ -206,6 +204,8 @@ class Meter:
         if isinstance(s.trial, Measurement):
             since = s.step - measure.warmup_steps
             due = measure.warmup_steps if since < 0 else s.step + measure.steps - since % measure.steps
+        elif isinstance(s.trial, Training) and s.trial.is_quick:  # the steps after the warm-up are timed together
+            due = measure.warmup_steps if s.step < measure.warmup_steps else s.steps
         else:
             due = s.step + interval
             saved = s.experiment.checkpoint.every_steps if s.trial.saves else None

@@ -21,7 +21,7 @@ from pipeline.experiment.schema import LIGHTNING_OPTIMIZER, Experiment
 from pipeline.experiment.train import NamedOptimizer, ParameterGroup
 from pipeline.experiment.train import Optimizer as Declared
 from pipeline.experiment.values import Create
-from pipeline.system.imports import undisturbed
+from pipeline.system import undisturbed
 from pipeline.tasks import Trainee
 from pipeline.train.names import Named, matches, named, shown, unmatched, without_match
 from pipeline.train.ranks import local, shard_like

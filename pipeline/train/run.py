@@ -54,10 +54,12 @@ def complete(s: State) -> TrialResult:
         result = result_of(s, start=start).model_copy(update={"unsaved": unsaved})
         if best is not None:
             result = result.model_copy(update={"best": best, "metrics": {**result.metrics, **best.metrics}})
-        result = add_measurements(s, result, complete=complete)
-        if isinstance(trial, Training):  # last, as it takes memory, which the result tells, and may fail
-            report.exported_model(trial, s.outbox, folder=Path(folder))
-    return result
+
+        def export() -> None:  # after the result, as it takes memory, which that tells
+            if isinstance(trial, Training):
+                report.exported_model(trial, s.outbox, folder=Path(folder))
+
+        return add_measurements(s, result, complete=complete, export=export)
 
 
 def begin(s: State) -> None:

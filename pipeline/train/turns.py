@@ -29,7 +29,7 @@ from pipeline.protocol.progress import ProgressReporter
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Baseline, Reference, Training, Trial
 from pipeline.protocol.trial_result import TrialResult
-from pipeline.system.process import OtherLoad
+from pipeline.system import find_processor_s
 from pipeline.train.build import build
 from pipeline.train.errors import is_out_of_memory
 from pipeline.train.kept import endless, suspend_updates
@@ -154,7 +154,7 @@ def measure_in_turn(s: State, *, step_ms: float, since: float, complete: Complet
         if len(step_s) == 1:
             return {}
         schedule = Schedule.of(trial, step_s, passed_s=ranks[0][1])
-        load, start, rounds = OtherLoad(), time.monotonic(), schedule.rounds
+        before, start, rounds = find_processor_s(), time.monotonic(), schedule.rounds
         with ProgressReporter("measuring the speedup", total=rounds, unit="rounds", silent=not rank.is_first) as shown:
             for index, order in enumerate(turns(list(step_s), rounds=rounds, seed=s.seed)):
                 _stop_if_asked(s)
@@ -166,16 +166,16 @@ def measure_in_turn(s: State, *, step_ms: float, since: float, complete: Complet
                     if name in players:
                         players[name].take(steps=schedule.steps[name])
                 shown.by(1)
-        slots_s = load.seconds
-        own_s = sum(seconds for node, seconds in gather((rank.node, load.own_s), rank=rank) if node == rank.node)
-        other_cores = max(0.0, load.busy_s - own_s) / load.seconds
+        slots_s = time.monotonic() - start
+        mine_s, busy_s = (now - then for now, then in zip(find_processor_s(), before, strict=True))
+        own_s = sum(seconds for node, seconds in gather((rank.node, mine_s), rank=rank) if node == rank.node)
         size, ranks_s = s.experiment.train.global_batch_size, gather(main.step_s, rank=rank)
         for player in players.values():
             if player.later is not None:
                 player.later.finish(**over([size / seconds for seconds in player.step_s], batch=size))
     torch.set_num_threads(trial.cpus_per_worker)
     slots = [size / max(times) for times in zip(*ranks_s, strict=True)]
-    return {**over(slots, batch=size), "slots_s": slots_s, "other_cores": other_cores}
+    return {**over(slots, batch=size), "slots_s": slots_s, "other_cores": max(0.0, busy_s - own_s) / slots_s}
 
 
 def _stop_if_asked(s: State) -> None:

@@ -11,7 +11,7 @@ from browser import CHROMIUM, INSTALL, Pages
 from playwright.sync_api import Page, sync_playwright
 from recordings import recording
 
-from pipeline.commands import page as pages_of_runs
+from pipeline.commands import old_page as pages_of_runs
 from pipeline.report.report import Report
 from pipeline.report.report_files import PAGE_NAME, REPORT_NAME
 

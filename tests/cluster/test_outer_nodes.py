@@ -89,7 +89,7 @@ def test_torchrun_on_two_nodes_trains_what_one_process_does(nodes: Nodes, cwd: P
     assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
     (started,) = [event for event in ranks.events if isinstance(event, Started)]
     assert [device.split()[0] for device in started.devices] == ["node0", "node1"]
-    assert first.stdout.count("starting 2 workers") == 1
+    assert first.stderr.count("starting 2 workers") == 1
     assert second.stdout == ""
     assert {event.node for event in ranks.events if isinstance(event, SystemMetrics)} == {"node0", "node1"}
 

@@ -47,3 +47,22 @@ def test_a_terminal_shows_what_a_command_waits_for_and_ctrl_c_leaves_a_clean_lin
     assert code == 130, printed
     assert after.strip().startswith("error: interrupted"), printed
     assert not (tmp_path / "runs").exists()
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class AtImport:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, AtImport())
+from pipeline.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_itself_is_imported_is_answered_in_a_line() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "\nerror: interrupted\n")

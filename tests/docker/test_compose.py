@@ -115,7 +115,7 @@ def test_the_baseline_is_a_child_run(ran: Ran, cluster: Cluster) -> None:
 
 
 def test_artifacts_come_through_the_server(ran: Ran, cluster: Cluster) -> None:
-    assert {"experiment.yaml", "report.html", "speedup.png"} <= artifacts(cluster, ran.id)
+    assert {"experiment.yaml", "report.html", "result.json"} <= artifacts(cluster, ran.id)
     assert str(ran.run["info"]["artifact_uri"]).startswith("mlflow-artifacts:/")
     url = f"{cluster.address('mlflow')}/get-artifact?path=report.html&run_uuid={ran.id}"
     page = requests.get(url, auth=cluster.login, timeout=60)

@@ -116,7 +116,7 @@ def test_one_worker_goes_on_where_two_were(attempt_in: Callable[..., Attempt], d
 
     ended = attempt.run("--resume")
     assert ended.code == 0, ended.output
-    assert "note: parallel.workers was 2, is now 1" in ended.stdout
+    assert "note: parallel.workers was 2, is now 1" in ended.stderr
     assert [step for step, _ in attempt.losses] == list(range(1, STEPS + 1))
     compared([step for step, _ in attempt.losses], range(1, STEPS + 1))
     assert [loss for _, loss in attempt.losses] == pytest.approx([loss for _, loss in alone.losses], rel=1e-12)
@@ -191,7 +191,7 @@ def test_what_cannot_go_on_is_refused(killed: Attempt, more: list[str], told: st
 def test_an_allowed_change_is_told(killed: Attempt) -> None:
     ended = killed.run("optimizer.lr=0.2", "train.epochs=10", "--resume", "--allow-changed")
     assert ended.code == 0, ended.output
-    assert "note: optimizer.lr was 0.1, is now 0.2" in ended.stdout
+    assert "note: optimizer.lr was 0.1, is now 0.2" in ended.stderr
     points = [point for event in killed.all_of(Metrics) for point in event.points]
     rates = [point.value for point in points if point.name == "train/learning_rate"]
     assert (rates[0], rates[-1]) == (0.1, 0.2)

@@ -28,7 +28,7 @@ from pipeline.protocol.trial_outcome import Outcome
 from pipeline.protocol.trial_result import TrialResult
 from pipeline.record import journal
 from pipeline.record.recorder import Recorder
-from pipeline.system.process import environment
+from pipeline.system import environment
 
 IS_REHEARSAL = os.environ.get("GPU_REHEARSAL") == "1" and not torch.cuda.is_available()
 DEVICE: Literal["cpu", "cuda"] = "cpu" if IS_REHEARSAL else "cuda"

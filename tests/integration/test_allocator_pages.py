@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anoth
 STEPS = """
 import os, resource, sys
 import torch
-from pipeline.system import memory
+from pipeline import system
 from contextlib import nullcontext
 
 def pages(count, size):  # of 4 KiB, new in a step; the least of five, as a system short of memory takes pages back
@@ -32,8 +32,8 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
 def measure(how):
-    kept = memory.keep_freed_memory() if how != "without" else nullcontext()
-    huge = memory.huge_pages() if how == "huge" else nullcontext()
+    kept = system.keep_freed_memory() if how != "without" else nullcontext()
+    huge = system.huge_pages() if how == "huge" else nullcontext()
     with huge, kept:
         torch.zeros(1)
         first = resident()

@@ -52,10 +52,7 @@ def test_a_run_returns_its_figures_and_leaves_the_process_as_it_was(here: Path) 
     assert len(result.mlflow_run_id) == 32
     assert "speedup not measured" in str(result)
     assert repr(result) == f"RunResult(from-a-dict: {result.folder})"
-    assert result.chart.read_bytes().startswith(b"\x89PNG")
-    assert 'src="data:image/png;base64,' in result._repr_html_()
-    result.chart.unlink()
-    assert "<img" not in result._repr_html_()
+    assert "<svg " in result._repr_html_()
 
 
 def test_a_comparison_returns_its_cells(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

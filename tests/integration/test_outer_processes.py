@@ -70,7 +70,7 @@ def test_a_run_inside_torchrun_speaks_once(
 ) -> None:
     done, _ = under_torchrun
 
-    assert done.stdout.count("starting 2 workers") == 1
+    assert done.stderr.count("starting 2 workers") == 1
     assert done.stdout.count("\nReport   ") == 1
 
 
@@ -122,7 +122,7 @@ def test_tasks_of_srun_train_what_one_process_does(cwd: Path, alone: dict[int, f
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert len(alone) == STEPS
     assert losses(ranks.events) == pytest.approx(alone, rel=0, abs=EXACT)
-    assert first.stdout.count("starting 2 workers") == 1
+    assert first.stderr.count("starting 2 workers") == 1
     assert second.stdout == ""
     assert any(isinstance(event, SystemMetrics) for event in ranks.events)
 
@@ -159,6 +159,7 @@ def test_killed_task_is_named_and_the_other_one_ends(cwd: Path) -> None:
         ended, _ = ranks.ended()
     assert ended.code == 1, ended.output
     assert "rank 1 exited without reporting an error: its process was killed or crashed" in ended.stderr
+    assert "continue it with --resume " in ended.stderr
     assert "Traceback" not in ended.output
     assert not any("resuming" in event.message for event in ranks.events if isinstance(event, Warned))
 

@@ -23,7 +23,8 @@ def test_it_runs_as_it_is(name: str, command: Callable[..., Any], tmp_path: Path
     assert checked.code == 0, checked.output
     ended = command("run", str(FILES[name]), "--quick", "--json")
     assert ended.code == 0, ended.output
-    assert "validation/loss" in json.loads(ended.stdout)["metrics"]
+    facts = {fact["key"]: fact["value"] for fact in json.loads(ended.stdout)["facts"]}
+    assert facts["estimated_training_s"] > facts["time_to_first_step_s"] > 0
 
 
 def test_what_needs_gpus_says_so(command: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:

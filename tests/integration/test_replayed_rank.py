@@ -33,13 +33,15 @@ def replay(trial: Trial, folder: Path) -> tuple[int, list[AnyEvent], str]:
 
 
 def test_a_rank_can_be_replayed_by_hand(tmp_path: Path) -> None:
-    code, events, stderr = replay(toys.trial(), tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    code, events, stderr = replay(toys.trial().model_copy(update={"checkpoints": str(checkpoints)}), tmp_path)
     _, outbox = toys.trained()
 
     assert (code, stderr) == (0, "")
     assert isinstance(events[-1], Finished)
     replayed = [p.value for e in events if isinstance(e, Metrics) for p in e.points if p.name == "train/loss"]
     assert replayed == outbox.series("train/loss")
+    assert not checkpoints.exists(), "those of the run would be replaced"
 
 
 def test_a_replayed_failure_is_seen(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSave
 from pipeline.record.folder import trials_of
 from pipeline.record.journal import FILE_NAME, Journal
 from pipeline.tracking.follow import sync, sync_with_trials
+from pipeline.train.reference import Reference
 
 METRIC = "validation/loss"
 EXPERIMENT = {
@@ -57,10 +58,9 @@ class Sweep:
         Record(number=number, values={"optimizer.lr": 0.1}, stopped_after=2 if end is STOPPED else None).keep(folder)
         (folder / "model").mkdir()
         (folder / "experiment.yaml").write_text(yaml.safe_dump(EXPERIMENT))
-        model, example = MLP(4, hidden=[8], num_classes=3).eval(), torch.ones(2, 4)
-        torch.save(model.state_dict(), folder / "model" / "weights.pt")
-        torch.save(example, folder / "model" / "example.pt")
-        torch.save(model(example).detach(), folder / "model" / "reference.pt")
+        torch.save(MLP(4, hidden=[8], num_classes=3).state_dict(), folder / "model" / "weights.pt")
+        torch.save(torch.ones(2, 4), folder / "model" / "example.pt")
+        Reference(None, None, (), {}, is_exact=True, runtime={}).save(folder / "model" / "reference.pt")
         events = [
             self.opened(f"{self.folder.name}/{folder.name}", sweep=self.folder.name, logs_model=False),
             *(Metrics(time=2 + n, step=n, epoch=n, points=(Point(METRIC, n, 1 / n),)) for n in (1, 2, 3)),

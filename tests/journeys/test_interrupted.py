@@ -38,7 +38,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(project: Path, folder: Path, 
 
 def test_ctrl_c_ends_a_run_as_one_would_wish(project: Path, folder: Path, start: Start) -> None:
     process = start(*endless(folder), cwd=project)
-    wait_for("ddp, 2 workers: step", process.stdout)
+    wait_for("ddp, 2 workers: step", process.stderr)
     descendants = psutil.Process(process.pid).children(recursive=True)
 
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of them

@@ -23,7 +23,7 @@ from pipeline.experiment.load import load
 from pipeline.experiment.summary import config_hash, flatten
 from pipeline.protocol.events import Finished, RunClosed, RunOpened, TrialOpened
 from pipeline.record import journal
-from pipeline.report.report import Report
+from pipeline.results import record
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType:UserWarning"),  # about MLflow's own code
@@ -58,13 +58,14 @@ def artifacts(client: MlflowClient, main: Run, tmp_path_factory: pytest.TempPath
 
 def test_it_succeeds(whole_run: Any) -> None:
     assert whole_run.ended.code == 0, whole_run.ended.output
-    assert whole_run.ended.stderr == ""
+    assert "Traceback" not in whole_run.ended.stderr
 
 
 def test_it_prints_the_report_and_where_to_look(whole_run: Any) -> None:
     stdout = whole_run.ended.stdout
 
-    *_, screen = stdout.partition("\nmlp-digits: training completed (5 epochs, 115 steps; ")
+    screen = stdout
+    assert screen.startswith("mlp-digits: training completed (5 epochs, 115 steps; ")
     assert len(screen.splitlines()) <= 24
     assert max(map(len, screen.splitlines())) <= 80
     for word in ("\nRESULT   ", "validation/accuracy", "2 workers (ddp)", "1 process, "):
@@ -191,10 +192,8 @@ def test_the_model_has_a_signature_and_predicts(
         "experiment.yaml",
         "environment.txt",
         "log.txt",
-        "speedup.json",
+        "result.json",
         "speedup_table.json",
-        "speedup.png",
-        "learning_curves.png",
         "report.html",
     ],
 )
@@ -203,11 +202,9 @@ def test_the_artifact_is_there_and_in_the_folder(artifacts: Path, whole_run: Any
     assert (whole_run.folder / name).read_bytes().startswith((artifacts / name).read_bytes())
 
 
-def test_the_chart_is_a_picture_and_the_report_stands_alone(artifacts: Path) -> None:
+def test_the_report_stands_alone(artifacts: Path) -> None:
     page = (artifacts / "report.html").read_text()
 
-    assert (artifacts / "speedup.png").read_bytes().startswith(b"\x89PNG")
-    assert (artifacts / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("<svg ") == 3
     assert "src=" not in page
 
@@ -221,18 +218,19 @@ def test_the_table_is_shown_as_one(artifacts: Path, main: Run) -> None:
 
 
 def test_the_speedup_is_the_ratio_of_what_was_measured(artifacts: Path, main: Run, runs: dict[str, Run]) -> None:
-    report = Report.model_validate_json((artifacts / "speedup.json").read_text())
-    ratio = report.main.samples_per_second.median / report.rows[0].samples_per_second.median
+    result = record.read(artifacts)
+    assert result is not None
+    rates = {fact.trial: fact.value for fact in result.all_facts if fact.key == "samples_per_second"}
     throughput = {role: run.data.metrics["samples_per_second"] for role, run in runs.items()}
 
-    assert [row.role for row in report.rows] == ["baseline", "reference", "main"]
-    assert main.data.metrics["speedup"] == pytest.approx(ratio)
-    assert main.data.metrics["efficiency"] == pytest.approx(ratio / 2)
-    assert throughput == pytest.approx({row.role: row.samples_per_second.median for row in report.rows})
+    assert main.data.metrics["speedup"] == pytest.approx(throughput["main"] / throughput["baseline"])
+    assert main.data.metrics["efficiency"] == pytest.approx(throughput["main"] / throughput["baseline"] / 2)
+    assert throughput == pytest.approx(rates)
 
 
 def test_the_speedup_was_measured_in_turn(artifacts: Path, main: Run, whole_run: Any) -> None:
-    report = Report.model_validate_json((artifacts / "speedup.json").read_text())
+    result = record.read(artifacts)
+    assert result is not None
     ends = {
         event.trial: event.result
         for event in journal.read(whole_run.folder / journal.FILE_NAME)
@@ -242,19 +240,18 @@ def test_the_speedup_was_measured_in_turn(artifacts: Path, main: Run, whole_run:
     assert 2 <= took <= 3  # fewer where three times the budget is over, on a busy machine
     assert {name: len(result.slots) for name, result in ends.items()} == dict.fromkeys(ends, took)
     assert ends.keys() == {"main", "baseline", "reference"}
-    assert [row.repeats for row in report.rows] == [ends[row.trial].slots for row in report.rows]
     low, high, pairs = (main.data.metrics[name] for name in ("speedup_ci_low", "speedup_ci_high", "speedup_rounds"))
     assert low <= main.data.metrics["speedup"] <= high
-    assert (low, high, pairs) == pytest.approx((report.main.speedup_ci_low, report.main.speedup_ci_high, took))
-    assert len((artifacts / "pairs.csv").read_text().splitlines()) == took + 1
-    assert (artifacts / "pairs.png").read_bytes().startswith(b"\x89PNG")
+    speedup = result.fact("speedup")
+    assert speedup is not None
+    assert (low, high, pairs) == pytest.approx((speedup.low, speedup.high, took))
 
 
 def test_the_description_holds_the_summary(main: Run) -> None:
     note = main.data.tags["mlflow.note.content"]
 
     assert note.startswith("**2 workers (ddp): ")
-    assert "| configuration |" in note
+    assert "samples/s" in note
 
 
 def test_the_environment_can_be_installed_again(artifacts: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_run_ends_well_and_its_results_arrive_later(
     ended = command("run", "lab.yaml", f"tracking.uri={server.uri}", f"tracking.directory={tmp_path}/runs")
 
     assert ended.code == 0, ended.output
-    assert "1 worker: done, 8 steps" in ended.stdout
+    assert "1 worker: done, 8 steps" in ended.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert f"pipeline sync {folder}" in ended.output
 

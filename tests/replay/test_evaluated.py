@@ -57,7 +57,7 @@ def test_a_run_gets_the_values_and_stays_what_it_was(
 
     other = there("evaluate", folder.name, "seed=4", "--checkpoint", "last", "--split", "validation")
     assert other.code == 0, other.output
-    assert "note: evaluated with another experiment than was trained: seed was 3, is now 4" in other.stdout
+    assert "note: evaluated with another experiment than was trained: seed was 3, is now 4" in other.stderr
     assert "\n         Weights of step 9 (epoch 3)\n" in other.stdout
     assert "\nRESULT   validation/loss " in other.stdout
 

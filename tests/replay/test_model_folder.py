@@ -2,6 +2,8 @@
 
 # promise: each rank of srun has a GPU that it sees; an export fits into a container
 
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from toy_runs import InFolder
 from pipeline.protocol.events import EXAMPLE, REFERENCE, WEIGHTS, ModelExported, ModelSaved, RunClosed, RunOpened
 from pipeline.protocol.rank import Rank
 from pipeline.record import journal as journals
-from pipeline.system.memory import MemoryLimit
+from pipeline.system import MemoryLimit
 from pipeline.tracking.follow import sync
 from pipeline.train import exported, report
 from pipeline.train.reference import ModelCall, record
@@ -116,6 +118,25 @@ def test_a_model_that_cannot_be_exported_for_any_batch_is_a_pickle(
     assert mlflow.pytorch.load_model(str(path))(torch.ones(5, 4)).shape == (5, 4)
 
 
+EXPORT_NOTHING = """
+import sys
+from pathlib import Path
+from pipeline.train.exported import write_mlflow_model
+
+try:
+    write_mlflow_model(None, Path("there"), folder=Path("missing"), allowed=(), warn=print)
+except FileNotFoundError:
+    print(*(name for name in ("mlflow.pytorch", "pytorch_lightning") if name in sys.modules))
+"""
+
+
+def test_an_export_does_not_import_lightning_for_the_autologging_of_mlflow() -> None:
+    """It takes longer than all the rest of an export."""
+    pytest.importorskip("pytorch_lightning")
+    done = subprocess.run([sys.executable, "-c", EXPORT_NOTHING], capture_output=True, text=True, check=True)
+    assert done.stdout == "mlflow.pytorch\n"
+
+
 def test_the_program_is_sent_without_torch_and_then_removed(
     trained: tuple[Path, InFolder], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +153,7 @@ def test_the_program_is_sent_without_torch_and_then_removed(
     (output,) = run.outputs.model_outputs
     model = store.client.get_logged_model(output.model_id)
     assert (model.status, model.name) == ("READY", "model")
-    assert "dtype=torch.float64" in model.tags["mlflow.note.content"]
+    assert "Exported by torch.export" in model.tags["mlflow.note.content"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
     loaded = mlflow.pytorch.load_model(model.model_uri)
     inputs = torch.load(folder / "model" / "example.pt")

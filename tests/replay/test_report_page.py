@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from recordings import Recording
 
-from pipeline.commands import page
+from pipeline.commands import old_page as page
 from pipeline.protocol.events import RunOpened
 from pipeline.report.report import Report
 from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, REPORT_NAME

@@ -169,9 +169,7 @@ def test_the_model_has_a_signature_and_predicts(sent: Sent, monkeypatch: pytest.
     signature = mlflow.models.get_model_info(logged.model_uri).signature
     assert signature.inputs.inputs[0].shape == (-1, *example.shape[1:])
     assert signature.outputs.inputs[0].shape == (-1, 10)
-    note = logged.tags["mlflow.note.content"]
-    assert f'load_model("{logged.model_uri}")' in note
-    assert "| output | float32 | (-1, 10) |" in note
+    assert f'load_model("{logged.model_uri}")' in logged.tags["mlflow.note.content"]
     assert ("validation/accuracy", 46) in [(metric.key, metric.step) for metric in logged.metrics]
     inputs = torch.cat([example, example, example])  # another batch size than the example's
     predicted = mlflow.pyfunc.load_model(logged.model_uri).predict(inputs.numpy())

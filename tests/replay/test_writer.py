@@ -182,9 +182,8 @@ def test_names_that_mlflow_does_not_accept_are_told_apart(store: Store, tmp_path
     params = {"optimizer.lr": "0.1", "optimizer.groups[0].lr": "0.2"} | {
         f"labels.{name}": name for name in ("+", "*", "a//b", "a/", "../a")
     }
-    told: list[str] = []
     journaled(tmp_path / "names", [opened(store, params=params), metrics(1), RunClosed(time=1.7e9, status="FINISHED")])
-    assert sync(tmp_path / "names", warn=told.append).message.startswith("all of ")
+    assert sync(tmp_path / "names", warn=pytest.fail).message.startswith("all of ")
     (run,) = store.runs("made")
     names = [
         "optimizer.lr",
@@ -196,10 +195,6 @@ def test_names_that_mlflow_does_not_accept_are_told_apart(store: Store, tmp_path
     ]
     names += ["labels.../a"]
     assert run.data.params == dict(zip(names, params.values(), strict=True))
-    assert told == [
-        "MLflow does not accept these names of parameters. There, labels.+ is labels._, labels.* is labels.__2 and "
-        "labels.a//b is labels.a/_/b (and 1 more)."
-    ]
 
 
 def test_a_deleted_experiment_names_the_command_that_restores_it(
@@ -250,7 +245,7 @@ def test_a_file_that_the_artifact_store_does_not_take_is_not_delivered(
         patch.setattr(MlflowClient, "log_artifact", fail)
         outcome = sync(folder, warn=[].append)
     assert not outcome.delivered
-    assert "(No module named 'boto3'; pip install boto3). Nothing is lost" in outcome.message
+    assert "(No module named 'boto3'). Nothing is lost" in outcome.message
     assert sync(folder, warn=pytest.fail).delivered
 
 

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipeline import cli
-from pipeline.commands import check
 from pipeline.record import console
-from pipeline.system.child import Report
 
 REPOSITORY = Path(__file__).parents[2]
 EXPERIMENT = {
@@ -65,11 +63,6 @@ class Ended(NamedTuple):
         return self.stdout + self.stderr
 
 
-def call_here(function: Callable[[Report], Any], *, receive: Report) -> Any:
-    """Stand in for `call_in_child`: pytest has threads, so a child would import torch again."""
-    return function(lambda _: None)
-
-
 @pytest.fixture
 def command(
     project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -78,7 +71,6 @@ def command(
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory to both
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setattr(check, "call_in_child", call_here)
     monkeypatch.setattr(console, "_LONG_S", 600.0)  # on a busy machine a stage may get a line of its own
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 

@@ -10,7 +10,7 @@ from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened, Start
 from pipeline.protocol.labels import Status
 from pipeline.record import loss_file
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_summary import RunSummary, summarized
+from pipeline.record.runs import RunSummary, summarized
 
 ACCURACY = {"metrics.accuracy._target_": "torchmetrics.classification.MulticlassAccuracy"}
 

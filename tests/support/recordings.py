@@ -188,4 +188,4 @@ class _WriterHere:
 
 def delivery(folder: Path, *, uri: str, warn: Callable[[str], None]) -> Delivery:
     """The delivery of a run that goes on from what is kept in its folder."""
-    return Delivery(folder, uri=uri, sent=TrackingOutcome.kept(folder) or TrackingOutcome(), warn=warn)
+    return Delivery(folder, uri=uri, sent=TrackingOutcome.read(folder) or TrackingOutcome(), warn=warn)

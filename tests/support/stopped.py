@@ -38,7 +38,7 @@ def wait_for(text: str, lines: Iterable[str] | None) -> None:
 def check_that_a_stopped_rank_is_named(start: Start, project: Path, folder: Path, *, launcher: str) -> None:
     """Stop rank 1 of a run, which ends with its name and its stack, and leaves no process."""
     process = start(*endless(folder, launcher=launcher), cwd=project)
-    wait_for(": step", process.stdout)
+    wait_for(": step", process.stderr)
     descendants = psutil.Process(process.pid).children(recursive=True)
     worker = next(each for each in descendants if _writes_to(each, "rank1-stdout.log"))
     worker.suspend()

@@ -142,7 +142,6 @@ def test_editors_find_the_schema_of_every_experiment(baked: tuple[Baked, ...]) -
 
 
 def test_every_experiment_passes_the_check(baked: tuple[Baked, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "call_in_child", call_here)
     for project in baked:
         monkeypatch.chdir(project.folder)
         monkeypatch.setattr(sys, "path", [str(project.folder / "src"), *sys.path])

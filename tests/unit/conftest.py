@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from command import call_here
 from hypothesis import given
 from hypothesis import strategies as st
-
-from pipeline.commands import check
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,9 +21,3 @@ def _hypothesis_in_use() -> None:
 def _with_one_thread() -> None:
     """A training of another tier may have set more in this process."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _checks_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``pipeline check`` start no process."""
-    monkeypatch.setattr(check, "call_in_child", call_here)

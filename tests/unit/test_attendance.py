@@ -16,7 +16,7 @@ import toys
 
 from pipeline.errors import TrainingError
 from pipeline.experiment.schema import Parallel
-from pipeline.launch import outer, torchrun
+from pipeline.launch import outer, rank_facts, torchrun
 from pipeline.launch.base import Attempt, Session, StopRequest, gracefully
 from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.protocol.events import AnyEvent, Failed, Heartbeat, Origin, Phase
@@ -112,12 +112,12 @@ def test_a_launcher_that_ends_all_because_a_rank_died_is_not_the_reason(monkeypa
 def test_interface_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    assert outer.address_facing("127.0.0.1") == "127.0.0.1"
-    loopback = outer.interface_variables("127.0.0.1")
+    assert rank_facts.address_facing("127.0.0.1") == "127.0.0.1"
+    loopback = rank_facts.interface_variables("127.0.0.1")
     assert loopback["NCCL_SOCKET_IFNAME"] == f"={loopback['GLOO_SOCKET_IFNAME']}"
-    assert outer.interface_variables("192.0.2.1") == {}
+    assert rank_facts.interface_variables("192.0.2.1") == {}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert outer.interface_variables("127.0.0.1").keys() == {"NCCL_SOCKET_IFNAME"}
+    assert rank_facts.interface_variables("127.0.0.1").keys() == {"NCCL_SOCKET_IFNAME"}
 
 
 @pytest.mark.parametrize(
@@ -136,14 +136,14 @@ def test_rank_0_listens_at_the_address_of_its_name(
         families = [socket.AF_INET6 if ":" in name else socket.AF_INET for name in names]
         return [(family, 1, 6, "", (name, port)) for family, name in zip(families, names, strict=True)]
 
-    monkeypatch.setattr(outer.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(rank_facts.socket, "getaddrinfo", resolve)
     there = OuterLauncher(name="srun", rank=0, world_size=2, local_rank=0, local_world_size=1, host="node7", port=29500)
-    assert outer.find_own_address(there) == listens_at
+    assert rank_facts.find_own_address(there) == listens_at
 
 
 @pytest.mark.parametrize(("address", "is_so"), [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False)])
 def test_loopback(address: str, is_so: bool) -> None:
-    assert outer.is_loopback(address) == is_so
+    assert rank_facts.is_loopback(address) == is_so
 
 
 def test_a_rank_that_waits_for_its_gpu_is_killed_soon_after_another_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from pipeline.experiment.targets import BUILT_IN
 from pipeline.plan import resources
 from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Started
-from pipeline.system.memory import MemoryLimit
+from pipeline.system import MemoryLimit
 from pipeline.tasks import Loss
 
 ALLOWED = (*BUILT_IN, "toys", *(f"toy_{kind}" for kind in toys.KINDS), "lit", __name__)
@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model": TWO_CLASSES, "data": component("toys.classification"), "loss": CROSS_ENTROPY},
         "loss: gets outputs of shape .* 2 classes are numbered 0 to 1",
     ),
-    "an argument": ({"optimizer": component("torch.optim.SGD", lr="abc")}, "optimizer.lr: is 'abc'"),
+    "an argument": ({"optimizer": component("torch.optim.SGD", lr="abc")}, "torch.optim.SGD raised TypeError"),
     "a metric": ({"metrics": {"accuracy": ACCURACY}}, "metrics.accuracy: MulticlassAccuracy raised"),
     "the test set": ({"data": component(OWN + "wrong_test_set")}, "shapes cannot be multiplied"),
     "a sample": ({"data": component("toys.unreadable", index=0)}, "no such image"),

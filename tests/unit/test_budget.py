@@ -25,28 +25,29 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "api": 569,
-    "cli": 1_442,
-    "commands": 4_888,
-    "data": 1_027,
-    "drive": 1_082,
+    "": 1_235,
+    "api": 627,
+    "cli": 1_418,
+    "commands": 4_983,
+    "data": 1_026,
+    "drive": 1_085,
     "experiment": 3_436,
-    "launch": 2_036,
+    "launch": 1_988,
     "models": 408,
-    "plan": 801,
-    "protocol": 1_523,
-    "record": 2_031,
-    "report": 5_308,
+    "plan": 671,
+    "protocol": 1_525,
+    "record": 1_837,
+    "report": 5_094,
+    "results": 2_926,
     "strategies": 668,
-    "system": 696,
     "tasks": 930,
-    "tracking": 2_117,
-    "train": 9_234,
+    "tracking": 1_816,
+    "train": 9_244,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 259
+FILES = 256
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_178
+TEST_LINES = 48_293
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -71,11 +71,11 @@ def test_other_ways_to_a_cluster_are_refused_by_name(address: str, refused: str)
 
 
 def test_a_leftover_address_is_named_where_its_cluster_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.1.1.1:6379")
-    for parallel, noted in ((Parallel(), True), (Parallel(address="10.1.1.1:6379"), False)):
-        with pytest.raises(ResourceError) as caught, cluster.naming_address(parallel):
-            raise ResourceError("no cluster answers")
-        assert ("RAY_ADDRESS=10.1.1.1:6379 names this cluster." in caught.value.told) == noted
+    monkeypatch.setenv("RAY_ADDRESS", "http://10.1.1.1")
+    for address, noted in (("http://10.1.1.1", True), ("http://10.1.1.2", False)):
+        with pytest.raises(UsageError) as caught, cluster.connected(address, verbose=False):
+            pass
+        assert ("RAY_ADDRESS=http://10.1.1.1 names this cluster." in caught.value.told) == noted
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from test_screens import check
 from pipeline.commands.compared_runs import Question, compare_runs
 from pipeline.errors import UsageError
 from pipeline.record import loss_file
-from pipeline.record.run_summary import RunSummary, summarized
+from pipeline.record.runs import RunSummary, summarized
 from pipeline.results import mlflow_names, record
 from pipeline.results.paired import Answer, answer, judge_together
 from pipeline.results.record import Fact, Result

@@ -6,13 +6,17 @@ import io
 import os
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import rich.console
 from samples import BASELINE, DDP_2, HARDWARE, LOSSES, MAIN, comparison, finished, in_turn, report, spread
 
 from pipeline.cli.arguments import show as show_error
-from pipeline.errors import ExperimentError, Problem
+from pipeline.commands import invocation
+from pipeline.commands.invocation import Invocation, invoked
+from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.protocol.events import (
     Advanced,
     AnyEvent,
@@ -96,7 +100,7 @@ def test_a_pipe_gets_one_whole_plain_line_for_each_thing_that_happens() -> None:
         "on 2 x (node-1 cpu x 1 thread)",
         "ddp, 2 workers: step 1/40, epoch 1/2, loss 2, 1,310 samples/s",
         "ddp, 2 workers: step 20/40, epoch 1/2, validation/accuracy 0.91, validation/loss 0.3, 0:11 left",
-        "main: warning: the [bold]last[/bold] batch is small",
+        "ddp, 2 workers: warning: the [bold]last[/bold] batch is small",
         "ddp, 2 workers: done, 24 steps, 1,312 samples/s, validation/accuracy 0.9731, first step after 6.2 s",
     ]
 
@@ -185,15 +189,14 @@ MIDST = (
 def test_a_wide_terminal_shows_all_of_a_training_and_a_narrow_one_what_matters() -> None:
     *_, wide = screens(*MIDST, width=160)
     bar, training, validation = wide
-    assert re.fullmatch(r"\S ddp, 2 workers [━╸╺ ]+ step 25/40 0:00, 0:05 left", bar), bar
+    assert re.fullmatch(r"\S ddp, 2 workers [━╸╺ ]+ step 25/40 0:0\d, 0:05 left", bar), bar
     assert training == "  epoch 2/2, loss 0.2, 1,310 samples/s"
-    assert validation == (
-        "  validation/accuracy 0.9312 (epoch 1), best 0.95 (epoch 1), validation/loss 0.3 (epoch 1, best so far)"
-    )
+    assert validation == "  validation/accuracy 0.9312, best 0.95 (epoch 1), validation/loss 0.3"
     *_, narrow = screens(*MIDST, width=80)
-    assert re.fullmatch(r"\S ddp, 2 workers [━╸╺ ]+ step 25/40 0:00, 0:05 left", narrow[0]), narrow[0]
-    assert narrow[1:] == [training, "  validation/accuracy 0.9312 (epoch 1), best 0.95 (epoch 1)"]
-    assert max(map(len, narrow)) <= 80
+    assert re.fullmatch(r"\S ddp, 2 workers [━╸╺ ]+ step 25/40 0:0\d, 0:05 left", narrow[0]), narrow[0]
+    assert narrow[1:] == [training, validation]
+    *_, narrow = screens(*MIDST, width=60)
+    assert narrow[2] == "  validation/accuracy 0.9312, best 0.95 (epoch 1)"
 
 
 def test_the_end_of_a_training_says_how_long_its_measurements_take() -> None:
@@ -213,27 +216,25 @@ def test_a_terminal_says_what_is_done_before_between_and_after_the_steps(width: 
     assert "ddp, 2 workers: building model and data ... " in building[0]
     assert begun[1].startswith("  waiting for the first batch, 78,186 parameters, ")
     assert len(begun) == 2
-    assert re.fullmatch(r"\S ddp, 2 workers +step 0/40 0:00", first[0]), first[0]
+    assert re.fullmatch(r"\S ddp, 2 workers +step 0/40 0:0\d", first[0]), first[0]
     assert evaluating[1].startswith("  evaluating, epoch 2/2, ")
     assert "ddp, 2 workers: finishing ... " in over[0]
     assert "ddp, 2 workers: measuring ... " in measuring[0]
     for screen in (over, measuring):
         assert "40/40" not in screen[0]
-        assert "40 steps done 0:00" in screen[0]
+        assert "40 steps done 0:0" in screen[0]
         assert "left" not in screen[0]
         assert screen[1] == "  loss 0.1, 1,310 samples/s"
 
 
 @pytest.mark.parametrize("resumes", [True, False], ids=["resumed", "second attempt"])
 def test_the_best_value_is_that_of_all_attempts(resumes: bool) -> None:
-    before = metrics(20, time=4, validation__accuracy=0.95)
+    before = (run_opened(), opened(), started(), metrics(20, time=4, validation__accuracy=0.95))
     stdout = pipe()
     console = Console(Terminal.on(stdout), trials=[MAIN])
-    if resumes:
-        console.run.note_evaluation(before)
-    for event in (run_opened(), *([] if resumes else [opened(), started(), before])):
-        console.receive(event)
-    for event in (opened(), started(), metrics(40, time=9, validation__accuracy=0.93)):
+    for event in before:
+        console.run.update(event) if resumes else console.receive(event)
+    for event in (run_opened(), opened(), started(), metrics(40, time=9, validation__accuracy=0.93)):
         console.receive(event)
     console.close()
 
@@ -295,7 +296,20 @@ def test_quiet_keeps_progress_from_the_terminal_but_no_warning() -> None:
     console.close()
 
     assert printed(places.progress) == printed(places.result) == ""
-    assert printed(warnings) == "main: warning: careful\n"
+    assert printed(warnings) == "ddp, 2 workers: warning: careful\n"
+
+
+def test_notes_and_warnings_are_one_line_each_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError("the run is not opened")
+
+    long, stdout = "a text of many words " * 9, pipe()
+    Invocation.warn(cast("Any", SimpleNamespace(terminal=Terminal.on(stdout))), long)
+    monkeypatch.setattr(invocation, "_initial", refuse)
+    plan = cast("Any", SimpleNamespace(notes=[long]))
+    with pytest.raises(UsageError), invoked(plan, file=cast("Any", None), terminal=Terminal.on(stdout), verbose=False):
+        pass
+    assert printed(stdout) == f"{long}\nnote: {long}\n"
 
 
 def test_many_different_devices_are_counted_instead_of_listed() -> None:
@@ -409,3 +423,20 @@ def test_output_that_is_no_longer_read_does_not_end_a_training() -> None:
         console.print("a step")
         console.print("another step")
         pipe.write("the end")  # flushed when the file is closed, as Python does at its end
+
+
+def test_the_result_alone_goes_to_standard_output() -> None:
+    """With --json, too, which is another document."""
+    kinds = {(json, quiet): Terminal.of(as_json=json, quiet=quiet) for json in (True, False) for quiet in (True, False)}
+    for (as_json, quiet), places in kinds.items():
+        assert places.warnings.stderr
+        assert places.progress.quiet if quiet else places.progress.stderr
+        assert (not places.result.stderr and not places.result.quiet) != as_json
+
+
+def test_a_baseline_says_that_it_was_timed() -> None:
+    stdout = pipe()
+    console = Console(Terminal.on(stdout), trials=[RAY])
+    console.receive(opened().model_copy(update={"trial": "baseline", "role": "baseline", "title": "1 worker"}))
+    console.receive(finished("baseline", spread(690), metrics={"train/loss": 2.196}))
+    assert printed(stdout).splitlines()[-1].endswith("timed, not trained: 690 samples/s, first step after 6.2 s")

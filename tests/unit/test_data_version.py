@@ -12,7 +12,7 @@ from checkpointed import run
 
 from pipeline.protocol.events import Started
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_summary import data_of
+from pipeline.record.runs import data_of
 
 HERE = "test_data_version"
 

@@ -7,14 +7,16 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import toys
-from samples import finished, spread
+from samples import MAIN, finished, spread, trial
 
+from pipeline.commands.run import find_missing
 from pipeline.drive import execute as execute_module
 from pipeline.drive.execute import execute
 from pipeline.errors import PipelineError, TrainingError
 from pipeline.experiment.load import ExperimentFile
 from pipeline.launch import inprocess
 from pipeline.launch.base import Session
+from pipeline.plan.plan import Plan
 from pipeline.protocol.events import (
     AnyEvent,
     CheckpointSaved,
@@ -186,3 +188,18 @@ def test_a_baseline_that_was_measured_before_a_rank_failed_stays(tmp_path: Path)
     assert [event.trial for event in run.journal if isinstance(event, Finished)] == ["main", "baseline"]
     assert run.outcome.finished is not None
     assert run.outcome.finished.result == RESULT
+
+
+def test_a_speedup_that_is_missing_has_the_reason_for_which_it_is() -> None:
+    """Not that the baseline is the same training."""
+    baseline = trial("baseline", "baseline")
+    main = MAIN.model_copy(update={"compared_with": (baseline,)})
+    plan = Plan.model_construct(trials=(main,))
+    trained = Trained(time=1.0, trial="main", result=RESULT)
+    end = Finished(time=2.0, trial="main", result=RESULT)
+    measured = end.model_copy(update={"result": RESULT.model_copy(update={"unused_parameters": 1})})
+    known = {"main": RESULT}
+    assert find_missing(plan, [Outcome(trained=trained, finished=end)], known) == "interrupted"
+    assert find_missing(plan, [Outcome(trained=trained, finished=end, failures=(failed(),))], known) == "failed"
+    assert find_missing(plan, [Outcome(trained=trained, finished=measured)], known) == "failed"
+    assert find_missing(plan, [], {**known, "baseline": RESULT}) == ""

@@ -27,7 +27,7 @@ from pipeline.report.pictures import chart
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.text.ratios import is_wide, times
 from pipeline.report.text.tables import efficiency, speedup
-from pipeline.tracking.loggers import figures
+from pipeline.tracking.loggers import scalars
 
 Pairs = list[tuple[float, float]]
 
@@ -203,7 +203,7 @@ def test_table_sentence_json_and_mlflow_have_the_same_figures() -> None:
     assert record["speedup"] == two.speedup
     assert record["step_ms"] == two.step_ms.median
     assert report.results.rows[1][3].startswith(f"{two.speedup:.2f}x") or report.results.rows[1][3].endswith("x")
-    points = {point.name: point.value for point in figures(finished("ddp-2", spread(40)))}
+    points = {point.name: point.value for point in scalars(finished("ddp-2", spread(40)))}
     assert (points["samples_per_second"], points["step_ms"]) == (40, 1600)
     assert not {"throughput/samples_per_second", "time/step_ms"} & points.keys()  # the series of windows
 

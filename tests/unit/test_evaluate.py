@@ -26,7 +26,7 @@ from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
 from pipeline.record import journal
 from pipeline.record.folder import read_state
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_summary import summarized
+from pipeline.record.runs import summarized
 from pipeline.report.evaluated import EvaluationReport
 from pipeline.train.manifest import folder_name
 from pipeline.train.restored import evaluate_checkpoint

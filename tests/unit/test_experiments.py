@@ -54,7 +54,7 @@ def test_tabular_tries_itself_with_a_test_set() -> None:
     experiment = load(ROOT / "experiments" / "tabular.yaml", ["tracking.log_model=false"]).experiment
     trial = Training(**ALONE, experiment=experiment, is_quick=True, train_only=True)
     kept = toys.Kept()
-    assert run.train(trial, rank=Rank(), outbox=kept).steps == 2
+    assert run.train(trial, rank=Rank(), outbox=kept).steps == trial.quick_steps
     names = [f"test/confusion_true_{true}_predicted_{predicted}" for true in range(2) for predicted in range(2)]
     table = [kept.series(name)[0] for name in names]
     assert (sum(table[:2]), sum(table[2:])) == (42, 71)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.protocol.events import AnyEvent, Metrics, Point, Warned, event_to_json
-from pipeline.record.journal import FILE_NAME, Journal, Tail, count_lines
+from pipeline.record.journal import FILE_NAME, Journal, Tail
+from pipeline.tracking.outcome import TrackingOutcome
 
 
 def metrics(step: int) -> Metrics:
@@ -47,12 +48,12 @@ def expected(first: int, last: int) -> list[Metrics]:
 
 def test_what_waits_is_counted(lab: Lab) -> None:
     lab.record(1000)
-    assert count_lines(lab.path, offset=0) == 1000
+    assert TrackingOutcome().waiting(lab.path.parent) == "1,000 events"
     assert lab.take(990) == expected(1, 990)
     lab.record(5)
-    assert count_lines(lab.path, offset=lab.tail.offset) == 15
+    assert TrackingOutcome(offset=lab.tail.offset).waiting(lab.path.parent) == "15 events"
     assert lab.take(99) == expected(991, 1005)
-    assert count_lines(lab.path, offset=lab.tail.offset) == 0
+    assert TrackingOutcome(offset=lab.tail.offset).waiting(lab.path.parent) == ""
 
 
 @pytest.mark.parametrize("taken", [1, 3, 4, 11])

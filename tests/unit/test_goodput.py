@@ -23,7 +23,7 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.rank import Rank
-from pipeline.report.numbers.goodput import Goodput, WallClock
+from pipeline.results.goodput import Goodput, WallClock
 
 DAY = 86400.0
 

@@ -14,12 +14,12 @@ import pytest
 from samples import BASELINE, HARDWARE, MAIN, comparison, finished, in_turn, report, spread
 
 from pipeline.protocol.trial_result import Best, Communication, StepParts
-from pipeline.report.numbers.goodput import Goodput
 from pipeline.report.numbers.row import Advice
 from pipeline.report.page import publish
 from pipeline.report.page.about import About
 from pipeline.report.page.html import Drawn, fragment, save_page
 from pipeline.report.report import Report
+from pipeline.results.goodput import Goodput
 
 
 class References(HTMLParser):

@@ -1,4 +1,4 @@
-"""A training has as many steps as it is told, in steps or epochs, or two to see whether it works."""
+"""A training has as many steps as it is told, in steps or epochs, or a few to see whether it works."""
 
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,16 @@ def test_a_length_in_steps_is_continued_within_an_epoch(tmp_path: Path) -> None:
     assert kept.series("validation/loss")[-1] == expected.series("validation/loss")[-1]
 
 
-def test_two_steps_tell_whether_it_works(tmp_path: Path) -> None:
+def test_a_few_steps_tell_whether_it_works(tmp_path: Path) -> None:
     cosine = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "${total_steps}"}
-    _, whole = run(tmp_path / "whole", scheduler=cosine)
-    result, kept = run(tmp_path / "quick", is_quick=True, scheduler=cosine)
+    sections: dict[str, Any] = {"train": {"epochs": 4}, "benchmark": {"warmup_steps": 2}, "scheduler": cosine}
+    _, whole = run(tmp_path / "whole", **sections)
+    result, kept = run(tmp_path / "quick", is_quick=True, **sections)
 
-    assert result.steps == 2
-    assert kept.series("train/learning_rate") == whole.series("train/learning_rate")[:2], "the schedule stays"
-    assert [point.step for point in kept.points("validation/loss")] == [2]
-    assert [event.step for event in kept.events if isinstance(event, CheckpointSaved)] == [2]
+    assert result.steps == 7 < 4 * 3, "five timed after the warm-up"
+    assert kept.series("train/learning_rate") == whole.series("train/learning_rate")[:7], "the schedule stays"
+    assert kept.points("validation/loss")[-1].step == 7
+    assert [event.step for event in kept.events if isinstance(event, CheckpointSaved)][-1] == 7
 
 
 @pytest.mark.parametrize(

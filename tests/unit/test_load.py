@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from pipeline import registry
-from pipeline.commands.interruption import way_on
+from pipeline.commands.invocation import way_on
 from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.experiment import jsonschema, keys
 from pipeline.experiment.jsonschema import experiment_json_schema

@@ -18,8 +18,7 @@ from pipeline.protocol.events import Warned
 from pipeline.record import journal
 from pipeline.record.journal import FILE_NAME, Journal, describe_writer, is_open
 from pipeline.record.runs import LATEST
-from pipeline.system import stages
-from pipeline.system.lock_file import locked
+from pipeline.system import locked, show_stages_on
 
 Elsewhere = Callable[[Path], journal._Lock]
 
@@ -30,7 +29,6 @@ def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
         "BEAT_S": 0.02,
         "LEASE_S": 0.4,
         "_LOOK_S": 0.01,
-        "_SETTLE_S": 0.05,
         "_PATIENCE_S": 0.1,
     }.items():
         monkeypatch.setattr(journal, name, seconds)
@@ -116,7 +114,7 @@ def test_the_journal_of_a_machine_that_is_gone_is_taken_after_a_lease_and_not_gi
     die(gone)
     shown: list[str] = []
     since = time.monotonic()
-    with stages.show_stages_on(shown.append), closing(Journal(path)):
+    with show_stages_on(shown.append), closing(Journal(path)):
         assert time.monotonic() - since >= 0.2
         assert f"{path}.lock: waiting up to 0.4 s to see if process {os.getpid()} on node7 (since" in shown[0]
         gone._confirmed = 0.0  # it was only paused, and has to stop now

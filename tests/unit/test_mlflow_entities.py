@@ -1,11 +1,9 @@
 """Names of runs, parameters of a sweep, and links in MLflow."""
 
-from typing import Any
-
 import pytest
 
-from pipeline.protocol.events import RunOpened, TrialOpened
-from pipeline.tracking.mlflow import name_run, name_trial, shared_params
+from pipeline.protocol.events import RunOpened
+from pipeline.tracking.mlflow import name_run, shared_params
 from pipeline.tracking.store import run_page
 
 PARAMS = {"metrics.accuracy._target_": "torchmetrics.Accuracy", "name": "lab", "train.epochs": "3"}
@@ -20,19 +18,6 @@ SWEEP = {
     "sweep.parameters.loss.choice[1].weight": "2",
     "sweep.trials": "8",
 }
-
-
-@pytest.mark.parametrize(
-    ("role", "title", "name"),
-    [
-        ("baseline", "1 worker", "baseline: 1 worker"),
-        ("baseline", "ddp, 2 workers", "baseline: ddp, 2 workers"),
-        ("reference", "1 process, 2 cores", "reference: 1 process, 2 cores"),
-        ("cell", "ddp, 2 workers (static_graph)", "ddp, 2 workers (static_graph)"),
-    ],
-)
-def test_a_measurement_is_named_by_what_it_is(role: Any, title: str, name: str) -> None:
-    assert name_trial(TrialOpened(role=role, title=title, tags={}, params={})) == name
 
 
 def test_a_run_is_named_by_what_it_is() -> None:

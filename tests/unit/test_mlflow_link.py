@@ -74,7 +74,7 @@ def test_what_an_earlier_session_has_sent_says_nothing_of_a_resumed_run(
     process = Process("done tensorboard", after_end=True)
     process._ended.clear()
     one, _ = following(tmp_path, process, monkeypatch)
-    killed = TrackingOutcome.kept(tmp_path)
+    killed = TrackingOutcome.read(tmp_path)
     assert killed is not None
     assert (killed.run_id, killed.delivered) == ("0f3a", False)
     assert "some results (the driver was killed)" in killed.message

@@ -13,7 +13,8 @@ import toys
 
 from pipeline.errors import ResourceError, UsageError
 from pipeline.launch import outer as outer_launch
-from pipeline.launch.outer import Command, Group, RankFacts, combined, find_gpus, refuse_others
+from pipeline.launch.outer import Command, Group
+from pipeline.launch.rank_facts import RankFacts, combined, find_gpus, refuse_others
 from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.plan.plan import Planner, make_plan
 from pipeline.plan.resources import Resources
@@ -24,46 +25,41 @@ from pipeline.train.ranks import device_of
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}
 
 
-def rank(
-    number: int, *, node: str = "a", local_rank: int, cores: tuple[int, ...] = (0, 1, 2, 3), **more: object
-) -> RankFacts:
-    own = {"gpus": {}, "versions": VERSIONS, "cpus": len(cores)} | more
+def rank(number: int, *, node: str = "a", cores: tuple[int, ...] = (0, 1, 2, 3), **more: object) -> RankFacts:
+    own = {"gpus": {}, "versions": VERSIONS, "cpus": len(cores), "address": "10.0.0.1"} | more
     resources = Resources(cpus=own.pop("cpus"), memory_mb=4096, node=node, processor="EPYC")
-    return RankFacts(rank=number, local_rank=local_rank, resources=resources, cores=cores, address="10.0.0.1", **own)
+    return RankFacts(rank=number, resources=resources, cores=cores, **own)
 
 
 def shared(*counts: int) -> list[RankFacts]:
     """Make equally many ranks on each node, all of which may use all cores, as under torchrun."""
-    places = [(node, local_rank) for node, count in zip("abc", counts, strict=False) for local_rank in range(count)]
-    return [rank(number, node=node, local_rank=local) for number, (node, local) in enumerate(places)]
+    places = [node for node, count in zip("abc", counts, strict=False) for _ in range(count)]
+    return [rank(number, node=node) for number, node in enumerate(places)]
 
 
 def test_cores_that_all_ranks_of_a_node_may_use_count_once() -> None:
     there = combined(shared(2, 2))
     assert (there.cpus, there.nodes, there.memory_mb, there.node) == (8, 2, 8192, "a, b")
-    assert [(node.node, node.workers, node.cpus, node.cpus_per_worker) for node in there.placed] == [
-        ("a", 2, 4, 2),
-        ("b", 2, 4, 2),
-    ]
+    assert [(node.node, node.workers, node.cpus) for node in there.placed] == [("a", 2, 4), ("b", 2, 4)]
     assert not there.is_divided
 
 
 def test_cores_that_srun_has_bound_add_up() -> None:
-    there = combined([rank(0, local_rank=0, cores=(0, 1)), rank(1, local_rank=1, cores=(2, 3))])
-    assert (there.cpus, there.nodes, there.placed[0].cpus_per_worker) == (4, 1, 2)
+    there = combined([rank(0, cores=(0, 1)), rank(1, cores=(2, 3))])
+    assert (there.cpus, there.nodes, there.placed[0].cpus) == (4, 1, 4)
     assert there.is_divided
 
 
 def test_limit_of_a_container_counts() -> None:
-    there = combined([rank(0, local_rank=0, cores=tuple(range(64)), cpus=4)])
-    assert (there.cpus, there.placed[0].cpus_per_worker) == (4, 4)
+    there = combined([rank(0, cores=tuple(range(64)), cpus=4)])
+    assert (there.cpus, there.placed[0].cpus) == (4, 4)
 
 
 def test_gpus_that_several_ranks_see_count_once() -> None:
     all_of_node = {"GPU-1": "H100", "GPU-2": "H100"}
-    both = combined([rank(0, local_rank=0, gpus=all_of_node), rank(1, local_rank=1, gpus=all_of_node)])
+    both = combined([rank(0, gpus=all_of_node), rank(1, gpus=all_of_node)])
     assert both.gpus == ("H100", "H100")
-    own = combined([rank(0, local_rank=0, gpus={"GPU-1": "H100"}), rank(1, local_rank=1, gpus={"GPU-2": "H100"})])
+    own = combined([rank(0, gpus={"GPU-1": "H100"}), rank(1, gpus={"GPU-2": "H100"})])
     assert own.gpus == ("H100", "H100")
 
 
@@ -82,7 +78,7 @@ def test_gpus_that_several_ranks_see_count_once() -> None:
 def test_each_rank_gets_a_gpu_that_it_sees_and_no_other_rank_has(
     visible: list[str], each: int, indices: tuple[int | None, ...]
 ) -> None:
-    facts = [rank(number, local_rank=number, gpus=dict.fromkeys(seen, "H100")) for number, seen in enumerate(visible)]
+    facts = [rank(number, gpus=dict.fromkeys(seen, "H100")) for number, seen in enumerate(visible)]
     assert find_gpus(facts, each=each) == indices
 
 
@@ -97,28 +93,17 @@ def test_a_rank_uses_the_gpu_that_it_got(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_machines_of_the_same_name_are_two() -> None:
-    there = combined([rank(0, local_rank=0), rank(1, local_rank=0)])
+    there = combined([rank(0), rank(1, address="10.0.0.2")])
     assert (there.nodes, there.cpus) == (2, 8)
-
-
-def test_other_gpus_on_a_node_are_told() -> None:
-    there = combined([
-        rank(0, local_rank=0, gpus={"GPU-1": "H100"}),
-        rank(1, node="b", local_rank=0, gpus={"GPU-2": "A100"}),
-    ])  # fmt: skip
-    assert there.notes == (
-        "The nodes have different hardware, so in each step the faster nodes wait: a: H100; b: A100",
-    )
-    assert combined(shared(1, 1)).notes == ()
 
 
 def test_versions_that_differ_are_refused_once_for_each_node() -> None:
     other = {**VERSIONS, "torch": "2.9.1"}
     with pytest.raises(ResourceError) as raised:
         refuse_others([
-            rank(0, local_rank=0),
-            rank(1, node="b", local_rank=0, versions=other),
-            rank(2, node="b", local_rank=1, versions=other),
+            rank(0),
+            rank(1, node="b", versions=other),
+            rank(2, node="b", versions=other),
         ])  # fmt: skip
     assert str(raised.value) == (
         "versions differ from rank 0's on a. Install the same versions on all nodes:\n"
@@ -190,7 +175,7 @@ def test_each_worker_gets_the_share_of_the_fullest_node() -> None:
 
 
 def test_more_workers_than_cores_on_a_node_are_refused() -> None:
-    crowded = [rank(0, local_rank=0), *(rank(1 + i, node="b", local_rank=i, cores=(0,)) for i in range(2))]
+    crowded = [rank(0), *(rank(1 + i, node="b", cores=(0,)) for i in range(2))]
     with pytest.raises(ResourceError, match="2 workers with 1 core each were started on b, where they may use 1 core"):
         planned(combined(crowded), workers=3)
 
@@ -198,7 +183,7 @@ def test_more_workers_than_cores_on_a_node_are_refused() -> None:
 def test_cores_that_the_experiment_asks_for_must_be_there() -> None:
     with pytest.raises(ResourceError, match="1 worker with 3 cores each were started on b"):
         planned(
-            combined([rank(0, local_rank=0), rank(1, node="b", local_rank=0, cores=(0, 1))]),
+            combined([rank(0), rank(1, node="b", cores=(0, 1))]),
             workers=2,
             cpus_per_worker=3,
         )
@@ -210,8 +195,8 @@ def test_elastic_training_has_the_workers_that_were_started() -> None:
 
 def test_one_process_is_no_reference_for_all_cores_if_it_may_not_use_them() -> None:
     experiment = toys.trial(parallel={"strategy": "ddp", "launcher": "torchrun", "workers": 2}).experiment
-    bound = combined([rank(0, local_rank=0, cores=(0,)), rank(1, local_rank=1, cores=(1,))])
-    free = combined([rank(0, local_rank=0, cores=(0, 1)), rank(1, local_rank=1, cores=(0, 1))])
+    bound = combined([rank(0, cores=(0,)), rank(1, cores=(1,))])
+    free = combined([rank(0, cores=(0, 1)), rank(1, cores=(0, 1))])
 
     def measured(there: Resources) -> list[str]:
         return [trial.role for trial in make_plan(experiment, there).measured]

@@ -40,7 +40,7 @@ def test_they_start_from_the_weights_of_a_file(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "net.safetensors")
     parts = experiment(train={"start_from": {"file": str(tmp_path / "net.safetensors")}}).build()
     assert all(torch.equal(value.float(), weights[name]) for name, value in parts.model.state_dict().items())
-    with pytest.raises(ExperimentError, match="does not exist"):
+    with pytest.raises(ExperimentError, match=r"is no file; did you mean .*net\.safetensors"):
         experiment(train={"start_from": {"file": str(tmp_path / "other.safetensors")}}).build()
 
 

@@ -12,9 +12,9 @@ import pynvml
 import pytest
 import torch
 
-from pipeline.plan import visible_gpus
+from pipeline import system
+from pipeline.plan import resources as machine
 from pipeline.plan.resources import Resources, detect
-from pipeline.system import memory
 
 
 def test_this_machine() -> None:
@@ -33,10 +33,10 @@ def test_the_memory_of_a_container_is_its_smallest_limit(tmp_path: Path, monkeyp
         for name, value in {"max": limit, "current": 1100, "stat": stat}.items():
             (group / f"memory.{name}").write_text(f"{value}\n")
     (tmp_path / "own").write_text("4:memory:/other\n0::/slurm/job_7/step_0\n")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(system, "_GROUPS", tmp_path)
+    monkeypatch.setattr(system, "_OWN_GROUP", tmp_path / "own")
 
-    assert memory.find_memory_limits() == [(3 * 2**20, 3 * 2**20 - 1000), (2 * 2**20, 2 * 2**20 - 1000)]
+    assert system.find_memory_limits() == [(3 * 2**20, 3 * 2**20 - 1000), (2 * 2**20, 2 * 2**20 - 1000)]
     assert detect().memory_mb == 2
 
 
@@ -77,16 +77,6 @@ def fake_nvml(
         ("2", {1}, "3"),  # CUDA doesn't count what it can't open
         ("", {}, ""),
         ("2,0", {}, "20"),
-        ("0,-1,1", {}, "0"),
-        ("0,9,1", {}, "0"),
-        ("0,GPU-1", {}, "0"),
-        ("1,1", {}, ""),
-        ("1b, 2", {}, "12"),
-        ("GPU-1", {}, "1"),
-        ("GPU-3ab-cd,GPU-1,7,GPU-2", {}, "31"),
-        ("GPU-1,GPU-1ab", {}, ""),
-        ("GPU-", {}, ""),  # any of the four
-        ("MIG-1", {}, ""),
     ],
 )
 def test_visible_gpus_are_counted_as_cuda_counts_them(
@@ -99,8 +89,12 @@ def test_visible_gpus_are_counted_as_cuda_counts_them(
     assert detect().gpus == tuple(f"H100 {number}" for number in numbers)
 
 
-def test_cuda_is_asked_for_instances_of_partitioned_gpus(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("visible", "is_partitioned"),
+    [("MIG-33b0", True), ("0", True), ("GPU-1ab", False), ("0,-1,1", False), ("0,9", False), ("1,1", False)],
+)
+def test_cuda_is_asked_for_what_indices_do_not_say(
+    visible: str, is_partitioned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance = SimpleNamespace(uuid="12-34", name="H100 1g.10gb")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
@@ -111,10 +105,10 @@ def test_cuda_is_asked_for_instances_of_partitioned_gpus(
         exec(command[-1], {})
         return subprocess.CompletedProcess(command, 0, stdout=capsys.readouterr().out)
 
-    monkeypatch.setattr(visible_gpus.subprocess, "run", run)
-    fake_nvml(monkeypatch, is_partitioned=True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-33b0")
-    assert visible_gpus.visible_gpus() == {"GPU-12-34": "H100 1g.10gb"}
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    fake_nvml(monkeypatch, is_partitioned=is_partitioned)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.visible_gpus() == {"GPU-12-34": "H100 1g.10gb"}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +117,7 @@ def test_cuda_is_asked_for_instances_of_partitioned_gpus(
         (Resources(cpus=1, memory_mb=1024), "1 core, 1 GiB, no GPU"),
         (Resources(cpus=2, memory_mb=24 * 1024 - 100), "2 cores, 24 GiB, no GPU"),
         (Resources(cpus=16, memory_mb=131072, gpus=("H200", "H200")), "16 cores, 128 GiB, 2 x H200"),
+        (Resources(cpus=1, memory_mb=0, gpus=("H200", "A10", "H200")), "1 core, 0 GiB, 2 x H200 + 1 x A10"),
     ],
 )
 def test_the_summary(resources: Resources, summary: str) -> None:

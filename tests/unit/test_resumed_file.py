@@ -14,7 +14,7 @@ from pipeline.protocol.events import Metrics, RunClosed, RunOpened
 from pipeline.protocol.labels import Status
 from pipeline.record.folder import RunState
 from pipeline.record.recorder import Recorder
-from pipeline.report.report_files import REPORT_NAME
+from pipeline.results import record
 
 FILE = """\
 name: same
@@ -121,7 +121,7 @@ def finished(text: str = FILE, *, status: Status = "FINISHED") -> RunState:
     Path("before.yaml").write_text(text)
     folder = Path("runs/r")
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True, exist_ok=True)
-    (folder / REPORT_NAME).touch()
+    (folder / record.FILE_NAME).touch()
     return RunState(folder=folder, experiment=load("before.yaml").experiment, opened=opened(""), status=status)
 
 
@@ -139,7 +139,7 @@ def test_a_finished_run_goes_on_for_more_epochs_or_for_its_report() -> None:
             UsageError, match=r"has finished\. To continue it, train for more than 4 epochs, .* start a new run without"
         ):
             resume._check_finished(now(epochs=epochs), state)
-    (state.folder / REPORT_NAME).unlink()
+    (state.folder / record.FILE_NAME).unlink()
     resume._check_finished(now(epochs=4), state)
     assert not resume.is_continued(now(epochs=4), state)
 

@@ -20,7 +20,7 @@ from pipeline.protocol.labels import Status
 from pipeline.record import runs
 from pipeline.record.journal import FILE_NAME
 from pipeline.record.recorder import Recorder
-from pipeline.record.run_summary import summarized
+from pipeline.record.runs import summarized
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 

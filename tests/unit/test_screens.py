@@ -22,10 +22,10 @@ from pipeline.protocol.trial_result import StepParts, TrialResult
 from pipeline.record.screen import print_report
 from pipeline.report.advice import advise
 from pipeline.report.evaluated import EvaluationReport
-from pipeline.report.numbers.goodput import Goodput
 from pipeline.report.report import Report
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
+from pipeline.results.goodput import Goodput
 
 FOLDER = "runs/20261125-211028-resnet-digits-3c35"
 PLACES = Places(
@@ -38,10 +38,8 @@ PLACES = Places(
 BASELINE = trial("baseline", "baseline", batch=128)
 ALL_CORES = trial("reference", "reference", cpus=2, batch=128)
 MAIN = trial("main", "main", strategy="ddp", workers=2, batch=128)
-METRICS = {"train/loss": 0.01, "validation/loss": 0.02988, "validation/accuracy": 0.9944}
-NORMS = ("BatchNorm2d",)
 LOSSES = (2.31, 2.29, 2.27, 2.25)
-EARLY, LATE = (2.31, 2.2831, 2.27, 2.25), (2.31, 2.29, 2.27, 2.189)
+EARLY = (2.31, 2.2831, 2.27, 2.25)
 
 
 def end(
@@ -67,55 +65,11 @@ def end(
     return Finished(time=0.0, trial=name, result=result, time_to_first_step_s=start_s)
 
 
-def resnet(*, noise: float = 0.04, rate: float = 606, losses: tuple[float, ...] = EARLY, **more: Any) -> Report:
-    """ddp with two workers next to one worker and one process on both cores."""
-    ends = [
-        end("baseline", 329, losses=LOSSES),
-        end("reference", 564, noise=-noise / 2, losses=LATE),
-        end("main", rate, noise=noise, parts=(120_530 / rate, 8.8, 0.3, 0.9), losses=losses, metrics=METRICS,
-            **{"slots_s": 30.0, "coupling": NORMS, **more}),
-    ]  # fmt: skip
-    return Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)
-
-
-def mlp() -> Report:
-    """ddp with two workers, four times slower than one worker, on a machine that is busy with other work."""
-    ends = [
-        end("baseline", 56_131, losses=LOSSES, start_s=0.5),
-        end("reference", 1_036, noise=2.0, losses=LOSSES, start_s=0.5),
-        end("main", 14_088, noise=0.28, parts=(4.1, 3.4, 0.1, 0.9), losses=LOSSES, metrics=METRICS, other_cores=1.4,
-            slots_s=30.0, start_s=1.4),
-    ]  # fmt: skip
-    return advised(Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE))
-
-
 def advised(report: Report) -> Report:
     parallel = Parallel(strategy="ddp", workers=2)
     train = MAIN.experiment.train.model_copy(update={"global_batch_size": report.rows[0].global_batch_size})
     experiment = MAIN.experiment.model_copy(update={"parallel": parallel, "train": train})
     return report.model_copy(update={"advice": advise(report, experiment=experiment, cores=2)})
-
-
-def loading() -> Report:
-    """A training that waits for its data, without one process on both cores."""
-    ends = [
-        end("baseline", 329, losses=LOSSES),
-        end("main", 606, noise=0.04, parts=(160.0, 8.8, 40.0, 0.9), losses=LOSSES, metrics=METRICS, slots_s=30.0),
-    ]
-    return advised(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE))
-
-
-def alone(**options: bool) -> Report:
-    """A training without any measurement."""
-    only = MAIN.model_copy(update={"train_only": True, "launcher": "ray", **options})
-    return Report.of([only], [end("main", 362, slots=(), metrics=METRICS)], hardware=HARDWARE)
-
-
-def dp_on_one_device() -> Report:
-    """DataParallel with a single replica, which has no speedup."""
-    main = trial("main", "main", strategy="dp", batch=128)
-    ends = [end("baseline", 353, losses=LOSSES), end("main", 351, losses=LOSSES, metrics=METRICS)]
-    return advised(Report.of([main, BASELINE], ends, hardware=HARDWARE))
 
 
 def comparison() -> Report:
@@ -149,15 +103,6 @@ def evaluation(*, classes: int = 3) -> EvaluationReport:
 
 
 SCREENS: dict[str, Callable[[], object]] = {
-    "run_faster": resnet,
-    "run_inconclusive": lambda: resnet(rate=349, noise=0.15, other_cores=1.4),
-    "run_too_close": lambda: resnet(rate=330, noise=0.02, losses=LOSSES),
-    "run_slower": mlp,
-    "run_suggestion": loading,
-    "run_other_loss": lambda: resnet(coupling=()),
-    "run_one_device": dp_on_one_device,
-    "run_train_only": alone,
-    "run_quick": lambda: alone(is_quick=True),
     "compare": comparison,
     "evaluate": evaluation,
 }
@@ -173,15 +118,15 @@ def check(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", SCREENS)
 def test_a_screen_has_this_text(name: str) -> None:
-    command = {"run_quick": "pipeline run experiments/resnet.yaml --quick", "compare": "pipeline benchmark resnet.yaml"}
+    command = {"compare": "pipeline benchmark resnet.yaml"}
     text = shown(SCREENS[name](), PLACES._replace(command=command.get(name, PLACES.command)))
     check(name, text)
 
 
-@pytest.mark.parametrize("name", ["run_full", "compare_full"])
+@pytest.mark.parametrize("name", ["compare_full"])
 def test_a_whole_report_has_this_text(name: str) -> None:
     """The tables fit 80 columns."""
-    report = advised(samples.report() if name == "run_full" else samples.comparison())
+    report = advised(samples.comparison())
     spent = Goodput(seconds={"steps": 200.4, "start": 33.4, "input": 33.4, "saving": 32.8})
     stdout = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     print_report(report.model_copy(update={"goodput": spent}), stdout=stdout)
@@ -208,42 +153,12 @@ def test_a_screen_has_room_for_ten_rows_and_says_what_is_left_out() -> None:
     assert "test/confusion has 400 values: see pipeline evaluate --json." in shown(evaluation(classes=20))
 
 
-def test_a_command_that_confirms_another_loss_sets_no_key_twice() -> None:
-    command = "pipeline run a.yaml train.epochs=2 'model.hidden=[64, 64]'"
-    text = shown(resnet(coupling=()), PLACES._replace(command=command))
-    (line,) = (line for line in text.splitlines() if line.startswith("CONFIRM"))
-    assert line.endswith("pipeline run a.yaml 'model.hidden=[64, 64]' train.precision=fp64 \\")
-
-
 def test_the_result_in_a_line_is_that_of_the_screen() -> None:
     sentences = {name: getattr(make(), "verdict", "") for name, make in SCREENS.items()}
     assert sentences == {
-        "run_faster": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
-        "run_inconclusive": "2 workers (ddp): inconclusive, 0.91x to 1.24x (95% CI)",
-        "run_too_close": "2 workers (ddp): inconclusive, 0.98x to 1.03x (95% CI)",
-        "run_slower": "2 workers (ddp): 4.0x slower than 1 worker (95% CI 3.0x to 5.2x)",
-        "run_suggestion": "2 workers (ddp): 1.84x as fast as 1 worker (95% CI 1.76x to 1.92x)",
-        "run_other_loss": "2 workers (ddp): speedup not valid, loss differs from the baseline",
-        "run_one_device": "1 worker (dp): validation/accuracy 0.9944; speedup not measured",
-        "run_train_only": "2 workers (ddp): validation/accuracy 0.9944; speedup not measured",
-        "run_quick": "2 workers (ddp): quick test passed (2 steps); speedup not measured",
         "compare": "2 workers (ddp): 1.62x to 12.9x slower than 1 worker (95% CI)",
         "evaluate": "test/loss 0.17, test/accuracy 0.95, test/confusion (9 values): test set, step 120",
     }
-
-
-def test_a_row_that_trains_another_model_has_a_note_and_is_not_advised() -> None:
-    """The main row is valid, so the screen says nothing else about the loss of the reference."""
-    ends = [
-        end("baseline", 329, losses=LOSSES),
-        end("reference", 900, losses=EARLY, coupling=NORMS),
-        end("main", 606, losses=LOSSES, slots_s=30.0),
-    ]
-    text = shown(advised(Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)))
-    assert "see above" not in text
-    assert text.count("[1]") == 2
-    assert "ignore the speedup" in text
-    assert "USE" not in text
 
 
 def test_the_fastest_row_is_not_named_if_it_trains_another_model() -> None:
@@ -256,38 +171,3 @@ def test_the_fastest_row_is_not_named_if_it_trains_another_model() -> None:
     text = shown(Report.of([BASELINE, cell], ends, hardware=HARDWARE))
     assert "speedup not" in text
     assert "Fastest" not in text
-
-
-def test_windows_have_no_confidence_interval() -> None:
-    ends = [end(name, rate, slots=()) for name, rate in (("baseline", 329), ("reference", 564), ("main", 606))]
-    report = Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)
-    assert "2 workers were measured 1.07x as fast as 1 process on both cores, without a confidence interval." in (
-        shown(report).replace("\n", " ")
-    )
-    assert not any("95% CI" in remark for remark in report.remarks)
-
-
-def test_an_interval_that_excludes_one_is_not_rounded_to_one() -> None:
-    ends = [
-        end("baseline", 1000, losses=LOSSES),
-        end("main", 1005, noise=0.002, losses=LOSSES, slots_s=30.0),
-    ]
-    text = shown(Report.of([MAIN, BASELINE], ends, hardware=HARDWARE))
-    assert "1.003x to 1.01x" in text
-    assert "1.00x" not in text
-
-
-def test_losses_that_are_not_finite_differ_by_no_number() -> None:
-    text = shown(resnet(losses=(float("nan"),) * 4))
-    assert "NaN or infinite" in text
-    assert "up to inf" not in text
-
-
-def test_a_screen_with_many_notes_fits() -> None:
-    """A run that ended early, with another loss in each row."""
-    report = resnet(losses=LATE, rate=330, noise=0.02, stopped_early="validation/loss has not improved for 3 epochs")
-    reference = report.rows[1].model_copy(update={"first_loss_difference": 0.1, "largest_loss_difference": 0.1})
-    rows = (report.rows[0], reference, *report.rows[2:])
-    notes = ("2 checkpoints could not be saved: the disk is full.",)
-    text = shown(report.model_copy(update={"rows": rows, "training_notes": notes}))
-    assert "[2]" in text

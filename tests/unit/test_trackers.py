@@ -40,7 +40,8 @@ def followed(folder: Path, tracker: Notes, told: list[str], *messages: str) -> L
     over = threading.Event()
     with closing(Recorder(folder, subscribers=[])) as recorder:
         subscriber = Logger(
-            "lab.Notes", lambda: tracker, folder=folder, is_over=over.is_set, end=lambda: None, tell=told.append,
+            "lab.Notes", lambda: tracker, folder=folder, is_over=over.is_set, end=lambda: None,
+            tell=lambda _, text: told.append(text),
             remedy="All events are in its journal",
         )  # fmt: skip
         for message in messages:
@@ -52,14 +53,14 @@ def followed(folder: Path, tracker: Notes, told: list[str], *messages: str) -> L
 
 def test_a_tracker_gets_all_events_in_order_and_is_closed(tmp_path: Path) -> None:
     notes, told = Notes(), list[str]()
-    followed(tmp_path, notes, told, "one", "two", "three").wait()
+    followed(tmp_path, notes, told, "one", "two", "three").join()
     assert (notes.messages, notes.is_closed, told) == (["one", "two", "three"], True, [""])
 
 
 def test_in_a_run_that_goes_on_it_gets_the_earlier_events_first(tmp_path: Path) -> None:
     notes, told = Notes(), list[str]()
-    followed(tmp_path, Notes(), told, "one", "two").wait()
-    followed(tmp_path, notes, told, "three").wait()
+    followed(tmp_path, Notes(), told, "one", "two").join()
+    followed(tmp_path, notes, told, "three").join()
     assert notes.messages == ["one", "two", "three"]
 
 
@@ -69,13 +70,13 @@ def test_a_slow_tracker_holds_nobody_up(tmp_path: Path) -> None:
     subscriber = followed(tmp_path, notes, told, "one", "two")
     assert (notes.messages, told) == ([], [])
     notes.gate.set()
-    subscriber.wait()
+    subscriber.join()
     assert notes.messages == ["one", "two"]
 
 
 def test_a_tracker_that_raises_is_told_of_once_and_left_out(tmp_path: Path) -> None:
     notes, told = Notes(fault="two"), list[str]()
-    followed(tmp_path, notes, told, "one", "two", "three").wait()
+    followed(tmp_path, notes, told, "one", "two", "three").join()
     assert (notes.messages, notes.is_closed) == (["one"], False)
     message, ended = told
     assert ended == ""

@@ -8,7 +8,6 @@ import pytest
 from samples import MAIN, finished, spread, trial
 
 from pipeline.drive.directions import directions
-from pipeline.experiment.schema import Benchmark
 from pipeline.experiment.targets import allowed_packages
 from pipeline.experiment.values import Component
 from pipeline.protocol.events import (
@@ -19,12 +18,12 @@ from pipeline.protocol.events import (
     Phase,
     Point,
     Resumed,
+    RunOpened,
     Started,
     Trained,
     TrialOpened,
 )
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import Training
 from pipeline.record.trial_progress import RunProgress, TrialProgress, figures, fitted, left
 from pipeline.wording import clock
 
@@ -49,8 +48,8 @@ def metrics(step: int, *, time: float = 2, **values: float) -> Metrics:
     return Metrics(time=time, step=step, epoch=-(-step // 10), points=points)
 
 
-def after(*events: AnyEvent, batch: int | None = None) -> TrialProgress:
-    progress = TrialProgress(directions=DIRECTIONS, batch=batch)
+def after(*events: AnyEvent) -> TrialProgress:
+    progress = TrialProgress(DIRECTIONS)
     for event in (started(), FirstStep(time=2), *events):
         progress.update(event)
     return progress
@@ -119,22 +118,13 @@ def test_reports_that_a_resumed_training_repeats_say_nothing_of_its_pace() -> No
     assert progress.left_s(1004) == pytest.approx(17)
 
 
-def test_throughput_is_counted_by_heartbeats_until_a_window_is_over() -> None:
-    beats = (beat(2, time=3), beat(6, time=5))
-    assert after(*beats).samples_per_second is None
-    assert after(*beats, batch=64).samples_per_second == 128
-    assert after(*beats, metrics(10, throughput__samples_per_second=130.0), batch=64).samples_per_second == 130
-
-
-def test_validation_names_the_best_so_far_and_the_epoch_of_an_old_value() -> None:
+def test_validation_names_the_best_so_far_if_it_was_an_earlier_one() -> None:
     first = metrics(10, validation__loss=0.5, validation__accuracy=0.91)
     second = metrics(20, validation__loss=0.6, validation__accuracy=0.93)
     third = metrics(30, validation__loss=0.7, validation__accuracy=0.92)
 
     assert list(after(first).validation()) == ["validation/accuracy 0.91", "validation/loss 0.5"]
-    assert next(after(first, beat(11)).validation()) == "validation/accuracy 0.91 (epoch 1)"
-    assert next(after(first, second).validation()) == "validation/accuracy 0.93 (best so far)"
-    assert next(after(first, second, beat(21)).validation()) == "validation/accuracy 0.93 (epoch 2, best so far)"
+    assert next(after(first, second).validation()) == "validation/accuracy 0.93"
     assert list(after(first, second, third).validation()) == [
         "validation/accuracy 0.92", "best 0.93 (epoch 2)", "validation/loss 0.7", "best 0.5 (epoch 1)"
     ]  # fmt: skip
@@ -147,7 +137,7 @@ def test_the_values_of_a_large_matrix_are_counted() -> None:
 
     shown = ["validation/of_3 (9 values)", "validation/recall_0 0.9", "validation/recall_1 0.8"]
     assert [*progress.validation()] == ["validation/loss 0.7", *shown]
-    assert [*figures({name: one.value for name, one in progress.values.items()})] == ["validation/loss 0.7", *shown]
+    assert [*figures(progress.values)] == ["validation/loss 0.7", *shown]
 
 
 def test_a_nan_is_never_the_best_and_a_metric_without_a_direction_has_none() -> None:
@@ -155,7 +145,7 @@ def test_a_nan_is_never_the_best_and_a_metric_without_a_direction_has_none() -> 
         metrics(10, validation__loss=math.nan, validation__other=2.0),
         metrics(20, validation__loss=0.5, validation__other=1.0),
     )
-    assert list(progress.validation()) == ["validation/loss 0.5 (best so far)", "validation/other 1"]
+    assert list(progress.validation()) == ["validation/loss 0.5", "validation/other 1"]
 
 
 def test_directions_are_those_of_the_metrics_the_best_checkpoints_first() -> None:
@@ -181,37 +171,30 @@ def test_directions_are_those_of_the_metrics_the_best_checkpoints_first() -> Non
 # All trials
 
 
-def opened(name: str, title: str, *, repeat: int = 0, time: float = 0) -> TrialOpened:
-    return TrialOpened(time=time, trial=name, role="cell", title=title, repeat=repeat, tags={}, params={})
+def opened(name: str, title: str, *, repeat: int = 0) -> TrialOpened:
+    return TrialOpened(time=0, trial=name, role="cell", title=title, repeat=repeat, tags={}, params={})
 
 
-def test_a_comparison_takes_as_long_as_equal_trials_did_before() -> None:
+def test_a_trial_keeps_its_number_in_a_benchmark_when_it_is_launched_again() -> None:
     cells = [trial("single", "cell"), trial("ddp", "cell", strategy="ddp", workers=2)]
-    run = RunProgress([*cells, *(cell.model_copy(update={"repeat": 1}) for cell in cells)])
-
-    run.update(opened("single", "single"))
-    assert run.outlook(5.0) == ["trial 1 of 4"]  # nobody knows how long ddp takes
-    run.update(finished("single", spread(1)).model_copy(update={"time": 10.0}))
-    run.update(opened("ddp", "ddp, 2 workers", time=10))
-    run.update(opened("ddp", "ddp, 2 workers", time=20))  # launched again after a failure
-    assert run.place == (2, 4)
-    run.update(finished("ddp", spread(1)).model_copy(update={"time": 50.0}))
-    run.update(opened("single", "single", repeat=1, time=50))
-    assert run.outlook(5.0) == ["trial 3 of 4", "all trials: 0:35 left"]
-    assert run.outlook(None) == ["trial 3 of 4"]
+    planned = RunProgress([*cells, *(cell.model_copy(update={"repeat": 1}) for cell in cells)])
+    unplanned = RunProgress()
+    unplanned.update(
+        RunOpened(run="", tracking_uri="", tracking_experiment="", tags={}, params={}, trials=(), launches=4)
+    )
+    for run in (planned, unplanned):
+        for name, repeat in (("single", 0), ("ddp", 0), ("ddp", 0), ("single", 1)):
+            run.update(opened(name, name, repeat=repeat))
+        assert run.label == "[3/4] single"
 
 
-def test_a_run_tells_what_the_plan_grants_its_speedup() -> None:
-    experiment = MAIN.experiment.model_copy(update={"benchmark": Benchmark(time_budget_s=90)})
-    main = MAIN.model_copy(update={"experiment": experiment, "compared_with": (trial("baseline", "baseline"),)})
-    assert isinstance(main, Training)
+def test_a_trial_that_a_training_is_compared_with_is_not_launched() -> None:
+    main = MAIN.model_copy(update={"compared_with": (trial("baseline", "baseline"),)})
     run = RunProgress([main, *main.compared_with])
     run.update(opened("baseline", "1 worker"))
     assert not run.is_launched
     run.update(opened("main", "ddp, 2 workers"))
     assert run.is_launched
-    assert run.outlook(5.0) == ["then up to 3:00 to measure the speedup"]
-    assert run.outlook(None) == []
 
 
 def test_words() -> None:
@@ -219,3 +202,13 @@ def test_words() -> None:
     assert left(None) == left(0.4) == []
     assert left(0.6) == ["0:01 left"]
     assert fitted(["epoch 1/2", "a long one that does not fit", "loss 2"], width=18) == "epoch 1/2, loss 2"
+
+
+def test_the_loss_of_a_training_is_the_mean_of_its_last_steps_as_in_its_result() -> None:
+    losses = tuple(float(step) for step in range(1, 31))
+    window = metrics(30, train__loss=29.5).model_copy(update={"losses": losses})
+    assert next(after(window).training()) == "loss 20.5"  # of steps 11 to 30
+    own = TrialProgress(averages=False)  # train.log_every_steps says which steps a point is of
+    for event in (started(), window):
+        own.update(event)
+    assert next(own.training()) == "loss 29.5"

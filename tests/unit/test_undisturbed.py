@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from pydantic import field_serializer
 
+from pipeline import system
 from pipeline.errors import Terminated, terminate
 from pipeline.experiment.values import Frozen
-from pipeline.system import process
-from pipeline.system.imports import undisturbed
-from pipeline.system.process import missing_user_variables
-from pipeline.system.signals import handled, hang_up
+from pipeline.system import handled, hang_up, missing_user_variables, undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +58,7 @@ def test_ctrl_c_waits_for_the_end_also_of_an_import_that_fails() -> None:
 
 
 def test_ctrl_c_again_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.system.signals.SAME_S", 0.0)
+    monkeypatch.setattr("pipeline.system.SAME_S", 0.0)
 
     def import_it() -> None:
         with undisturbed():
@@ -133,7 +131,7 @@ def test_a_user_id_without_an_entry_gets_the_variables_that_libraries_need(monke
     monkeypatch.setenv("HOME", "/")
     monkeypatch.delenv("USER", raising=False)
     assert missing_user_variables() == {}
-    monkeypatch.setattr(process.pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(system.pwd, "getpwuid", {}.__getitem__)
     assert missing_user_variables() == {"USER": str(os.getuid())}
     monkeypatch.delenv("HOME")
     assert missing_user_variables().keys() == {"USER", "HOME"}

@@ -11,7 +11,7 @@ from pipeline.experiment.schema import Checkpoint, Tracking
 from pipeline.experiment.train import StartFrom
 from pipeline.experiment.uris import problem_of
 from pipeline.tracking.outcome import TrackingOutcome
-from pipeline.tracking.store import check_store, resolve_uri, run_link, runs_link, ui_address, ui_recorded
+from pipeline.tracking.store import check_store, resolve_uri, run_link, runs_link, ui_address
 from pipeline.tracking.ui import serve
 
 
@@ -49,7 +49,7 @@ def test_other_addresses_pass(uri: str) -> None:
 
 def test_what_another_store_lacks_is_sent_there() -> None:
     outcome = TrackingOutcome(delivered=True, uri="sqlite:///other.db")
-    outcome.fail("3 events", folder=Path("runs/a"), trouble="disk I/O error")
+    outcome.fail(Path("runs/a"), trouble="disk I/O error", what="3 events")
     assert outcome.message.endswith("pipeline sync runs/a --to sqlite:///other.db")
 
 
@@ -103,13 +103,6 @@ def test_links_lead_to_the_page_of_the_run() -> None:
     assert runs_link(ui_address("https://me:secret@host/"), "3") == (
         "https://host/#/experiments/3/runs?workflowType=machine_learning"
     )
-
-
-def test_a_ui_that_was_killed_gives_no_address(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    with ui_recorded(uri, "http://127.0.0.1:1"):  # nothing answers there
-        assert ui_address(uri) == "http://127.0.0.1:5000"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_ui_needs_a_store_to_show(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Variants of a study are several files, or one file with several values of its keys."""
+"""Variants of a comparison are several files, or one file with several values of its keys."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ import pytest
 import rich.console
 
 from pipeline.record.console import stages_on
-from pipeline.system import stages
+from pipeline.system import begin_stage, end_stage
 
 
 def terminal(**more: object) -> rich.console.Console:
@@ -25,11 +25,11 @@ def printed(console: rich.console.Console) -> str:
 def test_a_terminal_shows_each_stage_in_one_line_that_goes() -> None:
     console = terminal(color_system=None)
     with stages_on(console):
-        stages.begin("reading the experiment")
-        assert "reading the experiment ... 0:00:00" in printed(console)
+        begin_stage("reading the experiment")
+        assert "reading the experiment ..." in printed(console)
         console.print("note: no GPU here")
-        stages.begin("importing torch")
-        stages.end()
+        begin_stage("importing torch")
+        end_stage()
         told = printed(console)
         console.print("error: no such file")
     assert told.count("\x1b[?25l") == told.count("\x1b[?25h") == 1
@@ -43,7 +43,7 @@ class Timer:
 
     made: list["Timer"]
 
-    def __init__(self, seconds: float, act: Callable[..., None], arguments: Sequence[str], more: object) -> None:
+    def __init__(self, seconds: float, act: Callable[..., None], arguments: Sequence[object]) -> None:
         self.seconds, self.ring, self.is_on, self.daemon = seconds, lambda: act(*arguments), False, False
         self.made.append(self)
 
@@ -62,8 +62,8 @@ def test_a_pipe_gets_a_line_for_a_stage_that_takes_long(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading, "Timer", Timer)
     console = rich.console.Console(file=io.StringIO(), width=80)
     with stages_on(console):
-        stages.begin("reading the experiment")
-        stages.begin("importing torch")
+        begin_stage("reading the experiment")
+        begin_stage("importing torch")
         reading, importing = Timer.made
         assert (reading.is_on, importing.is_on, importing.seconds) == (False, True, 5.0)
         importing.ring()
@@ -74,6 +74,6 @@ def test_a_pipe_gets_a_line_for_a_stage_that_takes_long(monkeypatch: pytest.Monk
 def test_who_wants_no_progress_gets_none() -> None:
     console = rich.console.Console(file=io.StringIO(), quiet=True, force_terminal=True)
     with stages_on(console):
-        stages.begin("importing torch")
-    stages.begin("drawing the report")  # nobody listens
+        begin_stage("importing torch")
+    begin_stage("drawing the report")  # nobody listens
     assert printed(console) == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.errors import ResourceError, UsageError
 from pipeline.record import journal, runs
 from pipeline.record.folder import sweep_of, trials_of
-from pipeline.record.run_summary import summarized
+from pipeline.record.runs import summarized
 from pipeline.tracking.follow import describe_failure
 from pipeline.tracking.mlflow import delete_runs
 from pipeline.tracking.outcome import TrackingOutcome
@@ -70,7 +70,7 @@ def _delete_from_mlflow(folder: Path) -> None:
     Raises:
         ResourceError: the store can't be reached, or its file is not there.
     """
-    outcome, opened = TrackingOutcome.kept(folder), journal.opened(folder / journal.FILE_NAME)
+    outcome, opened = TrackingOutcome.read(folder), journal.opened(folder / journal.FILE_NAME)
     if outcome is None or not outcome.run_id or opened is None:
         return
     uri = outcome.uri or opened.tracking_uri

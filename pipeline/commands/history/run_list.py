@@ -8,7 +8,7 @@ import rich.console
 from rich.text import Text
 
 from pipeline.experiment.reported import PREFIX
-from pipeline.record.run_summary import RunSummary
+from pipeline.record.runs import RunSummary
 from pipeline.record.screen import listing, print_table, width_of
 from pipeline.report.text.claims import NOT_VALID
 from pipeline.report.text.ratios import ends_of, times

@@ -10,7 +10,7 @@ import rich.console
 from pipeline.commands.history.evaluations import evaluations
 from pipeline.errors import UsageError
 from pipeline.record import journal
-from pipeline.record.run_summary import RunSummary
+from pipeline.record.runs import RunSummary
 from pipeline.record.screen import Printable, print_report, print_verdict
 from pipeline.record.trial_progress import RunProgress
 from pipeline.report.report import Report, comparison_json, run_json
@@ -58,9 +58,9 @@ def format_progress(folder: Path) -> str:
     for event in journal.Tail(folder / journal.FILE_NAME).new():
         run.update(event)
     progress = run.progress
-    parts = ["running", *([run.trial.title] if run.trial else []), *run.outlook(None)]
+    parts = ["running", *filter(None, [run.label])]
     if progress.started is not None:
-        parts += [*progress.position(), *progress.training(), *progress.logs(), *progress.validation()]
+        parts += [*progress.position(), *progress.training(), *progress.validation()]
     return ", ".join(parts)
 
 

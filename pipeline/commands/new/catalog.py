@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
-from pipeline.system.imports import PACKAGE
+from pipeline.system import PACKAGE
 from pipeline.wording import did_you_mean
 
 _CONTEXT = "cookiecutter.json"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeline.experiment.schema import Experiment
 from pipeline.report.advice import rules
 from pipeline.report.advice.rules import Case, Finding, describe_part, scale_rate
-from pipeline.report.numbers.breakdown import has_consistent_parts
+from pipeline.report.numbers.old_breakdown import has_consistent_parts
 from pipeline.report.numbers.row import Advice, Row
 from pipeline.report.report import Report
 from pipeline.report.text.claims import compare_rows

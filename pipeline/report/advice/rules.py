@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.experiment.load import override
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.values import Frozen
-from pipeline.report.numbers.breakdown import has_consistent_parts
+from pipeline.report.numbers.old_breakdown import has_consistent_parts
 from pipeline.report.numbers.row import Advice, Row
 from pipeline.report.text.row_names import name_row
 from pipeline.report.text.tables import Straggler, amount

@@ -90,15 +90,6 @@ class Course:
         """Seconds until the last report."""
         return self._now
 
-    def measure_training(self, *, until: float = math.inf) -> float:
-        """Return the seconds of training steps until a time, without steps that a resumed training did again."""
-        found, first = 0.0, math.inf
-        for window in reversed([window for window in self.windows if window.begin < until]):
-            if window.step < first or not window.step:
-                found += window.end - window.begin
-                first = window.step
-        return found
-
     def best(self, metric: str) -> int | None:
         """Return the index of a validation metric's best value; None if it is unknown what is better."""
         values = [(value, index) for index, value in enumerate(self.validation[metric].values) if math.isfinite(value)]

@@ -16,6 +16,7 @@ from pipeline.protocol.estimates import CONFIDENCE, Estimate
 from pipeline.protocol.labels import Role
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_result import TrialResult
+from pipeline.record.runs import estimate_of
 from pipeline.report.numbers.repeats import merge_repeats
 from pipeline.wording import counted
 
@@ -185,9 +186,7 @@ class Row(TrialResult):
     @property
     def ratio(self) -> Estimate | None:
         """Speedup with its interval; None if no speedup can be claimed."""
-        if self.speedup is None or self.speedup_ci_low is None or self.speedup_ci_high is None:
-            return None
-        return Estimate(self.speedup, self.speedup_ci_low, self.speedup_ci_high, self.speedup_rounds)
+        return estimate_of(self.speedup, self.speedup_ci_low, self.speedup_ci_high, self.speedup_rounds)
 
     @property
     def efficiencies(self) -> Estimate | None:

@@ -1,4 +1,4 @@
-"""Facts about a run that its page shows beside the figures; `pipeline.commands.page` reads them from its folder."""
+"""Facts about a run that its page shows beside the figures; `pipeline.commands.old_page` reads them from its folder."""
 
 from datetime import datetime
 

@@ -9,7 +9,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from pipeline.experiment.reported import PREFIX, single_names
 from pipeline.experiment.values import Frozen
-from pipeline.report.numbers.goodput import LABELS, Goodput
 from pipeline.report.numbers.row import FIRST_STEPS, Advice, Row
 from pipeline.report.page.about import About
 from pipeline.report.pictures.palette import DARK, LIGHT
@@ -19,6 +18,7 @@ from pipeline.report.text.claims import classify_speedup, describe_speedup
 from pipeline.report.text.row_names import name_row
 from pipeline.report.text.sentences import format_ending, iter_metric_names
 from pipeline.report.text.tables import amount, efficiency, speedup
+from pipeline.results.goodput import LABELS, Goodput
 from pipeline.wording import duration
 
 _WINDOWS = (

@@ -10,7 +10,7 @@ from pipeline.report.numbers.records import table_json
 from pipeline.report.page.about import About
 from pipeline.report.report import Report, comparison_json
 from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, PAIRS_NAME, REPORT_NAME, AnyReport
-from pipeline.system.imports import uncollected
+from pipeline.system import uncollected
 
 if TYPE_CHECKING:
     from pipeline.report.numbers.courses import Course

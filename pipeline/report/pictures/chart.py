@@ -6,7 +6,7 @@ from textwrap import fill
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.numbers.breakdown import PARTS, has_consistent_parts
+from pipeline.report.numbers.old_breakdown import PARTS, has_consistent_parts
 from pipeline.report.numbers.row import Row, Unmeasured
 from pipeline.report.pictures.palette import LIGHT
 from pipeline.report.pictures.palette import PARTS as COLORS

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from pipeline.report.numbers.breakdown import PARTS, break_down, count_decimals, has_consistent_parts
 from pipeline.report.numbers.forecast import Predicted
+from pipeline.report.numbers.old_breakdown import PARTS, break_down, count_decimals, has_consistent_parts
 from pipeline.report.numbers.row import Row, Unmeasured
 from pipeline.report.report import Report
 from pipeline.report.screens.screen_layout import Block, Column, Places, lay_out, wrap

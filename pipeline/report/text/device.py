@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from pipeline.report.numbers.breakdown import has_consistent_parts
 from pipeline.report.numbers.forecast import Predicted
+from pipeline.report.numbers.old_breakdown import has_consistent_parts
 from pipeline.report.numbers.row import Row, find_main_row
 from pipeline.report.numbers.row_numbers import mfu, tflops, without_peak
 from pipeline.report.text.row_names import name_row

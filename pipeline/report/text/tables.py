@@ -10,8 +10,8 @@ from pipeline.experiment.values import Frozen
 from pipeline.protocol import estimates
 from pipeline.protocol.numbers import Number
 from pipeline.protocol.trial_result import Spread
-from pipeline.report.numbers.breakdown import PARTS, break_down, count_decimals
 from pipeline.report.numbers.forecast import Predicted
+from pipeline.report.numbers.old_breakdown import PARTS, break_down, count_decimals
 from pipeline.report.numbers.row import Row, Unmeasured
 from pipeline.report.numbers.row_numbers import NUMBERS
 from pipeline.report.text.ratios import ends_of, is_wide, value_of

@@ -44,7 +44,7 @@ def about(folder: Path) -> About:
     opened = journal.opened(folder / journal.FILE_NAME)
     if opened is None:
         return About()
-    known = TrackingOutcome.kept(folder)
+    known = TrackingOutcome.read(folder)
     uri = (known.uri if known else "") or opened.tracking_uri
     has_run = known is not None and known.run_id
     return About(

@@ -25,6 +25,8 @@ from pipeline.protocol.events import (
     TrialOpened,
 )
 from pipeline.protocol.trial import EVALUATION
+from pipeline.results import texts
+from pipeline.results.record import Fact, Table
 from pipeline.wording import duration
 
 Use = Literal["steps", "start", "input", "evaluation", "saving", "redone", "stopped"]
@@ -67,6 +69,26 @@ class Goodput(Recorded):
         return {"goodput" if use == "steps" else f"badput/{_BADPUT[use]}": share for use, share in self.shares.items()}
 
     @property
+    def facts(self) -> tuple[Fact, ...]:
+        """Shares as facts of the training, by the names of their metrics."""
+        labels = ("goodput: training steps" if use == "steps" else f"{LABELS[use]}, of the wall clock" for use in USES)
+        shares = zip(self.figures.items(), labels, strict=True)
+        return tuple(Fact(key=key, value=share, unit="%", label=label) for (key, share), label in shares)
+
+    @property
+    def table(self) -> Table:
+        """Time and share of each use that took a whole percent, and of the steps."""
+        spent = [(use, percent) for use, percent in self.percents.items() if percent or use == "steps"]
+        rows = [(LABELS[use], duration(self.seconds.get(use, 0.0)), f"{percent}%") for use, percent in spent]
+        return Table(
+            title="Where the time went (goodput)",
+            header=("use", "time", "share"),
+            rows=tuple(rows),
+            notes=(self.sentence,),
+            is_folded=True,
+        )
+
+    @property
     def percents(self) -> dict[Use, int]:
         """Shares in whole percents, which add up to 100."""
         shares = self.shares
@@ -81,8 +103,12 @@ class Goodput(Recorded):
         """Goodput and the rest by name, in whole percents that add up to 100."""
         percents = self.percents
         rest = ", ".join(f"{LABELS[use]} {percent}%" for use, percent in percents.items() if percent and use != "steps")
-        spent = f"{duration(self.seconds.get('steps', 0.0))} of {duration(self.total_s)}"
-        return f"Goodput {percents['steps']}%: {spent} were spent in training steps{f' ({rest})' if rest else ''}."
+        return texts.GOODPUT.format(
+            percent=percents["steps"],
+            steps=duration(self.seconds.get("steps", 0.0)),
+            total=duration(self.total_s),
+            rest=f" ({rest})" if rest else "",
+        )
 
 
 class WallClock:

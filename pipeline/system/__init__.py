@@ -1,1 +1,0 @@
-"""This process and its operating system: signals, memory allocator, imports, environment."""
