@@ -26,7 +26,6 @@ import psutil
 import published
 from pydantic import BaseModel
 
-from pipeline.commands.benchmark.predicted_rows import workload_of
 from pipeline.errors import PipelineError, TrainingError, UsageError
 from pipeline.experiment.load import load
 from pipeline.experiment.schema import Configuration, Experiment
@@ -36,8 +35,7 @@ from pipeline.plan.plan import Planner
 from pipeline.protocol.events import Failed, Finished, event_from_json
 from pipeline.protocol.trial import CellMeasurement, Trial
 from pipeline.protocol.trial_result import Link, TrialResult
-from pipeline.report.numbers.link import fit
-from pipeline.report.numbers.prediction import Workload, predict
+from pipeline.results.prediction import Workload, fit_link, make_workload, predict
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "prediction.json"
@@ -146,7 +144,7 @@ def _compared(
     workers = together.costs.world_size
     workload = _workload(experiment, alone, together)
     unaware = workload if workers > 2 else _workload(experiment, alone)
-    fitted = fit(together.costs.all_reduces, workers=workers, backend="gloo")
+    fitted = fit_link(together.costs.all_reduces, workers=workers, backend="gloo")
     return Case(
         workload=name,
         workers=workers,
@@ -162,13 +160,13 @@ def _compared(
 
 def _workload(experiment: Experiment, alone: TrialResult, together: TrialResult | None = None) -> Workload:
     assert alone.costs is not None
-    return workload_of(
+    return make_workload(
         experiment,
         alone.costs,
         rest_ms=alone.parts.rest_ms or 0.0,
         step_ms=alone.step_ms.median,
         together=together.costs if together else None,
-        device="cpu",
+        backend="gloo",
     )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from pipeline.protocol.trial_result import BatchCost, Costs, Gradient, Link
-from pipeline.report.numbers.prediction import Workload, predict
+from pipeline.results.prediction import Workload, predict
 
 LINK = Link(latency_us=10, bandwidth_gbit=25)
 BATCH, BUCKET_BYTES, LAYERS = 64, 64 * 2**20, 100
@@ -57,7 +57,7 @@ def points() -> list[Point]:
             model=name,
             gpus=gpus,
             published=efficiency,
-            predicted=predict(_workload(model, gpus=gpus), LINK, workers=gpus).efficiency,
+            predicted=predict(_workload(model, gpus=gpus), LINK, workers=gpus).speedup / gpus,
         )
         for name, model, gpus, efficiency in FIGURES
     ]

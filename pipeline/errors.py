@@ -1,12 +1,5 @@
 """Errors that a user can meet, with their exit codes.
 
-    PipelineError                1    (base; never raised itself)
-    ├── ExperimentError          2    the experiment file is wrong; carries every problem found
-    ├── UsageError               2    the command line is wrong
-    ├── ResourceError            3    the machine or the cluster lacks something
-    ├── TrainingError            1    training started and failed; carries the first failing rank
-    └── Interrupted              130  Ctrl-C (143 after SIGTERM)
-
 A message says what is wrong with the live value, where, and what to do. The command line prints it without a
 traceback; any other exception that escapes is a bug of this project and keeps its traceback.
 """
@@ -20,15 +13,13 @@ MOST_PROBLEMS = 100
 
 
 class Problem(NamedTuple):
-    """Problem in an experiment file.
-
-    ``key`` is the dotted key in the experiment ("train.epochs"; "" for the file as a whole). ``place`` is "file:line"
-    or the override on the command line; `config.load` fills it in.
-    """
+    """Problem in an experiment file."""
 
     key: str
+    """Dotted key in the experiment, e.g. "train.epochs"; empty for the file as a whole."""
     message: str
     place: str = ""
+    """Place, "file:line" or the override on the command line; `experiment.load` fills it in."""
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.place, self.key, self.message) if part)

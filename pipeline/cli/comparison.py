@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.arguments import (
+from pipeline.commands.options import (
     Cluster,
+    Directory,
     DryRun,
     Json,
     Quiet,
@@ -17,9 +18,10 @@ from pipeline.cli.arguments import (
     consoles,
     is_file,
     print_json,
+    say,
+    summary_of,
     with_address,
 )
-from pipeline.cli.results import Directory, summary_of
 from pipeline.errors import TrainingError, UsageError
 from pipeline.system import begin_stage, end_stage, undisturbed
 
@@ -140,7 +142,7 @@ def compare(
         comparison = plan_comparison(variants, question, pairs=pairs, concurrent=concurrent)
         end_stage()
         if dry_run:
-            typer.echo(comparison.describe())
+            say(comparison.describe())
             return
         result, failed = compare_files(comparison, terminal=terminal, verbose=verbose)
     _print(result, as_json=as_json, quiet=quiet, verbose=verbose)
@@ -150,18 +152,13 @@ def compare(
 
 def _print(result: "Result", *, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Print a result on standard output."""
-    import rich.console
-
-    from pipeline.record.screen import print_screen
-    from pipeline.results.terminal import format_full, format_screen
+    from pipeline.record.screen import Terminal
+    from pipeline.results.terminal import print_result
 
     if as_json:
         print_json(result.model_dump_json(indent=1))
-    elif quiet:
-        typer.echo(result.verdict)
     else:
-        lines = (format_full if verbose else format_screen)(result)
-        print_screen(lines, stdout=rich.console.Console(highlight=False))
+        print_result(result, terminal=Terminal.of(quiet=quiet), is_verbose=verbose)
 
 
 def _parse_target(text: str | None) -> float | None:

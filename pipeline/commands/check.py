@@ -4,15 +4,22 @@ import faulthandler
 import gc
 import importlib
 import io
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
+import typer
+
+from pipeline.commands.options import Json, print_json, say, show
 from pipeline.drive.execute import explain_problems
-from pipeline.errors import ExperimentError, PipelineError, TrainingError
+from pipeline.errors import ExperimentError, PipelineError, Problem, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile, load
 from pipeline.launch.torchrun import find_libraries
+from pipeline.record.console import progress_on, stages_on
+from pipeline.record.screen import OptionalConsole
 from pipeline.system import begin_stage, end_stage, undisturbed
 
 _PRELOADED = ("pipeline.worker", "torch._dynamo")
@@ -28,7 +35,51 @@ class CheckResult(NamedTuple):
     """Why no batch was tried, in a sentence; empty if one was."""
 
 
-def check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
+def check(
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE... [KEY=VALUE]...", help="Experiment files; values for all.", show_default=False),
+    ],
+    *,
+    data: Annotated[
+        bool,
+        typer.Option(help="Also load the data and try a batch. Use --no-data on a machine without the data."),
+    ] = True,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only problems.")] = False,
+) -> None:
+    """Check experiment files without training: each component, the data, and one batch."""
+    overrides = [word for word in files if "=" in word and not Path(word).exists()]
+    files = [word for word in files if word not in overrides]
+    if not files:
+        raise UsageError(f"name an experiment file, too: pipeline check FILE {overrides[0]}")
+    errors: dict[str, PipelineError] = {}
+    console = OptionalConsole(highlight=False, stderr=True, quiet=quiet)
+    with stages_on(OptionalConsole(quiet=True) if as_json else console):
+        for file, check_this in iter_checks(files, overrides, with_data=data):
+            with progress_on(console):
+                found = check_this()
+            end_stage()
+            if found.error is not None:
+                show(found.error)
+                errors[file] = found.error
+            elif not quiet:
+                skipped = f"\n  No batch was tried. {found.skipped}" if found.skipped else ""
+                say(f"{file}: ok{f'; {found.sweep}' if found.sweep else ''}{skipped}", err=as_json)
+    if as_json:
+        listed = [{"file": file, "problems": list_problems(errors.get(file))} for file in files]
+        print_json(json.dumps(listed, indent=2))
+    if errors:
+        raise typer.Exit(next(iter(errors.values())).exit_code)
+
+
+def list_problems(error: PipelineError | None) -> list[dict[str, str]]:
+    """Return the problems of a file for JSON, each with key, message and place."""
+    problems = error.problems if isinstance(error, ExperimentError) else [Problem("", str(error))] if error else []
+    return [problem._asdict() for problem in problems]
+
+
+def check_file(file: ExperimentFile, *, with_data: bool) -> CheckResult:
     """Check an experiment; what it prints is dropped.
 
     Args:
@@ -50,12 +101,12 @@ def check(file: ExperimentFile, *, with_data: bool) -> CheckResult:
 def iter_checks(
     names: Sequence[str], overrides: Sequence[str] = (), *, with_data: bool
 ) -> Iterator[tuple[str, Callable[[], CheckResult]]]:
-    """Yield experiment files with a function that checks them, see `check`; torch is imported if one can be read."""
+    """Yield files with a function that checks them, see `check_file`; torch is imported if one can be read."""
     loaded = {name: _load(name, overrides) for name in names}
     _preload([file for file in loaded.values() if isinstance(file, ExperimentFile)])
     for name, file in loaded.items():
         if isinstance(file, ExperimentFile):
-            yield name, partial(check, file, with_data=with_data)
+            yield name, partial(check_file, file, with_data=with_data)
         else:
             yield name, partial(CheckResult, file)
 

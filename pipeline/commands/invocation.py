@@ -5,6 +5,7 @@ What these commands plan and measure is in their own files.
 
 import logging
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,19 +35,14 @@ from pipeline.record import journal, loss_file, provenance, runs
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME, id_of, is_kept
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.screen import Printable, Terminal, print_screen, write
-from pipeline.report.advice import advise
-from pipeline.report.numbers.row import Row
-from pipeline.report.report import Report
+from pipeline.record.screen import Printable, Terminal, write
 from pipeline.report.report_files import AnyReport
-from pipeline.report.text.claims import classify_speedup
-from pipeline.report.text.tables import speedup
 from pipeline.results import charts, mlflow_names, record
 from pipeline.results.goodput import Goodput, WallClock
 from pipeline.results.page import FILE_NAME as PAGE_NAME
 from pipeline.results.page import render
 from pipeline.results.record import Result
-from pipeline.results.terminal import format_full, format_screen
+from pipeline.results.terminal import print_result
 from pipeline.system import begin_stage, uncollected
 from pipeline.tracking import loggers
 from pipeline.tracking.outcome import TrackingOutcome
@@ -164,29 +160,25 @@ class Invocation:
                 self.warn(f"{path} could not be written: {type(error).__name__}: {error}")
         result = result.model_copy(update={"run": id_of(self.folder), "places": find_places(self.folder)})
         self._shown.append(result)
-        at = {name: (one.steps, one.epochs) for name, one in self.results.items()}
+        ends = Counter(end.result.trial for end in self.finished)
+        at = {"main": (0, 0)} | {name: (one.steps, one.epochs) for name, one in self.results.items()}
         logged = {number.metric for number in (*MEASURED, STARTUP)}  # at the end of the trial itself
         for trial, figures in mlflow_names.metrics(result).items():
-            step, epoch = at.get(trial, (0, 0))
-            known = logged if trial in at else set()
+            if trial not in at:  # predicted
+                continue
+            step, epoch = at[trial]
+            known = logged if ends[trial] == 1 else set()  # of repeats, their means
             new = {name: value for name, value in figures.items() if not name.startswith(_OF_STEPS)}
             self.log({name: new[name] for name in new if name not in known}, trial=trial, step=step, epoch=epoch)
         for trial, tags in mlflow_names.tags(result).items():
-            self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
+            if trial in at:
+                self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
         self.save({TABLE_NAME: mlflow_names.table_json(result)} if draws else {})
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
 
-    # Old reports, until benchmark, sweep, compare and evaluate end in a `Result`: the methods below, `print_old_end`
+    # Old reports, until sweep, compare and evaluate end in a `Result`: the methods below, `print_old_end`
     # and `old_page` go with the last of them.
-
-    def tag(self, row: Row, *, baseline: Row, trial: str = "main") -> None:
-        """Tag a trial with its speedup and the interval of it, for the table of runs in the tracking store."""
-        if row.ratio is None:
-            return
-        doubts = {"invalid": "not valid, ", "inconclusive": "inconclusive, "}
-        tags = {"speedup": f"{doubts.get(classify_speedup(row, baseline), '')}{speedup(row)}"}
-        self.recorder.receive(Tagged(run=id_of(self.folder), trial=trial, tags=tags))
 
     def show(self, report: Printable, *, summary: str = "") -> None:
         """Print a report once its results are where they belong.
@@ -207,12 +199,6 @@ class Invocation:
         begin_stage("drawing the report")
         for name in old_page.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
-
-    def advised(self, report: Report) -> Report:
-        """Return the report with advice."""
-        resources = self.plan.resources
-        advice = advise(report, experiment=self.plan.experiment, cores=resources.cpus // resources.nodes)
-        return report.model_copy(update={"advice": advice})
 
     @contextmanager
     def unharmed(self, what: str) -> Iterator[None]:
@@ -279,7 +265,7 @@ def invoked(
                         error.add_note(note) if note else None
                     raise
     finally:
-        for ended in folders:
+        for ended in folders if not adds else ():  # what is added has an end of its own
             last = shown[-1] if shown else None
             if isinstance(last, Result):
                 last = last.model_copy(update={"places": find_places(ended)})  # once MLflow has answered
@@ -328,15 +314,6 @@ def way_on(verb: Sequence[str], *, file: ExperimentFile, run: str) -> str:
     name, *options = verb
     overrides = map(without_credentials_in, file.overrides)
     return f"continue it with: pipeline {shlex.join([name, str(file.path), *overrides, *options, '--resume', run])}"
-
-
-def print_result(result: Result, *, terminal: Terminal, is_verbose: bool = False) -> None:
-    """Print what a command ends with; with ``--quiet`` the answer alone, with ``--verbose`` all of it first."""
-    if terminal.progress.quiet:
-        write(terminal.result, result.verdict, style="bold")
-        return
-    full = (*format_full(result), "") if is_verbose else ()
-    print_screen([*full, *format_screen(result)], stdout=terminal.result)
 
 
 def find_places(folder: Path) -> tuple[tuple[str, str], ...]:

@@ -10,8 +10,6 @@ from pathlib import Path
 from time import time as now
 from typing import IO, cast
 
-import rich.console
-
 from pipeline.errors import PipelineError, ResourceError, raise_swallowed_interrupt
 from pipeline.experiment.summary import flatten
 from pipeline.experiment.uris import without_credentials
@@ -25,7 +23,7 @@ from pipeline.record.console import Console
 from pipeline.record.folder import LOG_NAME, create, explain_os_errors, id_of, is_kept, killed, sweep_of
 from pipeline.record.journal import FILE_NAME, ending, marked, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.screen import Terminal, linked, write
+from pipeline.record.screen import OptionalConsole, Terminal, linked, write
 from pipeline.system import begin_stage
 from pipeline.tracking.follower import Follower, flush
 from pipeline.tracking.loggers import own_names
@@ -103,7 +101,7 @@ def recorded(
         if warning:
             warn(warning)
         # Plain lines for the log, even in notebooks and with FORCE_COLOR.
-        plain = rich.console.Console(
+        plain = OptionalConsole(
             file=cast("IO[str]", log), width=120, force_jupyter=False, force_terminal=False, color_system=None
         )
         consoles = [Console(each, trials=plan.measured) for each in (terminal, Terminal.on(plain))]

@@ -109,8 +109,8 @@ class ExperimentFile:
         """Overrides that are in force, as they were written."""
         return tuple(dict.fromkeys(entry for entry in self.places.entries.values() if isinstance(entry, str)))
 
-    def vary(self, values: Mapping[str, Any]) -> "ExperimentFile":
-        """Return the experiment without its sweep and with other values, by dotted key.
+    def vary(self, values: Mapping[str, Any], *overrides: str) -> "ExperimentFile":
+        """Return the experiment without its sweep and with other values, by dotted key, and further overrides.
 
         Raises:
             ExperimentError: a value is invalid.
@@ -118,7 +118,7 @@ class ExperimentFile:
         tree = deepcopy(dict(self.tree))
         tree.pop("sweep", None)
         read = Source(tree, dict(self.places.entries), self.bases)
-        return _check(self.places.name, read, [override(key, values[key]) for key in values])
+        return _check(self.places.name, read, [*(override(key, values[key]) for key in values), *overrides])
 
     def explain(self, found: Iterable[Problem]) -> ExperimentError:
         """Return an error with the places of all problems, in the order of the file."""

@@ -20,7 +20,7 @@ def read_variants(
     if vary is not None:
         if len(files) != 1:
             raise UsageError(f"--vary varies one experiment file, and {len(files)} are named")
-        each, shared = _parse_vary(vary)
+        each, shared = parse_vary(vary)
         return [(", ".join(own), load(files[0], [*overrides, *own, *shared])) for own in each]
     if len(files) == 1:
         raise UsageError(
@@ -32,7 +32,7 @@ def read_variants(
     return [(file, load(file, overrides)) for file in files]
 
 
-def _parse_vary(text: str) -> tuple[list[list[str]], list[str]]:
+def parse_vary(text: str) -> tuple[list[list[str]], list[str]]:
     """Return the overrides of each variant, and those that all share, e.g. of "optimizer.lr=0.1,0.05 seed=7"."""
     values: dict[str, list[str]] = {}
     try:

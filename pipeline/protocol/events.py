@@ -35,7 +35,7 @@ class Point(NamedTuple):
 class Event(Recorded):
     """Base of all events. ``time`` is in seconds since the epoch, by default that of construction."""
 
-    time: float = Field(default_factory=now)
+    time: float = Field(default_factory=now, ge=0, lt=253_402_300_800)  # of the years that datetime has
     trial: str = "main"
 
 

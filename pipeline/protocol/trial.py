@@ -36,6 +36,7 @@ class Trial(Frozen):
     devices_per_worker: int  # GPUs of each process; 0 on CPU
     device: Literal["cpu", "cuda"]
     cpus_per_worker: int  # Cores, and threads, of each process
+    allow_changed: bool = False  # True to use a checkpoint although the data has changed since
     allowed: tuple[str, ...] = ()  # Packages that a ``_target_`` may name, as the driver found them
     repeat: int = 0  # Index among equal measurements, from 0; all have the same name
     folder: str = ""  # Absolute folder of the run, which all nodes share; empty: files are not kept
@@ -108,7 +109,6 @@ class Training(Trial):
     role: Literal["main"] = "main"
     checkpoints: str = ""  # Absolute folder, or fsspec address, of the checkpoints; empty: none are saved
     resume: bool = False  # True to resume from the newest complete checkpoint, from the beginning if there is none
-    allow_changed: bool = False  # True to resume although the data has changed since the checkpoint
     compared_with: tuple[Baseline | Reference, ...] = ()  # Measured after the training, in turn with its own steps
     train_only: bool = False  # True to measure nothing once the training is over
     is_quick: bool = False  # True to end after `quick_steps`, to see whether the experiment works
@@ -146,7 +146,8 @@ class CellMeasurement(Measurement):
     """Measurement of a cell of a matrix of comparisons."""
 
     role: Literal["cell"] = "cell"
-    variant: str = ""  # Difference from cells of the same strategy and size, e.g. "static_graph".
+    variant: str = ""  # Difference from cells of the same strategy and size, e.g. "static_graph"
+    overrides: tuple[str, ...] = ()  # Overrides of the file that make this cell
 
     @property
     @override

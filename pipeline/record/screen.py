@@ -6,11 +6,12 @@ lines that leave numbers unbroken, and hanging indents.
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
@@ -22,13 +23,23 @@ if TYPE_CHECKING:
 
 _ADDRESS = r"https?://\S+"
 _LABEL = re.compile(r"[A-Z]{3,}(?=  )")
-"""Label at the start of a screen's line, e.g. RESULT."""
-_NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that numbers need not
-Item = TypeVar("Item")
+"""Label at the beginning of a screen's line, e.g. RESULT."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but tabs and ends of lines: in a foreign text, such as an exception's, they steer the terminal."""
+_ANY_WIDTH = 10_000
+_NAME_WIDTH = 21  # of the first column; longer titles wrap between words, so that figures need not
 
 
 class OptionalConsole(Console):
-    """Console that is silent once no one reads it, e.g. after ``pipeline run FILE | head``: training continues."""
+    """Console of all commands, which prints no control characters but rich's own.
+
+    It is silent once no one reads it, e.g. after ``pipeline run FILE | head``: training continues.
+    """
+
+    @override
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=without_controls(segment.text))
 
     @override
     def on_broken_pipe(self) -> None:
@@ -71,9 +82,14 @@ def write(stdout: Console, text: str, *, style: str = "") -> None:
     stdout.print(Text(text, style=style), soft_wrap=not stdout.is_interactive)
 
 
+def without_controls(text: str) -> str:
+    """Remove control characters from a text, but tabs and ends of lines."""
+    return _CONTROL.sub("", text)
+
+
 def linked(text: str) -> Text:
     """Make the addresses in a text links, for terminals that have them; to be printed with ``soft_wrap``."""
-    shown = Text(text)
+    shown = Text(without_controls(text))
     shown.highlight_regex(_ADDRESS, lambda address: f"link {address}")
     return shown
 
@@ -95,32 +111,11 @@ def print_report_table(report_table: "ReportTable", *, console: Console) -> None
         console.print(headed(["", *report_table.notes], width=console.width))
 
 
-def listing(
-    columns: Sequence[tuple[str, Callable[[Item], str]]],
-    items: Iterable[Item],
-    *,
-    style: Callable[[Item], str] = lambda _: "",
-    right_aligned: Sequence[str] = (),
-) -> Table:
-    """Build a table with a line for each item; its cells never wrap, since a broken id can't be copied."""
-    table = Table(box=None, pad_edge=False)
-    for name, _ in columns:
-        table.add_column(name, no_wrap=True, justify="right" if name in right_aligned else "left")
-    for item in items:
-        table.add_row(*(Text(cell(item)) for _, cell in columns), style=style(item))
-    return table
-
-
 def print_table(table: Table, *, console: Console) -> None:
     """Print a table without cutting a cell; a terminal folds wide ones, but not those of ``no_wrap`` columns."""
     if not console.is_terminal or all(column.no_wrap for column in table.columns):
-        table.width = width_of(table, console)
+        table.width = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
     console.print(table, crop=False)
-
-
-def width_of(table: Table, console: Console) -> int:
-    """Measure the characters in a line that a table needs to print each row whole."""
-    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def headed(lines: Sequence[str], *, width: int) -> Text:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pipeline.experiment.load import override
 from pipeline.experiment.schema import Experiment
+from pipeline.protocol.trial import CellMeasurement
 from pipeline.results import texts
 from pipeline.results.breakdown import adds_up, explain_lost_time, find_straggler, format_ms, noise_ms
 from pipeline.results.record import Advice
@@ -79,7 +80,8 @@ def _better_row(rows: Sequence[Row], own: Row, experiment: Experiment) -> _Findi
     why = explain_lost_time(own, row) if row.device_count < own.device_count else ""
     reason = " ".join(filter(None, [compared, why])) or compare(row, own)
     gain = max(0.0, 1 - own.rate / row.rate)
-    return _Finding(gain, Advice(use=row.short_name, reason=reason, overrides=_overrides(_values(row, experiment))))
+    overrides = tuple(map(shlex.quote, _overrides_of(row))) or _overrides(_values(row, experiment))
+    return _Finding(gain, Advice(use=row.short_name, reason=reason, overrides=overrides))
 
 
 def _is_alternative(row: Row, own: Row) -> bool:
@@ -88,7 +90,13 @@ def _is_alternative(row: Row, own: Row) -> bool:
     is_same = row.batch == own.batch and (check is None or check.state != "differs")
     other, trial = row.trial, own.trial
     layouts = [(one.strategy, one.workers, one.cpus_per_worker, dict(one.options)) for one in (other, trial)]
-    return is_same and layouts[0] != layouts[1] and not row.is_one_replica_dp
+    differs = layouts[0] != layouts[1] or _overrides_of(row) != _overrides_of(own)
+    return is_same and differs and not row.is_one_replica_dp
+
+
+def _overrides_of(row: Row) -> tuple[str, ...]:
+    """Return the overrides that make a configuration of a benchmark."""
+    return row.trial.overrides if isinstance(row.trial, CellMeasurement) else ()
 
 
 def _values(row: Row, experiment: Experiment) -> Mapping[str, Any]:

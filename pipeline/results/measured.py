@@ -1,5 +1,6 @@
 """The result of rows: the answer, what to do, tables, facts and notes, for ``run`` and in part for ``benchmark``."""
 
+import itertools
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -123,23 +124,29 @@ def iter_decision(main: Row, *, command: str) -> Iterator[tuple[str, str]]:
     """
     given = [*map(shlex.quote, shlex.split(command))] or ["pipeline", "run", "FILE"]
     if main.claim == "invalid":
-        settings = ("train.precision=fp64", "train.epochs=1")
+        settings = ("train.precision=fp64", *(["train.epochs=1"] if main.role == "main" else []))
         yield "CHECK", texts.CHECK
-        yield "CONFIRM", " ".join([*_without(given, settings), *settings])
+        yield "CONFIRM", _repeat(given, given[1], *settings)
     elif main.claim == "inconclusive":
         doubt = statements.explain_doubt(main, main=main)
         yield "REASON", doubt.reason
         if doubt.command:
-            verb, *settings_of = doubt.command
             yield "NEXT", doubt.remedy
-            words = given[2:] if verb == "run" else given[2:3]
-            yield "", " ".join(["pipeline", verb, *_without(words, settings_of), *settings_of])
+            yield "", _repeat(given, *doubt.command)
 
 
-def _without(words: Sequence[str], settings: Sequence[str]) -> list[str]:
-    """Return words of a command without those that set a key again."""
-    taken = {word.partition("=")[0] for word in settings}
-    return [word for word in words if word.partition("=")[0] not in taken]
+def _repeat(given: Sequence[str], verb: str, *settings: str) -> str:
+    """Return the command again with other settings: overrides, or an option with its value.
+
+    Another verb has the file and the overrides, but not the options.
+    """
+    taken, words = {word.partition("=")[0] for word in settings}, list[str]()
+    for before, word in itertools.pairwise(given[1:]):
+        is_option = word.startswith("-") or before.startswith("--")
+        is_taken = word.partition("=")[0] in taken or (before in taken and before.startswith("--"))
+        if not is_taken and not (verb != given[1] and is_option):
+            words.append(word)
+    return " ".join(["pipeline", verb, *words, *settings])
 
 
 def iter_notes(rows: Sequence[Row], main: Row, *, has_advice: bool) -> Iterator[str]:
@@ -209,9 +216,9 @@ def result_of_run(
     answer, short = list[str](), ""
     if main.claim == "none":
         reason = texts.UNMEASURED[_find_reason(main, missing=missing, option=option)].format(option=option)
-        answer = [texts.WITHOUT_SPEEDUP.format(name=main.name, rate=_format_rate(main), reason=reason)]
+        answer = [texts.WITHOUT_SPEEDUP.format(name=main.name, rate=format_rate(main), reason=reason)]
         metric = next(iter(single_names(iter_metric_names(main))), "")
-        reached = f"{metric} {figure(result.metrics[metric])}" if metric else f"{_format_rate(main)} samples/s"
+        reached = f"{metric} {figure(result.metrics[metric])}" if metric else f"{format_rate(main)} samples/s"
         short = texts.WITHOUT_SPEEDUP_VERDICT.format(name=main.name, reached=reached)
         answer = [*format_metrics(main), *answer]
     else:
@@ -250,7 +257,7 @@ def result_of_quick(main: Row, *, hardware: str, command: str, training_s: float
         "price": f", at a price of {figure(cost.value or 0.0, digits=3)}" if cost else "",
         "steps": counted(result.steps, "step"),
         "timed": str(max(1, result.steps - trial.experiment.benchmark.warmup_steps)),
-        "rate": _format_rate(main),
+        "rate": format_rate(main),
         "start": NONE if main.start_s is None else duration(main.start_s),
         "memory": f", peak memory {format_fact(memory)} MiB per {per}" if memory else "",
     }
@@ -333,7 +340,8 @@ def _find_reason(main: Row, *, missing: Missing, option: str) -> str:
     return missing or "same"
 
 
-def _format_rate(row: Row) -> str:
+def format_rate(row: Row) -> str:
+    """Return a row's samples per second."""
     return format_fact(facts_of(row)["samples_per_second"])
 
 

@@ -15,7 +15,7 @@ from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
 from pipeline.protocol.events import Finished
 from pipeline.protocol.labels import Role
-from pipeline.protocol.trial import Trial
+from pipeline.protocol.trial import CellMeasurement, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.results.losses import LossCheck, check_losses
 from pipeline.results.record import FAR, WIDE, Fact
@@ -99,6 +99,10 @@ class Row:
     @property
     def short_name(self) -> str:
         """Name without the strategy, e.g. "2 workers" or "1 process on both cores"."""
+        return name_configuration(self._size, "single", self._variant)
+
+    @property
+    def _size(self) -> str:
         if self.has_all_cores:
             return f"1 process on {self._all_cores}"
         if self.trial.workers == 1 and self.trial.replicas > 1:  # DataParallel
@@ -106,15 +110,16 @@ class Row:
         return counted(self.trial.workers, "worker")
 
     @property
+    def _variant(self) -> str:
+        return self.trial.variant if isinstance(self.trial, CellMeasurement) else ""
+
+    @property
     def name(self) -> str:
         """Name with what distinguishes the row, e.g. "1 worker", "2 workers (ddp)" or "1 process, both cores"."""
         if self.has_all_cores:
             return f"1 process, {self._all_cores}"
-        micro = [] if self.result.micro_batches is None else [f"{self.result.micro_batches} micro-batches"]
-        variant = getattr(self.trial, "variant", "")
-        details = [*([] if self.trial.strategy == "single" else [self.trial.strategy]), *filter(None, [variant])]
-        listed = ", ".join([*details, *micro])
-        return f"{self.short_name} ({listed})" if listed else self.short_name
+        micro = "" if self.result.micro_batches is None else f"{self.result.micro_batches} micro-batches"
+        return name_configuration(self._size, self.trial.strategy, self._variant, micro)
 
     @property
     def label(self) -> str:
@@ -218,6 +223,12 @@ class Row:
         if not self.result.whole_training:
             return None
         return self.result.whole_training / self.rate + (start_s if self.start_s is None else self.start_s)
+
+
+def name_configuration(short: str, strategy: str, *details: str) -> str:
+    """Name a configuration with what distinguishes it, e.g. "2 workers (ddp, batch 64)"."""
+    listed = ", ".join(filter(None, ["" if strategy == "single" else strategy, *details]))
+    return f"{short} ({listed})" if listed else short
 
 
 def is_wide(ratio: Estimate) -> bool:

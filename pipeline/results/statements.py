@@ -1,6 +1,7 @@
 """What a speedup shows, in the words of `texts`: the answer, the answer in one line, and what makes it doubtful."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeline.protocol import estimates
@@ -31,12 +32,14 @@ class Doubt(NamedTuple):
     """Verb and settings that measure again, e.g. ("benchmark", "--repeats", "5"); empty if none does."""
 
 
-def headline(row: Row) -> tuple[str, ...]:
-    """Return the answer on a row's speedup in sentences; only for a row that has one."""
+def headline(row: Row, *, others: Sequence[Row] = ()) -> tuple[str, ...]:
+    """Return the answer on a row's speedup in sentences, with its strategy if one of the others has the same name."""
     assert row.baseline is not None
     assert row.ratio is not None
     state = "invalid" if row.claim == "invalid" else _state(row.ratio)
     fields = _fields(row, row.baseline, row.ratio)
+    if any(other is not row and other.short_name == row.short_name for other in others):
+        fields["name"] = row.name
     return tuple(sentence.format(**fields).replace("; scaling efficiency -", "") for sentence in texts.HEADLINES[state])
 
 

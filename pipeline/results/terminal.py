@@ -1,9 +1,10 @@
 """A result on the terminal: a screen of at most 24 lines of 80 columns, or with ``--full`` all of it."""
 
-import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from pipeline.record.screen import Terminal, print_screen, write
 from pipeline.results.record import Advice, Fact, Result, Table, format_fact
 
 WIDTH, HEIGHT = 80, 24
@@ -15,6 +16,15 @@ _NARROWEST = 12
 _FEWEST_ROWS = 3
 """Rows of a table that a screen shows in any case."""
 _MOST_NOTES = 4
+
+
+def print_result(result: Result, *, terminal: Terminal, is_verbose: bool = False) -> None:
+    """Print what a command ends with; with ``--quiet`` the answer alone, with ``--verbose`` all of it first."""
+    if terminal.progress.quiet:
+        write(terminal.result, result.verdict, style="bold")
+        return
+    full = (*format_full(result), "") if is_verbose else ()
+    print_screen([*full, *format_screen(result)], stdout=terminal.result)
 
 
 def format_screen(result: Result) -> tuple[str, ...]:
@@ -74,13 +84,16 @@ def format_table(table: Table, *, most_rows: int | None = None, width: int = WID
         more.append(f"{hidden} more: pipeline show latest --full")
     cells = [table.header, *([format_cell(cell) for cell in row] for row in rows)]
     names, *columns = (list(column) for column in zip(*cells, strict=True))
-    narrowest = min(_NARROWEST, max(map(len, names)))
+    longest_word = max(len(word) for name in names for word in name.split())
+    narrowest = min(max(_NARROWEST, longest_word), max(map(len, names)))
     while len(columns) > 1 and _width(columns) + narrowest > width:
         columns.pop()
     room = max(narrowest, width - _width(columns))
     lines: list[list[str]] = []
     for name, *others in zip(names, *columns, strict=True):
-        *above, last = textwrap.wrap(name, room, subsequent_indent="  ", break_long_words=False) or [""]
+        *above, last = textwrap.wrap(
+            name, room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        ) or [""]
         lines += [[line, *[""] * len(others)] for line in above] + [[last, *others]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = [not any(isinstance(row[index], Fact) for row in rows) for index in range(len(table.header))]
@@ -124,8 +137,9 @@ def _format_advice(advice: Advice) -> Iterator[str]:
 
 
 def _format_next(name: str, text: str) -> tuple[str, ...]:
-    words = re.findall(r"(?:'[^']*'|\S)+", text)  # a quoted word may have spaces
-    return label_command(name, words) if text.startswith("pipeline ") else label(name, text)
+    """Return a sentence, or a shell command, whose words stay whole where they have spaces."""
+    is_command = text.startswith("pipeline ")
+    return label_command(name, [*map(shlex.quote, shlex.split(text))]) if is_command else label(name, text)
 
 
 def wrap(text: str, *, first: str = "", rest: str = "") -> tuple[str, ...]:

@@ -89,6 +89,8 @@ UNMEASURED: Mapping[str, str] = {
     "interrupted": "Speedup not measured (the measurement was interrupted)",
     "failed": "Speedup not measured (the measurement failed, see the warning above)",
     "no baseline": "Speedup not measured (--no-baseline)",
+    "baseline missing": "Speedup not measured (the baseline could not be measured)",
+    "nothing else": "Speedup not measured (nothing but the baseline was measured)",
 }
 """Why there is no speedup."""
 
@@ -159,6 +161,7 @@ TITLES: Mapping[str, str] = {
     "stopped early": "{name}: training stopped early ({epochs}{steps}; {hardware})",
     "quick": "{name}: quick test passed ({workers}, {strategy}, {launcher}; {hardware})",
     "benchmark": "{name}: benchmark completed ({configurations}, {repeats}; {hardware})",
+    "benchmark, interrupted": "{name}: benchmark interrupted ({configurations} measured; {hardware})",
 }
 QUICK = (
     "The whole training takes about {time}: {hours} device hours{price}",
@@ -166,6 +169,23 @@ QUICK = (
     "{rate} samples/s, first step {start} after the launch{memory}. The speedup was not measured.",
 )
 """The answer of ``--quick``."""
+FASTEST = "Fastest: {name}, {rate} samples/s"
+NOT_MEASURED = "not measured"
+WHY_NOT_MEASURED = "{name} was not measured: {reason}."
+NOT_REACHED = "the benchmark ended before it was measured"
+NO_MEMORY = "it does not fit into memory"
+WIDE = "Some intervals are wide. Measure again on an idle machine, or with --repeats {repeats}."
+PREDICTED = (
+    "Predicted for a network of {gbit} Gbit/s and {us} us, {origin}, and gradients of {mb} MiB. Limited by {limits}."
+)
+"""What predicted rows are based on."""
+CHECKED = "{name}: {measured} measured, {predicted} predicted ({error})"
+UNCHECKED = "The prediction is not checked: no measured workers use this network."
+NO_PREDICTION = "no speedup is predicted, because what a prediction needs could not be measured"
+NO_NETWORK = (
+    "--predict: no two workers can run here ({reason}), so the network cannot be measured. Give it, e.g. --network "
+    "10Gbit,50us."
+)
 WITHOUT_SPEEDUP = "{name}: {rate} samples/s. {reason}"
 WITHOUT_SPEEDUP_VERDICT = "{name}: {reached}; speedup not measured"
 QUICK_VERDICT = "{name}: quick test passed; the whole training takes about {time}"

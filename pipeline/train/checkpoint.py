@@ -110,7 +110,7 @@ class Checkpoints:
             return 0
         manifest, older, state = found
         changed = _find_changes(s, manifest)
-        _check_data(s, manifest)
+        check_data(s, manifest)
         if s.rank.world_size > 2:
             # DDP rebuilds its buckets after its first backward pass, and the rounding of a sum over three or more ranks
             # depends on its bucket: the first resumed step is to have the buckets of an uninterrupted training.
@@ -435,21 +435,17 @@ def _find_changes(s: State, manifest: Manifest) -> set[str]:
     return {key for key, _, _ in manifests.changes(manifest.experiment, now)}
 
 
-def describe_data_change(s: State, manifest: Manifest) -> str | None:
-    """Return how the data differs from the data that a checkpoint was trained on; None if it doesn't. Collective."""
-    if (before := manifest.data) is None:
-        return None
-    return broadcast_from_first(
-        lambda: manifests.find_data_change(before, s.batches.data, since=manifest.name), rank=s.rank
-    )
+def check_data(s: State, manifest: Manifest) -> str:
+    """Refuse other data than a checkpoint was trained on, for resume, evaluate and export alike. Collective.
 
-
-def _check_data(s: State, manifest: Manifest) -> None:
-    """Refuse changed data, unless the trial allows it. A changed iterable dataset is only warned of. Collective."""
-    if (change := describe_data_change(s, manifest)) is None:
-        return
-    if s.order.is_stream or (isinstance(s.trial, Training) and s.trial.allow_changed):
-        s.warn(f"data: {change}")
-        return
-    remedy = "Restore the samples, or add --allow-changed to continue with the changed samples"
-    raise ExperimentError.of("data", f"{change}. {remedy}{hash_hint()}.")
+    Only warn of an iterable dataset, or if the trial allows it; return the change, empty without one.
+    """
+    before, find = manifest.data, manifests.find_data_change
+    change = before and broadcast_from_first(lambda: find(before, s.batches.data, since=manifest.name), rank=s.rank)
+    if not change:
+        return ""
+    if not (s.order.is_stream or s.trial.allow_changed):
+        remedy = "Restore the samples, or add --allow-changed to continue with the changed samples"
+        raise ExperimentError.of("data", f"{change}. {remedy}{hash_hint()}.")
+    s.warn(f"data: {change}")
+    return change

@@ -20,7 +20,7 @@ from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial import Evaluation
 from pipeline.train import pictures
 from pipeline.train.build import NOBODY, build
-from pipeline.train.checkpoint import describe_data_change
+from pipeline.train.checkpoint import check_data
 from pipeline.train.evaluate import evaluate, full_state_dict, prepare, resulting_weights
 from pipeline.train.exported import Example, trained_model, write_onnx, write_program
 from pipeline.train.manifest import Manifest, entry_of
@@ -60,7 +60,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
         what = trial.split or "test or validation"
         raise ExperimentError.of("data", f"there is no {what} set to evaluate{there}")
     prepare(s)
-    changed = describe_data_change(s, manifest)
+    changed = check_data(s, manifest)
     values = evaluate(s, split=split, show=lambda name, curve: pictures.curve(s, f"{split} {name}", curve))
     return Evaluated(
         trial=trial.name,
@@ -71,7 +71,7 @@ def evaluate_checkpoint(trial: Evaluation, *, rank: Rank, outbox: Outbox) -> Eva
         best=trial.best,
         checkpoint=Storage(trial.checkpoints).place(manifest.name),
         values=values,
-        changes=trial.changes if changed is None else (*trial.changes, f"data: {changed}"),
+        changes=(*trial.changes, *([f"data: {changed}"] if changed else [])),
     )
 
 
@@ -94,6 +94,8 @@ class PortableModel(NamedTuple):
     """Values of ``${total_steps}`` and the like, by name."""
     epoch: int
     """Epoch of the weights, counted from 1."""
+    data_change: str = ""
+    """How the data has changed since the weights' checkpoint was saved; empty if it has not, or was not read."""
 
     def module(self) -> nn.Module:
         """Build the model on the CPU, in evaluation mode."""
@@ -110,6 +112,7 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
     """Read the weights of a checkpoint in this process, and example inputs from the experiment's data."""
     try:
         s, manifest = restore(trial, rank=Rank())
+        changed = check_data(s, manifest)
         with resulting_weights(s):
             weights = tree_map_only(Tensor, lambda own: own.detach().to("cpu", copy=True), dict(full_state_dict(s)))
             example, reference = example_of(s)
@@ -119,7 +122,9 @@ def of_checkpoint(trial: Evaluation) -> PortableModel:
         raise TrainingError(f"{type(error).__name__}: {error}", traceback.format_exc()) from error
     known = {**s.batches.runtime, "world_size": manifest.world_size}
     reference = reference._replace(runtime=known)
-    return PortableModel(trial.experiment, trial.allowed, weights, example, reference, known, epoch_of(manifest))
+    return PortableModel(
+        trial.experiment, trial.allowed, weights, example, reference, known, epoch_of(manifest), changed
+    )
 
 
 def of_result(

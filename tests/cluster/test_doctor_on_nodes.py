@@ -8,7 +8,7 @@ import pytest
 import torch
 from nodes import Nodes
 
-from pipeline.commands.doctor.examination import Examination
+from pipeline.commands.doctor import Examination
 
 pytestmark = pytest.mark.timeout(600)
 

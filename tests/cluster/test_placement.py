@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.arguments import with_address
+from pipeline.commands.options import with_address
 from pipeline.errors import ExperimentError, ResourceError
 from pipeline.experiment.load import load
 from pipeline.plan.plan import Plan, make_plan

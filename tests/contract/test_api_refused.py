@@ -59,9 +59,9 @@ def test_a_dict_is_the_experiment_that_its_file_is(here: Path) -> None:
     [
         ({"strategies": ["dpd"]}, "'dpd' is not a strategy; did you mean"),
         ({"strategies": "ddp"}, 'strategies: is a string. Pass a list, ["ddp"].'),
-        ({"workers": [0]}, "workers, batch_sizes and repeats must be integers of at least 1, not 0"),
-        ({"batch_sizes": [0]}, "workers, batch_sizes and repeats must be integers of at least 1, not 0"),
-        ({"predict": [1]}, "--predict: 1 workers cannot be predicted. Use 2 to 1,024."),
+        ({"workers": [0]}, "workers, batch_sizes, predict and repeats must be integers of at least 1, not 0"),
+        ({"batch_sizes": [0]}, "workers, batch_sizes, predict and repeats must be integers of at least 1, not 0"),
+        ({"predict": [1]}, "--predict: 1 workers cannot be predicted. Use 2 to 16, as many as"),
         ({"predict": [8], "network": "fast"}, "--network fast: 'fast' is not understood"),
     ],
 )

@@ -18,8 +18,11 @@ DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=
         (["--batch-sizes", "8,large"], "--batch-sizes 8,large: 'large' is not a batch size"),
         (["--predict", "8", "--network", "fast"], "--network fast: 'fast' is not understood"),
         (["--network", "10Gbit,50us"], "--network: is used for predictions only. Add --predict, e.g. --predict 8,64."),
-        (["--predict", "5000"], "--predict: 5000 workers cannot be predicted. Use 2 to 1,024."),
-        (["--predict", "1"], "--predict: 1 workers cannot be predicted."),
+        (["--predict", "5000"], "--predict: 5000 workers cannot be predicted. Use 2 to 16, as many as"),
+        (["--vary", "optimizer.lr"], "--vary optimizer.lr: write key=value,value, e.g. --vary optimizer.lr=0.1,0.05"),
+        (["--vary", "optimizer.lr=0.1"], "--vary: optimizer.lr has 1 value. Give each key the same number of values"),
+        (["--vary", "optimizer.lr=a,b"], "command line: optimizer.lr=a: optimizer"),
+        (["--vary", "tracking.uri=a,b"], "--vary tracking.uri: the whole benchmark sets this key"),
     ],
 )
 def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:
@@ -30,7 +33,7 @@ def test_bad_wishes(command: Any, arguments: list[str], told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["parallel.launcher=inprocess"], ["parallel.launcher=torchrun", "parallel.cpus_per_worker=100"]]
+    "arguments", [["parallel.launcher=inprocess"], ["parallel.launcher=torchrun", "parallel.cpus_per_worker=2"]]
 )
 def test_a_network_needs_two_workers(command: Any, arguments: list[str]) -> None:
     ended = command("benchmark", "lab.yaml", "--predict", "8", *arguments)

@@ -17,7 +17,7 @@ import yaml
 from typed import understand
 
 from pipeline import registry
-from pipeline.cli.help import GROUPS
+from pipeline.cli import GROUPS
 from pipeline.protocol.trial import Experiment
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -41,15 +41,15 @@ def test_each_command_has_help(command: Command, name: str) -> None:
     assert types == []
     assert max(map(len, ended.stdout.splitlines())) <= 80
     shown = [line.strip() for line in ended.stdout.partition("Examples:")[2].splitlines() if line.strip()]
-    (examples,) = (commands[name] for commands in GROUPS.values() if name in commands)
+    (examples,) = (commands[name].examples for commands in GROUPS.values() if name in commands)
     assert shown == list(examples)
     assert len(examples) == 2
 
 
 def test_the_examples_of_the_help_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXPERIMENTS.parent)
-    for name, examples in (item for commands in GROUPS.values() for item in commands.items()):
-        for example in examples:
+    for name, verb in (item for commands in GROUPS.values() for item in commands.items()):
+        for example in verb.examples:
             assert example.startswith(f"pipeline {name}")
             assert understand(example.partition(" > ")[0])
 

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.commands.doctor import tracking
-from pipeline.commands.doctor.check_result import CheckResult
-from pipeline.commands.doctor.examination import Examination
+from pipeline.commands.doctor import CheckResult, Examination, check_tracking
 
 MLFLOW = metadata.version("mlflow")
 Command = Callable[..., Any]
@@ -47,7 +45,7 @@ def server(*, status: int = 200, text: str = "", version: str = "") -> Iterator[
 
 
 def looked_at(uri: str) -> CheckResult:
-    return tracking.check_tracking(uri, client=MLFLOW)
+    return check_tracking(uri, client=MLFLOW)
 
 
 def test_this_machine(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

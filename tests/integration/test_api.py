@@ -62,9 +62,9 @@ def test_a_comparison_returns_its_cells(here: Path, capfd: pytest.CaptureFixture
     result = benchmark("lab.yaml", *overrides, strategies=["single"], repeats=1, **more)  # type: ignore[arg-type]
 
     assert isinstance(result, BenchmarkResult)
-    titles = ["1 worker", "1 worker (batch 4)", "ddp, 8 workers (predicted)"]
-    assert (result.best.title, list(result.to_pandas()["title"])) == ("1 worker", titles)
-    assert f"{result.report.name}: benchmark completed (" in capfd.readouterr().out  # a script gets it printed
+    trials = ["baseline", "single-1-batch-4", "predicted-8"]
+    assert (result.best, [name for name in result.to_pandas().index if name != "main"]) == ("baseline", trials)
+    assert f"{result.result.name}: benchmark completed (" in capfd.readouterr().out  # a script gets it printed
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -19,11 +19,6 @@ from pipeline.record import journal
 
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 REPEATS = 2
-KEYS = {
-    "strategy", "workers", "measured", "reason", "samples_per_second", "speedup", "efficiency", "spread",
-    "step_ms", "exposed_communication_ms", "data_wait_ms", "peak_memory_mb", "time_to_first_step_s",
-    "largest_loss_difference",
-}  # fmt: skip
 
 
 class Compared(NamedTuple):
@@ -32,12 +27,8 @@ class Compared(NamedTuple):
     ended: Ended
 
     @property
-    def json(self) -> Any:
-        return json.loads(self.ended.stdout)
-
-    def cell(self, strategy: str, workers: int) -> Any:
-        (cell,) = (cell for cell in self.json["cells"] if (cell["strategy"], cell["workers"]) == (strategy, workers))
-        return cell
+    def facts(self) -> dict[str, dict[str, Any]]:
+        return self.ended.facts
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +42,14 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     return Compared(cwd, folder, Ended(process.returncode, stdout, stderr))
 
 
-def test_it_succeeds_and_prints_one_document(compared: Compared) -> None:
+def test_each_configuration_is_a_row_or_has_a_reason(compared: Compared) -> None:
     assert compared.ended.code == 0, compared.ended.output
-    assert set(compared.json) >= {"cells", "advice"}
-    assert all(set(cell) >= KEYS for cell in compared.json["cells"])
-
-
-def test_each_cell_is_measured_or_has_a_reason(compared: Compared) -> None:
-    cells = {(cell["strategy"], cell["workers"]): cell for cell in compared.json["cells"]}
-    assert list(cells) == [("single", 1), ("ddp", 2), ("ddp", 64)]
-    for (_, workers), cell in cells.items():
-        assert cell["measured"] is (workers < 64)
-        assert (cell["reason"] is None) is cell["measured"]
-        assert (cell["samples_per_second"] is None) is not cell["measured"]
-    assert "64 workers with" in compared.cell("ddp", 64)["reason"]
+    (table, *_) = json.loads(compared.ended.stdout)["tables"]
+    names = ["1 worker (baseline)", "1 process, both cores", "2 workers (ddp)", "64 workers (ddp)"]
+    assert [row[0] for row in table["rows"]] == names
+    assert set(compared.facts) == {"main", "baseline", "reference", "ddp-2"}
+    assert compared.facts["main"]["speedup"] | {"trial": "ddp-2"} == compared.facts["ddp-2"]["speedup"]
+    assert any(note.startswith("64 workers (ddp) was not measured: 64 workers with") for note in table["notes"])
 
 
 def test_the_measurements_took_turns(compared: Compared) -> None:
@@ -77,25 +62,24 @@ def test_a_speedup_is_that_of_neighbouring_measurements_with_its_interval(compar
     ends = [event.result for event in journal.read(compared.folder / journal.FILE_NAME) if isinstance(event, Finished)]
     rates = {name: [e.samples_per_second.median for e in ends if e.trial == name] for name in ("baseline", "ddp-2")}
     expected = estimates.ratio(list(zip(rates["ddp-2"], rates["baseline"], strict=True)))
-    cell = compared.cell("ddp", 2)
-
-    assert cell["speedup"] == pytest.approx(geometric_mean(rates["ddp-2"]) / geometric_mean(rates["baseline"]))
-    assert cell["speedup_rounds"] == REPEATS
-    assert (cell["speedup_ci_low"], cell["speedup_ci_high"]) == pytest.approx((expected.low, expected.high))
-    assert cell["efficiency"] == pytest.approx(cell["speedup"] / 2)
+    facts = compared.facts["ddp-2"]
+    speedup = facts["speedup"]
+    assert speedup["value"] == pytest.approx(geometric_mean(rates["ddp-2"]) / geometric_mean(rates["baseline"]))
+    assert facts["speedup_rounds"]["value"] == REPEATS
+    assert (speedup["low"], speedup["high"]) == pytest.approx((expected.low, expected.high))
+    assert facts["efficiency"]["value"] == pytest.approx(speedup["value"] / 2)
 
 
 def test_two_workers_train_the_same_as_one(compared: Compared) -> None:
-    assert compared.cell("ddp", 2)["largest_loss_difference"] < 1e-12
+    assert compared.facts["ddp-2"]["largest_loss_difference"]["value"] < 1e-12
 
 
-def test_each_cell_has_its_parts(compared: Compared) -> None:
-    for cell in (compared.cell("single", 1), compared.cell("ddp", 2)):
-        assert cell["compute_ms"] > 0
-        assert min(cell["data_wait_ms"], cell["rest_ms"]) >= 0
-        assert len(cell["ranks_ms"]) == len(cell["peak_memory_mb"]) == cell["workers"]
-    assert compared.cell("single", 1)["exposed_communication_ms"] is None
-    assert compared.cell("ddp", 2)["exposed_communication_ms"] > 0
+def test_each_configuration_has_its_parts(compared: Compared) -> None:
+    for name in ("baseline", "ddp-2"):
+        facts = {key: fact["value"] for key, fact in compared.facts[name].items()}
+        assert facts["compute_ms"] > 0
+        assert min(facts["data_wait_ms"], facts["rest_ms"]) >= 0
+        assert (facts.get("exposed_communication_ms") is not None) == (name == "ddp-2")
 
 
 def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared, tmp_path: Path) -> None:
@@ -109,10 +93,14 @@ def test_one_parent_with_the_report_and_a_child_for_each_cell(compared: Compared
     assert parent.info.run_name == "benchmark"
     assert {run.data.tags["mlflow.parentRunId"] for run in children.values()} == {parent.info.run_id}
     assert {run.info.status for run in runs} == {"FINISHED"}
-    assert children["ddp, 2 workers"].data.metrics["speedup"] == pytest.approx(compared.cell("ddp", 2)["speedup"])
+    facts = {key: fact["value"] for key, fact in compared.facts["ddp-2"].items()}
+    speedup, rate = facts["speedup"], facts["samples_per_second"]
+    assert (parent.data.metrics["speedup"], parent.data.metrics["samples_per_second"]) == (speedup, rate)
+    assert children["ddp, 2 workers"].data.metrics["samples_per_second"] == rate  # the mean of the repeats
+    assert children["ddp, 2 workers"].data.metrics["speedup"] == speedup
     assert parent.data.tags["role"] == "benchmark"
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
-    assert files >= {"speedup.json", "speedup_table.json", "speedup.png", "report.html", "experiment.yaml", "log.txt"}
+    assert files >= {"result.json", "speedup_table.json", "report.html", "experiment.yaml", "log.txt"}
     assert "2 workers (ddp)" in parent.data.tags["mlflow.note.content"]
     history = client.get_metric_history(children["ddp, 2 workers"].info.run_id, "train/loss")
     assert max(point.step for point in history) == 18
@@ -138,11 +126,10 @@ def test_a_cell_that_fails_leaves_the_others(command: Any) -> None:
     """A model that only breaks on the second worker."""
     ddp = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2", "parallel.cpus_per_worker=1"]
     ended = command("benchmark", "lab.yaml", "model.fault=raises", "model.rank=1", *ddp, "--repeats", "2", "--json")
-    cells = {cell["title"]: cell for cell in json.loads(ended.stdout)["cells"]}
 
     assert ended.code == 1
-    assert cells["1 worker"]["measured"]
-    assert cells["ddp, 2 workers"]["reason"].startswith("it failed: rank 1 on ")
+    assert "samples_per_second" in ended.facts["baseline"]
+    assert "2 workers (ddp) was not measured: it failed: rank 1 on " in ended.stdout
     assert "ZeroDivisionError: the model's own mistake" in ended.stderr
 
 
@@ -152,13 +139,9 @@ def test_a_batch_without_memory_is_a_row_with_the_reason(command: Any) -> None:
     hungry = ["model={_target_: lab.Hungry, limit: 3, rank: 1}"]
     ended = command("benchmark", "lab.yaml", *ddp, *hungry, "--batch-sizes", "4,2", "--repeats", "2", "--json")
     assert ended.code == 0, ended.output
-    document = json.loads(ended.stdout)
-    cells = {cell["title"]: cell for cell in document["cells"]}
-    for title in ("ddp, 2 workers", "ddp, 2 workers (batch 4)"):
-        assert cells[title]["reason"] == "it does not fit into memory"
-    assert len(cells["ddp, 2 workers (batch 2)"]["slots"]) == 2
-    (advice,) = [one for one in document["advice"] if one["key"] == "train.gradient_accumulation"]
-    assert advice["overrides"] == "train.gradient_accumulation=4"
+    for name in ("2 workers (ddp)", "2 workers (ddp, batch 4)"):
+        assert f"{name} was not measured: it does not fit into memory." in ended.stdout
+    assert ended.facts["ddp-2-batch-2"]["speedup_rounds"]["value"] == 2
 
 
 def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path) -> None:
@@ -169,11 +152,11 @@ def test_ctrl_c_keeps_and_reports_the_finished_cells(start: Any, tmp_path: Path)
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
-    cells = {cell["title"]: cell for cell in json.loads(stdout)["cells"]}
+    ended = Ended(process.returncode, stdout, stderr)
 
-    assert process.returncode == 130, stderr
-    assert cells["1 worker"]["measured"]
-    assert cells["ddp, 2 workers"]["reason"] == "the benchmark ended before it was measured"
+    assert ended.code == 130, stderr
+    assert "samples_per_second" in ended.facts["baseline"]
+    assert "2 workers (ddp) was not measured: the benchmark ended before it was measured." in stdout
     (folder,) = (tmp_path / "runs").iterdir()
     *_, last = journal.read(folder / journal.FILE_NAME)
     assert isinstance(last, RunClosed)

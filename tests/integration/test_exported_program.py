@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_runs import toy_run
 
-from pipeline.commands.export import export
+from pipeline.commands.export import export_model
 from pipeline.experiment.load import load
 
 IMAGES = {
@@ -30,7 +30,7 @@ def test_onnxruntime_answers_as_the_model_does(
 
     monkeypatch.chdir(tmp_path)
     run = toy_run(tmp_path, **sections)
-    export(load(run / "experiment.yaml"), folder=run, to=tmp_path / "out", onnx=True)
+    export_model(load(run / "experiment.yaml"), folder=run, to=tmp_path / "out", onnx=True)
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
     program = torch.export.load(tmp_path / "out" / "model.pt2").module()
     kind = next(program.parameters()).dtype

@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from stores import Server
 
+from pipeline.commands.ui import pages, serve
 from pipeline.errors import ResourceError, UsageError
 from pipeline.models.mlp import MLP
 from pipeline.protocol.events import (
@@ -42,7 +43,6 @@ from pipeline.tracking.follower import Follower
 from pipeline.tracking.mlflow import MlflowRun
 from pipeline.tracking.outcome import TrackingOutcome, places_of
 from pipeline.tracking.store import check_store, resolve_uri, run_link, runs_link
-from pipeline.tracking.ui import pages, serve
 from pipeline.train.reference import ModelCall, record
 
 pytestmark = pytest.mark.filterwarnings(
@@ -432,7 +432,7 @@ def test_the_ui_answers_on_its_port_and_goes_without_a_trace(database: str, tmp_
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    program = f"""from pipeline.tracking.ui import serve
+    program = f"""from pipeline.commands.ui import serve
 serve({database!r}, port={port}, ready=lambda address: print(address, flush=True))"""
     outcome = deliver(tmp_path, [opened(database, "ui"), RunClosed(time=T0, status="FINISHED")], warn=print)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:

@@ -298,7 +298,7 @@ FAULTS = (
     Fault(
         "a failed training ends with exit code 0",
         "exit codes tell how a command ended",
-        "pipeline/cli/arguments.py",
+        "pipeline/commands/options.py",
         "            raise typer.Exit(error.exit_code) from None",
         "            raise typer.Exit(0) from None",
         ("tests/replay/test_played.py::test_a_failed_rank_is_named_with_its_own_traceback",),

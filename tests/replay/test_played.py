@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 from recordings import JOURNALS, Store
 
-from pipeline.commands import page
 from pipeline.drive import preflight
 from pipeline.errors import Terminated, interrupt
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.record.journal import FILE_NAME, is_open, read
-from pipeline.report.report import Report
-from pipeline.report.text.row_names import label_row
 from pipeline.results import record
 from pipeline.system import handled
 
@@ -188,7 +185,7 @@ def test_an_interrupted_report_leaves_a_completed_run_that_can_get_it(
 
     options = ("run", "tiny.yaml", *SINGLE, "--no-baseline")
     with monkeypatch.context() as patch:
-        patch.setattr(page, "save", interrupted)
+        patch.setattr("pipeline.commands.invocation._render_page", interrupted)
         ended = play("single", *options)
     folder = run_in(lab)
     assert ended.code == code
@@ -198,7 +195,7 @@ def test_an_interrupted_report_leaves_a_completed_run_that_can_get_it(
 
     again = play("single", *options, "--resume", folder.name)
     assert again.code == 0, again.stderr
-    assert (folder / "speedup.json").is_file()
+    assert (folder / record.FILE_NAME).is_file()
     assert len(kinds(folder, TrialOpened)) == 1
     assert "has finished. To continue it" in play("single", *options, "--resume", folder.name).stderr
 
@@ -227,16 +224,20 @@ def test_a_comparison_reports_each_cell(play: Play, lab: Path, store: Store) -> 
     )
 
     assert ended.code == 0, ended.stderr
-    report = Report.model_validate_json((run_in(lab) / "speedup.json").read_text())
-    recorded = Report.model_validate_json((JOURNALS / "comparison" / "speedup.json").read_text())
-    assert [row.title for row in report.rows] == [row.title for row in recorded.rows]
-    assert [row.repeats for row in report.rows] == [row.repeats for row in recorded.rows]
-    for row in report.rows:
-        rates = (row.samples_per_second.low, row.samples_per_second.median, row.samples_per_second.high)
-        assert rates == (min(row.repeats), pytest.approx(geometric_mean(row.repeats)), max(row.repeats))
-        assert row.speedup is None or row.speedup_rounds == 2
-    for row in report.rows:
-        assert f"\n{label_row(row)}  " in ended.stdout
+    result = record.read(run_in(lab))
+    assert result is not None
+    repeats: dict[str, list[float]] = {}
+    for event in read(JOURNALS / "comparison" / FILE_NAME):
+        if isinstance(event, Finished):
+            repeats.setdefault(event.result.trial, []).append(event.result.samples_per_second.median)
+    assert set(repeats) == {fact.trial for fact in result.all_facts} - {"main"}
+    for name, rates in repeats.items():
+        rate, rounds = result.fact("samples_per_second", name), result.fact("speedup_rounds", name)
+        assert rate is not None
+        assert rate.value == pytest.approx(geometric_mean(rates))
+        assert rounds is None or rounds.value == 2
+    for row in result.tables[0].rows:
+        assert f"\n{row[0]}  " in ended.stdout
     parent = next(run for run in store.runs("tiny") if "mlflow.parentRunId" not in run.data.tags)
     children = [run for run in store.runs("tiny") if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    assert len({run.info.run_name for run in children}) == len(report.rows)
+    assert len({run.info.run_name for run in children}) == len(result.tables[0].rows)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pipeline.commands.new import catalog
-from pipeline.commands.new.create import create
+from pipeline.commands.new import create, names, questions, root
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -35,7 +34,7 @@ class Baked(NamedTuple):
 
 def combinations(template: str) -> list[dict[str, str]]:
     """All answers to what the template asks, the name aside."""
-    choices = {key: values for key, values in catalog.find(template).questions().items() if values}
+    choices = {key: values for key, values in questions(root() / template).items() if values}
     return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
 
 
@@ -75,6 +74,6 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Baked, ...]:
     parent = tmp_path_factory.mktemp("baked")
     return tuple(
         bake(parent / f"{template.replace('-', '')}-{number:02}", template, **answers)
-        for template in catalog.names()
+        for template in names()
         for number, answers in enumerate(combinations(template))
     )

@@ -1,5 +1,6 @@
 """The command as users call it, in this process or as one of its own, in a user's project."""
 
+import json
 import os
 import shutil
 import signal
@@ -57,6 +58,15 @@ class Ended(NamedTuple):
     code: int
     stdout: str
     stderr: str
+
+    @property
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Facts of the result that ``--json`` printed, by trial and key."""
+        document, found = json.loads(self.stdout), dict[str, dict[str, Any]]()
+        cells = [cell for table in document["tables"] for row in table["rows"] for cell in row if type(cell) is dict]
+        for fact in (*cells, *document["facts"]):
+            found.setdefault(fact["trial"], {})[fact["key"]] = fact
+        return found
 
     @property
     def output(self) -> str:

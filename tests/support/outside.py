@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from toy_runs import toy_run
 
-from pipeline.commands.export import export
+from pipeline.commands.export import export_model
 from pipeline.experiment.load import load
 
 _SCRIPT = """\
@@ -32,7 +32,7 @@ def code(readme: str) -> list[str]:
 def answers(lab: Path) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of the exported program and weights of a run, as its README loads them, and of the trained model."""
     run = toy_run(lab, train={"precision": "fp64"})
-    export(load(run / "experiment.yaml"), folder=run, to=lab / "exported")
+    export_model(load(run / "experiment.yaml"), folder=run, to=lab / "exported")
     inputs = torch.randn(5, 3, dtype=torch.float64)
     torch.save(inputs, lab / "inputs.pt")
     blocks = code((lab / "exported" / "README.md").read_text())

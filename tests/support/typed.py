@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from pipeline.cli import _with_latest, app
-from pipeline.cli.arguments import counts_of, strategies_of
+from pipeline.cli import _with_latest, app, load_verb
+from pipeline.commands.options import counts_of, strategies_of
 from pipeline.experiment.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +62,9 @@ def mentioned(command: str) -> None:
     if program == "make":
         _as_make(words)
         return
-    command_ = _CLI.commands.get(words[0]) if not words[0].startswith("-") else _CLI
-    if command_ is None:
+    if not words[0].startswith("-") and words[0] not in _CLI.commands:
         raise NotThere(f"pipeline {words[0]}")
+    command_ = _CLI if words[0].startswith("-") else load_verb(words[0])
     known = {option for param in command_.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
         if option not in known:
@@ -78,7 +78,7 @@ def _as_pipeline(words: list[str]) -> None:
     name, *rest = _with_latest(words)
     if name not in _CLI.commands:
         raise NotThere(f"pipeline {name}")
-    given = _CLI.commands[name].make_context(name, rest, parent=None).params
+    given = load_verb(name).make_context(name, rest, parent=None).params
     words = [word for key in ("file", "files", "overrides") for word in _listed(given.get(key))]
     values = [word for word in words if "=" in word]  # of `check`, among the files
     for file in (word for word in words if word not in values):

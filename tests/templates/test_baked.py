@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from pipeline import cli
 from pipeline.commands import check
-from pipeline.commands.new import catalog
+from pipeline.commands import new
 
 KINDS = ("digits", "image_folder", "table", "text")
 COMMON = {
@@ -293,7 +293,7 @@ def test_nothing_committed_names_a_place_of_this_machine(baked: tuple[Baked, ...
 def test_what_templates_run_is_the_same_in_each() -> None:
     """A hook has to stand alone, so each template has its own copy."""
     for file in ("hooks/pre_gen_project.py", "hooks/post_gen_project.py"):
-        assert len({(catalog.find(template).folder / file).read_text() for template in catalog.names()}) == 1
+        assert len({(new.root() / template / file).read_text() for template in new.names()}) == 1
 
 
 def test_templates_share_what_they_have_in_common() -> None:

@@ -13,15 +13,15 @@ import pytest
 from baking import REPOSITORY, bake, command, git, succeed
 
 from pipeline.errors import UsageError
-from pipeline.commands.new import catalog
-from pipeline.commands.new.create import create
+from pipeline.commands import new
+from pipeline.commands.new import create
 
 
 @pytest.fixture
 def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the templates that a test may break."""
     folder = Path(shutil.copytree(REPOSITORY / "templates", tmp_path / "templates"))
-    monkeypatch.setattr(catalog, "root", lambda: folder)
+    monkeypatch.setattr(new, "root", lambda: folder)
     return folder
 
 
@@ -157,31 +157,20 @@ def test_inside_a_repository_it_adds_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "text"),
     [
-        ("cookiecutter.json", "is missing; the templates are broken"),
-        ("ddp-project/cookiecutter.json", "is missing; the templates are broken"),
-        ("ddp-project/hooks/pre_gen_project.py", "is missing; the templates are broken"),
-        ("ddp-project/templates/model/resnet.py", "the template ddp-project is broken: 'model/resnet.py' not found"),
+        *((file, None) for file in ("cookiecutter.json", "ddp-project/cookiecutter.json")),
+        *((file, None) for file in ("ddp-project/hooks/pre_gen_project.py", "ddp-project/templates/model/resnet.py")),
+        *(("cookiecutter.json", text) for text in ("{", "[]", "{}", '{"templates": 1}')),
     ],
 )
-def test_a_missing_file_of_the_templates(templates: Path, tmp_path: Path, broken: str, said: str) -> None:
-    (templates / broken).unlink()
+def test_a_broken_file_of_the_templates(templates: Path, tmp_path: Path, broken: str, text: str | None) -> None:
+    (templates / broken).unlink() if text is None else (templates / broken).write_text(text)
 
-    with pytest.raises(UsageError, match=re.escape(said)):
+    with pytest.raises(UsageError, match="the templates are broken") as refused:
         create("ddp-project", tmp_path / "mine", [], no_input=True)
+    assert Path(broken).name in str(refused.value)
     assert not (tmp_path / "mine").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("{", "can't be read"), ("[]", "is no mapping"), ("{}", "lists no templates"), ('{"templates": 1}', "lists no")],
-)
-def test_a_broken_list_of_templates(templates: Path, tmp_path: Path, text: str, said: str) -> None:
-    (templates / "cookiecutter.json").write_text(text)
-
-    with pytest.raises(UsageError, match=said):
-        create(None, tmp_path / "mine", [], no_input=True)
 
 
 def test_a_folder_of_templates_that_is_gone(templates: Path, tmp_path: Path) -> None:
@@ -223,12 +212,11 @@ def test_nobody_to_ask(tmp_path: Path) -> None:
 
 
 def test_questions_are_asked(tmp_path: Path) -> None:
-    answers = ["2", "My! Idea", "My Idea", "2"]  # template, project, project again, strategy
+    answers = ["2", "My Idea", "2"]  # template, project, strategy
     lines = "\\n".join(answers)
     out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
 
-    assert "ddp-project: Train on several devices" in out
-    assert "error: project_name: 'My! Idea' is not a name" in out
+    assert "ddp-project (Train on several devices" in out
     assert "strategy: single" in (tmp_path / "my-idea" / "experiments" / "first.yaml").read_text()
     assert (tmp_path / "my-idea" / "src" / "my_idea").is_dir()
 
@@ -243,7 +231,7 @@ def test_a_folder_whose_name_is_taken_is_refused_before_the_questions(tmp_path: 
 
 
 def test_three_questions_are_asked(tmp_path: Path) -> None:
-    assert list(catalog.find("ddp-project").questions()) == ["project_name", "data", "docker"]
+    assert list(new.questions(new.root() / "ddp-project")) == ["project_name", "data", "docker"]
     answers = ["1", "Rows", "3", ""]  # template, project, data, docker
     lines = "\\n".join(answers)
     out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)

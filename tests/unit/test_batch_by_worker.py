@@ -9,7 +9,6 @@ import pytest
 import toys
 import yaml
 
-from pipeline.commands.benchmark.matrix import MatrixRequest, make_matrix
 from pipeline.drive import resume
 from pipeline.errors import ExperimentError
 from pipeline.experiment.load import from_mapping, load
@@ -97,12 +96,6 @@ def test_the_plan_shows_both() -> None:
     assert {trial.experiment.train.global_batch_size for trial in plan.measured} == {48}
     elastic = describe(make_plan(read("parallel.workers=[2, 6]"), MACHINE, allowed=()), DataSizes(1438, 359, 20))
     assert "global_batch_size: 72\nbatch_size_per_worker: 12\n" in elastic
-
-
-def test_a_comparison_keeps_the_global_batch() -> None:
-    cells = make_matrix(read(), MACHINE, allowed=(), wanted=MatrixRequest(workers=(1, 2, 4))).cells
-    batches = {cell.workers: cell.trial.experiment.train.global_batch_size for cell in cells if cell.trial}
-    assert batches == {1: 48, 2: 48, 4: 48}
 
 
 @pytest.mark.parametrize(("workers", "batch"), [(1, 12), (2, 24), (4, 48)])

@@ -13,9 +13,9 @@ import pytest
 import rich.console
 from samples import BASELINE, DDP_2, HARDWARE, LOSSES, MAIN, comparison, finished, in_turn, report, spread
 
-from pipeline.cli.arguments import show as show_error
 from pipeline.commands import invocation
 from pipeline.commands.invocation import Invocation, invoked
+from pipeline.commands.options import show as show_error
 from pipeline.errors import ExperimentError, Problem, UsageError
 from pipeline.protocol.events import (
     Advanced,

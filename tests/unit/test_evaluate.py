@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import toys
+from test_run_results import check
 from toy_runs import T0, toy_run
 
 from pipeline.commands import evaluate as evaluating
-from pipeline.commands.history.evaluations import evaluations, line
+from pipeline.commands.export import export_model
+from pipeline.commands.export import make_result as make_export_result
+from pipeline.commands.show import iter_evaluations
 from pipeline.drive.checkpoints import Checkpoint, check_ended_training, choose
 from pipeline.drive.resume import changes
 from pipeline.errors import ExperimentError, TrainingError, UsageError
@@ -27,7 +30,8 @@ from pipeline.record import journal
 from pipeline.record.folder import read_state
 from pipeline.record.recorder import Recorder
 from pipeline.record.runs import summarized
-from pipeline.report.evaluated import EvaluationReport
+from pipeline.results.record import Result
+from pipeline.results.terminal import format_screen
 from pipeline.train.manifest import folder_name
 from pipeline.train.restored import evaluate_checkpoint
 
@@ -62,8 +66,8 @@ def chosen(folder: Path, wanted: str | None, *overrides: str) -> Checkpoint:
 def evaluated(folder: Path, step: int, **more: Any) -> Evaluated:
     experiment = more.pop("experiment", opened(folder).experiment)
     shared = {name: getattr(toys.trial(), name) for name in Trial.model_fields if name != "role"}
-    shared |= {"name": EVALUATION, "experiment": experiment}
-    trial = Evaluation(**shared, checkpoints=str(folder / "checkpoints"), step=step, **more)
+    shared |= {"name": EVALUATION, "experiment": experiment, **more}
+    trial = Evaluation(**shared, checkpoints=str(folder / "checkpoints"), step=step)
     return evaluate_checkpoint(trial, rank=Rank(), outbox=toys.Kept())
 
 
@@ -177,7 +181,65 @@ def test_changes_of_what_is_evaluated_are_told(run: Path) -> None:
     assert trial.changes == (
         "data._target_ was toys.with_test, is now toys.regression", "train.clip_grad_norm was null, is now 7.0"
     )  # fmt: skip
-    assert [note.partition(": ")[2] for note in plan.notes] == list(trial.changes)
+    assert plan.notes == ()  # the result has them, see below
+
+
+def test_other_data_than_the_runs_is_refused_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By evaluate and export as by --resume, with one function: whatever reads data asks."""
+    monkeypatch.chdir(tmp_path)
+    folder, regression = toy_run(tmp_path), toys.regression
+
+    def other(**sizes: int) -> Any:
+        train, validation = regression(**sizes)
+        train.tensors[0][0] += 1.0  # type: ignore[attr-defined]
+        return train, validation
+
+    other.__module__, other.__qualname__ = "toys", "regression"
+    monkeypatch.setattr(toys, "regression", other)
+    said = r"data: sample .* has changed since step-00000006 .*Restore the samples, or add --allow-changed to continue"
+    with pytest.raises(ExperimentError, match=said):
+        evaluated(folder, 6)
+    with pytest.raises(ExperimentError, match=said):
+        export_model(opened(folder), folder=folder, to=tmp_path / "out", checkpoint="last")
+    found = evaluated(folder, 6, allow_changed=True)
+    assert "has changed since step-00000006" in found.changes[-1]
+    exported = export_model(opened(folder), folder=folder, to=tmp_path / "out", checkpoint="last", allow_changed=True)
+    assert "has changed since step-00000006" in make_export_result(exported, tmp_path / "out").notes[0]
+    plan = evaluating.make(opened(folder, "seed=4"), state=read_state(folder), checkpoint="6", split=None)
+    assert [trial.allow_changed for trial in plan.trials if isinstance(trial, Evaluation)] == [True]
+
+
+# The screen
+
+
+def result_of(run: Path, *, classes: int, **more: Any) -> Result:
+    matrix = {
+        f"test/confusion_true_{true}_predicted_{other}": 30.0 * (true == other) + 1
+        for true in range(classes)
+        for other in range(classes)
+    }
+    found = Evaluated(
+        trial=EVALUATION, split="test", samples=360, step=120, epoch=10, best="validation/loss",
+        checkpoint="runs/20261125-211028-toy-3c35/checkpoints/step-00000120",
+        values={"test/loss": 0.17, "test/accuracy": 0.95, **matrix}, **more,
+    )  # fmt: skip
+    plan = evaluating.make(opened(run), state=read_state(run), checkpoint="6", split=None)
+    return evaluating.make_result(found, plan, folder=Path("runs/20261125-211028-toy-3c35"), has_choice=True)
+
+
+def test_the_screen_of_an_evaluation(run: Path) -> None:
+    result = result_of(run, classes=3, changes=("seed was 3, is now 4",))
+    lines = format_screen(result)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    check("evaluate", "\n".join([*lines, ""]))
+    assert result.verdict.startswith("test/loss 0.17, test/accuracy 0.95, test/confusion (9 values): test set, 360 sam")
+    assert {fact.key: fact.value for fact in result.facts if fact.key in ("test/loss", "step", "samples")} == {
+        "test/loss": 0.17, "step": 120, "samples": 360
+    }  # fmt: skip
+    large = result_of(run, classes=20)
+    assert large.notes == ("test/confusion has 400 values: see pipeline evaluate --json.",)
+    assert large.tables == ()
 
 
 # The run stays what it was
@@ -206,7 +268,7 @@ def test_the_status_and_the_duration_stay(run: Path, tmp_path: Path, is_killed: 
             recorder.receive(event)
     assert summarized(folder) == before
     assert journal.ending(path) == end
-    assert line(evaluations(folder)[0]).endswith("test/loss 0.5: test set, 5 samples: weights of step 3 (epoch 1)")
+    assert next(iter_evaluations(folder)).endswith("test/loss 0.5: test set, 5 samples: weights of step 3 (epoch 1)")
     with closing(Recorder(folder, subscribers=[])) as recorder:  # continued, and killed
         begun = next(event for event in journal.read(path) if isinstance(event, RunOpened))
         recorder.receive(begun.model_copy(update={"time": T0 + 2000}))
@@ -225,7 +287,7 @@ def test_an_older_checkpoint_is_not_the_last_in_silence(tmp_path: Path, monkeypa
     told = changes(opened(folder, "train.epochs=9"), read_state(folder), allowed=False)
     assert told[-1] == f"{note} Training continues from the checkpoint."
 
-    (trial,) = evaluating.make(opened(folder), state=read_state(folder), checkpoint=None, split=None).trials
-    report = EvaluationReport.of(evaluated(folder, 3), run="r", trial=trial, has_choice=True)
-    assert report.opening[1] == f"{note[0].upper()}{note[1:]}."
-    assert report.verdict.endswith(note)
+    plan = evaluating.make(opened(folder), state=read_state(folder), checkpoint=None, split=None)
+    result = evaluating.make_result(evaluated(folder, 3), plan, folder=folder, has_choice=True)
+    assert result.notes[0] == note
+    assert result.verdict.endswith(note)

@@ -19,19 +19,19 @@ import pytest
 import torch
 from outside import code
 from safetensors.torch import load_file
+from test_run_results import check
 from toy_runs import toy_run
 from toys import ComparedNet, regression
 
 from pipeline import Trained
 from pipeline.commands import export as exporting
-from pipeline.commands.export import check_options, export
-from pipeline.commands.export_readme import format_readme
-from pipeline.commands.exported_files import Exported, Inputs
+from pipeline.commands.export import Exported, Inputs, check_options, export_model, format_readme, make_result
 from pipeline.errors import ExperimentError, ResourceError, UsageError
 from pipeline.experiment.load import load
 from pipeline.experiment.targets import allowed_packages
 from pipeline.protocol.events import EXAMPLE, Finished
 from pipeline.record import journal
+from pipeline.results.terminal import format_screen
 from pipeline.train.exported import write_mlflow_model
 from pipeline.train.manifest import folder_name
 
@@ -62,7 +62,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 
 
 def exported(run: Path, to: Path, *, checkpoint: str | None = None, overrides: Sequence[str] = ()) -> Exported:
-    return export(load(run / "experiment.yaml", overrides), folder=run, to=to, checkpoint=checkpoint)
+    return export_model(load(run / "experiment.yaml", overrides), folder=run, to=to, checkpoint=checkpoint)
 
 
 def mlflow_model(run: Path) -> None:
@@ -104,6 +104,14 @@ def test_the_files_describe_themselves(run: Path, tmp_path: Path) -> None:
     assert about["inputs"] == {"shape": [None, 3], "dtype": "float64"}
     assert about["model"] == {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 1}
     assert load(tmp_path / "experiment.yaml").experiment == load(run / "experiment.yaml").experiment
+
+
+def test_the_screen_of_an_export(run: Path, tmp_path: Path) -> None:
+    found = exported(run, tmp_path / "model").model_copy(update={"run": "20261125-211028-toy-3c35"})
+    for path in (tmp_path / "model").iterdir():
+        path.write_bytes(b"a" * 1234)
+    lines = format_screen(make_result(found, tmp_path / "model"))
+    check("export", "\n".join([*lines, ""]).replace(str(tmp_path), "/data"))
 
 
 def test_averaged_weights_and_an_interrupted_run(made: Callable[..., Path], tmp_path: Path) -> None:
@@ -176,20 +184,18 @@ def test_a_model_that_differs_from_the_evaluated_one_does_not_leave(
 # What can't work
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_and_missing_packages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(UsageError, match="is not empty; name another folder, or add --force"):
-        check_options(onnx=False, to=tmp_path, force=False)
-    with pytest.raises(UsageError, match="is a file; name a folder"):
-        check_options(onnx=False, to=tmp_path / "mine.txt", force=True)
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
+    for options, said in {
+        (False, tmp_path, False): "is not empty; name another folder, or add --force",
+        (False, tmp_path / "mine.txt", True): "is a file; name a folder",
+        (True, tmp_path, True): r"--onnx needs onnx and onnxscript\. Install: pip install onnx onnxscript",
+    }.items():
+        with pytest.raises(UsageError, match=said):
+            check_options(**dict(zip(("onnx", "to", "force"), options, strict=True)))  # type: ignore[arg-type]
     check_options(onnx=False, to=tmp_path, force=True)
     check_options(onnx=False, to=tmp_path / "new", force=False)
-
-
-def test_onnx_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"--onnx needs onnx and onnxscript\. Install: pip install onnx onnxscript"):
-        check_options(onnx=True, to=tmp_path, force=False)
 
 
 def test_force_replaces_an_earlier_export_and_nothing_else(run: Path, tmp_path: Path) -> None:
@@ -216,7 +222,7 @@ def test_a_model_that_cannot_be_traced_is_told(made: Callable[..., Path], tmp_pa
     assert not (tmp_path / "out" / "model.pt2").exists()
     assert f"There is no program: {found.no_program}" in (tmp_path / "out" / "README.md").read_text()
     with pytest.raises(UsageError, match=r"--onnx: torch can't trace toys.Undecided: .* Leave out --onnx\."):
-        export(load(folder / "experiment.yaml"), folder=folder, to=tmp_path / "onnx", onnx=True)
+        export_model(load(folder / "experiment.yaml"), folder=folder, to=tmp_path / "onnx", onnx=True)
     assert not (tmp_path / "onnx").exists()
 
 

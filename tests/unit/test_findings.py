@@ -5,9 +5,7 @@ import io
 import pytest
 import rich.console
 
-from pipeline.commands.doctor import machine
-from pipeline.commands.doctor.check_result import CheckResult
-from pipeline.commands.doctor.examination import Examination, show
+from pipeline.commands.doctor import CheckResult, Examination, check_nodes, show
 from pipeline.launch.node_facts import Gpu, NodeFacts, Torch, facts_here
 
 HERE = facts_here().model_copy(
@@ -29,7 +27,7 @@ def node(**facts: object) -> NodeFacts:
 
 
 def judged(*nodes_: NodeFacts) -> list[CheckResult]:
-    return list(machine.check_nodes(nodes_, here=HERE))
+    return list(check_nodes(nodes_, here=HERE))
 
 
 def bad(*nodes_: NodeFacts) -> CheckResult:

@@ -17,9 +17,11 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import finished, report, spread
+from samples import finished, spread
 
-from pipeline.cli import comparison, results
+from pipeline.cli import comparison
+from pipeline.commands.list import list_runs
+from pipeline.commands.show import show
 from pipeline.drive.resume import changes, earlier
 from pipeline.errors import PipelineError
 from pipeline.experiment.load import load
@@ -30,7 +32,8 @@ from pipeline.record import journal
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.record.journal import FILE_NAME
 from pipeline.record.runs import LATEST
-from pipeline.report.report_files import REPORT_NAME
+from pipeline.results.record import FILE_NAME as RESULT_NAME
+from pipeline.results.record import Fact, Result, Table
 from pipeline.tracking.store import check_store, resolve_uri
 from pipeline.train.manifest import Manifest, StoredFile, parse
 
@@ -46,7 +49,14 @@ EVENTS = [
     RunClosed(time=BEGAN + 60, status="FINISHED"),
 ]  # fmt: skip
 JOURNAL = b"".join(event_to_json(event) + b"\n" for event in EVENTS)
-REPORT = report().model_dump_json().encode()
+RESULT = (
+    Result(
+        kind="run", name="digits", title="digits: training completed", headline=("2x as fast",), verdict="2x as fast",
+        facts=(Fact(key="speedup", value=2.0, low=1.9, high=2.1, unit="x"),),
+        tables=(Table(header=("a",), rows=(("1",),)),),
+    )
+    .model_dump_json().encode()
+)  # fmt: skip
 
 SLOW = [HealthCheck.too_slow]  # this machine may be busy with something else
 UNFINISHED = b"".join(event_to_json(event) + b"\n" for event in EVENTS[:-1])
@@ -126,11 +136,8 @@ def changed_lines(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
-def changed_report(draw: st.DrawFn) -> bytes:
-    document = json.loads(REPORT)
-    for _ in range(draw(st.integers(1, 2))):
-        changed(draw, document)
-    return json.dumps(document).encode()
+def changed_result(draw: st.DrawFn) -> bytes:
+    return json.dumps(changed(draw, draw(st.builds(json.loads, st.just(RESULT))))).encode()
 
 
 @st.composite
@@ -140,7 +147,7 @@ def changed_manifest(draw: st.DrawFn) -> bytes:
 
 
 journals = damaged(JOURNAL) | changed_lines() | st.binary(max_size=40)
-reports = damaged(REPORT) | changed_report() | st.just(REPORT)
+results = damaged(RESULT) | changed_result() | st.just(RESULT)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -151,12 +158,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path.cwd()
 
 
-def run(name: str, lines: bytes, report: bytes | None = REPORT) -> Path:
+def run(name: str, lines: bytes, result: bytes | None = RESULT) -> Path:
     folder = Path("runs") / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE_NAME).write_bytes(lines)
-    if report is not None:
-        (folder / REPORT_NAME).write_bytes(report)
+    if result is not None:
+        (folder / RESULT_NAME).write_bytes(result)
     return folder
 
 
@@ -177,15 +184,15 @@ def everything(folder: Path = Path()) -> dict[str, bytes]:
 
 
 @settings(deadline=None, max_examples=damage.examples(100), suppress_health_check=SLOW)
-@given(journals, reports, damaged(ENVIRONMENT))
-def test_looking_back(lines: bytes, damaged_report: bytes, environment: bytes) -> None:
+@given(journals, results, damaged(ENVIRONMENT))
+def test_looking_back(lines: bytes, damaged_result: bytes, environment: bytes) -> None:
     shutil.rmtree("runs", ignore_errors=True)
     run("20260101-a", JOURNAL)
-    (run("20260102-b", lines, damaged_report) / ENVIRONMENT_NAME).write_bytes(environment)
+    (run("20260102-b", lines, damaged_result) / ENVIRONMENT_NAME).write_bytes(environment)
     before = everything()
     for as_json in (False, True):
-        results.list_(as_json=as_json)
-        said(partial(results.show, "20260102", as_json=as_json))
+        list_runs(as_json=as_json)
+        said(partial(show, "20260102", as_json=as_json))
         said(partial(comparison.compare, ["20260101", "20260102"], as_json=as_json))
     assert everything() == before
 

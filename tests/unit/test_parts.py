@@ -14,7 +14,7 @@ from pipeline.errors import ExperimentError
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.api.experiment.allowed_packages", lambda: toys.trial().allowed)
+    monkeypatch.setattr("pipeline.api.allowed_packages", lambda: toys.trial().allowed)
 
 
 def experiment(**sections: Any) -> Experiment:

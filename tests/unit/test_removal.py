@@ -10,7 +10,7 @@ import mlflow  # noqa: F401 - its import starts uname, and a test may start no p
 import pytest
 from samples import finished, spread
 
-from pipeline.commands.history import removal
+from pipeline.commands import remove as removal
 from pipeline.errors import ResourceError, UsageError
 from pipeline.protocol.events import RunClosed, RunOpened
 from pipeline.protocol.labels import Status
@@ -64,7 +64,7 @@ def test_a_running_run_is_never_removed(runs: Path) -> None:
         assert failed(runs) == ["2", "7"]
         with pytest.raises(UsageError, match="3: this run is running, so it is not removed"):
             removal.choose_named(["3"], runs)
-        gone = removal.remove(meant, keep_mlflow=True)
+        gone = removal.delete(meant, keep_mlflow=True)
         assert next(gone).name == "2"
         with pytest.raises(UsageError, match="3: this run is running"):
             next(gone)
@@ -80,7 +80,7 @@ def test_a_sweep_is_removed_as_a_whole(runs: Path) -> None:
     with closing(Recorder(trial, subscribers=[])), pytest.raises(UsageError, match="8: this run is running"):
         removal.choose_named(["8"], runs)
     chosen = removal.choose_named(["8", str(sweep)], runs)
-    assert list(removal.remove(chosen, keep_mlflow=True)) == [sweep]
+    assert list(removal.delete(chosen, keep_mlflow=True)) == [sweep]
     assert not sweep.exists()
 
 
@@ -90,7 +90,7 @@ def test_of_a_link_only_the_link_is_removed(runs: Path) -> None:
     assert failed(runs) == ["2", "3", "7"]
     outcome = removal.TrackingOutcome(run_id="a", experiment_id="1", delivered=True, uri=f"sqlite:///{runs}/away.db")
     outcome.keep(runs / "1")
-    assert list(removal.remove(removal.choose_named(["link-1"], runs), keep_mlflow=False)) == [runs / "link-1"]
+    assert list(removal.delete(removal.choose_named(["link-1"], runs), keep_mlflow=False)) == [runs / "link-1"]
     assert not (runs / "link-1").is_symlink()
     assert is_listed(runs / "1")
 
@@ -99,7 +99,7 @@ def test_a_folder_stays_if_its_store_is_not_there(runs: Path) -> None:
     outcome = removal.TrackingOutcome(run_id="a", experiment_id="1", delivered=True, uri=f"sqlite:///{runs}/away.db")
     outcome.keep(runs / "1")
     with pytest.raises(ResourceError, match=r"store .*away\.db is not there, so the folder is kept\. To delete"):
-        next(removal.remove(removal.choose_named(["1"], runs), keep_mlflow=False))
+        next(removal.delete(removal.choose_named(["1"], runs), keep_mlflow=False))
     assert (runs / "1").is_dir()
 
 
@@ -113,7 +113,7 @@ def test_a_folder_stays_if_mlflow_refuses(runs: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(removal, "delete_runs", refuse)
     chosen = removal.choose_named(["1"], runs)
     with pytest.raises(ResourceError, match=r"no answer .*\), so the folder is kept\. .* use --keep-mlflow") as refused:
-        list(removal.remove(chosen, keep_mlflow=False))
+        list(removal.delete(chosen, keep_mlflow=False))
     assert "secret" not in str(refused.value)
     assert (runs / "1").exists()
-    assert len(list(removal.remove(chosen, keep_mlflow=True))) == 1
+    assert len(list(removal.delete(chosen, keep_mlflow=True))) == 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from samples import HARDWARE, in_turn, spread, trial
 
-from pipeline.api.result import RunResult
+from pipeline import RunResult
 from pipeline.commands.run import estimate_training_s
 from pipeline.experiment.schema import Parallel
 from pipeline.protocol.events import Finished, Metrics, Point, Started

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import toys
 
-from pipeline.commands.doctor.tracking import store
+from pipeline.commands.doctor import find_store
 from pipeline.errors import ExperimentError
 from pipeline.experiment import uris
 from pipeline.experiment.consistency import OWN_TAGS, contradictions
@@ -44,7 +44,7 @@ def test_the_address_is_that_of_the_file_then_of_the_variable_and_the_plan_says_
     monkeypatch.setenv(uris.TRACKING_VARIABLE, "http://me:secret@there:5000")
     assert plan() == plan(log_model=False) == "tracking: http://there:5000 tracking_from: MLFLOW_TRACKING_URI"
     assert plan(uri="sqlite:///mine.db") == "tracking: sqlite:///mine.db tracking_from: tracking.uri"
-    assert store(None) == "http://me:secret@there:5000"
+    assert find_store(None) == "http://me:secret@there:5000"
     monkeypatch.setenv(uris.TRACKING_VARIABLE, "./mlruns")
     assert (
         "tracking.uri: not set, so MLFLOW_TRACKING_URI is used. It is ./mlruns; MLflow no longer stores" in problems()

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from pipeline.commands.ui import serve
 from pipeline.errors import ResourceError, UsageError
 from pipeline.experiment.schema import Checkpoint, Tracking
 from pipeline.experiment.train import StartFrom
 from pipeline.experiment.uris import problem_of
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.tracking.store import check_store, resolve_uri, run_link, runs_link, ui_address
-from pipeline.tracking.ui import serve
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""``pipeline benchmark``: measure the configurations of an experiment."""

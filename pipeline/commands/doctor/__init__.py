@@ -1,1 +1,0 @@
-"""``pipeline doctor``: checks of a machine or a cluster. Start reading at `examination.examine`."""

@@ -1,1 +1,0 @@
-"""``pipeline list`` and ``show``: earlier runs and their results."""

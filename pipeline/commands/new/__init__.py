@@ -1,1 +1,0 @@
-"""``pipeline new``: create a project from a template. See ``docs/reference.md``."""
