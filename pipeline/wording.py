@@ -1,8 +1,7 @@
-"""Wording shared by messages: figures, counted nouns, durations, the name that was meant, lines of errors, links."""
+"""Wording shared by messages: figures, counted nouns, durations, the name that was meant, lines of errors."""
 
 import difflib
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 
@@ -90,19 +89,3 @@ def last_line(error: BaseException) -> str:
 
 def _plain(word: str) -> str:
     return word.lower().replace("-", "_")
-
-
-def link(text: str, *, run: str) -> str:
-    """Return a Markdown link to the page of a run by its id, whose address is known only where it is written to."""
-    return f"[{text}](run:{run})"
-
-
-def complete_links(markdown: str, address: Callable[[str], str | None]) -> str:
-    """Return a text with the ``address`` of each run that is linked by its id; without one, a link becomes text."""
-
-    def complete(found: re.Match[str]) -> str:
-        text, run = found.groups()
-        target = address(run)
-        return f"[{text}]({target})" if target else text
-
-    return re.sub(r"\[([^\]]*)\]\(run:([^)\s]+)\)", complete, markdown)

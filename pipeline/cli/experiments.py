@@ -193,19 +193,17 @@ def sweep(
     with opened(file, given, as_json=as_json, quiet=quiet, prints=dry_run) as (experiment, terminal):
         begin_stage("importing torch")
         with undisturbed():
-            from pipeline.commands.sweep import planning
+            from pipeline.commands import sweep as runner
 
         if dry_run:
-            plan = planning.describe(planning.make(experiment))
+            plan = runner.describe(runner.make(experiment))
             end_stage()
             say(plan)
             return
-        from pipeline.commands.sweep.run_sweep import sweep as run_sweep
-
-        run_sweep(
+        runner.sweep(
             experiment,
             resume=resume,
             verbose=verbose,
             terminal=terminal,
-            show=lambda report: print_json(report.swept.model_dump_json(indent=2)) if as_json else None,
+            show=lambda result, _: print_json(result.model_dump_json(indent=2)) if as_json else None,
         )

@@ -153,6 +153,6 @@ def _describe_sweep(file: ExperimentFile, *, allowed: tuple[str, ...]) -> str:
     """Describe the file's sweep, as far as it can be planned without a cluster; empty without a sweep."""
     if file.experiment.sweep is None:
         return ""
-    from pipeline.commands.sweep.planning import in_a_line
+    from pipeline.commands.sweep_trial import describe_in_a_line
 
-    return in_a_line(file, allowed=allowed)
+    return describe_in_a_line(file, file.experiment.sweep, allowed=allowed)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import rich.console
 
@@ -16,12 +16,9 @@ from pipeline.report.report import Report, comparison_json, run_json
 from pipeline.report.report_files import REPORT_NAME
 from pipeline.report.screens import format_screen
 from pipeline.report.screens.screen_layout import Places
-from pipeline.report.swept import FILE_NAME as SWEEP_NAME
-from pipeline.report.swept import SweptReport
 from pipeline.results.terminal import wrap
 from pipeline.tracking.outcome import places_of
 
-Model = TypeVar("Model", Report, SweptReport)
 _INCONSISTENT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors while an inconsistent result is loaded and printed; pydantic's errors are ValueErrors."""
 
@@ -32,8 +29,6 @@ class EarlierReport(NamedTuple):
     run: RunSummary
     report: Printable
     to_json: Callable[[], str]
-    command: str = ""
-    """Shell command to run next, or empty."""
 
     def show(
         self, console: rich.console.Console, *, as_json: bool, full: bool, state: str, evaluations: Sequence[str]
@@ -46,7 +41,6 @@ class EarlierReport(NamedTuple):
             write(console, f"{self.run.run}: {state}", style="yellow")
         if full:
             print_report(self.report, stdout=console)
-            say(self.command)
         else:
             print_result(self.report, self.run.folder, stdout=console)
         print_screen([line for text in evaluations for line in wrap(text, rest="  ")], stdout=console)
@@ -57,11 +51,6 @@ class EarlierReport(NamedTuple):
 
 def find_report(run: RunSummary) -> EarlierReport | None:
     """Load the report of a run, or None if the run ended without one."""
-    if run.command == "sweep":
-        swept = _read(SweptReport, run.folder / SWEEP_NAME)
-        if swept is None:
-            return None
-        return EarlierReport(run, swept, lambda: swept.swept.model_dump_json(indent=2), swept.command)
     if (report := report_of(run)) is None:
         return None
     to_json = comparison_json if run.command == "benchmark" else lambda report: run_json(report, run.folder)
@@ -70,12 +59,12 @@ def find_report(run: RunSummary) -> EarlierReport | None:
 
 def report_of(run: RunSummary) -> Report | None:
     """Load the report of a run or a benchmark, or None if it ended without a report."""
-    return _read(Report, run.folder / REPORT_NAME)
+    return _read(run.folder / REPORT_NAME)
 
 
-def _read(model: type[Model], path: Path) -> Model | None:
+def _read(path: Path) -> Report | None:
     try:
-        result = model.model_validate_json(path.read_bytes())
+        result = Report.model_validate_json(path.read_bytes())
         nowhere = rich.console.Console(file=StringIO())
         print_report(result, stdout=nowhere)
         print_verdict(result, stdout=nowhere)

@@ -52,6 +52,7 @@ TABLE_NAME = "speedup_table.json"
 """Table of a result's facts in MLflow's format."""
 _RUNS, _STORE = Path("runs"), "sqlite:///mlflow.db"
 """Folder in which commands look for runs by their name, and store that ``pipeline ui`` opens, by default."""
+_MOST_CURVES = 10
 _OF_STEPS = ("train/", "validation/", "test/")
 """Beginnings of the metrics that a training has logged itself."""
 _PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
@@ -345,9 +346,13 @@ def _describe_store(folder: Path) -> str:
 
 
 def _render_page(result: Result, folder: Path) -> str:
-    """Return the page of a result with the figures that its run's folder has."""
-    losses = loss_file.read(folder)
-    courses = [charts.read_course("training", losses, read(folder / FILE_NAME))] if losses else []
+    """Return the page of a result with the figures that its run's folder has; a sweep's trials are in folders of it."""
+    trials = [folder / fact.trial for fact in result.all_facts if (folder / fact.trial / FILE_NAME).is_file()]
+    courses = [
+        charts.read_course(each.name if trials else "training", losses, read(each / FILE_NAME))
+        for each in trials[:_MOST_CURVES] or [folder]
+        if (losses := loss_file.read(each))
+    ]
     return render(result, about=_describe_run(folder), figures=list(charts.iter_figures(result, courses)))
 
 

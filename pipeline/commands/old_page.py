@@ -4,7 +4,6 @@ A run that has ended gets the same page from the same folder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,9 +12,7 @@ from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME
 from pipeline.report.numbers.courses import Course, courses
 from pipeline.report.page import publish
 from pipeline.report.page.about import About
-from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
-from pipeline.report.swept import SweptReport
 from pipeline.tracking.outcome import TrackingOutcome
 from pipeline.tracking.store import is_server, run_page, ui_address
 
@@ -36,18 +33,10 @@ def save(report: AnyReport, folder: Path, *, warn: Callable[[str], None]) -> tup
 
 
 def _courses(report: AnyReport, folder: Path) -> Iterator[Course]:
-    """Yield the courses to draw: of the training, or of all trials of a comparison or a sweep."""
-    match report:
-        case Report():
-            for course in courses(journal.read(folder / journal.FILE_NAME)):
-                if report.is_comparison or course.trial == report.main.trial:
-                    yield course
-        case SweptReport():
-            for trial in report.swept.trials:
-                path = folder / Path(trial.run).name / journal.FILE_NAME
-                for course in courses(journal.read(path)) if path.is_file() else ():
-                    if course.trial == "main":
-                        yield replace(course, title=report.swept.titled(trial), trial=trial.run)
+    """Yield the courses to draw: of the training, or of all trials of a comparison."""
+    for course in courses(journal.read(folder / journal.FILE_NAME)):
+        if report.is_comparison or course.trial == report.main.trial:
+            yield course
 
 
 def about(folder: Path) -> About:

@@ -95,6 +95,8 @@ class Advice(Frozen):
 class Result(Frozen):
     """Result of a command."""
 
+    model_config = ConfigDict(ser_json_inf_nan="null")  # of the cells of tables, too
+
     kind: Literal["run", "quick", "benchmark", "compare", "sweep", "evaluate", "export"]
     name: str
     """Name of the experiment."""

@@ -84,7 +84,8 @@ def format_table(table: Table, *, most_rows: int | None = None, width: int = WID
         more.append(f"{hidden} more: pipeline show latest --full")
     cells = [table.header, *([format_cell(cell) for cell in row] for row in rows)]
     names, *columns = (list(column) for column in zip(*cells, strict=True))
-    narrowest = max(_NARROWEST, *(len(word) for name in names for word in name.split()))
+    longest_word = max(len(word) for name in names for word in name.split())
+    narrowest = min(max(_NARROWEST, longest_word), max(map(len, names)))
     while len(columns) > 1 and _width(columns) + narrowest > width:
         columns.pop()
     room = max(narrowest, width - _width(columns))

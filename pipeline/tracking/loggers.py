@@ -21,7 +21,6 @@ from pipeline.protocol.events import AnyEvent, Evaluated, Finished, Metrics, Poi
 from pipeline.protocol.numbers import MEASURED, OF_RANK, STARTUP
 from pipeline.record import journal
 from pipeline.record.folder import EXPERIMENT_NAME
-from pipeline.wording import complete_links
 
 NAMES = ("tensorboard", "wandb")
 """Loggers that there are, each named after the package that it needs: a class `Tracker` built from a run's folder."""
@@ -155,7 +154,7 @@ def places(folder: Path) -> Iterator[str]:
 
 def description(end: RunClosed) -> str:
     """Return the end of a run in Markdown, without links to MLflow's pages."""
-    return "\n\n".join(filter(None, (end.message, complete_links(end.summary, lambda _: None))))
+    return "\n\n".join(filter(None, (end.message, end.summary)))
 
 
 def value_of(text: str) -> Any:

@@ -23,8 +23,8 @@ from pipeline.protocol.trial import EVALUATION
 from pipeline.tracking.loggers import scalars
 from pipeline.tracking.model import RUN_TAG, log_model, register
 from pipeline.tracking.outcome import TrackingOutcome
-from pipeline.tracking.store import artifact_root, create_store, run_page
-from pipeline.wording import complete_links, format_parallel
+from pipeline.tracking.store import artifact_root, create_store
+from pipeline.wording import format_parallel
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -239,17 +239,10 @@ class MlflowRun:
     def _close(self, event: RunClosed) -> None:
         """Describe and end the run and all open ones; delete duplicates, made by servers whose answers were lost."""
         sent = self.sent
-
-        def page(run: str) -> str | None:
-            try:
-                return run_page("", sent.experiment_id, self.id_of(run))
-            except LookupError:  # a trial that has sent nothing yet
-                return None
-
         self._flush()
         sent.has_finished = event.status == "FINISHED"
         sent.uploads += [model for model in sent.models if model not in sent.uploads]
-        if note := "\n\n".join(filter(None, (event.message, complete_links(event.summary, page)))):
+        if note := "\n\n".join(filter(None, (event.message, event.summary))):
             self._describe(sent.run_id, tags={"mlflow.note.content": note})
         self._end(sent.run_id, event, status=event.status)
         runs = self._runs({RUN_TAG: self._name})

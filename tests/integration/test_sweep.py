@@ -2,8 +2,8 @@
 
 # promise: `sweep` under Ray Tune, stopped early, resumed
 
-import csv
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from mlflow import MlflowClient
 from swept import INPROCESS, Folder, section
 
 from pipeline.protocol.events import CheckpointSaved, RunClosed
+from pipeline.results.record import Fact
 
 MLP = REPOSITORY / "experiments" / "mlp.yaml"
 PATIENCE_S = 230.0
@@ -41,19 +42,19 @@ def test_trials_run_side_by_side_and_the_worst_is_stopped_early(swept: tuple[Fol
     assert ended.code == 0, ended.output
     assert "Traceback" not in ended.output
 
-    trials = folder.result["trials"]
-    assert [trial["values"]["optimizer.lr"] for trial in trials] == [0.1, 0.05, 1e-6]
-    assert trials[2]["state"] == "stopped early"
-    assert trials[2]["message"].startswith("stopped early by ASHA after epoch ")
+    assert [values["optimizer.lr"] for values in folder.values] == [0.1, 0.05, 1e-6]
+    assert folder.states[3] == "stopped early"
     assert max(folder.epochs(3)) < 30
     assert folder.of(3, RunClosed)[0].status == "KILLED"
-    assert folder.of(3, CheckpointSaved)
-    assert trials[2]["epochs"] == folder.epochs(3)[-1]  # as in its curves
+    assert folder.of(3, RunClosed)[0].message.startswith("stopped early by ASHA after epoch ")
+    assert folder.of(3, CheckpointSaved)  # though Ray has ended the actor that started it
 
-    best = folder.result["best"]
-    assert trials[best - 1]["state"] == "finished"
-    assert trials[best - 1]["epochs"] == 30
-    assert trials[best - 1]["value"] == min(trial["value"] for trial in trials if trial["state"] == "finished")
+    assert folder.states[folder.best] == "completed"
+    best, *others = folder.result.tables[0].rows
+    assert best[:1] == (str(folder.best),)
+    assert best[2:4] == ("30", "completed")
+    values = [row[1].value for row in (best, *others) if row[3] == "completed" and isinstance(row[1], Fact)]
+    assert values[0] == min(value or 0.0 for value in values)
 
     first, second = folder.events(1), folder.events(2)
     assert first[0].time < second[-1].time
@@ -72,24 +73,24 @@ def test_mlflow_has_one_parent_with_children_and_marks_the_best(swept: tuple[Fol
     }  # fmt: skip
     assert runs["trial-003"].info.run_name == "trial 3: optimizer.lr=1e-06"
 
-    best = f"trial-{folder.result['best']:03}"
+    best = f"trial-{folder.best:03}"
     assert [name for name, run in runs.items() if run.data.tags.get("best") == "true"] == [best]
     assert parent.data.tags["best_run_id"] == runs[best].info.run_id
     assert parent.data.tags["best.optimizer.lr"] == runs[best].data.params["optimizer.lr"]
     assert parent.data.metrics["validation/loss"] == runs[best].data.metrics["validation/loss"]
     assert runs["trial-003"].info.status == "KILLED"
     assert [name for name, run in runs.items() if run.outputs and run.outputs.model_outputs] == [best]
-    assert f"logged to MLflow with trial {folder.result['best']}" in ended.stdout
+    assert "Its model is logged to MLflow" in ended.stdout
     assert runs["trial-003"].data.tags["stopped_early"].startswith("stopped early by ASHA")
     assert parent.info.status == "FINISHED"
     artifacts = {
         one.path for one in MlflowClient(f"sqlite:///{folder.path}/mlflow.db").list_artifacts(parent.info.run_id)
     }
-    assert {"sweep.json", "sweep.csv", "experiment.yaml", "log.txt"} <= artifacts
+    assert {"result.json", "report.html", "experiment.yaml", "log.txt"} <= artifacts
     assert parent.data.metrics["validation/accuracy"] == runs[best].data.metrics["validation/accuracy"]
     assert parent.data.tags["launcher"] == "inprocess"
     assert "optimizer.lr" not in parent.data.params
-    assert f"[{folder.result['best']}](#/experiments/" in parent.data.tags["mlflow.note.content"]
+    assert parent.data.tags["mlflow.note.content"].startswith(f"**Best: trial {folder.best} of 3, ")
     assert "3 of 3 trials completed" in ended.stdout
 
 
@@ -101,19 +102,20 @@ def test_the_table_fits_a_terminal_and_names_the_command_that_trains_the_best_ag
     begin = next(i for i, line in enumerate(lines) if line.startswith("trial ") and "status" in line)
     assert max(map(len, lines[begin : begin + 5])) <= 80
     assert lines[begin].split() == ["trial", "validation/loss", "epochs", "status", "lr"]
-    best = folder.result["trials"][folder.result["best"] - 1]
-    again = ended.stdout.partition("Retrain  ")[2].partition("\nReport")[0]
+    again = ended.stdout.partition("RETRAIN  ")[2].partition("\n\n")[0].partition("\nCONFIRM")[0]
     assert again.startswith("pipeline run ")
-    assert again.endswith(f"optimizer.lr={best['values']['optimizer.lr']}")
+    assert again.endswith(f"optimizer.lr={folder.values[folder.best - 1]['optimizer.lr']}")
     assert "sweep=" not in again
 
     monkeypatch.chdir(folder.path)
     shown = command("show", "latest")
     assert again in shown.stdout
     assert lines[begin] in shown.stdout
-    rows = list(csv.DictReader((folder.sweep / "sweep.csv").read_text().splitlines()))
-    assert [row["optimizer.lr"] for row in rows] == ["0.1", "0.05", "1e-06"]
-    assert [row["best"] for row in rows].count("True") == 1
+    assert json.loads(command("show", "latest", "--json").stdout)["kind"] == "sweep"
+    for name, text in folder.result.next:  # the two best are experiments that compare takes
+        if name == "CONFIRM":
+            plan = command(*shlex.split(text)[1:], "--dry-run")
+            assert plan.code == 0, plan.output
 
 
 def test_list_show_and_compare_know_the_trials(
@@ -127,7 +129,7 @@ def test_list_show_and_compare_know_the_trials(
     assert [run["command"] for run in runs] == ["sweep", "run", "run", "run"]
     table = command("list").stdout.splitlines()
     assert [line.split()[0] for line in table[-4:]] == [name, "trial-001", "trial-002", "trial-003"]
-    ends = ["FINISHED" if trial["state"] == "finished" else "STOPPED" for trial in folder.result["trials"]]
+    ends = ["FINISHED" if state == "completed" else "STOPPED" for state in folder.states.values()]
     assert [run["status"] for run in runs] == ["FINISHED", *ends]  # ASHA may stop the second trial, too
     assert "validation/loss" in command("show", f"{name}/trial-001").stdout
     difference = json.loads(command("compare", f"{name}/trial-001", f"{name}/trial-002", "--json").stdout)
@@ -155,7 +157,9 @@ def test_what_is_not_there_is_told_before_anything_starts(command: Callable[...,
 
 def test_run_says_that_it_leaves_the_sweep_out(command: Callable[..., Ended], tmp_path: Path) -> None:
     plan = command("run", "lab.yaml", section(parameters={"optimizer.lr": {"grid": [0.1, 0.2]}}), "--dry-run")
-    assert "note: This run uses the values of the file. To search the values of its sweep section" in plan.stdout
+    assert "This run uses the values of the file. To search the values of its sweep section" in " ".join(
+        plan.stdout.split()
+    )
 
 
 def test_check_says_what_the_sweep_would_do(command: Callable[..., Ended]) -> None:

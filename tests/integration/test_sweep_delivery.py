@@ -11,14 +11,13 @@ import torch
 import yaml
 from mlflow import MlflowClient
 
-from pipeline.commands.sweep import finish_trials
-from pipeline.commands.sweep.assignment import Record
-from pipeline.commands.sweep.journals import find_trial, state_of
+from pipeline.commands.sweep_trial import Record, find_trial, find_undelivered, name_folders, send_rest
 from pipeline.models import MLP
 from pipeline.protocol.events import AnyEvent, ArtifactSaved, Metrics, ModelSaved, Point, RunClosed, RunOpened, Tagged
 from pipeline.record.folder import trials_of
 from pipeline.record.journal import FILE_NAME, Journal
 from pipeline.tracking.follow import sync, sync_with_trials
+from pipeline.train.reference import Reference
 
 METRIC = "validation/loss"
 EXPERIMENT = {
@@ -48,7 +47,7 @@ class Sweep:
             self.trial(number, end)
 
     def opened(self, run: str, **more: Any) -> RunOpened:
-        tags = {"role": "main" if more else "sweep"}
+        tags = {"role": "main" if more else "sweep", "strategy": "single", "world_size": "1"}
         return RunOpened(
             time=1, run=run, tracking_uri=self.uri, tracking_experiment="swept", tags=tags, params={}, trials=("main",),
             **more,
@@ -61,6 +60,7 @@ class Sweep:
         (folder / "experiment.yaml").write_text(yaml.safe_dump(EXPERIMENT))
         torch.save(MLP(4, hidden=[8], num_classes=3).state_dict(), folder / "model" / "weights.pt")
         torch.save(torch.ones(2, 4), folder / "model" / "example.pt")
+        Reference(None, None, (), {}, is_exact=True, runtime={}).save(folder / "model" / "reference.pt")
         events = [
             self.opened(f"{self.folder.name}/{folder.name}", sweep=self.folder.name, logs_model=False),
             *(Metrics(time=2 + n, step=n, epoch=n, points=(Point(METRIC, n, 1 / n),)) for n in (1, 2, 3)),
@@ -97,26 +97,19 @@ def test_the_row_of_a_trial_is_its_last_evaluation(sweep: Sweep) -> None:
         find_trial(sweep.folder, Record(number=number, values={"optimizer.lr": 0.1}), metric=METRIC)
         for number in (1, 2)
     ]
-    assert [(row.state, row.epochs, row.value) for row in rows] == [("finished", 3, 1 / 3), ("stopped early", 3, 1 / 3)]
-
-
-def test_a_stopped_trial_that_was_killed_while_it_ended_stays_stopped(sweep: Sweep) -> None:
-    folder = sweep.folder / "trial-002"
-    lines = (folder / FILE_NAME).read_bytes().splitlines(keepends=True)
-    (folder / FILE_NAME).write_bytes(b"".join(lines[:-1]))
-    assert state_of(folder) == ("stopped early", STOPPED.message)
-    Record(number=2, values={}).keep(folder)  # begun again
-    assert state_of(folder)[0] == "interrupted"
+    assert [(row.state, row.epochs, row.value) for row in rows] == [
+        ("completed", 3, 1 / 3),
+        ("stopped early", 3, 1 / 3),
+    ]
 
 
 def test_what_trials_could_not_send_is_named_and_sent(sweep: Sweep) -> None:
     told: list[str] = []
-    expected = "results of 2 trainings (trial-001, trial-002) are missing in MLflow. Send them with: pipeline sync"
-    assert finish_trials.missing(sweep.folder) == f"{expected} {sweep.folder}"
+    assert name_folders(find_undelivered(sweep.folder)) == "2 trainings (trial-001, trial-002)"
 
     last = list(sync_with_trials(sweep.folder, warn=told.append))[-1]
 
-    assert (last.delivered, told, finish_trials.missing(sweep.folder)) == (True, [], "")
+    assert (last.delivered, told, find_undelivered(sweep.folder)) == (True, [], [])
     runs = sweep.runs
     assert {name: run.info.status for name, run in runs.items()} == {
         sweep.folder.name: "FINISHED", "trial-001": "FINISHED", "trial-002": "KILLED"
@@ -133,17 +126,15 @@ def test_the_end_of_a_sweep_sends_what_is_left_and_stops_at_a_store_that_is_gone
     sync(sweep.folder, warn=lambda _: None)  # as the sweep's own process has done
     for folder in trials_of(sweep.folder):
         (folder / "sync.json").unlink(missing_ok=True)
-    finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
+    send_rest(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert told == ["sending the results of 2 trainings (trial-001, trial-002) that MLflow lacks"]
-    assert finish_trials.missing(sweep.folder) == ""
-    finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
+    assert find_undelivered(sweep.folder) == []
+    send_rest(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert len(told) == 1
 
     (sweep.folder / "trial-002" / "sync.json").unlink()
     (tmp_path / "mlflow.db").rename(tmp_path / "moved.db")
     (tmp_path / "mlflow.db").write_text("no database" * 100)
-    finish_trials.send(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
+    send_rest(sweep.folder, patience_s=0, tell=told.append, warn=told.append)
     assert any("file is not a database" in line for line in told[2:])
-    assert finish_trials.missing(sweep.folder).startswith(
-        "results of 1 training (trial-002) are missing in MLflow. Send them with: pipeline sync "
-    )
+    assert [folder.name for folder in find_undelivered(sweep.folder)] == ["trial-002"]

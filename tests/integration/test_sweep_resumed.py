@@ -68,12 +68,12 @@ def test_ctrl_c_loses_nothing_and_resume_ends_what_is_left(start: Start, tmp_pat
     output = ended(process, 130)
     assert " --resume " in output
     psutil.wait_procs(descendants(), timeout=10)
-    assert not [each for each in descendants() if "sweeping" in " ".join(each.cmdline())]
+    assert not [each for each in descendants() if "sweep_trial" in " ".join(each.cmdline())]
     assert [folder.of(n, RunClosed)[-1].status for n in (1, 2)] == ["KILLED", "KILLED"]
-    assert [trial["state"] for trial in folder.result["trials"]] == ["interrupted", "interrupted", "not begun"]
+    assert folder.states == {1: "interrupted", 2: "interrupted", 3: "not started"}
 
     output = ended(start("sweep", MLP, RATES, *LONG, "--resume", cwd=tmp_path), 0)
-    assert [trial["state"] for trial in folder.result["trials"]] == ["finished"] * 3, output
+    assert folder.states == dict.fromkeys((1, 2, 3), "completed"), output
     for n in (1, 2):
         assert [resumed.step > 0 for resumed in folder.of(n, Resumed)] == [True]
         assert folder.epochs(n) == list(range(1, EPOCHS + 1))  # each epoch once
@@ -93,17 +93,17 @@ def test_a_trial_that_ray_loses_is_left_and_told(start: Start, tmp_path: Path) -
 
     def actors() -> list[psutil.Process]:  # Ray changes the title of a process with what it does
         children = psutil.Process(process.pid).children(recursive=True)
-        return [one for one in children if "ray::ResourceTrainable" in " ".join(one.cmdline())]
+        return [one for one in children if "ray::ImplicitFunc" in " ".join(one.cmdline())]
 
     until(lambda: len(actors()) == 1, process)
     actors()[0].kill()
     output = ended(process, 1)
     assert "trial 1: interrupted: Ray lost the process that ran it" in output
     assert "trials that did not end: 1. To continue them, use --resume." in output
-    assert [trial["state"] for trial in folder.result["trials"]] == ["interrupted", "finished", "finished"]
+    assert folder.states == {1: "interrupted", 2: "completed", 3: "completed"}
 
     ended(start(*sweep, "--resume", cwd=tmp_path), 0)
-    assert [trial["state"] for trial in folder.result["trials"]] == ["finished"] * 3
+    assert folder.states == dict.fromkeys((1, 2, 3), "completed")
 
 
 def test_a_killed_sweep_goes_on_and_trains_no_trial_twice(start: Start, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_killed_sweep_goes_on_and_trains_no_trial_twice(start: Start, tmp_path
     before = (folder.sweep / f"trial-{done:03}" / "events.jsonl").read_bytes()
 
     ended(start("sweep", MLP, RATES, *LONG, "--resume", cwd=tmp_path), 0)
-    assert [trial["state"] for trial in folder.result["trials"]] == ["finished"] * 3
+    assert folder.states == dict.fromkeys((1, 2, 3), "completed")
     assert (folder.sweep / f"trial-{done:03}" / "events.jsonl").read_bytes() == before
     assert folder.epochs(3) == list(range(1, EPOCHS + 1))
     assert len(folder.of(3, RunOpened)) == 2
@@ -137,7 +137,7 @@ def test_more_trials_and_another_experiment(start: Start, tmp_path: Path) -> Non
     changed = start("sweep", MLP, section(**drawn, trials=3), *short, "model.hidden=[8]", "--resume", cwd=tmp_path)
     assert "model.hidden: is [8], but was [64, 64]" in ended(changed, 2)
     ended(start("sweep", MLP, section(**drawn, trials=3), *short, "--resume", cwd=tmp_path), 0)
-    assert len(folder.result["trials"]) == 3
+    assert len(folder.states) == 3
     assert folder.of(3, Started)
     assert {n: (folder.sweep / f"trial-{n:03}" / "events.jsonl").read_bytes() for n in (1, 2)} == before
 
@@ -147,7 +147,7 @@ def test_ddp_trials_take_turns_where_only_one_fits(launcher: str, start: Start, 
     workers = ("parallel.strategy=ddp", f"parallel.launcher={launcher}", "parallel.workers=2", "train.epochs=2")
     ended(start("sweep", MLP, section(parameters={"optimizer.lr": {"grid": [0.1, 0.05]}}), *workers, cwd=tmp_path), 0)
     folder = Folder(tmp_path)
-    assert [trial["state"] for trial in folder.result["trials"]] == ["finished"] * 2
+    assert folder.states == {1: "completed", 2: "completed"}
     assert [len(folder.of(n, Started)[0].devices) for n in (1, 2)] == [2, 2]
     first, second = sorted((folder.events(n) for n in (1, 2)), key=lambda events: events[0].time)
     assert first[-1].time < second[0].time
@@ -166,10 +166,10 @@ def test_optuna_learns_is_repeatable_and_goes_on(start: Start, tmp_path: Path) -
     for name in "ab":
         (tmp_path / name).mkdir()
         ended(start("sweep", MLP, section(**parts, trials=2), *short, cwd=tmp_path / name), 0)
-        results.append([trial["values"] for trial in Folder(tmp_path / name).result["trials"]])
+        results.append(Folder(tmp_path / name).values)
     assert results[0] == results[1]
     ended(start("sweep", MLP, section(**parts, trials=4), *short, "--resume", cwd=tmp_path / "a"), 0)
-    values = [trial["values"] for trial in Folder(tmp_path / "a").result["trials"]]
+    values = Folder(tmp_path / "a").values
     assert values[:2] == results[0]
     assert len({json.dumps(each) for each in values}) == 4
 
@@ -179,7 +179,7 @@ def test_a_failed_trial_does_not_end_the_sweep(start: Start, project: Path, tmp_
     faults = section(parameters={"model.fault": {"grid": ["raises", None]}})
     output = ended(start("sweep", "lab.yaml", faults, *there, cwd=project), 0)
     folder = Folder(tmp_path)
-    assert [trial["state"] for trial in folder.result["trials"]] == ["failed", "finished"]
+    assert folder.states == {1: "failed", 2: "completed"}
     assert folder.of(1, Failed)
     assert "trial 1 failed: " in output
     assert folder.children["trial-001"].info.status == "FAILED"

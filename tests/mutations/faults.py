@@ -370,9 +370,9 @@ FAULTS = (
     Fault(
         "the worst trial of a sweep is the best",
         "a sweep names its best trial",
-        "pipeline/commands/sweep/journals.py",
-        '    pick = min if direction == "min" else max',
-        '    pick = max if direction == "min" else min',
-        ("tests/unit/test_best_trial.py",),
+        "pipeline/commands/sweep_trial.py",
+        '    sign = 1 if direction == "min" else -1',
+        '    sign = -1 if direction == "min" else 1',
+        ("tests/unit/test_sweep_trials.py",),
     ),
 )

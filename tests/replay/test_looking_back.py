@@ -99,7 +99,7 @@ def test_show_knows_every_kind_of_run(there: Any, journal: Recorded, name: str, 
 def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journal: Recorded) -> None:
     run = journal("sweep").folder.name
     shown = re.sub(r" \\\n *", " ", there("show", run).stdout)  # a command of several lines
-    (again,) = (line for line in shown.splitlines() if line.startswith("Retrain  pipeline run tiny.yaml "))
+    (again,) = (line for line in shown.splitlines() if line.startswith("RETRAIN  pipeline run tiny.yaml "))
     assert again.endswith(" optimizer.lr=0.05")
     assert "sweep=" not in again
     assert "stopped early by ASHA after epoch 4" in there("show", f"{run}/trial-001").stdout
@@ -275,7 +275,7 @@ def test_show_knows_each_moment_of_a_run(
 
 def test_a_sweep_that_goes_on_is_shown(there: Any, journal: Recorded) -> None:
     run = journal("sweep")
-    (run.folder / "sweep.json").unlink()
+    (run.folder / "result.json").unlink()
     with closing(cut(run, after=lambda event: True)):
         shown = there("show", "latest")
     assert (shown.code, shown.stderr) == (0, "")

@@ -12,8 +12,6 @@ from pipeline.commands import old_page as page
 from pipeline.protocol.events import RunOpened
 from pipeline.report.report import Report
 from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, REPORT_NAME
-from pipeline.report.swept import FILE_NAME as SWEEP_FILE
-from pipeline.report.swept import SweptReport
 from pipeline.tracking.outcome import TrackingOutcome
 
 CURVES = {
@@ -37,19 +35,6 @@ def test_a_run_gets_the_page_of_its_report_again(journal: Callable[[str], Record
     assert [title for title in CURVES[name] if f">{title}<" not in made] == []
     assert len(made) < MOST_BYTES
     assert saved(folder) == made
-
-
-def test_a_sweep_gets_a_page(journal: Callable[[str], Recording]) -> None:
-    folder, pictures = journal("sweep").folder, {"sweep.png", CURVES_NAME}
-    report = SweptReport.model_validate_json((folder / SWEEP_FILE).read_bytes())
-    assert set(page.save(report, folder, warn=pytest.fail)) == pictures | {PAGE_NAME}
-    made = (folder / PAGE_NAME).read_text(encoding="utf-8")
-    texts = (
-        "validation/loss by lr", "trial 1: lr=0.1", "trial 2: lr=0.05", "trial 3: lr=1e-06", "Train loss, smoothed"
-    )  # fmt: skip
-    assert [text for text in (*texts, folder.name) if f">{text}<" not in made] == []
-    assert made.count("<svg ") == len(pictures)
-    assert len(made) < MOST_BYTES
 
 
 def saved(folder: Path) -> str:

@@ -16,12 +16,11 @@ from recordings import JOURNALS, LAB, Recording, Store, copied, recording
 from pipeline.experiment.load import load
 from pipeline.experiment.reported import mlflow_name
 from pipeline.experiment.summary import config_hash, flatten
-from pipeline.protocol.events import Failed, Finished, RunClosed, RunOpened
+from pipeline.protocol.events import Failed, Finished
 from pipeline.report.report import Report
+from pipeline.results.record import read
 from pipeline.tracking.follow import sync
-from pipeline.tracking.mlflow import MlflowRun
 from pipeline.tracking.outcome import TrackingOutcome
-from pipeline.wording import link
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:For backward compatibility, 'str' dtypes"),  # MLflow's log_table on pandas 3
@@ -262,7 +261,9 @@ def test_a_comparison_has_a_run_for_each_cell(sent: Sent) -> None:
 
 def test_a_sweep_has_a_run_for_each_trial_and_marks_the_best(sent: Sent) -> None:
     folder, parent = sent.recordings["sweep"].folder, sent.run("sweep")
-    swept = json.loads((folder / "sweep.json").read_text())["swept"]
+    swept = read(folder)
+    best_trial = swept and swept.fact("best_trial")
+    assert best_trial is not None
     trials = {child.data.tags["pipeline.run"].rpartition("/")[2]: child for child in sent.children("sweep")}
 
     assert set(trials) == {"trial-001", "trial-002", "trial-003"}
@@ -270,38 +271,19 @@ def test_a_sweep_has_a_run_for_each_trial_and_marks_the_best(sent: Sent) -> None
         "trial-001": "0.1", "trial-002": "0.05", "trial-003": "1e-06"
     }  # fmt: skip
     assert trials["trial-003"].info.run_name == "trial 3: optimizer.lr=1e-06"
-    best = f"trial-{swept['best']:03}"
+    best = f"trial-{best_trial.value:03.0f}"
     assert [name for name, run in trials.items() if run.data.tags.get("best") == "true"] == [best]
     assert parent.data.tags["best_run_id"] == trials[best].info.run_id
     assert parent.data.metrics["validation/loss"] == trials[best].data.metrics["validation/loss"]
     assert trials["trial-003"].info.status == "KILLED"
     assert trials["trial-003"].data.tags["stopped_early"].startswith("stopped early by ASHA")
-    assert {"sweep.json", "sweep_table.json", "sweep.csv", "experiment.yaml", "log.txt"} <= sent.artifacts("sweep")
+    assert {"result.json", "experiment.yaml", "log.txt"} <= sent.artifacts("sweep")
 
 
 def test_a_filter_finds_the_trials_of_a_sweep(sent: Sent) -> None:
     outcome, sweep = sent.outcomes["sweep"], sent.recordings["sweep"].folder.name
     found = sent.store.client.search_runs([outcome.experiment_id], filter_string=f"tags.sweep = '{sweep}'")
     assert {run.info.run_id for run in found} == {run.info.run_id for run in sent.children("sweep")}
-
-
-def test_links_of_a_description_lead_to_the_runs(sent: Sent) -> None:
-    """The recorded sweep has no links yet: its summary is written again with some."""
-    sweep, trial = sent.recordings["sweep"], sent.children("sweep")[0]
-    named = trial.data.tags["pipeline.run"]
-    (closed,) = sweep.all_of(RunClosed)
-    summary = f"{link('1', run=named)} {link('2', run='nobody/trial-002')} {link('all', run=named)}"
-    (opened,) = sweep.all_of(RunOpened)
-    run = MlflowRun(sweep.folder, client=sent.store.client, opened=opened, sent=TrackingOutcome(), warn=pytest.fail)
-    before = sent.run("sweep").data.tags["mlflow.note.content"]
-    try:
-        run.write([opened, closed.model_copy(update={"summary": summary})])
-        first, second, *_ = sent.run("sweep").data.tags["mlflow.note.content"].split(" ")
-        assert first.startswith(f"[1](#/experiments/{trial.info.experiment_id}/runs/{trial.info.run_id}?")
-        assert second == "2"
-    finally:
-        run.write([closed])
-    assert sent.run("sweep").data.tags["mlflow.note.content"] == before
 
 
 def test_a_killed_run_ends_with_its_last_event_and_goes_on_when_it_is_resumed(

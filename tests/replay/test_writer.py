@@ -3,7 +3,6 @@
 # promise: contents of MLflow for every kind of run; no duplicates; the writer never blocks
 # promise: a run without a step is neither listed nor sent
 
-import json
 import signal
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
-from recordings import JOURNALS, Recording, Store, delivery
+from recordings import Recording, Store, delivery
 
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, Metrics, Point, RunClosed, RunOpened
@@ -282,9 +281,8 @@ def test_the_command_says_where_the_results_are(store: Store, journal: Journal, 
     assert f"all of {journal('failed').folder} is in MLflow: pipeline ui, then http" in sent.stdout
     sweep = command("sync", str(journal("sweep").folder))  # its trials, too
     assert sweep.code == 0, sweep.output
-    best = json.loads((JOURNALS / "sweep" / "sweep.json").read_text())["swept"]["best"]
     children = [run for run in store.runs("tiny") if "mlflow.parentRunId" in run.data.tags]
     assert [run.data.params["optimizer.lr"] for run in children if run.data.tags.get("best") == "true"] == ["0.05"]
-    assert (len(children), best) == (3, 2)
+    assert len(children) == 3
     nothing = command("sync", str(lab))
     assert (nothing.code, "no such run" in nothing.stderr) == (2, True)

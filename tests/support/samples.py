@@ -9,7 +9,6 @@ from pipeline.protocol.trial import ROLES, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
 from pipeline.report.numbers.row import Unmeasured
 from pipeline.report.report import Report
-from pipeline.report.swept import Swept, SweptReport, SweptTrial
 
 HARDWARE = "2 cores, 24 GiB, no GPU, Intel(R) Xeon(R) Processor @ 2.60GHz"
 
@@ -156,25 +155,3 @@ def comparison(*, losses: tuple[float, ...] = LOSSES, coupling: tuple[str, ...] 
     rounds = [one.model_copy(update={"repeat": repeat}) for repeat in range(3) for one in trials]
     order = ["baseline", "ddp-2", "ddp-4", "ddp-2-batch-64"]
     return Report.of(rounds, ends, hardware=HARDWARE, unmeasured=[DDP_4], order=order)
-
-
-def swept(count: int) -> SweptReport:
-    """A sweep over numbers, on both kinds of axes, and components; every third trial was stopped, one has no value."""
-    trials = tuple(
-        SweptTrial(
-            number=number,
-            values={
-                "optimizer": {"_target_": f"torch.optim.{'SGD' if number % 2 else f'Adam{number}'}"},
-                "optimizer.lr": 10 ** (-5 + 4 * number / count),
-                "model.hidden": 8 * number,
-            },
-            state="stopped early" if number % 3 == 0 else "finished",
-            value=None if number == count else 0.2 + abs(number - 4) / 10,
-            epochs=8,
-            run=f"sweep/trial-{number:03}",
-        )
-        for number in range(1, count + 1)
-    )
-    facts = {"experiment": "lab", "metric": "validation/loss", "mode": "min", "search": "random", "seed": 1}
-    told = Swept.model_validate({**facts, "trials": trials, "best": 4, "command": ("pipeline", "run"), "run": "sweep"})
-    return SweptReport(swept=told.model_copy(update={"log_scaled": ("optimizer.lr",)}), hardware=HARDWARE)

@@ -8,6 +8,7 @@ from mlflow import MlflowClient
 
 from pipeline.protocol.events import AnyEvent, Metrics
 from pipeline.record import journal
+from pipeline.results.record import Result, read
 
 INPROCESS = ("parallel.strategy=single", "parallel.launcher=inprocess", "parallel.workers=1")
 
@@ -39,8 +40,26 @@ class Folder(NamedTuple):
         return [event.epoch for event in metrics if any(point.name == "validation/loss" for point in event.points)]
 
     @property
-    def result(self) -> Any:
-        return json.loads((self.sweep / "sweep.json").read_text())["swept"]
+    def result(self) -> Result:
+        found = read(self.sweep)
+        assert found is not None
+        return found
+
+    @property
+    def states(self) -> dict[int, str]:
+        """How the trials ended, by number."""
+        rows = sorted(self.result.tables[0].rows, key=lambda row: int(str(row[0])))
+        return {int(str(row[0])): str(row[3]) for row in rows}
+
+    @property
+    def values(self) -> list[Any]:
+        """Values of the trials that were started, in order."""
+        return [json.loads((trial / "trial.json").read_text())["values"] for trial in self.trials]
+
+    @property
+    def best(self) -> int:
+        fact = self.result.fact("best_trial")
+        return int(fact.value or 0) if fact else 0
 
     @property
     def children(self) -> dict[str, Any]:

@@ -25,10 +25,10 @@ SECOND_EDITION = {
 }
 """Lines of each folder of ``pipeline/`` when the second edition is whole; "" is the modules beside the folders."""
 LARGER_TODAY = {
-    "": 1_243,
+    "": 1_226,
     "api": 493,
-    "cli": 739,
-    "commands": 5_977,
+    "cli": 737,
+    "commands": 5_226,
     "data": 1_026,
     "drive": 1_083,
     "experiment": 3_436,
@@ -37,17 +37,17 @@ LARGER_TODAY = {
     "plan": 671,
     "protocol": 1_526,
     "record": 1_832,
-    "report": 4_537,
-    "results": 3_412,
+    "report": 4_050,
+    "results": 3_427,
     "strategies": 668,
     "tasks": 930,
-    "tracking": 1_725,
+    "tracking": 1_717,
     "train": 9_245,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 245
+FILES = 232
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 48_102
+TEST_LINES = 47_838
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from pipeline import cli
 from pipeline.commands import run as runner
-from pipeline.commands.sweep import planning
+from pipeline.commands import sweep as sweeps
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, TrainingError
 from pipeline.experiment import reported
@@ -75,7 +75,7 @@ class TestWhichValuesAreGood:
             assert told.startswith("e.yaml:10: sweep.metric: Count does not declare whether higher validation/mine is")
             assert told.endswith("Set sweep.mode to max or min.")
         else:
-            assert planning.make(read(sweep)).direction == expected
+            assert sweeps.make(read(sweep)).direction == expected
 
 
 class TestNames:

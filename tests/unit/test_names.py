@@ -22,7 +22,19 @@ DEFINITIONS = {
     "standstill", "drain", "go_on", "consensus", "remember", "look", "room",
 }  # fmt: skip
 """Classes and functions alike."""
-PARALLEL = {"__init__", "base", "checks", "errors", "evaluate", "measure", "report", "run", "schema", "weights"}
+PARALLEL = {
+    "__init__",
+    "base",
+    "checks",
+    "errors",
+    "evaluate",
+    "measure",
+    "report",
+    "run",
+    "schema",
+    "sweep",
+    "weights",
+}
 """Files that play the same role in folders beside each other, as commands.evaluate and train.evaluate do."""
 
 

@@ -17,12 +17,12 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
-from samples import DDP_4, HARDWARE, MAIN, comparison, finished, in_turn, report, spread, swept, trial
+from samples import DDP_4, HARDWARE, MAIN, comparison, finished, in_turn, report, spread, trial
 
 from pipeline.protocol.events import Finished
 from pipeline.report.numbers.courses import Course, Pause, Series, Window
 from pipeline.report.numbers.row import Unmeasured
-from pipeline.report.pictures import chart, curves, pairs, sweep_chart
+from pipeline.report.pictures import chart, curves, pairs
 from pipeline.report.pictures.palette import LIGHT
 from pipeline.report.pictures.picture import STYLE, Draw, save, shorten
 from pipeline.report.report import Report
@@ -97,8 +97,6 @@ DRAWINGS: dict[str, Draw] = {
     "curves": lambda: curves.draw([training()]),
     "curves with long names": lambda: curves.draw([training(metrics=(LONG, f"{LONG}_per_class", "f1"))]),
     "curves of 8 trials": lambda: curves.draw(several(8), best=2),
-    "sweep": lambda: sweep_chart.draw(swept(9).swept),
-    "sweep of 40 trials": lambda: sweep_chart.draw(swept(40).swept),
     "curves of 30 trials": lambda: curves.draw(several(30), best=2),
 }
 

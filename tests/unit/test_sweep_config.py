@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.sweep.planning import draws
+from pipeline.commands.sweep import draws
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError
 from pipeline.experiment import references

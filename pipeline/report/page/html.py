@@ -1,8 +1,7 @@
 """The report as a self-contained HTML file: inline styles, pictures as SVG."""
 
 from base64 import b64encode
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from pipeline.report.page.about import About
 from pipeline.report.pictures.palette import DARK, LIGHT
 from pipeline.report.report import Report
 from pipeline.report.report_files import AnyReport
-from pipeline.report.swept import Swept, SweptReport, figure
 from pipeline.report.text.claims import classify_speedup, describe_speedup
 from pipeline.report.text.row_names import name_row
 from pipeline.report.text.sentences import format_ending, iter_metric_names
@@ -91,15 +89,10 @@ def save_page(report: AnyReport, path: Path, *, about: About, pictures: Mapping[
         about: facts about the run.
         pictures: pictures by their file names, in their order.
     """
-    could_be_noise = isinstance(report, Report) and not report.main.is_resolved
+    could_be_noise = not report.main.is_resolved
     colors = {"light": LIGHT, "dark": DARK, "has_accent": not could_be_noise}
     shared = {"report": report, "about": about, "pictures": pictures, **colors}
-    match report:
-        case Report():
-            page = _speedups(report, shared)
-        case SweptReport():
-            page = _summary(shared, title="sweep", tiles=tuple(_of_sweep(report.swept)), command=report.command)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(_speedups(report, shared), encoding="utf-8")
 
 
 def _speedups(report: Report, shared: Mapping[str, object]) -> str:
@@ -110,23 +103,6 @@ def _speedups(report: Report, shared: Mapping[str, object]) -> str:
         metrics=sorted(report.main.metrics.items(), key=lambda metric: not metric[0].startswith(PREFIX)),
         advice=[(one.reason.rstrip("."), *marked(one), format_ending(one)) for one in report.advice],
         method=tuple(_method(report)),
-    )
-
-
-def _summary(shared: Mapping[str, object], *, title: str, tiles: Sequence[Tile], command: str = "") -> str:
-    return _template("summary.html.jinja").render(shared, kind=title, tiles=tiles, command=command)
-
-
-def _of_sweep(swept: Swept) -> Iterator[Tile]:
-    """Yield the best value, and how many trials there are."""
-    best = swept.trial(swept.best)
-    if best is not None:
-        yield Tile(
-            figure=figure(best.value), label=f"{swept.metric} of trial {best.number}, the best", is_accented=True
-        )
-    states = Counter(trial.state for trial in swept.trials)
-    yield Tile(
-        figure=str(len(swept.trials)), label=f"trials: {', '.join(f'{n} {state}' for state, n in states.items())}"
     )
 
 

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.report.numbers.courses import Course
-from pipeline.report.pictures import chart, curves, pairs, picture, sweep_chart
+from pipeline.report.pictures import chart, curves, pairs, picture
 from pipeline.report.pictures.picture import Draw
-from pipeline.report.report import Report
 from pipeline.report.report_files import (
     CHART_NAME,
     CURVES_NAME,
     PAIRS_CHART_NAME,
-    SWEEP_NAME,
     AnyReport,
 )
-from pipeline.report.swept import SweptReport
 from pipeline.report.text.row_names import name_row
 
 _PARTS = "The parts of a step are measured one by one, after the training. Parts that exceed the step are left out."
@@ -47,14 +44,6 @@ def pictures(report: AnyReport, courses: Sequence[Course]) -> Iterator[Picture]:
         report: the report.
         courses: courses of its trainings, those that can be drawn.
     """
-    match report:
-        case Report():
-            yield from _of_speedups(report, courses)
-        case SweptReport():
-            yield from _of_sweep(report, courses)
-
-
-def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]:
     if len(report.entries) > 1 or report.has_parts:
         title = f"{report.name}: {report.hardware}"
         caption = _PARTS if report.has_parts else ""
@@ -64,18 +53,6 @@ def _of_speedups(report: Report, courses: Sequence[Course]) -> Iterator[Picture]
         yield Picture(PAIRS_CHART_NAME, partial(pairs.draw, report), label, report.name)
     if courses:
         draw = partial(curves.draw, courses, best=_index(courses, report.main.trial))
-        yield Picture(CURVES_NAME, draw, "Learning curves", report.name, curves.caption(courses))
-
-
-def _of_sweep(report: SweptReport, courses: Sequence[Course]) -> Iterator[Picture]:
-    swept = report.swept
-    if sweep_chart.drawable(swept):
-        draw, label = partial(sweep_chart.draw, swept), f"{swept.metric} by each parameter"
-        yield Picture(SWEEP_NAME, draw, label, report.name, sweep_chart.caption(swept))
-    if courses:
-        best = swept.trial(swept.best)
-        index = _index(courses, best.run if best else "")
-        draw = partial(curves.draw, courses, metric=swept.metric, best=index)
         yield Picture(CURVES_NAME, draw, "Learning curves", report.name, curves.caption(courses))
 
 

@@ -1,9 +1,8 @@
 """Screens: what a command ends with, in at most 24 lines of 80 columns. Pure functions from a report to lines."""
 
 from pipeline.report.report import Report
-from pipeline.report.screens import comparison_screen, run_screen, sweep_screen
+from pipeline.report.screens import comparison_screen, run_screen
 from pipeline.report.screens.screen_layout import Places
-from pipeline.report.swept import SweptReport
 
 
 def format_screen(report: object, places: Places) -> tuple[str, ...]:
@@ -13,6 +12,4 @@ def format_screen(report: object, places: Places) -> tuple[str, ...]:
             return comparison_screen.format_screen(report, places)
         case Report():
             return run_screen.format_screen(report, places)
-        case SweptReport():
-            return sweep_screen.format_screen(report, places)
     return ()
