@@ -397,7 +397,7 @@ def make_result(trials: Sequence[SweptTrial], plan: SweepPlan, invocation: Invoc
     states, best = Counter(one.state for one in trials), best_of(trials, plan.direction)
     ended, early = states["completed"] + states["stopped early"], states["stopped early"]
     title = [texts.SWEPT.format(name=file.experiment.name, of=f"{ended} of {counted(total, 'trial')}")]
-    title += [texts.STOPPED_EARLY.format(count=early)] if early else []
+    title += [texts.STOPPED_BY_ASHA.format(count=early)] if early else []
     title += [f"{count} {state}" for state, count in states.items() if state not in ENDED]
     keys = list(plan.sweep.parameters)
     short = [key.rpartition(".")[2] for key in keys]

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import psutil
 from pydantic import ValidationError
 
+from pipeline.commands.options import say
 from pipeline.drive.directions import judges, sweep_direction
 from pipeline.errors import PipelineError, ResourceError, Terminated, terminate
 from pipeline.experiment.load import ExperimentFile, override
@@ -446,11 +447,11 @@ def main() -> NoReturn:
                 ),
             )
     except PipelineError as error:
-        sys.stderr.write(f"{error.told}\n")
+        say(error.told, err=True)
         code = error.exit_code
     except Terminated:
         code = 143
-    leftovers.end(lambda message: print(f"warning: {message}", file=sys.stderr))  # noqa: T201 - to output.txt
+    leftovers.end(lambda message: say(f"warning: {message}", err=True))  # into output.txt
     exit_in_time(code)
 
 

@@ -251,7 +251,7 @@ NO_PARTNER = "Runs without a partner of the same seed have no answer. Train them
 
 # sweep: {number} is that of a trial, {values} are its values, {of} is e.g. "8 of 8 trials"
 SWEPT = "{name}: {of} completed"
-STOPPED_EARLY = "{count} of them stopped early (ASHA)"
+STOPPED_BY_ASHA = "{count} of them stopped early (ASHA)"
 BEST = "trial {number}: {metric} {value} after {epochs}"
 ITS_MODEL = "Its model is logged to MLflow"
 BEST_IN_A_LINE = "Best: trial {number} of {total}, {metric} {value} ({values})"

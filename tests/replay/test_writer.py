@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from recordings import Recording, Store, delivery
 
 from pipeline.errors import UsageError
@@ -147,9 +149,17 @@ def test_twenty_thousand_points_of_a_killed_driver_are_sent(store: Store, tmp_pa
     assert [len(store.series(run, name)) for name in names] == [2000] * 10
 
 
-def test_events_that_mlflow_refuses_take_no_others_with_them(store: Store, tmp_path: Path) -> None:
-    refused = metrics(2).model_copy(update={"time": -1.0})
-    events = [opened(store), refused, metrics(0), metrics(1), RunClosed(time=1.7e9, status="FINISHED")]
+def test_events_that_mlflow_refuses_take_no_others_with_them(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def log_batch(self: MlflowClient, run_id: str, metrics: Sequence[Any] = (), **more: Any) -> Any:
+        if any(metric.step == 2 for metric in metrics):
+            raise MlflowException("invalid timestamp", INVALID_PARAMETER_VALUE)
+        return accepted(self, run_id, metrics, **more)
+
+    accepted = MlflowClient.log_batch
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    events = [opened(store), metrics(2), metrics(0), metrics(1), RunClosed(time=1.7e9, status="FINISHED")]
     told: list[str] = []
     outcome = sync(journaled(tmp_path / "refused", events), warn=told.append)
     assert outcome.delivered

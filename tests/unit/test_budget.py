@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "": 1_226,
     "api": 493,
     "cli": 737,
-    "commands": 5_226,
+    "commands": 5_227,
     "data": 1_026,
     "drive": 1_083,
     "experiment": 3_436,
@@ -47,7 +47,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 232
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 47_838
+TEST_LINES = 47_847
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
