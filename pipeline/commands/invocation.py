@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from pipeline import registry
-from pipeline.commands import old_page
-from pipeline.commands.ending import print_end as print_old_end
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.directions import directions
 from pipeline.drive.execute import execute
@@ -35,8 +33,7 @@ from pipeline.record import journal, loss_file, provenance, runs
 from pipeline.record.folder import ENVIRONMENT_NAME, EXPERIMENT_NAME, id_of, is_kept
 from pipeline.record.journal import FILE_NAME, read
 from pipeline.record.recorder import Recorder
-from pipeline.record.screen import Printable, Terminal, write
-from pipeline.report.report_files import AnyReport
+from pipeline.record.screen import Terminal, linked, write
 from pipeline.results import charts, mlflow_names, record
 from pipeline.results.goodput import Goodput, WallClock
 from pipeline.results.page import FILE_NAME as PAGE_NAME
@@ -45,7 +42,7 @@ from pipeline.results.record import Result
 from pipeline.results.terminal import print_result
 from pipeline.system import begin_stage, uncollected
 from pipeline.tracking import loggers
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.tracking.outcome import TrackingOutcome, places_of
 from pipeline.tracking.store import is_server, resolve_uri, run_page, ui_address
 
 TABLE_NAME = "speedup_table.json"
@@ -89,7 +86,7 @@ class Invocation:
     _initial: Weights | None
     _results: _Results
     _clock: WallClock
-    _shown: list[Result | Printable]
+    _shown: list[Result]
 
     @property
     def folder(self) -> Path:
@@ -177,27 +174,10 @@ class Invocation:
         record.save(result, self.folder)
         artifact(record.FILE_NAME, self.recorder)
 
-    # Old reports, until sweep, compare and evaluate end in a `Result`: the methods below, `print_old_end`
-    # and `old_page` go with the last of them.
-
-    def show(self, report: Printable, *, summary: str = "") -> None:
-        """Print a report once its results are where they belong.
-
-        ``summary``, in Markdown, describes the run in the tracking store.
-        """
-        self.recorder.summary = summary
-        self._shown.append(report)
-
     def save(self, files: Mapping[str, str]) -> None:
         """Write texts by file name into the run's folder, as artifacts. Call it last: the disk may be full."""
         for name, text in files.items():
             (self.folder / name).write_text(text, encoding="utf-8")
-            artifact(name, self.recorder)
-
-    def save_report(self, report: AnyReport) -> None:
-        """Write the files of a report into the run's folder, as artifacts."""
-        begin_stage("drawing the report")
-        for name in old_page.save(report, self.folder, warn=self.warn):
             artifact(name, self.recorder)
 
     @contextmanager
@@ -238,7 +218,7 @@ def invoked(
     for note in plan.notes:
         write(terminal.warnings, f"note: {note}")
     initial = _initial(plan, resumes=folder is not None)
-    shown: list[Result | Printable] = []
+    shown: list[Result] = []
     folders: list[Path] = []
     try:
         with recorded(
@@ -266,16 +246,16 @@ def invoked(
                     raise
     finally:
         for ended in folders if not adds else ():  # what is added has an end of its own
-            last = shown[-1] if shown else None
-            if isinstance(last, Result):
-                last = last.model_copy(update={"places": find_places(ended)})  # once MLflow has answered
+            if shown:
+                last = shown[-1].model_copy(update={"places": find_places(ended)})  # once MLflow has answered
                 with suppress(OSError):  # the disk is full: the error says so
                     record.save(last, ended)
                 print_result(last, terminal=terminal, is_verbose=verbose)
                 if show is not None:
                     show(last, ended)
-            else:
-                print_old_end(last, ended, terminal=terminal, is_verbose=verbose)
+            elif not terminal.progress.quiet and is_kept(ended):  # else the error names the folder
+                with suppress(OSError, UsageError):  # the folder is gone, or the disk is full: the error says so
+                    terminal.result.print(linked(places_of(ended)), soft_wrap=True)
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:

@@ -24,8 +24,6 @@ from pipeline.protocol.trial_result import TrialResult
 from pipeline.record import journal
 from pipeline.record.runs import LATEST
 from pipeline.record.screen import Terminal
-from pipeline.report.report import Report
-from pipeline.report.report_files import REPORT_NAME
 from pipeline.results.measured import Missing, result_of_quick, result_of_run
 from pipeline.results.record import Result
 from pipeline.results.speedup import Row, measure_rows
@@ -236,9 +234,6 @@ def report(invocation: Invocation, *, missing: Missing = "") -> None:
         option=restriction(main).partition(":")[0],
         cores=resources.cpus // resources.nodes,
     )
-    # `pipeline compare RUN RUN` reads a run's numbers from here until it reads result.json
-    old = Report.of([row.trial for row in rows], finished, hardware=invocation.hardware)
-    invocation.save({REPORT_NAME: old.to_json() + "\n"})
     invocation.finish(measured, draws=not main.train_only)
 
 

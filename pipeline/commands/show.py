@@ -32,13 +32,6 @@ def show(
     folder, console = summary.folder, OptionalConsole(highlight=False)
     result, evaluations = record.read(folder), tuple(iter_evaluations(folder))
     is_running, state = summary.status == "RUNNING", describe_state(summary)
-    if result is None:
-        from pipeline.commands.earlier_report import find_report
-
-        if (report := find_report(summary)) is not None:  # until benchmark, compare, run and sweep end in a Result
-            line = format_progress(folder) if is_running else state
-            report.show(console, as_json=as_json, full=full, state=line, evaluations=evaluations)
-            return
     if result is None and as_json:
         raise UsageError(f"{folder}: {state}, so it has no result")
     if result is not None:

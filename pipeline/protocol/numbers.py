@@ -1,6 +1,6 @@
 """Numbers of a trial, each defined once: trackers, JSON and tables take its names and its value from here.
 
-`MEASURED` and `STARTUP` are known when a trial ends. `pipeline.report.numbers.row_numbers` adds those that are computed
+`MEASURED` and `STARTUP` are known when a trial ends. `pipeline.results.speedup` adds those that are computed
 with other trials or a price.
 """
 

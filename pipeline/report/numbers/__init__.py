@@ -1,1 +1,0 @@
-"""Numbers of a report: what was measured, compared, predicted and recorded."""

@@ -1,1 +1,0 @@
-"""The page of a report, and the files that a run's folder gets with it."""

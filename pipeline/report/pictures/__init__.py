@@ -1,1 +1,0 @@
-"""Pictures of a report, drawn with matplotlib."""
