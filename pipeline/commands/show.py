@@ -12,6 +12,7 @@ from pipeline.errors import UsageError
 from pipeline.experiment.reported import iter_formatted
 from pipeline.protocol.events import Evaluated
 from pipeline.record import journal
+from pipeline.record.folder import EXPERIMENT_NAME
 from pipeline.record.runs import RunSummary, data_of
 from pipeline.record.screen import OptionalConsole, print_screen, write
 from pipeline.record.trial_progress import RunProgress
@@ -43,6 +44,9 @@ def show(
         write(console, f"{summary.run}: {format_progress(folder)}", style="cyan")
     elif summary.status != "FINISHED":
         write(console, f"{summary.run}: {state}", style="yellow")
+    elif result is None:
+        again = f"pipeline run {folder / EXPERIMENT_NAME} --resume {summary.run}"
+        write(console, f"{summary.run}: it has no {record.FILE_NAME}; to make it: {again}", style="yellow")
     if result is not None:
         print_screen(
             format_full(result, width=max(WIDTH, console.width)) if full else format_screen(result), stdout=console

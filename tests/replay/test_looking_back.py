@@ -63,7 +63,7 @@ def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Rec
     assert len(shown[0].stdout.splitlines()) <= 24
     assert f"\nReport   {Path('runs') / finished.folder.name / 'report.html'}\n" in shown[0].stdout
     whole = there("show", "latest", "--full").stdout
-    assert all(fragment in whole for fragment in ("tiny\n", "exposed", "Notes\n1. ", "mlflow   pipeline ui, then http"))
+    assert all(fragment in whole for fragment in ("tiny: ", "exposed", "mlflow   pipeline ui, then http"))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,6 @@ def test_show_prints_the_report_again_and_where_to_look(there: Any, journal: Rec
         ("interrupted", "it was killed: interrupted"),
         ("killed", "it was killed"),
         ("nan", "2 steps"),
-        ("elastic", "The number of workers changed: 1 from step 1 on, 2 from step 31 on, 1 from step 41 on."),
         ("comparison", "2 workers (ddp)"),
         ("sweep", "stopped"),
     ],
@@ -103,7 +102,7 @@ def test_a_sweep_names_the_command_that_trains_its_best_again(there: Any, journa
     assert again.endswith(" optimizer.lr=0.05")
     assert "sweep=" not in again
     assert "stopped early by ASHA after epoch 4" in there("show", f"{run}/trial-001").stdout
-    assert "validation/loss" in there("show", f"{run}/trial-002").stdout
+    assert "it has no result.json; to make it: pipeline run " in there("show", f"{run}/trial-002").stdout
     difference = json.loads(there("compare", f"{run}/trial-001", f"{run}/trial-002", "--json").stdout)
     assert ["optimizer.lr", "0.1", "0.05"] in difference["tables"][0]["rows"]
 
@@ -121,7 +120,7 @@ def test_a_difference_holds_what_differs_and_nothing_else(there: Any, journal: R
     assert found["answer"] == "inconclusive"
     assert {fact["key"]: fact["value"] for fact in found["facts"]}["pairs"] == 1
     text = there("compare", a, b, "--mode", "max").stdout
-    assert text.splitlines()[2].startswith("RESULT   Inconclusive whether B is better than A: validation/")
+    assert "RESULT   Inconclusive whether B is better than A: validation/" in text
     assert f"A  {a}" in text
     failed = json.loads(there("compare", a, journal("failed").folder.name, "--json").stdout)
     assert ["status", "FINISHED", "FAILED"] in failed["tables"][0]["rows"]
