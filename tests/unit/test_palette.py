@@ -1,6 +1,6 @@
 """Colors that are told apart by color alone stay apart for color-blind readers, and from the paper."""
 
-# promise: the report's page: each earlier run gets it, curves, no overlap, contrast, colors for color-blind readers
+# promise: the report's page: each run gets it, curves, no overlap, contrast, colors for color-blind readers
 
 import re
 from itertools import combinations

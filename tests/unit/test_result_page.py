@@ -1,14 +1,13 @@
 """The page of a result: it needs nothing from outside, shows all that was measured, and escapes what it is given."""
 
 # promise: a speedup that could be noise says what would resolve it, and has no color
-# promise: the report's page: each earlier run gets it, curves, no overlap, contrast, colors for color-blind readers
+# promise: the report's page: each run gets it, curves, no overlap, contrast, colors for color-blind readers
 
 import html
 import math
 import re
 from html.parser import HTMLParser
 
-import pytest
 from samples import ALL_CORES, BASELINE, HARDWARE, MAIN, finished, in_turn, spread
 
 from pipeline.protocol.events import Metrics, Point
