@@ -19,7 +19,7 @@ from stores import free_port
 from pipeline.errors import UsageError
 from pipeline.protocol.events import AnyEvent, CheckpointSaved, Metrics, Resumed, RunClosed, Started, Warned
 from pipeline.record import journal
-from pipeline.report.report import Report
+from pipeline.results import record
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -186,6 +186,7 @@ def test_a_node_dies(cluster: Cluster, repository: Path, tmp_path: Path, start: 
     assert f"Resuming with 1 of 2 workers from step {shrunk}." in told
     assert isinstance(run.events[-1], RunClosed)
     assert "MLflow refuses" not in stdout + stderr
-    report = Report.model_validate_json((run.folder / "speedup.json").read_text())
-    assert report.main.workers == 1
-    assert report.training_notes[-1].startswith("The number of workers changed: 2, then 1.")
+    result = record.read(run.folder)
+    assert result is not None
+    assert result.headline[-2].startswith("1 worker (ddp): ")
+    assert result.headline[-1].startswith("The number of workers changed: 2, then 1.")

@@ -1,48 +1,55 @@
-"""The page of a report, made again from a recorded run's folder, and small."""
+"""The page that each run ends with: its curves are from losses.npy, its facts from the run's folder; it may fail."""
 
-# promise: the report's page: each earlier run gets it, curves, no overlap, contrast, colors for color-blind readers
+# promise: the report's page: each run gets it, curves, no overlap, contrast, colors for color-blind readers
 
-from collections.abc import Callable
+import html
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from recordings import Recording
+from recordings import JOURNALS
 
-from pipeline.commands import old_page as page
-from pipeline.protocol.events import RunOpened
-from pipeline.report.report import Report
-from pipeline.report.report_files import CURVES_NAME, PAGE_NAME, REPORT_NAME
-from pipeline.tracking.outcome import TrackingOutcome
+from pipeline.record import journal
+from pipeline.results import charts, record
+from pipeline.results.page import FILE_NAME
 
-CURVES = {
-    "finished": ["Loss", "validation/accuracy", "Throughput, samples/s"],
-    "single": ["Loss", "validation/accuracy", "Throughput, samples/s"],
-    "nan": ["Loss", "Throughput, samples/s"],
-    "elastic": ["Loss", "Throughput, samples/s"],
-    "resumed": ["Loss", "Learning rate", "Throughput, samples/s"],
-    "comparison": ["Train loss, smoothed"],
+Play = Callable[..., Any]
+PLAYED = {
+    "finished": ("run", "tiny.yaml"),
+    "single": ("run", "tiny.yaml", "parallel.strategy=single", "parallel.workers=1"),
+    "comparison": ("benchmark", "tiny.yaml", "--strategies", "single,ddp", "--workers", "1,2", "--repeats", "2"),
 }
 MOST_BYTES = 400_000
 
 
-@pytest.mark.parametrize("name", CURVES)
-def test_a_run_gets_the_page_of_its_report_again(journal: Callable[[str], Recording], name: str) -> None:
-    folder = journal(name).folder
-    made = saved(folder)
-    (opened, *_) = journal(name).all_of(RunOpened)
-    for fact in (opened.run, f"torch {version(folder, 'torch')}", "/#/experiments/", f"name: {opened.params['name']}"):
-        assert fact in made
-    assert [title for title in CURVES[name] if f">{title}<" not in made] == []
-    assert len(made) < MOST_BYTES
-    assert saved(folder) == made
+def run_in(lab: Path) -> Path:
+    (folder,) = (lab / "runs").iterdir()
+    return folder
 
 
-def saved(folder: Path) -> str:
-    """The page, written by what every command uses."""
-    report = Report.model_validate_json((folder / REPORT_NAME).read_bytes())
-    names = page.save(report, folder, warn=pytest.fail)
-    assert {CURVES_NAME, PAGE_NAME} <= set(names)
-    return (folder / PAGE_NAME).read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", PLAYED)
+def test_each_run_gets_a_page_that_knows_it(play: Play, lab: Path, name: str) -> None:
+    ended = play(name, *PLAYED[name])
+    assert ended.code == 0, ended.stderr
+    page, result = (run_in(lab) / FILE_NAME).read_text(encoding="utf-8"), record.read(run_in(lab))
+    assert result is not None
+    for fact in (
+        run_in(lab).name,
+        f"torch {version(run_in(lab), 'torch')}",
+        "experiment tiny in sqlite:///",
+        result.title,
+    ):
+        assert fact in page
+    assert "<pre>name: tiny" in page
+    assert all(sentence in html.unescape(page) for sentence in result.headline)
+    assert page.count("<svg ") >= (name != "single")  # these recordings have no losses.npy
+    assert "Learning curves" not in page
+    assert len(page) < MOST_BYTES
+    assert not list(run_in(lab).glob("*.png"))
 
 
 def version(folder: Path, package: str) -> str:
@@ -50,31 +57,55 @@ def version(folder: Path, package: str) -> str:
     return next(line.partition("==")[2] for line in lines if line.startswith(f"{package}=="))
 
 
-def test_a_folder_without_its_files_gets_a_page_without_these_facts(journal: Callable[[str], Recording]) -> None:
-    folder = journal("finished").folder
-    for name in ("environment.txt", "experiment.yaml", "sync.json"):
-        (folder / name).unlink()
-    made = saved(folder)
-    assert "experiment tiny in sqlite:///" in made
-    assert "commit 6a7ec7fffb79" in made
-    assert "<pre>" not in made
+def with_losses(lab: Path) -> tuple[str, list[float]]:
+    """A copy of a recording whose workers report the loss of each step, of which it has the curve; and the losses."""
+    folder, losses = lab / "recorded", list[float]()
+    shutil.copytree(JOURNALS / "finished", folder)
+    lines = []
+    for line in (folder / journal.FILE_NAME).read_text().splitlines():
+        event = json.loads(line)
+        own = [value for name, _, value in event.get("points", ()) if name == "train/loss"]
+        if event["trial"] == "main" and own:
+            event |= {"losses": own, "steps": len(own)}
+            losses += own
+        lines.append(json.dumps(event))
+    (folder / journal.FILE_NAME).write_text("\n".join([*lines, ""]))
+    return str(folder), losses
 
 
-def test_a_run_that_goes_on_knows_its_place_in_mlflow(journal: Callable[[str], Recording]) -> None:
-    folder = journal("finished").folder
-    (folder / "sync.json").unlink()
-    outcome = TrackingOutcome(experiment_id="7", run_id="5bf9", delivered=False)
-    outcome.keep(folder)
-    assert page.about(folder).link.partition("?")[0].endswith("/#/experiments/7/runs/5bf9")
+def test_the_curves_are_the_losses_of_all_steps(play: Play, lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def iter_figures(result: record.Result, courses: Sequence[charts.Course] = ()) -> Iterator[tuple[str, str, str]]:
+        drawn.extend(courses)
+        yield from known(result, courses)
+
+    known, drawn = charts.iter_figures, list[charts.Course]()
+    monkeypatch.setattr(charts, "iter_figures", iter_figures)
+    recorded, losses = with_losses(lab)
+    ended = play(recorded, "run", "tiny.yaml")
+
+    assert ended.code == 0, ended.stderr
+    (course,) = drawn
+    assert len(losses) == 46
+    assert np.load(run_in(lab) / "losses.npy").tolist() == list(course.losses) == losses
+    assert course.validation["validation/accuracy"][0] == [23, 46]
+    page = (run_in(lab) / FILE_NAME).read_text(encoding="utf-8")
+    assert page.count("<svg ") == 3
+    for text in ("Learning curves", ">Loss<", ">training, smoothed<", ">validation/accuracy<"):
+        assert text in page
+    assert "src=" not in page
+    assert len(page) < MOST_BYTES
 
 
-def test_a_damaged_journal_costs_the_curves_and_the_facts(journal: Callable[[str], Recording]) -> None:
-    folder = journal("finished").folder
-    path = folder / "events.jsonl"
-    path.write_text(path.read_text().replace('"kind":"started"', '"kind":', 1))
-    told: list[str] = []
-    report = Report.model_validate_json((folder / REPORT_NAME).read_bytes())
-    names = page.save(report, folder, warn=told.append)
-    assert PAGE_NAME in names
-    assert CURVES_NAME not in names
-    assert [message.partition(" could")[0] for message in told] == [str(folder / CURVES_NAME)]
+def test_a_page_that_cannot_be_drawn_costs_itself_and_a_line(
+    play: Play, lab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "iter_figures", lambda *_: 1 / 0)
+    ended = play("finished", "run", "tiny.yaml")
+
+    assert ended.code == 0, ended.stderr
+    assert f"runs/{run_in(lab).name}/{FILE_NAME} could not be written: ZeroDivisionError" in ended.stderr
+    assert not (run_in(lab) / FILE_NAME).exists()
+    result = record.read(run_in(lab))
+    assert result is not None
+    assert result.headline[0] in " ".join(ended.stdout.split())
+    assert dict(result.places)["Folder"] == f"runs/{run_in(lab).name}"

@@ -29,7 +29,6 @@ PARALLEL = {
     "errors",
     "evaluate",
     "measure",
-    "report",
     "run",
     "schema",
     "sweep",

@@ -1,14 +1,19 @@
 """Colors that are told apart by color alone stay apart for color-blind readers, and from the paper."""
 
-# promise: the report's page: each earlier run gets it, curves, no overlap, contrast, colors for color-blind readers
+# promise: the report's page: each run gets it, curves, no overlap, contrast, colors for color-blind readers
 
-from collections.abc import Sequence
+import re
 from itertools import combinations
 from math import dist
 
 import pytest
+from samples import BASELINE, MAIN, finished, spread
 
-from pipeline.report.pictures.palette import DARK, LIGHT, LINES, PARTS
+from pipeline.results.breakdown import PARTS, parts_table
+from pipeline.results.charts import Course, draw_courses, draw_parts
+from pipeline.results.page import render
+from pipeline.results.record import Result
+from pipeline.results.speedup import measure_rows
 
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency", IEEE
 # Transactions on Visualization and Computer Graphics 15(6): the matrices of severity 1.0, for linear RGB.
@@ -25,6 +30,8 @@ VISION = {
         (-0.011820, 0.042940, 0.968881),
     ),
 }
+PAPER = "#ffffff"
+"""Figures are on white in both themes."""
 APART = 20.0
 """Distance in CIELAB; about 2 can just be seen in patches side by side."""
 
@@ -52,11 +59,40 @@ def seen(color: str, vision: str) -> tuple[float, float, float]:
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
+def colors_of(drawn: str) -> list[str]:
+    """The colors of a figure, each once, but for those of its paper, its text and its frames."""
+    found = dict.fromkeys(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn))
+    return [color for color in found if color not in (PAPER, "#000000", "#1b1f24")]
+
+
+def parts_of_a_step() -> list[str]:
+    ends = [finished("main", spread(190), communication=21.5), finished("baseline", spread(100))]
+    table = parts_table(measure_rows([MAIN, BASELINE], ends))
+    assert table is not None
+    found = colors_of(draw_parts(table))
+    assert len(found) == len(PARTS)
+    return found
+
+
+def lines(count: int = 5) -> list[str]:
+    """The colors of trainings that are compared; of more than that, colors come again."""
+    found = colors_of(draw_courses([Course(f"trial {number}", (3.0, 2.0, 1.0 + number)) for number in range(count)]))
+    assert len(found) == count
+    return found
+
+
+def losses_and_validation() -> list[str]:
+    return colors_of(draw_courses([Course("training", (3.0, 2.0, 1.0), {"validation/loss": ([2, 3], [2.5, 2.0])})]))
+
+
+FIGURES = {"lines": lines, "parts of a step": parts_of_a_step, "loss and validation": losses_and_validation}
+
+
 @pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("names", [LINES, PARTS], ids=["lines", "parts of a step"])
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_colors_stay_apart(theme: dict[str, str], names: Sequence[str], vision: str) -> None:
-    near = {pair: dist(seen(theme[pair[0]], vision), seen(theme[pair[1]], vision)) for pair in combinations(names, 2)}
+@pytest.mark.parametrize("name", FIGURES)
+def test_colors_stay_apart(name: str, vision: str) -> None:
+    found = FIGURES[name]()
+    near = {pair: dist(*(seen(color, vision) for color in pair)) for pair in combinations(found, 2)}
     assert min(near.values()) > APART, near
 
 
@@ -66,16 +102,25 @@ def test_what_it_would_look_like_if_they_did_not() -> None:
     assert dist(seen(red, "deuteranopia"), seen(green, "deuteranopia")) < APART
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_text_and_lines_can_be_seen_on_the_paper(theme: dict[str, str]) -> None:
+def contrast(color: str, paper: str) -> float:
     """The contrast of WCAG 2.1: 4.5 for text, 3 for what a picture is made of."""
-    for name, least in (("ink", 4.5), ("muted", 4.5), *((name, 3.0) for name in LINES)):
-        low, high = sorted(luminance(theme[color]) for color in (name, "paper"))
-        assert (high + 0.05) / (low + 0.05) >= least, name
+    low, high = sorted(map(luminance, (color, paper)))
+    return (high + 0.05) / (low + 0.05)
 
 
-def test_a_color_is_that_of_one_name_only() -> None:
-    """In the page, each color of a picture becomes the variable of its name."""
-    assert len(set(LIGHT.values())) == len(LIGHT)
-    assert all(len(color) == 7 and color == color.lower() for color in (*LIGHT.values(), *DARK.values()))
-    assert list(LIGHT) == list(DARK)
+@pytest.mark.parametrize("name", FIGURES)
+def test_lines_and_bars_can_be_seen_on_the_paper(name: str) -> None:
+    for color in FIGURES[name]():
+        assert contrast(color, PAPER) >= 3.0, color
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_can_be_read_on_the_paper_of_both_themes(theme: str) -> None:
+    page = render(Result(kind="run", name="lab", title="", headline=(), verdict=""), about={})
+    light, dark = (dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", rule)) for rule in re.findall(r":root \{(.*)\}", page))
+    assert list(light) == list(dark)
+    colors = light if theme == "light" else dark
+    for paper in ("paper", "tint"):
+        for name in ("ink", "muted"):
+            assert contrast(colors[name], colors[paper]) >= 4.5, (name, paper)
+    assert contrast(colors["accent"], colors["paper"]) >= 3.0
