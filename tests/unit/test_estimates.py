@@ -26,6 +26,7 @@ from pipeline.results.record import Fact, Result
 from pipeline.results.speedup import Row, facts_of, find_main, is_wide, measure_rows
 from pipeline.results.statements import compare, explain_doubt, verdict
 from pipeline.tracking.loggers import scalars
+from pipeline.train.turns import over
 
 Pairs = list[tuple[float, float]]
 
@@ -187,8 +188,9 @@ def test_slots_of_a_run_are_pairs_and_their_rate_is_the_rows() -> None:
     _, _, main = rows()
     assert (interval(main).value, interval(main).size, main.confidence) == (pytest.approx(1.9), 8, 0.95)
     assert interval(main)[1:3] == pytest.approx((1.9 * 1.02**-1.0946, 1.9 * 1.02**1.0946), rel=1e-4)
-    assert main.rate == pytest.approx(190)
     assert main.claim == "faster"
+    rate = over(in_turn(190, noise=0.02), batch=64)["samples_per_second"]
+    assert (rate.median, rate.low, rate.high) == pytest.approx((190, 190 / 1.02, 190 * 1.02))
 
 
 def test_windows_are_a_range_and_resolve_nothing() -> None:
