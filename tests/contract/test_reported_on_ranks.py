@@ -1,6 +1,6 @@
 """What two ranks report: at the same steps, operations, and the trace of one of them."""
 
-# promise: operations of a step, counted by hand too; MFU, utilization and its cause, energy (fake NVML), price
+# promise: operations of a step, counted by hand too; MFU, utilization, energy (fake NVML), price
 
 import gzip
 import json

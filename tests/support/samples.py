@@ -7,8 +7,7 @@ from pipeline.protocol.events import Finished
 from pipeline.protocol.labels import Role
 from pipeline.protocol.trial import ROLES, Trial
 from pipeline.protocol.trial_result import Spread, StepParts, TrialResult
-from pipeline.report.numbers.row import Unmeasured
-from pipeline.report.report import Report
+from pipeline.results.speedup import Row, measure_rows
 
 HARDWARE = "2 cores, 24 GiB, no GPU, Intel(R) Xeon(R) Processor @ 2.60GHz"
 
@@ -89,7 +88,7 @@ ALL_CORES = trial("reference", "reference", cpus=2)
 MAIN = trial("main", "main", strategy="ddp", workers=2)
 
 
-def report(*, has_pairs: bool = True) -> Report:
+def rows(*, has_pairs: bool = True) -> list[Row]:
     """A baseline at 100 samples/s, one process with both cores at 180, and ddp, 2 workers at 190.
 
     Args:
@@ -104,7 +103,7 @@ def report(*, has_pairs: bool = True) -> Report:
         finished("reference", spread(180, noise=9), slots=slots.get("reference", ())),
         finished("baseline", spread(100, noise=5), slots=slots.get("baseline", ())),
     ]
-    return Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE)
+    return measure_rows([MAIN, BASELINE, ALL_CORES], ends)
 
 
 LOSSES = (2.3, 2.1, 1.9, 1.7)
@@ -112,46 +111,3 @@ DDP_2 = trial("ddp-2", "cell", strategy="ddp", workers=2)
 LARGER = trial("ddp-2-batch-64", "cell", strategy="ddp", workers=2, batch=128).model_copy(
     update={"variant": "batch 64"}
 )
-DDP_4 = Unmeasured(
-    trial="ddp-4",
-    title="ddp, 4 workers",
-    strategy="ddp",
-    workers=4,
-    reason="4 workers with 1 core each need 4 cores; this machine has 2",
-)
-
-
-def _in_rounds(rate: float, *, noise: float = 0.0) -> tuple[float, ...]:
-    """Repeats in three rounds, on a machine whose pace changes; their geometric mean is the rate."""
-    return tuple(rate * pace * own for pace, own in zip((1, 1.25, 0.8), (1, 1 + noise, 1 / (1 + noise)), strict=True))
-
-
-MEASURED: dict[str, tuple[float, ...]] = {
-    "baseline": _in_rounds(100),
-    "ddp-2": _in_rounds(190, noise=0.02),
-    "ddp-2-batch-64": _in_rounds(196, noise=0.02),
-    "reference": _in_rounds(150),
-}
-"""Samples/s of each repeat: ratios to the baseline of 1.90, 1.94 and 1.86 have an interval of 1.79 to 2.02."""
-
-
-def comparison(*, losses: tuple[float, ...] = LOSSES, coupling: tuple[str, ...] = ()) -> Report:
-    """A baseline, 2 workers of ddp with two batch sizes and a reference, 3 repeats each; 4 aren't measured.
-
-    Args:
-        losses: those of ddp, 2 workers with the baseline's batch; the others have `LOSSES`.
-        coupling: layers of the model that depend on how a batch is shared.
-    """
-    trials = [BASELINE, DDP_2, LARGER, ALL_CORES]
-    ends = [
-        finished(
-            one.name, spread(MEASURED[one.name][repeat]), batch=one.experiment.train.global_batch_size, repeat=repeat,
-            communication=21.5 if one.workers > 1 else None, coupling=coupling,
-            losses=losses if one is DDP_2 else LOSSES, peak_memory_mb=(410.0,) * one.workers,
-        )
-        for repeat in range(3)
-        for one in trials
-    ]  # fmt: skip
-    rounds = [one.model_copy(update={"repeat": repeat}) for repeat in range(3) for one in trials]
-    order = ["baseline", "ddp-2", "ddp-4", "ddp-2-batch-64"]
-    return Report.of(rounds, ends, hardware=HARDWARE, unmeasured=[DDP_4], order=order)

@@ -18,8 +18,10 @@ from pipeline.errors import ExperimentError
 from pipeline.experiment.consistency import contradictions
 from pipeline.protocol.events import Finished, ModelSaved
 from pipeline.record.console import _format_finished
-from pipeline.report.numbers.records import table_json
-from pipeline.report.report import Report
+from pipeline.results.measured import result_of_run
+from pipeline.results.mlflow_names import table_json
+from pipeline.results.record import Result
+from pipeline.results.speedup import measure_rows
 from pipeline.train.manifest import folder_name
 from pipeline.train.saved_state import STATE
 
@@ -31,6 +33,10 @@ TESTED = {"data": {"_target_": "toys.with_test"}}
 def run(folder: Path, **sections: Any) -> Saving:
     train = {"epochs": 3, **sections.pop("train", {})}
     return checkpointed.run(folder, **{"checkpoint": HIGHEST_LOSS, **sections, "train": train})
+
+
+def result_of(outbox: Saving) -> Result:
+    return result_of_run(measure_rows([toys.trial()], [Finished(result=outbox.result)]), hardware="")
 
 
 def equal(one: Saving, other: Saving) -> bool:
@@ -90,25 +96,24 @@ def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
 def test_files_of_a_training_whose_metric_is_nan_are_valid_json(tmp_path: Path) -> None:
     constant = {"pearson": {"_target_": "toy_metrics.Undefined"}}
     sections = {"metrics": constant, "checkpoint": {"best": "validation/pearson", "mode": "max"}}
-    report = Report.of([toys.trial()], [Finished(result=run(tmp_path, **sections).result)], hardware="")
+    result = result_of(run(tmp_path, **sections))
     files = [file.read_text() for file in sorted(tmp_path.rglob("*.json"))]
     assert any('"metric": "NaN"' in file for file in files)
-    for text in (*files, report.to_json(), table_json(report.table())):
+    for text in (*files, result.model_dump_json(), table_json(result)):
         json.loads(text, parse_constant=pytest.fail)
-    assert Report.model_validate_json(report.to_json()).to_json() == report.to_json()
+    assert Result.model_validate_json(result.model_dump_json()).model_dump_json() == result.model_dump_json()
     assert math.isnan(run(tmp_path, resume=True, **sections).result.metrics["validation/pearson"])
 
 
 def test_it_is_said_with_its_metric(tmp_path: Path) -> None:
-    result = run(tmp_path, **TESTED).result
-    finished = Finished(result=result)
-    report = Report.of([toys.trial()], [finished], hardware="")
+    outbox = run(tmp_path, **TESTED)
+    result, tested = result_of(outbox), outbox.result.metrics["test/loss"]
 
-    for told in (_format_finished(finished), report.outcome):
-        assert "weights of step 3 (epoch 1), the best validation/loss" in told
-    assert f"test/loss {result.metrics['test/loss']:.4g}" in report.outcome
-    assert report.table()["best_step"] == [3]
-    assert Report.model_validate_json(report.to_json()) == report
+    assert "weights of step 3 (epoch 1), the best validation/loss" in _format_finished(Finished(result=outbox.result))
+    assert result.headline[0].startswith(f"test/loss {tested:.4g}, ")
+    assert result.headline[0].endswith("(weights of step 3, the best validation/loss)")
+    assert result.fact("test/loss").value == tested  # type: ignore[union-attr]
+    assert Result.model_validate_json(result.model_dump_json()) == result
 
 
 def test_the_test_set_is_evaluated_once_with_the_resulting_weights(tmp_path: Path) -> None:

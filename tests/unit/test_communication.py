@@ -13,8 +13,8 @@ from samples import MAIN, spread
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
 from pipeline.protocol.trial_result import Communication
-from pipeline.report.numbers.row import Row
-from pipeline.report.text.sentences import describe_communication
+from pipeline.results.breakdown import parts_table
+from pipeline.results.speedup import facts_of, find_main, measure_rows
 from pipeline.strategies.ddp import timed_of
 from pipeline.train.build import build
 from pipeline.train.gauges import CommunicationMeter, Lap
@@ -72,19 +72,19 @@ def test_torch_times_the_first_steps_and_then_some(steps: int, every: int, timed
     assert timed_of(steps, every=every) == timed
 
 
-def test_the_report_says_what_the_exchange_takes() -> None:
+def test_the_result_says_what_the_exchange_takes() -> None:
     communication, _ = told(*CALM, (180.0, 200.0))
     assert communication is not None
     assert communication.lost_s == pytest.approx(1.6)
     end = samples.finished("main", spread(100.0), communication=12.0)
     result = end.result.model_copy(update={"communication": communication})
-    row = Row.of(MAIN, [end.model_copy(update={"result": result})])
-    first, second = describe_communication(row)
-    assert first == (
-        "Gradient synchronization took 42.9 ms per step in total, overlapped or not: 21% of a step while it trained."
+    row = find_main(measure_rows([MAIN], [end.model_copy(update={"result": result})]))
+    facts = facts_of(row)
+    assert (facts["communication_ms"].value, str(facts["communication_share"])) == (pytest.approx(42.9, abs=0.1), "21%")
+    table = parts_table([row])
+    assert table is not None
+    (note,) = (note for note in table.notes if "synchronization" in note)
+    assert note == (
+        "Gradient synchronization took 42.9 ms of each step, from the first bucket sent to the last received, 12.0 ms "
+        "of it while nothing else was computed (exposed communication)."
     )
-    assert second.startswith(
-        "1 spike, which cost 1.6 s: gradient synchronization took 180 ms per step in steps 61 to 70"
-    )
-    quiet = row.model_copy(update={"communication": communication.model_copy(update={"lost_s": 0.04})})
-    assert len(list(describe_communication(quiet))) == 1  # not "1 spike, which cost 0.0 s"

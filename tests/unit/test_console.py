@@ -5,13 +5,12 @@
 import io
 import os
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import rich.console
-from samples import BASELINE, DDP_2, HARDWARE, LOSSES, MAIN, comparison, finished, in_turn, report, spread
+from samples import BASELINE, DDP_2, HARDWARE, LOSSES, MAIN, finished, in_turn, rows, spread
 
 from pipeline.commands import invocation
 from pipeline.commands.invocation import Invocation, invoked
@@ -35,10 +34,12 @@ from pipeline.protocol.events import (
 )
 from pipeline.protocol.rank import Rank
 from pipeline.record.console import Console, _Lines
-from pipeline.record.screen import OptionalConsole, Terminal, print_report, print_report_table
+from pipeline.record.screen import OptionalConsole, Terminal
 from pipeline.record.trial_progress import facts
-from pipeline.report.report import Report
-from pipeline.report.text.tables import ReportTable
+from pipeline.results.measured import result_of_run, speedup_table
+from pipeline.results.record import Table
+from pipeline.results.speedup import find_main, measure_rows
+from pipeline.results.terminal import format_table, print_result
 
 RAY = MAIN.model_copy(update={"launcher": "ray"})
 
@@ -276,7 +277,7 @@ def test_the_live_display_fits_a_narrow_terminal(width: int) -> None:
 def test_no_color_means_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     def colours() -> set[str]:
         stdout = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True)
-        print_report(report(), stdout=stdout)
+        print_result(result_of_run(rows(), hardware=HARDWARE), terminal=Terminal.on(stdout))
         show(opened(), Warned(time=1, trial="main", message="careful"), stdout=stdout)
         return set(re.findall(r"\x1b\[[0-9;]*3[0-7][0-9;]*m", printed(stdout)))
 
@@ -358,26 +359,12 @@ def test_a_terminal_says_what_is_waited_for_and_keeps_one_line_of_a_finished_tri
     assert "ddp, 2 workers: done, 24 steps, 1,312 samples/s" in printed(stdout).splitlines()[-2]
 
 
-def lines_of(result: Report, *, width: int = 80, is_terminal: bool = True) -> Iterator[str]:
-    stdout = rich.console.Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
-    print_report(result, stdout=stdout)
-    return (line.rstrip() for line in printed(stdout).splitlines())
-
-
-def test_only_the_row_that_the_result_is_about_is_stressed() -> None:
-    stdout = terminal()
-    print_report(comparison(), stdout=stdout)
-    bold = [line for line in printed(stdout).splitlines() if line.startswith("\x1b[1m")]
-    assert next(line for line in bold if "1.9" in line).startswith("\x1b[1m2 workers (ddp) ")
-    assert not any("batch 64" in line for line in bold if "1.96x" in line)
-
-
-def test_no_word_of_a_title_is_broken_in_80_columns() -> None:
+def test_no_word_of_a_name_is_broken_in_80_columns() -> None:
     header = ("configuration", "devices", "samples/s", "speedup", "scaling efficiency", "est. training time", "loss")
     row = ("1 process, both cores", "2 cores", "123,456", "0.02x (0.01-1.23)", "1% to 62%", "3 min 16 s", "other")
-    stdout = terminal()
-    print_report_table(ReportTable(title="", header=header, rows=(row,)), console=stdout)
-    assert all(word in printed(stdout) for title in header for word in title.split())
+    lines = format_table(Table(header=header, rows=(row,)))
+    assert max(map(len, lines)) <= 80
+    assert all(word in " ".join(lines).split() for word in (*header[0].split(), *row[0].split()))
 
 
 @pytest.mark.parametrize(("color", "lines"), [("1", 4), ("", 2)])
@@ -393,25 +380,31 @@ def test_an_error_is_wrapped_between_words_on_a_terminal(
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])
-def test_large_figures_and_long_titles_fit_the_terminal_and_nothing_is_cut(width: int) -> None:
+def test_large_figures_and_long_names_fit_the_terminal_and_nothing_is_cut(width: int) -> None:
     long = DDP_2.model_copy(update={"variant": "static_graph, bucket_cap_mb=100"})
-    slots = {"baseline": in_turn(123_456), "ddp-2": in_turn(234_567, noise=0.01)}
+    slots = {"baseline": in_turn(123_456), "ddp-2": in_turn(234_567)}
     ends = [
         finished(name, spread(each[0]), slots=each, whole_training=10**9, losses=LOSSES) for name, each in slots.items()
     ]
-    lines = list(lines_of(Report.of([BASELINE, long], ends, hardware=HARDWARE), width=width))
+    measured = measure_rows([BASELINE, long], ends)
+    lines = format_table(speedup_table(measured, main=find_main(measured)), width=width)
     assert max(map(len, lines)) <= width
+    assert "static_graph, bucket_cap_mb=100)" in " ".join("\n".join(lines).split())
     assert not any("…" in line for line in lines)
+    assert "234,567" in "\n".join(lines)
     if width == 80:
-        assert "234,567" in "\n".join(lines)
         assert "1 h 11 min" in "\n".join(lines)
 
 
-def test_a_pipe_gets_each_row_in_one_line_however_narrow_it_is_said_to_be() -> None:
-    narrow, wide = (list(lines_of(report(), width=width, is_terminal=False)) for width in (20, 80))
-    row = "1 process, both cores  355.6    354.3        -      0.2        1.0          0.1"
-    assert row in narrow
-    assert row in wide
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_result_has_the_same_lines_however_narrow_the_terminal_is_said_to_be(is_terminal: bool) -> None:
+    narrow, wide = (
+        rich.console.Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
+        for width in (20, 80)
+    )
+    for stdout in (narrow, wide):
+        print_result(result_of_run(rows(), hardware=HARDWARE), terminal=Terminal.on(stdout))
+    assert printed(narrow) == printed(wide)
 
 
 def test_output_that_is_no_longer_read_does_not_end_a_training() -> None:

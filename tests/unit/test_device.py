@@ -1,6 +1,6 @@
 """Use of the devices: operations counted by hand, shares of a peak, energy of a fake NVML, prices."""
 
-# promise: operations of a step, counted by hand too; MFU, utilization and its cause, energy (fake NVML), price
+# promise: operations of a step, counted by hand too; MFU, utilization, energy (fake NVML), price
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial import CellMeasurement
+from pipeline.protocol.trial import CellMeasurement, Trial
 from pipeline.protocol.trial_result import Energy, Flops
-from pipeline.report.numbers import row_numbers
-from pipeline.report.numbers.peaks import peaks_of
-from pipeline.report.numbers.records import build_cell, columns
-from pipeline.report.numbers.row import Row
-from pipeline.report.report import Report
-from pipeline.report.text import device
+from pipeline.results import mlflow_names
+from pipeline.results.measured import memory_table, result_of_run
+from pipeline.results.record import Fact, Result
+from pipeline.results.speedup import Row, facts_of, find_main, measure_rows, mfu, tflops
+from pipeline.results.terminal import format_full
 from pipeline.train.build import build
 from pipeline.train.costs import count_operations
 from pipeline.train.gauges import EnergyMeter, GpuGauge
@@ -141,65 +140,72 @@ class TestCounting:
 # The peak
 
 
-def test_a_gpu_is_known_by_its_whole_name() -> None:
-    known = {
-        A100: 312, "A100-PCIE-40GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 989.4,
-        "NVIDIA H200": 989.4, "NVIDIA H100 PCIe": 756, "NVIDIA L4": 121,
-    }  # fmt: skip
-    others = ("Tesla T4", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA L40", "NVIDIA A10G", "")
-    assert {gpu: peaks_of(gpu).get("bf16") for gpu in (*known, *others)} == {**known, **dict.fromkeys(others)}
-
-
 def row(*, gpus: int = 2, gpu: str = A100, price: float | None = None, rate: float = 1000.0, **result: Any) -> Row:
     trial = samples.trial("main", "main", strategy="ddp", workers=2, gpus=1 if gpus else 0)
     end = finished("main", spread(rate), communication=0.0, gpus=(gpu,) * gpus, whole_training=3600_000, **result)
-    if price is not None:
-        measure = trial.experiment.benchmark.model_copy(update={"price_per_device_hour": price})
-        experiment = trial.experiment.model_copy(update={"benchmark": measure})
-        trial = trial.model_copy(update={"experiment": experiment})
-    return Report.of([trial], [end], hardware=HARDWARE).main
+    return find_main(measure_rows([priced(trial, price)], [end]))
+
+
+def priced(trial: Trial, price: float | None) -> Trial:
+    measure = trial.experiment.benchmark.model_copy(update={"price_per_device_hour": price})
+    return trial.model_copy(update={"experiment": trial.experiment.model_copy(update={"benchmark": measure})})
 
 
 def flops(**of_sample: float) -> Flops:
     return Flops(of_sample=of_sample)
 
 
+def test_a_gpu_is_known_by_its_whole_name() -> None:
+    known = {
+        A100: 312, "A100-PCIE-40GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 989.4,
+        "NVIDIA H200": 989.4, "NVIDIA H100 PCIe": 756, "NVIDIA L4": 121,
+    }  # fmt: skip
+    others = ("Tesla T4", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA L40", "NVIDIA A10G", "")
+    shares = {gpu: mfu(row(gpu=gpu, flops=flops(bf16=2e9))) for gpu in (*known, *others)}
+    assert {gpu: share and 1 / share for gpu, share in shares.items()} == {
+        **{gpu: pytest.approx(peak) for gpu, peak in known.items()},
+        **dict.fromkeys(others),
+    }
+
+
 class TestOperationsPerSecond:
     @pytest.mark.parametrize(
-        ("gpu", "of_sample", "uncounted", "mfu", "sentence"),
+        ("gpu", "of_sample", "share"),
         [
-            (A100, {"bf16": 62.4e9}, (), 0.1, "62.4 TFLOP/s on 2 GPUs, 10% of their peak (MFU)"),
-            # each arithmetic has its own peak: a tenth of the time each
-            (A100, {"tf32": 31.2e9, "fp32": 3.9e9}, (), 0.2, "35.1 TFLOP/s on 2 GPUs, 20% of their peak (MFU)"),
-            (A100, {"bf16": 3e9}, ("mylib::scan",), 3 / 624,
-             "3 TFLOP/s on 2 GPUs, at least 0.5% of their peak (MFU); not counted: mylib::scan"),
-            *((gpu, {name: 3e9}, (), None, f"3 TFLOP/s on 2 GPUs, no MFU: the peak of {gpu} in {name} is not known")
+            (A100, {"bf16": 62.4e9}, 0.1),
+            (A100, {"tf32": 31.2e9, "fp32": 3.9e9}, 0.2),  # each arithmetic has its own peak: a tenth of the time each
+            *((gpu, {name: 3e9}, None)
               for gpu, name in (("NVIDIA A10G", "bf16"), (A100, "complex64"), ("Tesla T4", "bf16"))),
         ],
     )  # fmt: skip
     def test_the_share_of_the_peak_of_all_devices_or_none_where_it_is_not_known(
-        self, gpu: str, of_sample: dict[str, float], uncounted: tuple[str, ...], mfu: float | None, sentence: str
+        self, gpu: str, of_sample: dict[str, float], share: float | None
     ) -> None:
-        one = row(gpu=gpu, flops=Flops(of_sample=of_sample, uncounted=uncounted))
-        assert row_numbers.tflops(one) == pytest.approx(sum(of_sample.values()) / 1e9)
-        assert row_numbers.mfu(one) == (None if mfu is None else pytest.approx(mfu))
-        assert next(device.use(one)) == sentence
+        one = row(gpu=gpu, flops=Flops(of_sample=of_sample))
+        assert tflops(one) == pytest.approx(sum(of_sample.values()) / 1e9)
+        assert mfu(one) == (None if share is None else pytest.approx(share))
 
     def test_a_cpu_has_no_peak(self) -> None:
-        (sentence,) = device.use(row(gpus=0, flops=flops(fp32=14.2e6)))
-        assert sentence == "14.2 GFLOP/s on 2 cores"
+        facts = facts_of(row(gpus=0, flops=flops(fp32=14.2e6)))
+        assert (facts["tflops"].value, facts["mfu"].value) == (pytest.approx(0.0142), None)
 
-    def test_a_comparison_has_columns(self) -> None:
-        one = row(flops=flops(bf16=62.4e9))
-        assert [(name, text(one)) for name, text in device.columns([one])] == [("TFLOP/s", "62.4"), ("MFU", "10%")]
-        small = row(gpus=0, flops=flops(fp32=14.2e6))
-        assert [(name, text(small)) for name, text in device.columns([small])] == [("GFLOP/s", "14.2")]
-        assert device.columns([row()]) == []
+    def test_a_table_has_columns(self) -> None:
+        assert device_cells(row(flops=flops(bf16=62.4e9))) == {"tflops": "62.4", "mfu": "10%"}
+        assert device_cells(row(gpus=0, flops=flops(fp32=14.2e6))) == {"tflops": "0.0142"}
+        assert device_cells(row()) == {}
 
     def test_rows_that_counted_nothing_have_the_count_of_the_training(self) -> None:
         ends = [finished("main", spread(190), flops=flops(fp32=1e9)), finished("baseline", spread(100))]
-        report = Report.of([samples.MAIN, BASELINE], ends, hardware=HARDWARE)
-        assert [row_numbers.tflops(each) for each in report.rows] == [pytest.approx(0.1), pytest.approx(0.19)]
+        rows = measure_rows([samples.MAIN, BASELINE], ends)
+        assert [tflops(each) for each in rows] == [pytest.approx(0.1), pytest.approx(0.19)]
+
+
+def device_cells(one: Row) -> dict[str, str]:
+    """What the table of memory and devices has about a row's devices."""
+    table = memory_table([one])
+    assert table is not None
+    cells = (cell for cell in table.rows[0] if isinstance(cell, Fact))
+    return {cell.key: str(cell) for cell in cells if cell.key in ("tflops", "mfu", "gpu_utilization")}
 
 
 class TestUtilization:
@@ -217,24 +223,9 @@ class TestUtilization:
         gauge.read()
         assert gauge.means() == []
 
-    @pytest.mark.parametrize(
-        ("busy", "data_wait", "said"),
-        [
-            (91.0, 0.25, []),
-            (71.0, 16.0, ["GPUs are busy 71% of the time: data loading takes 25% of a step"]),  # of 64 ms
-            (40.0, 0.25, ["GPUs are busy 40% of the time: forward and backward leave them idle themselves"]),
-        ],
-    )
-    def test_the_cause_is_named_unless_gpus_are_busy(self, busy: float, data_wait: float, said: list[str]) -> None:
-        found = list(device.use(row(gpu_utilization=(busy, busy), data_wait=data_wait)))
-        assert [one.startswith(text) for one, text in zip(found, said, strict=True)] == [True] * len(said)
-
-    def test_nothing_is_said_to_be_the_cause_that_was_not_measured(self) -> None:
-        end = finished("main", spread(1000.0), gpu_utilization=(40.0,), gpus=(A100,))
-        parts = end.result.parts.model_copy(update={"compute_ms": None, "rest_ms": None})
-        end = end.model_copy(update={"result": end.result.model_copy(update={"parts": parts})})
-        (sentence,) = device.use(Row.of(samples.MAIN, [end]))
-        assert sentence.endswith("the cause is unknown, as there is no step-time breakdown")
+    def test_the_result_has_that_of_the_idlest_gpu(self) -> None:
+        assert device_cells(row(gpu_utilization=(91.0, 71.0))) == {"gpu_utilization": "71"}
+        assert device_cells(row(gpu_utilization=())) == {}
 
 
 # Energy
@@ -294,47 +285,43 @@ class TestEnergy:
         monkeypatch.setattr(EnergyMeter, "of", lambda self, samples: Energy(joules=1.0, samples=samples))
         assert toys.trained()[0].energy == Energy(joules=1.0, samples=2 * toys.SAMPLES)
 
-    def test_the_report_says_what_a_sample_took(self) -> None:
-        (sentence,) = device.use(row(energy=Energy(joules=7.2e6, samples=3_600_000)))
-        assert sentence == "2 kWh, 2 J per sample"
-        (sentence,) = device.use(row(energy=Energy(joules=3.6e5, samples=100_000)))
-        assert sentence == "0.1 kWh since it was resumed, for 100,000 samples, 3.6 J per sample"
+    def test_the_result_says_what_a_sample_took(self) -> None:
+        facts = facts_of(row(energy=Energy(joules=7.2e6, samples=3_600_000)))
+        assert (facts["energy_kwh"].value, facts["energy_j_per_sample"].value) == (2.0, 2.0)
+        facts = facts_of(row())
+        assert (facts["energy_kwh"].value, facts["energy_j_per_sample"].value) == (None, None)
 
 
 # The price
 
 
-def reported(price: float | None, **more: Any) -> Report:
-    measure = BASELINE.experiment.benchmark.model_copy(update={"price_per_device_hour": price})
-    trials = [
-        trial.model_copy(update={"experiment": trial.experiment.model_copy(update={"benchmark": measure})})
-        for trial in (samples.MAIN, BASELINE)
-    ]
+def reported(price: float | None, **more: Any) -> Result:
+    trials = [priced(trial, price) for trial in (samples.MAIN, BASELINE)]
     known = {"whole_training": 360_000, "start_s": None}
     ends = [finished("main", spread(200), **known, **more), finished("baseline", spread(100), **known, **more)]
-    return Report.of(trials, ends, hardware=HARDWARE)
+    return result_of_run(measure_rows(trials, ends), hardware=HARDWARE)
+
+
+def cost(one: Row) -> float | None:
+    return facts_of(one)["cost"].value
 
 
 class TestPrice:
     def test_each_row_costs_its_device_hours(self) -> None:
-        report = reported(2.5)
-        assert [each.cost for each in report.rows] == [pytest.approx(2.5), pytest.approx(2.5)]
-        assert report.devices == (
-            "this training costs 2.5 with 1 worker, 2.5 with 2 workers (ddp), at 2.5 per core and hour",
-        )
+        costs = {fact.trial: fact.value for fact in reported(2.5).all_facts if fact.key == "cost"}
+        assert costs == {"main": pytest.approx(2.5), "baseline": pytest.approx(2.5)}
 
     def test_its_start_is_paid_too_and_there_is_none_without_a_price_or_a_time(self) -> None:
         rows = [row(price=1.0, rate=1000.0, start_s=start) for start in (0.0, 3600.0)]
-        assert [each.cost for each in rows] == [pytest.approx(2.0), pytest.approx(4.0)]
-        assert (reported(None).devices, row(price=None).cost) == ((), None)
-        assert Report.of([samples.MAIN], [finished("main", spread(200))], hardware=HARDWARE).main.cost is None
+        assert [cost(one) for one in rows] == [pytest.approx(2.0), pytest.approx(4.0)]
+        assert (reported(None).fact("cost"), cost(row(price=None))) == (None, None)
+        (unknown,) = measure_rows([priced(samples.MAIN, 1.0)], [finished("main", spread(200))])
+        assert cost(unknown) is None
 
     def test_programs_and_people_get_it(self) -> None:
-        report = reported(2.5, flops=flops(fp32=1e6), energy=Energy(joules=30.0, samples=10))
-        cell = build_cell(report.main)
-        assert (cell["cost"], cell["tflops"], cell["mfu"]) == (pytest.approx(2.5), pytest.approx(2e-4), None)
-        assert columns(report.entries)["cost"] == [pytest.approx(2.5)] * 2
-        assert Report.model_validate_json(report.to_json()).devices == report.devices
-        lines = next(lines for title, *lines in report.blocks if title == "Compute utilization")
-        (line,) = [line for line in lines if line.startswith("this training costs")]
-        assert line in report.markdown()
+        result = reported(2.5, flops=flops(fp32=1e6), energy=Energy(joules=30.0, samples=10))
+        sent = mlflow_names.metrics(result)["main"]
+        assert (sent["cost"], sent["tflops"], "mfu" in sent) == (pytest.approx(2.5), pytest.approx(2e-4), False)
+        assert Result.model_validate_json(result.model_dump_json()) == result
+        (line,) = (line for line in format_full(result) if line.startswith("estimated price of the training"))
+        assert line.endswith(" 2.5")

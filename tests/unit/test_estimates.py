@@ -4,30 +4,29 @@
 # promise: baseline and training take slots in turn, the training's results stay the same to the bit
 # promise: a speedup that could be noise says what would resolve it, and has no color
 
-import json
 import math
 import random
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import geometric_mean, stdev
+from typing import Any
 
 import pytest
 from damage import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import ALL_CORES, BASELINE, DDP_2, HARDWARE, MAIN, finished, in_turn, spread, trial
-from samples import report as run_report
+from samples import ALL_CORES, BASELINE, DDP_2, HARDWARE, MAIN, finished, in_turn, rows, spread, trial
 
 from pipeline.protocol import estimates
 from pipeline.protocol.estimates import Estimate
-from pipeline.protocol.events import Finished
-from pipeline.report.page import publish
-from pipeline.report.pictures import chart
-from pipeline.report.report import Report, comparison_json
-from pipeline.report.text.ratios import is_wide, times
-from pipeline.report.text.tables import efficiency, speedup
+from pipeline.results import mlflow_names
+from pipeline.results.breakdown import adds_up, describe_step, parts_table
+from pipeline.results.charts import iter_figures
+from pipeline.results.measured import result_of_run
+from pipeline.results.record import Fact, Result
+from pipeline.results.speedup import Row, facts_of, find_main, is_wide, measure_rows
+from pipeline.results.statements import compare, explain_doubt, verdict
 from pipeline.tracking.loggers import scalars
+from pipeline.train.turns import over
 
 Pairs = list[tuple[float, float]]
 
@@ -143,7 +142,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(truth: float, r: float
     assert held / 400 >= 0.90
 
 
-# Its place in reports
+# Its place in results
 
 
 OTHER = trial("ddp-3", "cell", strategy="ddp", workers=3)
@@ -151,80 +150,79 @@ REPEATS = {"baseline": (100, 300, 110), "ddp-2": (40, 36, 90), "ddp-3": (30, 33,
 """Of which the medians of ratios are no ratios of each other: 0.40, 0.30, and 1.13 of one another."""
 
 
-def compared() -> Report:
+def compared() -> list[Row]:
     ends = [finished(name, spread(rate), repeat=n) for name, rates in REPEATS.items() for n, rate in enumerate(rates)]
-    return Report.of([BASELINE, DDP_2, OTHER], ends, hardware=HARDWARE)
+    return measure_rows([BASELINE, DDP_2, OTHER], ends)
 
 
-def test_ratios_agree_with_each_other_and_with_the_table() -> None:
-    baseline, two, three = compared().rows
-    assert two.speedup == pytest.approx(two.samples_per_second.median / baseline.samples_per_second.median)
-    assert two.throughput_over(three).value == pytest.approx(two.speedup / three.speedup)  # type: ignore[operator]
+def measured(rate: float, *, noise: float, confidence: float = 0.95, **more: Any) -> Row:
+    """A training at ``rate`` samples/s next to a baseline at 100, in alternating slots with that noise."""
+    measure = MAIN.experiment.benchmark.model_copy(update={"confidence_level": confidence})
+    experiment = MAIN.experiment.model_copy(update={"benchmark": measure})
+    trials = [one.model_copy(update={"experiment": experiment}) for one in (MAIN, BASELINE)]
+    ends = [finished("baseline", spread(100), slots=in_turn(100))]
+    ends += [finished("main", spread(rate), slots=in_turn(rate, noise=noise), **more)]
+    return find_main(measure_rows(trials, ends))
+
+
+def interval(row: Row) -> Estimate:
+    assert row.ratio is not None
+    return row.ratio
+
+
+def test_ratios_agree_with_each_other_and_with_throughput() -> None:
+    baseline, two, three = compared()
+    assert interval(two).value == pytest.approx(two.rate / baseline.rate)
+    assert two.compare(three).value == pytest.approx(interval(two).value / interval(three).value)
     for row in (two, three):
-        assert row.speedup_ci_low <= row.speedup <= row.speedup_ci_high  # type: ignore[operator]
+        assert interval(row).low <= interval(row).value <= interval(row).high
+
+
+def test_efficiency_is_speedup_over_the_ratio_of_devices() -> None:
+    for row, devices in zip(compared()[1:], (2, 3), strict=True):
+        assert row.efficiency is not None
+        assert row.efficiency[:3] == pytest.approx([end / devices for end in interval(row)[:3]])
 
 
 def test_slots_of_a_run_are_pairs_and_their_rate_is_the_rows() -> None:
-    baseline, _, main = run_report().rows
-    assert (main.speedup, main.speedup_rounds, main.confidence) == (pytest.approx(1.9), 8, 0.95)
-    assert (main.speedup_ci_low, main.speedup_ci_high) == pytest.approx(
-        (1.9 * 1.02**-1.0946, 1.9 * 1.02**1.0946), rel=1e-4
-    )
-    assert main.samples_per_second.median == pytest.approx(190)
-    assert (main.samples_per_second.low, main.samples_per_second.high) == pytest.approx((190 / 1.02, 190 * 1.02))
-    assert main.speedup == pytest.approx(main.samples_per_second.median / baseline.samples_per_second.median)
-    assert main.is_resolved
+    _, _, main = rows()
+    assert (interval(main).value, interval(main).size, main.confidence) == (pytest.approx(1.9), 8, 0.95)
+    assert interval(main)[1:3] == pytest.approx((1.9 * 1.02**-1.0946, 1.9 * 1.02**1.0946), rel=1e-4)
+    assert main.claim == "faster"
+    rate = over(in_turn(190, noise=0.02), batch=64)["samples_per_second"]
+    assert (rate.median, rate.low, rate.high) == pytest.approx((190, 190 / 1.02, 190 * 1.02))
 
 
 def test_windows_are_a_range_and_resolve_nothing() -> None:
-    main = run_report(has_pairs=False).main
+    main = find_main(rows(has_pairs=False))
     assert main.ratio == pytest.approx((1.9, 188 / 105, 192 / 95, 0))
-    assert not main.is_resolved
+    assert main.claim == "inconclusive"
+    assert not facts_of(main)["speedup"].has_interval
 
 
 def test_the_confidence_of_the_file_is_that_of_the_interval_and_of_what_is_said() -> None:
-    measure = MAIN.experiment.benchmark.model_copy(update={"confidence_level": 0.5})
-    trials = [
-        one.model_copy(update={"experiment": one.experiment.model_copy(update={"benchmark": measure})})
-        for one in (MAIN, BASELINE)
-    ]
-    ends = [finished("main", spread(190), slots=in_turn(190, noise=0.02))]
-    ends += [finished("baseline", spread(100), slots=in_turn(100))]
-    main = Report.of(trials, ends, hardware=HARDWARE).main
+    main = measured(190, noise=0.02, confidence=0.5)
     assert main.confidence == 0.5
-    assert main.speedup_ci_high < run_report().main.speedup_ci_high  # type: ignore[operator]
-    assert "(50% CI 1.89x to 1.91x)" in Report.of(trials, ends, hardware=HARDWARE).verdict
+    assert interval(main).high < interval(find_main(rows())).high
+    assert "(50% CI 1.89x to 1.91x)" in verdict(main)
 
 
 def test_table_sentence_json_and_mlflow_have_the_same_figures() -> None:
-    report = compared()
-    two = report.rows[1]
-    (record,) = [cell for cell in json.loads(comparison_json(report))["cells"] if cell["title"] == two.title]
-    assert record["speedup"] == two.speedup
-    assert record["step_ms"] == two.step_ms.median
-    assert report.results.rows[1][3].startswith(f"{two.speedup:.2f}x") or report.results.rows[1][3].endswith("x")
+    measured_rows = rows()
+    main = find_main(measured_rows)
+    result = result_of_run(measured_rows, hardware=HARDWARE)
+    (cell,) = (cell for cell in result.tables[0].rows[-1] if isinstance(cell, Fact) and cell.key == "speedup")
+    read = Result.model_validate_json(result.model_dump_json()).fact("speedup")
+    assert read is not None
+    assert interval(main)[:3] == (read.value, read.low, read.high)
+    assert cell.value == read.value
+    assert f"{read.value:.2f}x as fast" in result.headline[0]
+    assert f"{read.value:.2f}x as fast" in result.verdict
+    sent = mlflow_names.metrics(result)["main"]
+    assert (sent["speedup"], sent["speedup_ci_low"], sent["speedup_ci_high"]) == (read.value, read.low, read.high)
     points = {point.name: point.value for point in scalars(finished("ddp-2", spread(40)))}
     assert (points["samples_per_second"], points["step_ms"]) == (40, 1600)
     assert not {"throughput/samples_per_second", "time/step_ms"} & points.keys()  # the series of windows
-
-
-@pytest.mark.parametrize(
-    ("given", "confidence", "text"),
-    [
-        (Estimate(1.9, 1.79, 2.02, 8), 0.95, "1.90x (95% CI 1.79x to 2.02x)"),
-        (Estimate(1.9, 1.79, 2.02, 8), 0.999, "1.90x (99.9% CI 1.79x to 2.02x)"),
-        (Estimate(1.9, 1.79, 2.02, 8), None, "1.90x"),
-        (Estimate(1.9, 0.79, 4.02, 8), 0.95, "0.79x to 4.02x (95% CI)"),  # which says more than its middle
-        (Estimate(1.9, 0.79, 4.02, 8), None, "0.79x to 4.02x"),
-        (Estimate(1.9, 1.79, 2.02, 0), 0.95, "1.90x (windows from 1.79x to 2.02x)"),
-        (Estimate(1.9, 0.79, 4.02, 0), 0.95, "1.90x (windows from 0.79x to 4.02x)"),
-        (Estimate(1.9, 1.79, 2.02, 0), None, "1.90x"),
-        (Estimate(0.28, 0.0004, 2_287_405, 2), 0.95, "under 0.01x to over 100x (95% CI)"),
-        (Estimate(90, 30, 140, 2), None, "30.00x to 140.00x"),  # of a hundred devices
-    ],
-)
-def test_a_ratio_says_where_its_ends_come_from(given: Estimate, confidence: float | None, text: str) -> None:
-    assert times(given, confidence=confidence) == text
 
 
 @pytest.mark.parametrize(
@@ -241,49 +239,41 @@ def test_a_ratio_is_clear_if_it_has_pairs_and_its_interval_excludes_1(
 
 
 def test_a_speedup_that_may_be_anything_is_no_figure() -> None:
-    ends = [finished("baseline", spread(100), slots=in_turn(100))]
-    ends += [finished("main", spread(190), slots=in_turn(190, noise=1.5))]
-    report = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
-
-    assert report.main.ratio is not None
-    assert is_wide(report.main.ratio)
-    assert speedup(report.main) == "0.70x to 5.18x"
-    assert efficiency(report.main) == "35% to 259%"
-    assert report.verdict == "2 workers (ddp): inconclusive, 0.70x to 5.18x (95% CI)"
-    assert "too noisy for a single number" in report.results.notes[0]
+    main = measured(190, noise=1.5)
+    facts = facts_of(main)
+    assert is_wide(interval(main))
+    assert str(facts["speedup"]) == "0.70x to 5.18x"
+    assert str(facts["efficiency"]) == "35% to 259%"
+    assert facts["speedup"].state == "inconclusive"
+    assert verdict(main) == "2 workers (ddp): inconclusive, 0.70x to 5.18x (95% CI)"
 
 
-def test_an_efficiency_that_may_be_anything_has_no_thousands() -> None:
-    ends = [finished("baseline", spread(100), slots=in_turn(100))]
-    ends += [finished("main", spread(190), slots=in_turn(190, noise=50))]
-    report = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
-    assert efficiency(report.main).endswith("% to over 1,000%")
-
-
-def test_an_efficiency_above_one_has_its_range_and_a_reason() -> None:
-    ends = [finished("baseline", spread(100), slots=in_turn(100))]
-    ends += [finished("main", spread(210), slots=in_turn(210, noise=0.08))]
-    report = Report.of([MAIN, BASELINE], ends, hardware=HARDWARE)
-    assert efficiency(report.main) == "97% to 114%"
-    assert report.results.rows[-1][4] == "97% to 114%"
-    assert report.results.notes[0].startswith("An efficiency above 100% is shown as an interval")
+def test_an_inconclusive_speedup_has_no_color() -> None:
+    grey, colored = ("fill: #c3cad1", "fill: #0072b2")
+    for noise, color, other in ((1.5, grey, colored), (0.02, colored, grey)):
+        main = measured(190, noise=noise)
+        assert main.baseline is not None
+        both = [main.baseline, main]
+        figures = iter_figures(result_of_run(both, hardware=HARDWARE))
+        (drawn,) = (svg for title, svg, _ in figures if title == "Throughput")
+        assert (drawn.count(color), drawn.count(other)) == ((2, 0) if color == grey else (1, 1))
 
 
 # Where a longer measurement would help
 
 
 def unresolved(rate: float, *, noise: float, role: str = "main") -> str:
-    """The remark on a speedup of ``rate`` over 100."""
-    ends = [finished("baseline", spread(100), slots=in_turn(100))]
-    ends += [finished("main", spread(rate), slots=in_turn(rate, noise=noise), slots_s=30.0)]
-    trials = [MAIN, BASELINE]
-    if role == "cell":
+    """What is said of a speedup of ``rate`` over 100 if it is inconclusive."""
+    if role == "main":
+        row = measured(rate, noise=noise, slots_s=30.0)
+    else:
         both = {"baseline": in_turn(100), "ddp-2": in_turn(rate, noise=noise)}
-        ends = [
-            finished(name, spread(each), repeat=n) for name, rounds in both.items() for n, each in enumerate(rounds)
-        ]
-        trials = [BASELINE, DDP_2]
-    return next((each for each in Report.of(trials, ends, hardware=HARDWARE).remarks if "inconclusive" in each), "")
+        ends = [finished(name, spread(one), repeat=n) for name, slots in both.items() for n, one in enumerate(slots)]
+        row = find_main(measure_rows([BASELINE, DDP_2], ends))
+    if row.claim != "inconclusive":
+        return ""
+    doubt = explain_doubt(row, main=row)
+    return " ".join(filter(None, (f"{verdict(row)}. {doubt.reason}.", doubt.remedy, *doubt.command)))
 
 
 def test_an_inconclusive_speedup_says_how_long_to_measure() -> None:
@@ -294,7 +284,7 @@ def test_an_inconclusive_speedup_says_how_long_to_measure() -> None:
     assert unresolved(103, noise=0.05) == (
         "2 workers (ddp): inconclusive, 0.98x to 1.09x (95% CI). 8 rounds are too few for a speedup this close to 1x. "
         "Train again and measure longer (about 1 min 20 s): "
-        "pipeline run FILE benchmark.rounds=21 benchmark.time_budget_s=80"
+        "run benchmark.rounds=21 benchmark.time_budget_s=80"
     )
     assert unresolved(100 / 1.03, noise=0.05).endswith(" benchmark.rounds=21 benchmark.time_budget_s=80")
 
@@ -302,7 +292,7 @@ def test_an_inconclusive_speedup_says_how_long_to_measure() -> None:
 def test_a_comparison_asks_for_repeats() -> None:
     assert unresolved(103, noise=0.05, role="cell") == (
         "2 workers (ddp): inconclusive, 0.98x to 1.09x (95% CI). 8 repeats are too few for this much noise. Measure "
-        "more often: pipeline benchmark FILE --repeats 21"
+        "more often: benchmark --repeats 21"
     )
 
 
@@ -313,7 +303,7 @@ def test_what_no_measurement_would_tell_is_not_asked_for(rate: float) -> None:
 
 def test_on_a_busy_machine_it_is_not_the_speedup_that_is_too_small_to_tell() -> None:
     said = unresolved(101, noise=0.9)
-    assert said.endswith("The machine was too busy with other work. Train again on an idle machine: pipeline run FILE")
+    assert said.endswith("The machine was too busy with other work. Train again on an idle machine: run")
 
 
 def test_few_repeats_need_fewer_more_than_their_number_suggests() -> None:
@@ -334,7 +324,8 @@ def test_one_process_with_all_cores_is_told_apart_beyond_the_noise_only() -> Non
     def said(rate: float, *, noise: float = 0.05) -> str:
         slots = {"baseline": in_turn(100), "main": in_turn(190, noise=noise), "reference": in_turn(rate)}
         ends = [finished(name, spread(each[0]), slots=each) for name, each in slots.items()]
-        return Report.of([MAIN, BASELINE, ALL_CORES], ends, hardware=HARDWARE).remarks[0]
+        _, reference, main = measure_rows([MAIN, BASELINE, ALL_CORES], ends)
+        return compare(main, reference)
 
     assert said(150) == "2 workers are 1.27x as fast as 1 process on both cores (95% CI 1.20x to 1.34x)."
     assert "equally fast within the noise" in said(185)
@@ -347,69 +338,45 @@ def test_one_process_with_all_cores_is_told_apart_beyond_the_noise_only() -> Non
 # The parts and the step
 
 
-def missed(together_ms: float, *, noise: float = 3.0) -> Report:
+def missed(together_ms: float, *, noise: float = 3.0) -> Row:
     """A training whose steps take 337 ms, and parts that add up to another time."""
     end = finished("main", spread(190), communication=20.0)
     parts = end.result.parts.model_copy(update={"compute_ms": together_ms - 21.25})
     step_ms = spread(end.result.step_ms.median, noise=noise)
     result = end.result.model_copy(update={"parts": parts, "step_ms": step_ms})
-    return Report.of([MAIN], [end.model_copy(update={"result": result})], hardware=HARDWARE)
+    return find_main(measure_rows([MAIN], [end.model_copy(update={"result": result})]))
 
 
 @pytest.mark.parametrize(
-    ("together_ms", "noise", "unexplained", "said"),
+    ("together_ms", "noise", "match"),
     [
-        (200.0, 3.0, 136.8, "They add up to 200 ms, which does not match the step of 337 ms"),
-        (663.0, 3.0, -326.2, "They add up to 663 ms, which does not match the step of 337 ms"),
-        (310.0, 3.0, 0.0, ""),  # as exact as it gets
-        (200.0, 140.0, 0.0, "They add up to 200 ms"),  # noise explains it, but says nothing
+        (200.0, 3.0, False),
+        (663.0, 3.0, False),
+        (310.0, 3.0, True),  # as exact as it gets
+        (200.0, 140.0, False),  # noise explains it, but says nothing
     ],
 )
-def test_parts_that_miss_the_step_are_told(together_ms: float, noise: float, unexplained: float, said: str) -> None:
-    report = missed(together_ms, noise=noise)
-    assert report.main.unexplained_ms == pytest.approx(unexplained, abs=0.1)
-    assert bool(report.step_parts.notes) == bool(said)
-    assert all(said in note and "the machine was busy" in note for note in report.step_parts.notes)
+def test_parts_that_miss_the_step_are_told(together_ms: float, noise: float, match: bool) -> None:
+    row = missed(together_ms, noise=noise)
+    table = parts_table([row])
+    assert table is not None
+    assert adds_up(row) == match
+    assert ("= " in describe_step(row)) == match
+    assert bool(table.notes) != match
+    assert all("do not add up to the step; other work on the machine" in note for note in table.notes)
+    (left,) = (cells[-1] for cells in table.rows)
+    assert isinstance(left, Fact) == match  # no difference between figures that do not fit is told
+    if isinstance(left, Fact):
+        assert left.value == pytest.approx(336.8 - together_ms, abs=0.1)
 
 
-def bars(report: Report) -> dict[str, float]:
-    """Where bars of the step's chart end, by their names, and what the label says."""
-    figure = chart.draw(report)
-    axes = figure.axes[1]
-    ends = {
-        str(container.get_label()): max(patch.get_x() + patch.get_width() for patch in container.patches)
-        for container in axes.containers
-    }
-    label = next(text.get_text() for text in axes.texts if re.fullmatch(r"[\d.,]+ ms", text.get_text()))
-    return {**ends, "label": float(label.removesuffix(" ms"))}
-
-
-def test_the_chart_frames_the_step_and_shows_what_is_unexplained() -> None:
-    ends = bars(missed(200.0))
-    assert ends["optimizer and other"] == pytest.approx(200.0)
-    assert ends["unaccounted"] == ends["step"] == pytest.approx(336.8, abs=0.1)
-    assert ends["label"] == 337
-    assert "unaccounted" not in bars(missed(310.0))
-
-
-def test_parts_that_could_not_be_measured_are_dashes() -> None:
+def test_parts_that_could_not_be_measured_are_left_out() -> None:
     end = finished("main", spread(190), communication=20.0)
     parts = end.result.parts.model_copy(update=dict.fromkeys(("compute_ms", "rest_ms", "held_ms"), None))
     result = end.result.model_copy(update={"parts": parts.model_copy(update={"exposed_communication_ms": None})})
-    report = Report.of([MAIN], [end.model_copy(update={"result": result})], hardware=HARDWARE)
-    assert report.step_parts.rows[0][2:] == ("-", "-", "-", "-", "-")
-    assert report.step_parts.notes == ("2 workers (ddp): the step-time breakdown could not be measured.",)
-    assert Report.model_validate_json(report.to_json()) == report
-
-
-def test_a_chart_that_can_t_be_drawn_costs_itself_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise ValueError("no such font")
-
-    monkeypatch.setattr("pipeline.report.pictures.chart.draw", fails)
-    told: list[str] = []
-    ends: list[Finished] = [finished("main", spread(190))]
-    written = publish.save(Report.of([MAIN], ends, hardware=HARDWARE), tmp_path, warn=told.append)
-    assert written == ("speedup.json", "speedup_table.json", "report.html")
-    assert "<svg" not in (tmp_path / "report.html").read_text()
-    assert told == [f"{tmp_path / 'speedup.png'} could not be written: ValueError: no such font"]
+    row = find_main(measure_rows([MAIN], [end.model_copy(update={"result": result})]))
+    assert parts_table([row]) is None
+    assert describe_step(row) == "Step time, 2 workers: 336.8 ms. Its parts could not be measured."
+    made = result_of_run([row], hardware=HARDWARE)
+    assert made.fact("compute_ms") is None
+    assert Result.model_validate_json(made.model_dump_json()) == made

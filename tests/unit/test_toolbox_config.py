@@ -19,9 +19,9 @@ from pipeline.plan import resources
 from pipeline.plan.describe import DataSizes, describe
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.plan.resources import Resources
-from pipeline.protocol.trial import Trial
 from pipeline.record.console import _format_finished
-from pipeline.report.report import Report
+from pipeline.results.measured import result_of_run
+from pipeline.results.speedup import measure_rows
 from pipeline.tracking.loggers import scalars
 from pipeline.train.manifest import trained
 
@@ -128,10 +128,11 @@ class TestWhatComesOut:
         assert points["time/compile_s"] == 12.34
         assert "time/compile_s" not in {point.name for point in scalars(samples.finished("a", samples.spread(1.0)))}
 
-    def test_is_in_the_report(self) -> None:
-        main: Trial = samples.MAIN.model_copy(update={"experiment": toys.experiment(train=ALL)})
-        report = Report.of([main], [self.end], hardware="")
-
-        assert "compiled in 12.3 s" in report.outcome
-        assert report.table()["compile_s"] == [12.34]
-        assert "All trials use activation checkpointing of blocks.*." in report.remarks
+    def test_is_in_the_result(self) -> None:
+        result = result_of_run(measure_rows([samples.MAIN], [self.end]), hardware="")
+        fact = result.fact("compile_s")
+        assert fact is not None
+        assert (fact.value, str(fact)) == (12.34, "12 s")
+        (table,) = (table for table in result.tables if table.title == "Memory and startup")
+        assert "compile time" in table.header
+        assert fact in table.rows[0]
