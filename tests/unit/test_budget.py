@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "": 1_226,
     "api": 493,
     "cli": 737,
-    "commands": 4_954,
+    "commands": 4_958,
     "data": 1_026,
     "drive": 1_083,
     "experiment": 3_436,
@@ -46,7 +46,7 @@ LARGER_TODAY = {
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
 FILES = 191
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 47_847
+TEST_LINES = 47_266
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 
