@@ -258,10 +258,10 @@ FAULTS = (
     Fault(
         "baseline and main are swapped in the speedup",
         "speedup is the training's throughput over the baseline's",
-        "pipeline/report/numbers/row.py",
-        "pairs = list(zip(self.repeats, other.repeats, strict=False))",
-        "pairs = list(zip(other.repeats, self.repeats, strict=False))",
-        ("tests/unit/test_report.py", "tests/unit/test_estimates.py"),
+        "pipeline/results/speedup.py",
+        "pairs = list(zip(self.intervals, other.intervals, strict=False))",
+        "pairs = list(zip(other.intervals, self.intervals, strict=False))",
+        ("tests/unit/test_speedup.py",),
     ),
     Fault(
         "the interval takes rounds for independent",
@@ -290,10 +290,10 @@ FAULTS = (
     Fault(
         "efficiency forgets the devices",
         "efficiency is speedup over the ratio of devices",
-        "pipeline/report/numbers/row.py",
-        "ratios.value / (self.device_count / baseline.device_count)",
-        "ratios.value",
-        ("tests/unit/test_report.py",),
+        "pipeline/results/speedup.py",
+        "factor = self.baseline.device_count / self.device_count",
+        "factor = 1.0",
+        ("tests/unit/test_speedup.py",),
     ),
     Fault(
         "a failed training ends with exit code 0",
