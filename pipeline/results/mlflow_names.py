@@ -14,7 +14,6 @@ METRICS = {
     "communication_share": "time/communication_share",
     "compile_s": "time/compile_s",
     "peak_memory_mb": "memory/peak_mib",
-    "time_to_first_step_s": "time/to_first_step_s",
 }
 """Metrics whose name differs from the fact's key; with ``/`` MLflow draws them in groups."""
 TAGS = ("speedup", "difference", "pairs")

@@ -261,7 +261,7 @@ FAULTS = (
         "pipeline/results/speedup.py",
         "pairs = list(zip(self.intervals, other.intervals, strict=False))",
         "pairs = list(zip(other.intervals, self.intervals, strict=False))",
-        ("tests/unit/test_run_results.py", "tests/unit/test_estimates.py"),
+        ("tests/unit/test_speedup.py",),
     ),
     Fault(
         "the interval takes rounds for independent",
@@ -293,7 +293,7 @@ FAULTS = (
         "pipeline/results/speedup.py",
         "factor = self.baseline.device_count / self.device_count",
         "factor = 1.0",
-        ("tests/unit/test_run_results.py",),
+        ("tests/unit/test_speedup.py",),
     ),
     Fault(
         "a failed training ends with exit code 0",

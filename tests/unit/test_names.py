@@ -29,6 +29,7 @@ PARALLEL = {
     "errors",
     "evaluate",
     "measure",
+    "report",
     "run",
     "schema",
     "sweep",
