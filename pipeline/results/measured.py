@@ -13,7 +13,7 @@ from pipeline.results.goodput import Goodput
 from pipeline.results.losses import describe_statistics, find_statistics
 from pipeline.results.record import Fact, Result, Table, format_fact
 from pipeline.results.speedup import Row, facts_of, find_main, is_wide
-from pipeline.wording import counted, duration, figure
+from pipeline.wording import counted, duration, figure, join_names
 
 NONE = "-"
 _MOST_METRICS = 4
@@ -175,6 +175,11 @@ def iter_notes(rows: Sequence[Row], main: Row, *, has_advice: bool) -> Iterator[
             yield f"{statements.verdict(row)}. {statements.explain_doubt(row, main=main).reason}."
     if any(row.batch != rows[0].batch for row in rows):
         yield texts.OTHER_BATCHES
+    if (exchange := result.communication) is not None and exchange.worst is not None:
+        spikes, lost = counted(exchange.spikes, "spike"), duration(exchange.lost_s)
+        yield texts.SPIKES.format(spikes=spikes, lost=lost, worst=exchange.worst.sentence)
+    if result.flops is not None and result.flops.uncounted:
+        yield texts.UNCOUNTED.format(names=join_names(result.flops.uncounted))
 
 
 def result_of_run(

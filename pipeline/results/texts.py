@@ -135,6 +135,8 @@ SYNCHRONIZATION = (
     "Gradient synchronization took {ms} ms of each step, from the first bucket sent to the last received, "
     "{exposed} ms of it while nothing else was computed (exposed communication)."
 )
+SPIKES = "{spikes} of gradient synchronization cost {lost}: {worst}."
+UNCOUNTED = "TFLOP/s and MFU are lower bounds: the operations of {names} are not counted."
 BUSY = (
     "Other processes used {cores} CPU cores during the measurement. Train again on an idle machine for narrower "
     "intervals."

@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import samples
@@ -12,8 +13,9 @@ from samples import MAIN, spread
 
 from pipeline.protocol.events import Warned
 from pipeline.protocol.rank import Rank
-from pipeline.protocol.trial_result import Communication
+from pipeline.protocol.trial_result import Communication, Flops
 from pipeline.results.breakdown import parts_table
+from pipeline.results.measured import iter_notes
 from pipeline.results.speedup import facts_of, find_main, measure_rows
 from pipeline.strategies.ddp import timed_of
 from pipeline.train.build import build
@@ -88,3 +90,10 @@ def test_the_result_says_what_the_exchange_takes() -> None:
         "Gradient synchronization took 42.9 ms of each step, from the first bucket sent to the last received, 12.0 ms "
         "of it while nothing else was computed (exposed communication)."
     )
+    flops = Flops(of_sample={"fp32": 1.0}, uncounted=("aten::x",))
+    row = replace(row, result=result.model_copy(update={"flops": flops}))
+    spike, uncounted = list(iter_notes([row], row, has_advice=True))[-2:]
+    assert spike.startswith(
+        "1 spike of gradient synchronization cost 1.6 s: gradient synchronization took 180 ms per step"
+    )
+    assert uncounted == "TFLOP/s and MFU are lower bounds: the operations of aten::x are not counted."
