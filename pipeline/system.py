@@ -44,7 +44,7 @@ _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 
 @contextmanager
-def handled(handler: Callable[..., object] | None, *numbers: int) -> Iterator[None]:
+def handle_signals(handler: Callable[..., object] | None, *numbers: int) -> Iterator[None]:
     """Handle signals inside the context, or leave that to its code (None); other threads than the main one get none."""
     if current_thread() is not main_thread():
         yield
@@ -61,11 +61,11 @@ def handled(handler: Callable[..., object] | None, *numbers: int) -> Iterator[No
 
 def own_signals() -> AbstractContextManager[None]:
     """Restore the signal handlers that a launcher's library replaces inside the context."""
-    return handled(None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    return handle_signals(None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @contextmanager
-def deferred_signals(answer: str = "") -> Iterator[None]:
+def defer_signals(answer: str = "") -> Iterator[None]:
     """Defer SIGINT and SIGTERM, with an answer, to the end of the context; a second one, `SAME_S` later, acts now."""
     if current_thread() is not main_thread():
         yield
@@ -84,7 +84,7 @@ def deferred_signals(answer: str = "") -> Iterator[None]:
             handlers[number](number, frame)
 
     try:
-        with handled(wait, *handlers):
+        with handle_signals(wait, *handlers):
             yield
     finally:
         if first:
@@ -204,7 +204,7 @@ def raise_limit_of_open_files() -> None:
 
 
 @contextmanager
-def locked(path: Path, *, patience_s: float) -> Iterator[None]:
+def hold_lock(path: Path, *, patience_s: float) -> Iterator[None]:
     """Hold a lock of this machine inside the block; it ends with the process. Without locks it is given at once.
 
     It is for blocks that look first if their work has been done: the lock's file is removed once it has.
@@ -248,7 +248,7 @@ def importable(folder: Path) -> Iterator[None]:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Pause garbage collection, and defer signals, whose exceptions an extension may swallow; a second Ctrl-C acts."""
-    with uncollected(), deferred_signals("Interrupted. Ending as soon as the libraries are imported ..."):
+    with uncollected(), defer_signals("Interrupted. Ending as soon as the libraries are imported ..."):
         yield
 
 
@@ -313,7 +313,7 @@ class MemoryLimit(NamedTuple):
 
     total: int
     free: int
-    """What processes of the group can still use before the kernel kills one, or all of them."""
+    """Memory that processes of the group can still use before the kernel kills one, or all of them."""
 
 
 def find_memory_limits() -> list[MemoryLimit]:

@@ -49,7 +49,7 @@ from pipeline.results.mlflow_names import table_json
 from pipeline.results.page import FILE_NAME as PAGE_NAME
 from pipeline.results.prediction import parse_link
 from pipeline.results.terminal import format_screen
-from pipeline.system import environment, handled, hang_up, importable, missing_user_variables
+from pipeline.system import environment, handle_signals, hang_up, importable, missing_user_variables
 from pipeline.tasks import Loss
 from pipeline.tracking.outcome import TrackingOutcome, places_of
 from pipeline.train.build import build
@@ -369,7 +369,7 @@ def run(
         KeyboardInterrupt: Ctrl-C, or the kernel was interrupted; the run's status is KILLED.
     """
     ended: list[tuple[record.Result, Path]] = []
-    with _started(experiment, overrides, quiet=quiet, verbose=verbose) as file:
+    with _prepare_process(experiment, overrides, quiet=quiet, verbose=verbose) as file:
         runner.run(
             file,
             with_baseline=baseline,
@@ -435,7 +435,7 @@ def benchmark(
         predict=tuple(predict),
         network=parse_link(network) if network is not None else None,
     )
-    with _started(experiment, (*overrides, *shared), quiet=quiet, verbose=verbose) as file:
+    with _prepare_process(experiment, (*overrides, *shared), quiet=quiet, verbose=verbose) as file:
         benchmarks.benchmark(
             file,
             request=request,
@@ -453,7 +453,7 @@ def _terminal(*, quiet: bool) -> Terminal:
 
 
 @contextmanager
-def _started(
+def _prepare_process(
     experiment: Experiment | Source, overrides: Sequence[str], *, quiet: bool, verbose: bool
 ) -> Iterator[ExperimentFile]:
     """Prepare this process for a run: make its code importable; restore global state afterwards.
@@ -476,8 +476,8 @@ def _started(
         with (
             stages_on(_terminal(quiet=quiet).progress),
             environment(**missing_user_variables()),
-            handled(terminate, signal.SIGTERM),
-            handled(hang_up, *hang_ups),
+            handle_signals(terminate, signal.SIGTERM),
+            handle_signals(hang_up, *hang_ups),
             importable(Path.cwd()),
             keep_generators(),  # which the launcher inprocess seeds in this process, as it sets the threads
         ):

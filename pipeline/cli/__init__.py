@@ -135,7 +135,7 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return arguments and options, without the types of arguments and flags in the help."""
-        return _untyped(super().get_params(ctx))
+        return _hide_types(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line as the panels below it write them."""
@@ -155,7 +155,7 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options, without their types in the help."""
-        return _untyped(super().get_params(ctx))
+        return _hide_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Import the verb that is called."""
@@ -181,7 +181,7 @@ def load_verb(name: str) -> Command:
             raise
         raise UsageError(missing) from None
     one = typer.Typer(add_completion=False, context_settings=_SETTINGS)
-    one.command(name, cls=Command, help=verb.help, epilog=_below(verb.examples), rich_help_panel=group)(
+    one.command(name, cls=Command, help=verb.help, epilog=_format_examples(verb.examples), rich_help_panel=group)(
         getattr(imported, function)
     )
     command = typer.main.get_command(one)
@@ -189,7 +189,7 @@ def load_verb(name: str) -> Command:
     return command
 
 
-def _below(examples: Sequence[str]) -> str:
+def _format_examples(examples: Sequence[str]) -> str:
     """Return the text below the help of a command. Its first line is empty: typer would remove the indentation."""
     return "\n".join(["", "Examples:", *(f"  {example}" for example in examples)])
 
@@ -222,7 +222,7 @@ def _key(option: str, *, file: Path | None) -> str:
     return meant[0] if len(meant) == 1 else ""
 
 
-def _untyped(parameters: list[Any]) -> list[Any]:
+def _hide_types(parameters: list[Any]) -> list[Any]:
     for parameter in parameters:
         if isinstance(parameter, TyperArgument) or (isinstance(parameter, TyperOption) and parameter.is_flag):
             parameter.display_type_rich = _nothing  # type: ignore[method-assign]

@@ -198,8 +198,8 @@ def _trials(run: "RunSummary") -> "list[RunSummary]":
     """Return the trials of a sweep that have started; of another run, itself."""
     from pipeline.protocol.labels import PARENTS
     from pipeline.record.folder import trials_of
-    from pipeline.record.runs import summarized
+    from pipeline.record.runs import summarize_run
 
     if run.command not in PARENTS:
         return [run]
-    return [trial for folder in trials_of(run.folder) if (trial := summarized(folder)) is not None]
+    return [trial for folder in trials_of(run.folder) if (trial := summarize_run(folder)) is not None]

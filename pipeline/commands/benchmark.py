@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import registry
-from pipeline.commands.invocation import Invocation, invoked
-from pipeline.commands.preparation import planning, refuse_outer_launcher
+from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.drive import preflight
 from pipeline.errors import ExperimentError, NoMemoryError, PipelineError, ResourceError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile, override
@@ -42,7 +41,7 @@ _SHARED = ("name", "tracking", "benchmark", "parallel.launcher", "parallel.addre
 
 
 class Request(Frozen):
-    """What to measure; without strategies, workers and varied keys it is the file's own configuration."""
+    """Measurements asked for; without strategies, workers and varied keys it is the file's own configuration."""
 
     strategies: tuple[str, ...] = ()
     workers: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 import psutil
 
 from pipeline.commands.compared_runs import OF_RECORD, Question, Variant, make_result, name_variant, read_training
-from pipeline.commands.preparation import planning, refuse_outer_launcher
+from pipeline.commands.invocation import planning, refuse_outer_launcher
 from pipeline.drive.recorded_run import artifact, recorded
 from pipeline.errors import Problem, ResourceError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile
@@ -30,7 +30,7 @@ from pipeline.plan.resources import visible_gpus
 from pipeline.protocol.events import Metrics, Point, RunOpened, Tagged
 from pipeline.record import journal, provenance
 from pipeline.record.folder import ENVIRONMENT_NAME, id_of, is_quick, read_status, runs_named
-from pipeline.record.runs import summarized
+from pipeline.record.runs import summarize_run
 from pipeline.record.screen import Terminal, write
 from pipeline.results import mlflow_names, page, record, texts
 from pipeline.results.record import Result, Table
@@ -52,7 +52,7 @@ def identify(experiment: Experiment) -> dict[str, str]:
 
 
 class Origin(NamedTuple):
-    """What a run must share with one of now, besides its experiment and hardware, to count as the same."""
+    """Code and packages that a run must share with one of now to count as the same, besides experiment and hardware."""
 
     commit: str
     """Commit of the user's code; empty without git."""
@@ -307,7 +307,7 @@ def compare_files(comparison: Comparison, *, terminal: Terminal, verbose: bool =
         there = comparison.find()
     variants = []
     for one, same in zip(comparison.variants, there, strict=True):
-        found = {seed: summarized(same.complete[seed]) for seed in comparison.seeds if seed in same.complete}
+        found = {seed: summarize_run(same.complete[seed]) for seed in comparison.seeds if seed in same.complete}
         runs = {seed: read_training(summary) for seed, summary in found.items() if summary is not None}
         variants.append(Variant(one.name, one.description, runs))
     if not all(one.runs for one in variants):

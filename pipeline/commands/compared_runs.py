@@ -50,7 +50,7 @@ _MOST_SENTENCES = 3
 
 
 class Question(Frozen):
-    """What variants are compared by."""
+    """Metric, margin and target by which variants are compared."""
 
     metric: str | None = None
     """Name of the metric; None for ``checkpoint.best``, or else a validation metric."""

@@ -54,7 +54,7 @@ class CheckResult(Frozen):
     """The result of one check: its status, the measured values, and a fix."""
 
     subject: str
-    """One or two words, e.g. "shared memory"."""
+    """Subject in one or two words, e.g. "shared memory"."""
     status: Status
     """ok; warning: a run would start, with a drawback; problem: a run would fail."""
     what: str

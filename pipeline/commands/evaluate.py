@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.commands.invocation import find_places, invoked
+from pipeline.commands.invocation import find_places, invoked, planning, refuse_outer_launcher
 from pipeline.commands.options import (
     RUNS,
     AllowChangedData,
@@ -24,7 +24,6 @@ from pipeline.commands.options import (
     opened,
     print_json,
 )
-from pipeline.commands.preparation import planning, refuse_outer_launcher
 from pipeline.commands.show import summarize
 from pipeline.drive import resume
 from pipeline.drive.checkpoints import check_ended_training, choose

@@ -101,7 +101,7 @@ class Weights(Frozen):
     note: str = ""
     """Note that the training ended later, if the last weights were meant; otherwise empty."""
     data_change: str = ""
-    """How the data that the example inputs are from has changed since the training; empty if it has not."""
+    """Change since the training of the data that the example inputs are from; empty without one."""
 
     def __str__(self) -> str:
         best = f", the best {self.best}" if self.best else ""

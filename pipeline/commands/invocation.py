@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from pipeline import registry
+from pipeline.drive import preflight
 from pipeline.drive.checkpoints import find_initial
 from pipeline.drive.directions import directions
-from pipeline.drive.execute import execute
+from pipeline.drive.execute import execute, explain_problems
 from pipeline.drive.recorded_run import Membership, artifact, is_complete, recorded
 from pipeline.errors import ExperimentError, PipelineError, TrainingError, UsageError
 from pipeline.experiment.load import ExperimentFile
@@ -24,6 +25,7 @@ from pipeline.experiment.uris import without_credentials_in
 from pipeline.launch.base import Launcher, Session
 from pipeline.plan.outer_launcher import outer_launcher
 from pipeline.plan.plan import Plan
+from pipeline.plan.resources import Resources
 from pipeline.protocol.events import AnyEvent, Finished, Metrics, Point, Tagged, TrialOpened
 from pipeline.protocol.numbers import MEASURED, STARTUP
 from pipeline.protocol.trial import Trial, Weights
@@ -54,6 +56,31 @@ _OF_STEPS = ("train/", "validation/", "test/")
 """Beginnings of the metrics that a training has logged itself."""
 _PACKAGES = ("ddp-pipeline", "torch", "torchmetrics", "ray", "mlflow", "numpy")
 _log = logging.getLogger(__name__)
+
+
+def refuse_outer_launcher(command: str) -> None:
+    """Raise UsageError in a process that ``torchrun`` or ``srun`` started as one of several."""
+    if (outer := outer_launcher()) is not None:
+        raise UsageError(f"pipeline {command} starts its workers itself: call it without {outer.name}")
+
+
+@contextmanager
+def planning(file: ExperimentFile, *, resumes: bool = False) -> Iterator[tuple[tuple[str, ...], Resources]]:
+    """Check the file, yield the packages that it may name and the resources; give problems their line in the file.
+
+    A run that ``resumes`` has its weights from a checkpoint, so those that it started from may be gone.
+
+    Raises:
+        ExperimentError: the file is wrong.
+        ResourceError: the machine or the cluster is too small, or can't be reached.
+    """
+    begin_stage("importing torch, checking the experiment")
+    allowed, parallel = preflight.check(file, with_weights=not resumes), file.experiment.parallel
+    if parallel.launcher == "ray" and parallel.cluster:
+        begin_stage(f"connecting to Ray at {parallel.cluster}")
+    resources = registry.load("launchers", parallel.launcher).Launcher.resources(parallel)
+    with explain_problems(file):
+        yield allowed, resources
 
 
 class _Results:
@@ -259,7 +286,7 @@ def invoked(
 
 
 def _initial(plan: Plan, *, resumes: bool) -> Weights | None:
-    """Find the weights that the trials start from; a run that resumes may go without, see `preparation.planning`."""
+    """Find the weights that the trials start from; a run that resumes may go without, see `planning`."""
     try:
         return find_initial(plan.experiment)
     except ExperimentError:

@@ -207,10 +207,10 @@ def find_trained(run: str, directory: Path) -> Path:
 def summary_of(run: str, directory: Path) -> "RunSummary":
     """Find a run and summarize it."""
     from pipeline.record import runs
-    from pipeline.record.runs import summarized
+    from pipeline.record.runs import summarize_run
 
     folder = runs.find(run, directory)
-    if (summary := summarized(folder)) is None:
+    if (summary := summarize_run(folder)) is None:
         raise UsageError(f"{folder}: this run ended before training started, so it has no result")
     return summary
 

@@ -12,7 +12,7 @@ from pipeline.commands.options import RUNS, Directory, say
 from pipeline.errors import Interrupted, ResourceError, UsageError
 from pipeline.record import journal, runs
 from pipeline.record.folder import sweep_of, trials_of
-from pipeline.record.runs import summarized
+from pipeline.record.runs import summarize_run
 from pipeline.tracking.follow import describe_failure
 from pipeline.tracking.mlflow import delete_runs
 from pipeline.tracking.outcome import TrackingOutcome
@@ -70,7 +70,7 @@ def choose_named(names: Sequence[str], directory: Path) -> list[Path]:
 def choose_failed(directory: Path) -> list[Path]:
     """Return the runs of a directory that failed, also before their first step."""
     ended = [each for each in runs.folders(directory) if not each.is_symlink() and not _is_running(each)]
-    return [each for each in ended if (run := summarized(each)) is None or run.status == "FAILED"]
+    return [each for each in ended if (run := summarize_run(each)) is None or run.status == "FAILED"]
 
 
 def delete(folders: Iterable[Path], *, keep_mlflow: bool) -> Iterator[Path]:

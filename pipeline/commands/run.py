@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.commands.invocation import Invocation, invoked
-from pipeline.commands.preparation import planning
+from pipeline.commands.invocation import Invocation, invoked, planning
 from pipeline.drive import preflight
 from pipeline.drive import resume as recovery
 from pipeline.drive.checkpoints import find_initial

@@ -20,8 +20,7 @@ from typing import Any
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
-from pipeline.commands.invocation import Invocation, invoked
-from pipeline.commands.preparation import planning, refuse_outer_launcher
+from pipeline.commands.invocation import Invocation, invoked, planning, refuse_outer_launcher
 from pipeline.commands.sweep_trial import (
     CPUS,
     ENDED,

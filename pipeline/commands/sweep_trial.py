@@ -125,7 +125,7 @@ class SweepPlan:
 
 
 class SweptTrial(NamedTuple):
-    """What has become of a trial."""
+    """State of a trial, and the reason for it."""
 
     number: int
     values: Mapping[str, Any]

@@ -15,7 +15,7 @@ from safetensors.torch import save_model
 
 from pipeline.experiment.targets import needs
 from pipeline.protocol.progress import ProgressReporter, note
-from pipeline.system import locked, quiet_transformers
+from pipeline.system import hold_lock, quiet_transformers
 
 _TOPICS = ("attribute-access", "debugger", "formatstrings", "string-methods")
 _VOCABULARY, _LENGTH = 1000, 32
@@ -41,7 +41,7 @@ def make_once(path: Path, make: Callable[[Path], object], *, what: str) -> None:
     if torch.get_default_device().type == "meta":
         raise FileNotFoundError(f"{path} does not exist yet")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name(f"{path.name}.lock"), patience_s=inf):
+    with hold_lock(path.with_name(f"{path.name}.lock"), patience_s=inf):
         if path.exists():
             return
         note(f"{path} does not exist. Making {what}.")

@@ -130,7 +130,7 @@ def recorded(
         for console in consoles:
             stack.callback(console.close)
         if not adds:
-            recorder.receive(_opened(plan, folder, uri=uri, member=member, file=source, directions=directions or {}))
+            recorder.receive(_describe(plan, folder, uri=uri, member=member, file=source, directions=directions or {}))
         for name in files:
             artifact(name, recorder)
         with explain_os_errors(folder):
@@ -215,7 +215,7 @@ def artifact(name: str, recorder: Recorder) -> None:
     recorder.receive(ArtifactSaved(path=name))
 
 
-def _opened(
+def _describe(
     plan: Plan,
     folder: Path,
     *,

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from typing_extensions import override
 
 from pipeline.experiment.uris import expand_home
-from pipeline.system import deferred_signals
+from pipeline.system import defer_signals
 
 
 class Frozen(BaseModel):
@@ -22,12 +22,12 @@ class Frozen(BaseModel):
 
     @override
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        with deferred_signals():
+        with defer_signals():
             return super().model_dump(**options)
 
     @override
     def model_dump_json(self, **options: Any) -> str:
-        with deferred_signals():
+        with defer_signals():
             return super().model_dump_json(**options)
 
 

@@ -20,7 +20,7 @@ from pipeline.protocol.channel import Address, DirectOutbox, Inbox
 from pipeline.protocol.events import AnyEvent, Failed, Finished, FirstStep, Heartbeat, Phase
 from pipeline.protocol.trial import Training, Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system import SAME_S, handled
+from pipeline.system import SAME_S, handle_signals
 
 LOOPBACK = "127.0.0.1"
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def gracefully(stop: StopRequest, *, grace_s: float, is_worth_it: Callable[[], b
         timers[0].start()
 
     try:
-        with handled(handle, signal.SIGTERM):
+        with handle_signals(handle, signal.SIGTERM):
             yield
     except Exception as error:
         if not stop.asked:

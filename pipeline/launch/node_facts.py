@@ -1,4 +1,4 @@
-"""What a node has: versions, GPUs, cores, memory.
+"""Facts about a node: versions, GPUs, cores, memory.
 
 `collect` also runs on nodes that lack this package: it and what it calls use the standard library only.
 """

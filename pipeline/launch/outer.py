@@ -25,7 +25,7 @@ from pipeline.launch.base import LOOPBACK, Attempt, StopRequest
 from pipeline.launch.rank_facts import (
     RankFacts,
     address_facing,
-    combined,
+    combine_facts,
     find_facts,
     find_gpus,
     find_own_address,
@@ -113,11 +113,11 @@ class Group:
         return PrefixStore(name, store)
 
     def publish(self) -> None:
-        """Tell rank 0 the facts about this rank."""
+        """Send rank 0 the facts about this rank."""
         self._store.set(f"facts/{self.outer.rank}", find_facts(self.outer).model_dump_json())
 
     def report_failure(self, message: str) -> None:
-        """Tell rank 0 the error for which this rank can't take part; the first one counts."""
+        """Send rank 0 the error for which this rank can't take part; the first one counts."""
         if not self._store.check(["failure"]):
             self._store.set("failure", f"rank {self.outer.rank} on {self.node} could not start: {message}")
 
@@ -144,7 +144,7 @@ class Group:
         self.number += 1
 
     def end(self, exit_code: int) -> None:
-        """Tell the other ranks how the run ended; wait a while until all that live know. For rank 0."""
+        """Send the other ranks how the run ended; wait a while until all that live know. For rank 0."""
         read, deadline = f"read/{self.number}", time.monotonic() + _FAREWELL_S
         self.send(Command(exit_code=exit_code))
         while self._store.add(read, 0) < self.outer.world_size - 1 and time.monotonic() < deadline:
@@ -182,7 +182,7 @@ def resources_of_all(outer: OuterLauncher, parallel: Parallel) -> Resources:
     """Return what all ranks have together. For rank 0."""
     facts = facts_of_all(outer, timeout_s=parallel.start_timeout_s)
     refuse_others(facts)
-    return combined(facts)
+    return combine_facts(facts)
 
 
 # What commands call

@@ -1,4 +1,4 @@
-"""What the ranks of an outer launcher have, and how rank 0 adds it up; addresses at which ranks reach each other."""
+"""Facts about the ranks of an outer launcher, and their sum on rank 0; addresses at which ranks reach each other."""
 
 import ipaddress
 import os
@@ -64,7 +64,7 @@ def refuse_others(facts: Sequence[RankFacts]) -> None:
         raise ResourceError("\n".join([what, *problems]))
 
 
-def combined(facts: Sequence[RankFacts]) -> Resources:
+def combine_facts(facts: Sequence[RankFacts]) -> Resources:
     """Add up what the ranks have; cores and GPUs that several ranks of a node may use count once."""
     nodes: dict[tuple[str, str], list[RankFacts]] = {}
     for rank in facts:  # machines may share a name

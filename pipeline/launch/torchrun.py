@@ -26,7 +26,7 @@ from pipeline.plan.resources import Resources
 from pipeline.protocol.rank import Job, Rank
 from pipeline.protocol.trial import Trial
 from pipeline.protocol.trial_outcome import Outcome
-from pipeline.system import environment, handled
+from pipeline.system import environment, handle_signals
 
 Process = subprocess.Popen[bytes]
 _CODE = "import gc, sys; gc.disable(); from pipeline.worker import work; work(sys.argv[1:])"
@@ -99,7 +99,7 @@ class Launcher(base.Launcher):
         ranks: list[Process] = []
         is_default = signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
         # SIGQUIT doesn't reach the workers, which have sessions of their own.
-        with handled(terminate, *([signal.SIGQUIT] if is_default else [])):
+        with handle_signals(terminate, *([signal.SIGQUIT] if is_default else [])):
             try:
                 ranks.extend(self._start_rank(number, trial, job) for number in range(trial.workers))
                 losses = _await_ends(ranks, lost=lost)

@@ -98,8 +98,10 @@ class Inbox:
                         self._accept()
                     else:
                         self._read(self._peers[key.fileobj])  # type: ignore[index]
-                except Exception:  # noqa: BLE001 - a mistake of ours must not silence all workers
-                    _log.exception("an event was lost")
+                except Exception:  # noqa: BLE001 - a mistake of ours must not silence all workers: one counts as lost
+                    _log.exception("a line of a worker could not be taken, so its connection is closed")
+                    if (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                        self._drop(peer)
             for peer in tuple(self._peers.values()):
                 if peer.rank is None and time.monotonic() > peer.deadline:
                     self._drop(peer)

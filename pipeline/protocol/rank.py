@@ -21,14 +21,12 @@ class Rank(Frozen):
     @property
     def place(self) -> str:
         """Rank in words, with its node if there are several, e.g. "rank 137 on node17"."""
-        has_several_nodes = self.local_world_size < self.world_size
-        return f"rank {self.rank} on {self.node}" if has_several_nodes else f"rank {self.rank}"
+        return f"rank {self.rank}" + (f" on {self.node}" if self.local_world_size < self.world_size else "")
 
     @property
     def variables(self) -> dict[str, str]:
         """The variables in which torchrun tells a process its rank; user code may read them."""
-        names = ("rank", "local_rank", "world_size", "local_world_size")
-        return {name.upper(): str(getattr(self, name)) for name in names}
+        return {name.upper(): str(value) for name, value in self if name.endswith(("rank", "world_size"))}
 
 
 class Job(Frozen):

@@ -1,4 +1,4 @@
-"""Runs of a directory: listed, found and summarized by their journals alone, without MLflow."""
+"""Runs of a directory, which are listed, found and summarized by their journals alone, without MLflow."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -116,10 +116,10 @@ def summaries(directory: Path, *, with_unstarted: bool = False) -> Iterator[RunS
     """Yield the runs, the newest last, a sweep before its trials; ``with_unstarted``: also those without a step."""
     for folder in folders(directory):
         if with_unstarted or is_listed(folder):
-            yield from filter(None, map(summarized, (folder, *trials_of(folder))))
+            yield from filter(None, map(summarize_run, (folder, *trials_of(folder))))
 
 
-def summarized(folder: Path) -> RunSummary | None:
+def summarize_run(folder: Path) -> RunSummary | None:
     """Summarize one run; None if it never started."""
     path = folder / journal.FILE_NAME
     first = next((event for event in journal.marked(path, "run_opened") if isinstance(event, RunOpened)), None)
@@ -208,7 +208,7 @@ def environment_of(folder: Path) -> dict[str, str]:
 
 
 def last_opened(folder: Path) -> RunOpened:
-    """Return the last start of a run that has been `summarized`."""
+    """Return the last start of a run that has been `summarize_run`."""
     events = journal.marked(folder / journal.FILE_NAME, "run_opened")
     return [event for event in events if isinstance(event, RunOpened)][-1]
 

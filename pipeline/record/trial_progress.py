@@ -217,7 +217,7 @@ class RunProgress:
 
     @property
     def waiting(self) -> str:
-        """What the trial waits for until its first event."""
+        """Description of what the trial waits for until its first event."""
         trial = self._planned.get(self.trial.trial) if self.trial else None
         if self.trial is None or trial is None or trial.launcher == "inprocess":
             return "starting ..."

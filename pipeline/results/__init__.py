@@ -1,1 +1,1 @@
-"""What a command ends in: one `record.Result`, and the terminal, the page, MLflow and JSON as loops over it."""
+"""The end of a command: one `record.Result`, and the terminal, the page, MLflow and JSON as loops over it."""

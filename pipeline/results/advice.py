@@ -127,7 +127,7 @@ def _larger_batch(own: Row, rows: Sequence[Row], experiment: Experiment) -> Iter
     if train.lr_scaling.rule == "none" and experiment.optimizer is not None:  # of several, each may follow another rule
         rule = "sqrt" if "adam" in experiment.optimizer.target.lower() else "linear"
         values |= {"train.lr_scaling.rule": rule, "train.lr_scaling.base_batch_size": train.global_batch_size}
-    yield _suggest("larger batch", own, gain=_exposed(own) / 2, values=values)
+    yield _suggest("larger batch", own, gain=_share_exposed(own) / 2, values=values)
 
 
 def _slow_link(own: Row, rows: Sequence[Row], experiment: Experiment) -> Iterator[_Finding]:
@@ -146,7 +146,7 @@ def _slow_link(own: Row, rows: Sequence[Row], experiment: Experiment) -> Iterato
         hook = "bf16" if trial.device == "cuda" else "fp16"
         fields = {"mb": figure(result.gradient_mb, digits=3), "gbit": figure(gbit, digits=2)}
         values = {"parallel.options.communication_hook": hook}
-        yield _suggest("slow link", own, fields, gain=_exposed(own) * (1 - _KEPT), values=values)
+        yield _suggest("slow link", own, fields, gain=_share_exposed(own) * (1 - _KEPT), values=values)
 
 
 def _straggler(own: Row) -> Iterator[_Finding]:
@@ -202,13 +202,13 @@ def _overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(shlex.quote(override(key, value)) for key, value in values.items())
 
 
-def _exposed(own: Row) -> float:
+def _share_exposed(own: Row) -> float:
     """Return exposed communication as a fraction of the step."""
     return (own.result.parts.exposed_communication_ms or 0.0) / own.step_ms
 
 
 def _is_exposed(own: Row, least: float) -> bool:
-    return _exposed(own) > least and _is_clear(own, _exposed(own) * own.step_ms) and adds_up(own)
+    return _share_exposed(own) > least and _is_clear(own, _share_exposed(own) * own.step_ms) and adds_up(own)
 
 
 def _is_clear(own: Row, ms: float) -> bool:

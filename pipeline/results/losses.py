@@ -1,4 +1,4 @@
-"""Whether two trials train the same model: the losses of their first steps, and what explains a difference."""
+"""Comparison of the losses of two trials in their first steps, and what explains a difference."""
 
 import math
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class LossCheck(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """How the losses differ, and why; empty if they do not."""
+        """Sentence on how the losses differ, and why; empty if they do not."""
         is_finite = math.isfinite(self.largest if self.state == "drifts" else self.first)
         return texts.LOSSES[self.state, is_finite].format(
             steps=FIRST_STEPS,

@@ -1,4 +1,4 @@
-"""Which of two variants is better, and how soon: by pairs of trainings that share a seed, and with it their luck.
+"""Answers to which of two variants is better, and how soon, by pairs of trainings that share a seed and its luck.
 
 Initial weights, order of samples and augmentations are functions of the seed, so the difference within a pair varies
 less than the difference of two averages. The mean difference has Student's t interval, as the logarithm of a ratio has.
@@ -257,7 +257,7 @@ class Way(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a training took until it reached a target."""
+    """Samples, time and devices that a training took until it reached a target."""
 
     seconds: float
     """Seconds of training steps."""
@@ -299,7 +299,7 @@ def find_target(ways: Iterable[Way], direction: Direction) -> float | None:
 
 
 class Split(NamedTuple):
-    """How much sooner the second variant reaches a target, split into the pace of its steps and what they need."""
+    """Factor by which the second variant reaches a target, split into the pace of its steps and what they need."""
 
     metric: str
     target: float

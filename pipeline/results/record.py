@@ -85,7 +85,7 @@ class Advice(Frozen):
     reason: str
     """Sentence with the measurement, which names the part that explains it."""
     change: str = ""
-    """What to do, in words; empty if ``overrides`` say it."""
+    """Change to make, in words; empty if ``overrides`` say it."""
     overrides: tuple[str, ...] = ()
     """Words to add to ``pipeline run FILE``."""
     use: str = ""
@@ -119,7 +119,7 @@ class Result(Frozen):
     advice: tuple[Advice, ...] = ()
     """The first is on the screen."""
     next: tuple[tuple[str, str], ...] = ()
-    """What to do next: a label in capitals, e.g. "NEXT", and a sentence or a shell command."""
+    """Next steps: a label in capitals, e.g. "NEXT", and a sentence or a shell command."""
     notes: tuple[str, ...] = ()
     """The most important first: the screen has as many as there is room for."""
     places: tuple[tuple[str, str], ...] = ()

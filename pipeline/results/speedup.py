@@ -22,7 +22,7 @@ from pipeline.results.record import FAR, WIDE, Fact
 from pipeline.wording import counted
 
 Claim = Literal["none", "invalid", "inconclusive", "faster", "slower"]
-"""What a row's speedup shows; "invalid": its loss differs from the baseline's, and nothing explains that."""
+"""Claim of a row's speedup; "invalid": its loss differs from the baseline's, and nothing explains that."""
 _ROLES: tuple[Role, ...] = ("baseline", "reference", "cell", "main")
 _PEAKS: Mapping[str, Mapping[str, float]] = {
     r"NVIDIA (H100 80GB HBM3|H200)": {"fp64": 66.9, "fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4},
@@ -193,7 +193,7 @@ class Row:
 
     @property
     def claim(self) -> Claim:
-        """What the speedup shows."""
+        """Claim that the speedup allows."""
         if (ratio := self.ratio) is None:
             return "none"
         if (check := self.loss_check) is not None and check.state == "differs":

@@ -1,4 +1,4 @@
-"""What a speedup shows, in the words of `texts`: the answer, the answer in one line, and what makes it doubtful."""
+"""Statements on a speedup, in the words of `texts`: the answer, the answer in one line, and what makes it doubtful."""
 
 import math
 from collections.abc import Sequence

@@ -81,7 +81,7 @@ REMEDIES: Mapping[str, str] = {
     "repeat": "Measure again on an idle machine:",
     "rounds": "Measure both in rounds:",
 }
-"""What would make it conclusive."""
+"""Remedies that would make it conclusive."""
 UNMEASURED: Mapping[str, str] = {
     "option": "Speedup not measured ({option})",
     "one device": "Speedup not measured (DataParallel has one device here)",
@@ -106,9 +106,9 @@ LOSSES: Mapping[tuple[str, bool], str] = {
     ("differs", False): "A loss is not finite (NaN or infinite) within the first {steps} steps. The two do not train "
     "the same model, so ignore the speedup.",
 }
-"""How losses differ from the baseline's; False: a loss is not a finite number."""
+"""Differences from the baseline's losses; False: a loss is not a finite number."""
 CHECK = "Code in your model, loss or dataset that depends on the rank, or random numbers from your own generators"
-"""What to check if the loss differs and nothing explains it."""
+"""Places to check if the loss differs and nothing explains it."""
 
 STEP: Mapping[str, str] = {
     "sum": "Step time, {name} (ms): {total} total = {parts}",
@@ -180,7 +180,7 @@ WIDE = "Some intervals are wide. Measure again on an idle machine, or with --rep
 PREDICTED = (
     "Predicted for a network of {gbit} Gbit/s and {us} us, {origin}, and gradients of {mb} MiB. Limited by {limits}."
 )
-"""What predicted rows are based on."""
+"""Basis of predicted rows."""
 CHECKED = "{name}: {measured} measured, {predicted} predicted ({error})"
 UNCHECKED = "The prediction is not checked: no measured workers use this network."
 NO_PREDICTION = "no speedup is predicted, because what a prediction needs could not be measured"

@@ -1,4 +1,4 @@
-"""What has been sent of a run to MLflow, kept in the run's folder, and the places where its results are."""
+"""State of what has been sent of a run to MLflow, kept in the run's folder, and the places where its results are."""
 
 from contextlib import suppress
 from pathlib import Path

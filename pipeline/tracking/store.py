@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.errors import ResourceError
 from pipeline.experiment.uris import SQLITE, expand_home, problem_of, without_credentials
-from pipeline.system import locked
+from pipeline.system import hold_lock
 
 _HEALTH_TIMEOUT_S = 3
 _TRAINING_VIEW = "workflowType=machine_learning"  # without it, MLflow's UI shows the menu for GenAI
@@ -122,7 +122,7 @@ def create_store(uri: str) -> None:
     if _has_content(place):
         return
     draft = place.with_name(f"{place.name}.partial")
-    with locked(place.with_name(f"{place.name}.lock"), patience_s=_PATIENCE_S):
+    with hold_lock(place.with_name(f"{place.name}.lock"), patience_s=_PATIENCE_S):
         if not _has_content(place):
             for suffix in ("", *_COMPANIONS):  # left by a creation that was killed
                 draft.with_name(f"{draft.name}{suffix}").unlink(missing_ok=True)

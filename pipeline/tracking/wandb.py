@@ -32,7 +32,7 @@ class Tracker:
         """Send what the event has for W&B."""
         match event:
             case RunOpened() if self._run is None:
-                self._run = _opened(event, self._folder)
+                self._run = _open_run(event, self._folder)
                 self._known = self._run.step
             case RunOpened():  # a later session, perhaps with other parameters
                 self._run.config.update(_config(event), allow_val_change=True)
@@ -66,7 +66,7 @@ def places(folder: Path) -> Iterator[str]:
     yield from (f"wandb    wandb sync {path}" for path in sorted((folder / _FOLDER).glob("offline-run-*")))
 
 
-def _opened(event: RunOpened, folder: Path) -> Any:
+def _open_run(event: RunOpened, folder: Path) -> Any:
     """Open the W&B run; one that was kept offline before is written again as a whole."""
     import wandb
 

@@ -1,4 +1,4 @@
-"""What is measured while training runs: laps in steady state, waits for data, the exchange of gradients, GPUs.
+"""Measurements while training runs: laps in steady state, waits for data, the exchange of gradients, GPUs.
 
 Laps leave out warm-up, evaluation and saving.
 

@@ -95,7 +95,7 @@ class PortableModel(NamedTuple):
     epoch: int
     """Epoch of the weights, counted from 1."""
     data_change: str = ""
-    """How the data has changed since the weights' checkpoint was saved; empty if it has not, or was not read."""
+    """Change of the data since the weights' checkpoint was saved; empty if it has not, or was not read."""
 
     def module(self) -> nn.Module:
         """Build the model on the CPU, in evaluation mode."""

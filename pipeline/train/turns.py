@@ -206,7 +206,7 @@ class Player:
         """Seconds of a step in each slot."""
         self.expected_s = 0.0
         self.passing_bytes = 0
-        """What a step needs besides what is in use between steps, on a GPU."""
+        """Memory that a step needs besides what is in use between steps, on a GPU."""
         kept.enter_context(suspend_updates(s))
         self._stream = endless(s)
 

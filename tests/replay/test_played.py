@@ -19,7 +19,7 @@ from pipeline.errors import Terminated, interrupt
 from pipeline.protocol.events import Finished, RunClosed, TrialOpened
 from pipeline.record.journal import FILE_NAME, is_open, read
 from pipeline.results import record
-from pipeline.system import handled
+from pipeline.system import handle_signals
 
 Play = Callable[..., Any]
 DDP = ("parallel.strategy=ddp", "parallel.workers=2")
@@ -206,7 +206,7 @@ def test_an_interrupt_that_was_swallowed_comes_before_there_is_a_run(
     checked = preflight.check
 
     def check(*arguments: Any, **options: Any) -> Any:
-        with suppress(KeyboardInterrupt), handled(interrupt, signal.SIGINT):
+        with suppress(KeyboardInterrupt), handle_signals(interrupt, signal.SIGINT):
             signal.raise_signal(signal.SIGINT)
         return checked(*arguments, **options)
 

@@ -10,7 +10,7 @@ from pipeline.protocol.events import Metrics, Point, RunClosed, RunOpened, Start
 from pipeline.protocol.labels import Status
 from pipeline.record import loss_file
 from pipeline.record.recorder import Recorder
-from pipeline.record.runs import RunSummary, summarized
+from pipeline.record.runs import RunSummary, summarize_run
 
 ACCURACY = {"metrics.accuracy._target_": "torchmetrics.classification.MulticlassAccuracy"}
 
@@ -56,6 +56,6 @@ def training(
         recorder.receive(RunClosed(time=began + 60, status=status, message="" if status == "FINISHED" else "why"))
     if losses:
         loss_file.write(place, losses, first=1)
-    found = summarized(place)
+    found = summarize_run(place)
     assert found is not None
     return found

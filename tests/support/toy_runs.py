@@ -7,7 +7,7 @@ import pytest
 import toys
 from toys import Kept
 
-from pipeline.drive.recorded_run import _opened
+from pipeline.drive.recorded_run import _describe
 from pipeline.experiment.summary import to_yaml
 from pipeline.plan.plan import Plan
 from pipeline.plan.resources import Resources
@@ -51,7 +51,7 @@ def toy_run(
     plan = Plan(experiment=trial.experiment, resources=Resources(cpus=2, memory_mb=4096), trials=(trial,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "git", lambda *_, **__: "")  # a process
-        opened = _opened(plan, folder, uri=f"sqlite:///{lab}/mlflow.db", member=None)
+        opened = _describe(plan, folder, uri=f"sqlite:///{lab}/mlflow.db", member=None)
     opened = opened.model_copy(update={"time": T0, "command": ""})
     begun = TrialOpened(time=T0, role="main", title="single", tags={}, params={})
     events: list[AnyEvent] = [opened, begun, *outbox.events, Finished(time=T0 + 50, result=result)]

@@ -28,7 +28,7 @@ LARGER_TODAY = {
     "": 1_226,
     "api": 493,
     "cli": 737,
-    "commands": 4_958,
+    "commands": 4_943,
     "data": 1_026,
     "drive": 1_083,
     "experiment": 3_436,
@@ -44,9 +44,9 @@ LARGER_TODAY = {
     "train": 9_245,
 }
 """Lines of folders that are larger, or that other folders replace. A row goes with its folder."""
-FILES = 191
+FILES = 190
 """Modules of ``pipeline/``; 170 when the second edition is whole."""
-TEST_LINES = 47_274
+TEST_LINES = 47_278
 """Lines of Python in ``tests/``; 22,000 when the second edition is whole."""
 
 

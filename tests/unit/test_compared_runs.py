@@ -15,7 +15,7 @@ from test_screens import check
 from pipeline.commands.compared_runs import Question, compare_runs
 from pipeline.errors import UsageError
 from pipeline.record import loss_file
-from pipeline.record.runs import RunSummary, summarized
+from pipeline.record.runs import RunSummary, summarize_run
 from pipeline.results import mlflow_names, record
 from pipeline.results.paired import Answer, answer, judge_together
 from pipeline.results.record import Fact, Result
@@ -139,7 +139,7 @@ def test_the_metric_is_that_of_the_best_checkpoint_on_the_test_set(tmp_path: Pat
     metrics = {"validation/accuracy": 0.9, "validation/loss": 0.3, "test/accuracy": 0.8, "test/loss": 0.4}
     for name, lr in (("a", "1"), ("b", "2")):
         training(tmp_path, name, seed=0, lr=lr, metrics=metrics, params={"checkpoint.best": "validation/accuracy"})
-    runs = [found for name in "ab" if (found := summarized(tmp_path / name)) is not None]
+    runs = [found for name in "ab" if (found := summarize_run(tmp_path / name)) is not None]
     assert "test/accuracy" in compare_runs(runs).verdict
     for asked, metric in {"loss": "test/loss", "validation/loss": "validation/loss"}.items():
         assert f" {metric} " in compare_runs(runs, Question(metric=asked)).verdict

@@ -29,7 +29,7 @@ from pipeline.protocol.trial import EVALUATION, Evaluation, Trial
 from pipeline.record import journal
 from pipeline.record.folder import read_state
 from pipeline.record.recorder import Recorder
-from pipeline.record.runs import summarized
+from pipeline.record.runs import summarize_run
 from pipeline.results.record import Result
 from pipeline.results.terminal import format_screen
 from pipeline.train.manifest import folder_name
@@ -261,12 +261,12 @@ def test_the_status_and_the_duration_stay(run: Path, tmp_path: Path, is_killed: 
     folder.mkdir()
     (folder / journal.FILE_NAME).write_bytes((run / journal.FILE_NAME).read_bytes())
     path = folder / journal.FILE_NAME
-    before, end = summarized(folder), journal.ending(path)
+    before, end = summarize_run(folder), journal.ending(path)
     assert end is not None
     with closing(Recorder(folder, subscribers=[])) as recorder:
         for event in added(folder, None if is_killed else end):
             recorder.receive(event)
-    assert summarized(folder) == before
+    assert summarize_run(folder) == before
     assert journal.ending(path) == end
     assert next(iter_evaluations(folder)).endswith("test/loss 0.5: test set, 5 samples: weights of step 3 (epoch 1)")
     with closing(Recorder(folder, subscribers=[])) as recorder:  # continued, and killed

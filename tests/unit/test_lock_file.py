@@ -18,7 +18,7 @@ from pipeline.protocol.events import Warned
 from pipeline.record import journal
 from pipeline.record.journal import FILE_NAME, Journal, describe_writer, is_open
 from pipeline.record.runs import LATEST
-from pipeline.system import locked, show_stages_on
+from pipeline.system import hold_lock, show_stages_on
 
 Elsewhere = Callable[[Path], journal._Lock]
 
@@ -155,8 +155,12 @@ def test_a_driver_that_was_paused_while_its_run_was_resumed_writes_no_more(path:
 
 def test_a_lock_for_making_a_file_is_waited_for_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with locked(path, patience_s=0), pytest.raises(TimeoutError, match="held by another"), locked(path, patience_s=0.2):
+    with (
+        hold_lock(path, patience_s=0),
+        pytest.raises(TimeoutError, match="held by another"),
+        hold_lock(path, patience_s=0.2),
+    ):
         pass
-    with locked(path, patience_s=0):
+    with hold_lock(path, patience_s=0):
         pass
     assert list(tmp_path.iterdir()) == []

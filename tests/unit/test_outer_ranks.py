@@ -14,7 +14,7 @@ import toys
 from pipeline.errors import ResourceError, UsageError
 from pipeline.launch import outer as outer_launch
 from pipeline.launch.outer import Command, Group
-from pipeline.launch.rank_facts import RankFacts, combined, find_gpus, refuse_others
+from pipeline.launch.rank_facts import RankFacts, combine_facts, find_gpus, refuse_others
 from pipeline.plan.outer_launcher import OuterLauncher
 from pipeline.plan.plan import Planner, make_plan
 from pipeline.plan.resources import Resources
@@ -38,28 +38,28 @@ def shared(*counts: int) -> list[RankFacts]:
 
 
 def test_cores_that_all_ranks_of_a_node_may_use_count_once() -> None:
-    there = combined(shared(2, 2))
+    there = combine_facts(shared(2, 2))
     assert (there.cpus, there.nodes, there.memory_mb, there.node) == (8, 2, 8192, "a, b")
     assert [(node.node, node.workers, node.cpus) for node in there.placed] == [("a", 2, 4), ("b", 2, 4)]
     assert not there.is_divided
 
 
 def test_cores_that_srun_has_bound_add_up() -> None:
-    there = combined([rank(0, cores=(0, 1)), rank(1, cores=(2, 3))])
+    there = combine_facts([rank(0, cores=(0, 1)), rank(1, cores=(2, 3))])
     assert (there.cpus, there.nodes, there.placed[0].cpus) == (4, 1, 4)
     assert there.is_divided
 
 
 def test_limit_of_a_container_counts() -> None:
-    there = combined([rank(0, cores=tuple(range(64)), cpus=4)])
+    there = combine_facts([rank(0, cores=tuple(range(64)), cpus=4)])
     assert (there.cpus, there.placed[0].cpus) == (4, 4)
 
 
 def test_gpus_that_several_ranks_see_count_once() -> None:
     all_of_node = {"GPU-1": "H100", "GPU-2": "H100"}
-    both = combined([rank(0, gpus=all_of_node), rank(1, gpus=all_of_node)])
+    both = combine_facts([rank(0, gpus=all_of_node), rank(1, gpus=all_of_node)])
     assert both.gpus == ("H100", "H100")
-    own = combined([rank(0, gpus={"GPU-1": "H100"}), rank(1, gpus={"GPU-2": "H100"})])
+    own = combine_facts([rank(0, gpus={"GPU-1": "H100"}), rank(1, gpus={"GPU-2": "H100"})])
     assert own.gpus == ("H100", "H100")
 
 
@@ -93,7 +93,7 @@ def test_a_rank_uses_the_gpu_that_it_got(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_machines_of_the_same_name_are_two() -> None:
-    there = combined([rank(0), rank(1, address="10.0.0.2")])
+    there = combine_facts([rank(0), rank(1, address="10.0.0.2")])
     assert (there.nodes, there.cpus) == (2, 8)
 
 
@@ -171,32 +171,32 @@ def planned(there: Resources, *, workers: int, **parallel: object) -> Training:
 
 
 def test_each_worker_gets_the_share_of_the_fullest_node() -> None:
-    assert planned(combined(shared(1, 2)), workers=3).cpus_per_worker == 2
+    assert planned(combine_facts(shared(1, 2)), workers=3).cpus_per_worker == 2
 
 
 def test_more_workers_than_cores_on_a_node_are_refused() -> None:
     crowded = [rank(0), *(rank(1 + i, node="b", cores=(0,)) for i in range(2))]
     with pytest.raises(ResourceError, match="2 workers with 1 core each were started on b, where they may use 1 core"):
-        planned(combined(crowded), workers=3)
+        planned(combine_facts(crowded), workers=3)
 
 
 def test_cores_that_the_experiment_asks_for_must_be_there() -> None:
     with pytest.raises(ResourceError, match="1 worker with 3 cores each were started on b"):
         planned(
-            combined([rank(0), rank(1, node="b", cores=(0, 1))]),
+            combine_facts([rank(0), rank(1, node="b", cores=(0, 1))]),
             workers=2,
             cpus_per_worker=3,
         )
 
 
 def test_elastic_training_has_the_workers_that_were_started() -> None:
-    assert planned(combined(shared(2, 1)), workers=[1, 4]).workers == 3  # type: ignore[arg-type]
+    assert planned(combine_facts(shared(2, 1)), workers=[1, 4]).workers == 3  # type: ignore[arg-type]
 
 
 def test_one_process_is_no_reference_for_all_cores_if_it_may_not_use_them() -> None:
     experiment = toys.trial(parallel={"strategy": "ddp", "launcher": "torchrun", "workers": 2}).experiment
-    bound = combined([rank(0, cores=(0,)), rank(1, cores=(1,))])
-    free = combined([rank(0, cores=(0, 1)), rank(1, cores=(0, 1))])
+    bound = combine_facts([rank(0, cores=(0,)), rank(1, cores=(1,))])
+    free = combine_facts([rank(0, cores=(0, 1)), rank(1, cores=(0, 1))])
 
     def measured(there: Resources) -> list[str]:
         return [trial.role for trial in make_plan(experiment, there).measured]

@@ -20,7 +20,7 @@ from pipeline.protocol.labels import Status
 from pipeline.record import runs
 from pipeline.record.journal import FILE_NAME
 from pipeline.record.recorder import Recorder
-from pipeline.record.runs import summarized
+from pipeline.record.runs import summarize_run
 from pipeline.results.record import Fact, Result, save
 
 BEGAN = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
@@ -93,14 +93,14 @@ def test_a_summary_says_what_the_journal_says(tmp_path: Path) -> None:
 
 def test_a_trial_that_was_stopped_early_is_called_that(tmp_path: Path) -> None:
     trial = run(tmp_path, "trial-002", status="KILLED", message="stopped early by ASHA after epoch 3")
-    summary = summarized(trial)
+    summary = summarize_run(trial)
     assert summary is not None
     assert (summary.status, summary.message) == ("STOPPED", "stopped early by ASHA after epoch 3")
 
 
 def test_a_quick_test_is_marked_and_has_no_results(tmp_path: Path) -> None:
     tags = {"role": "main", "strategy": "ddp", "world_size": "2", "quick": "true"}
-    summary = summarized(run(tmp_path, "quick", tags=tags, speedup=None, metrics={"validation/accuracy": 0.1}))
+    summary = summarize_run(run(tmp_path, "quick", tags=tags, speedup=None, metrics={"validation/accuracy": 0.1}))
     assert summary is not None
     assert (summary.what, summary.metrics, summary.samples_per_second) == ("quick test: ddp, 2 workers", {}, None)
 

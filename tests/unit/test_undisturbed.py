@@ -13,7 +13,7 @@ from pydantic import field_serializer
 from pipeline import system
 from pipeline.errors import Terminated, terminate
 from pipeline.experiment.values import Frozen
-from pipeline.system import handled, hang_up, missing_user_variables, undisturbed
+from pipeline.system import handle_signals, hang_up, missing_user_variables, undisturbed
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_ctrl_c_while_something_is_serialized_is_no_error_of_it(write: Callable[
 
 
 def test_a_closed_terminal_ends_a_run_like_sigterm() -> None:
-    with handled(terminate, signal.SIGTERM), handled(hang_up, signal.SIGHUP), pytest.raises(Terminated):
+    with handle_signals(terminate, signal.SIGTERM), handle_signals(hang_up, signal.SIGHUP), pytest.raises(Terminated):
         signal.raise_signal(signal.SIGHUP)
 
 
