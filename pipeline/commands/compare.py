@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -318,13 +318,19 @@ def compare_files(comparison: Comparison, *, terminal: Terminal, verbose: bool =
     result = make_result(variants, comparison.question, notes=notes, can_train=True)
     seeds = f"seeds {comparison.seeds[0]} to {comparison.seeds[-1]}"
     trained = counted(sum(len(one.runs) for one in variants), "training")
+    differing = _list_differing([identify(one.file.experiment) for one in comparison.variants])
+    settings = Table(
+        title="Settings that differ",
+        header=("", *(one.name for one in comparison.variants)),
+        rows=tuple((key, *(value or "-" for value in values)) for key, values in differing.items()),
+    )
     result = result.model_copy(
         update={
             "name": first.file.experiment.name,
             "title": f"{first.file.experiment.name}: {counted(len(variants), 'variant')} compared ({trained}, {seeds}; "
             f"{first.plan.resources.summary})",
             "hardware": first.hardware,
-            "tables": (*result.tables, *_make_settings_table(comparison.variants)),
+            "tables": (*result.tables, settings),
         }
     )
     return _record(result, comparison, terminal=terminal), "; ".join(failures)
@@ -408,12 +414,6 @@ def _start(todo: _Todo, comparison: Comparison, *, gpus: Sequence[str], verbose:
     command = [sys.executable, "-m", "pipeline", *words]
     popen = subprocess.Popen(command, env=environment, process_group=0, stdout=shown, stderr=shown)  # noqa: S603 - ours
     return _Process(todo.title, popen, output)
-
-
-def _make_settings_table(variants: Sequence[_Planned]) -> Iterator[Table]:
-    differing = _list_differing([identify(one.file.experiment) for one in variants])
-    rows = tuple((key, *(value or "-" for value in values)) for key, values in differing.items())
-    yield Table(title="Settings that differ", header=("", *(one.name for one in variants)), rows=rows)
 
 
 def _record(result: Result, comparison: Comparison, *, terminal: Terminal) -> Result:

@@ -81,7 +81,9 @@ def result_of_benchmark(
         hardware=shorten_hardware(hardware).removesuffix(", no GPU"),
     )
     has_remedy = any(text.startswith("pipeline ") for _, text in next_steps)
-    noise = [texts.WIDE.format(repeats=_MANY_REPEATS)] if not has_remedy and any(map(_is_noisy, rows)) else []
+    ratios = [row.ratio for row in rows if row.ratio is not None]
+    is_noisy = any(0 < ratio.size < _MANY_REPEATS and is_wide(ratio) for ratio in ratios)
+    noise = [texts.WIDE.format(repeats=_MANY_REPEATS)] if is_noisy and not has_remedy else []
     return Result(
         kind="benchmark",
         name=name,
@@ -105,10 +107,6 @@ def _find_fastest(rows: Sequence[Row]) -> Row | None:
     top = max(same, key=lambda row: row.rate)
     is_clear = len(same) > 1 and all(top.is_faster_than(row) for row in same if row is not top)
     return top if is_clear and top.claim != "invalid" else None
-
-
-def _is_noisy(row: Row) -> bool:
-    return (ratio := row.ratio) is not None and 0 < ratio.size < _MANY_REPEATS and is_wide(ratio)
 
 
 def is_pair(trial: Trial, experiment: Experiment) -> bool:

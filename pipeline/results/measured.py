@@ -287,12 +287,12 @@ def iter_all_facts(rows: Sequence[Row], main: Row, *, goodput: Goodput | None = 
     start_s = main.start_s or 0.0
     own = {key: fact for key, fact in facts_of(main, start_s=start_s).items() if fact.value is not None}
     yield from [own.pop("speedup")] if "speedup" in own else []
-    for name in iter_metric_names(main):
-        yield Fact(key=name, value=main.result.metrics[name], label=name, trial=main.key)
+    metrics = {
+        name: Fact(key=name, value=value, label=name, trial=main.key) for name, value in main.result.metrics.items()
+    }
+    yield from [metrics.pop(name) for name in iter_metric_names(main)]
     yield from own.values()
-    for name, value in main.result.metrics.items():
-        if not name.startswith((_TEST, _VALIDATION)):
-            yield Fact(key=name, value=value, label=name, trial=main.key)
+    yield from metrics.values()
     yield from goodput.facts if goodput is not None else ()
     for row in rows:
         if row is not main:

@@ -3,7 +3,7 @@
 import json
 import math
 
-from pipeline.results.record import Fact, Result, format_fact
+from pipeline.results.record import Result, format_fact
 
 METRICS = {
     "compute_ms": "time/compute_ms",
@@ -59,10 +59,6 @@ def table_json(result: Result) -> str:
     """Return the facts of all trials in the format of MLflow's ``log_table``: a row for each trial."""
     facts = result.all_facts
     keys, trials = (list(dict.fromkeys(names)) for names in zip(*((f.key, f.trial) for f in facts), strict=True))
-    known: dict[tuple[str, str], Fact] = {(fact.trial, fact.key): fact for fact in facts}
-    rows = [[trial, *(_finite(known.get((trial, key))) for key in keys)] for trial in trials]
+    values = {(one.trial, one.key): one.value for one in facts if one.value is not None and math.isfinite(one.value)}
+    rows = [[trial, *(values.get((trial, key)) for key in keys)] for trial in trials]
     return json.dumps({"columns": ["trial", *keys], "data": rows}, allow_nan=False)
-
-
-def _finite(fact: Fact | None) -> float | None:
-    return fact.value if fact is not None and fact.value is not None and math.isfinite(fact.value) else None

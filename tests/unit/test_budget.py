@@ -37,7 +37,7 @@ LARGER_TODAY = {
     "plan": 671,
     "protocol": 1_526,
     "record": 1_755,
-    "results": 3_433,
+    "results": 3_427,
     "strategies": 668,
     "tasks": 930,
     "tracking": 1_717,
