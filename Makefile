@@ -11,8 +11,9 @@ ALL := $(VENV)/.installed-all
 PYTEST := MISSING_PACKAGES_FAIL=1 GPU_REHEARSAL=1 $(BIN)/python -m pytest
 # Tests mostly wait for processes, so four at a time; tests of one file share what is costly.
 SPREAD := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
-SYSTEM := tests/system tests/journeys tests/contract tests/replay
-SLOW ?= tests/integration tests/faults tests/cluster tests/docs tests/templates tests/docker tests/browser tests/gpu
+# Lint and what starts Ray first: they take longest.
+SYSTEM := tests/system/test_lint.py tests/system/journeys tests/system/contract tests/system/replay
+SLOW ?= tests/slow
 
 .DEFAULT_GOAL := help
 
@@ -37,7 +38,7 @@ test-unit: $(STAMP)
 test-system: $(STAMP)
 	@$(PYTEST) $(SPREAD) $(SYSTEM)
 
-test-slow: $(ALL)  ## What make test has no time for, hours; SLOW=tests/faults runs a part
+test-slow: $(ALL)  ## What make test has no time for, hours; SLOW=tests/slow/faults runs a part
 	@$(PYTEST) $(SLOW)
 
 test-fuzz: $(STAMP)  ## The fuzz tests with more and new examples
@@ -51,11 +52,11 @@ test-versions: $(STAMP)  ## Run contract and journeys with other versions; gigab
 
 test-docker: $(STAMP)  ## Build the images, run an experiment on the compose cluster and kill a worker; needs Docker
 	docker info --format 'Docker {{.ServerVersion}}'
-	@$(PYTEST) tests/docker
+	@$(PYTEST) tests/slow/docker
 
 test-browser: $(STAMP)  ## Look at the MLflow UI and the report in Chromium; screenshots in browser-screenshots/
 	@command -v chromium || command -v chromium-browser || command -v google-chrome || { echo "no chromium here; install it: apt-get install --yes chromium"; exit 1; }
-	@$(PYTEST) tests/browser
+	@$(PYTEST) tests/slow/browser
 
 cluster-env:  ## Draw the secrets of the compose cluster into docker/.env; those that are there stay
 	@docker/create-env.sh docker/.env

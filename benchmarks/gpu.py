@@ -1,7 +1,7 @@
 """ResNet-50 and GPT-2 small on one GPU: pipeline beside a script written by hand, in one process and in turn.
 
     python benchmarks/gpu.py                       # on a machine with a CUDA GPU; a quarter of an hour
-    python benchmarks/gpu.py --tests               # after the tests in tests/gpu: `make gpu`
+    python benchmarks/gpu.py --tests               # after the tests in tests/slow/gpu: `make gpu`
     python benchmarks/gpu.py --device cpu --tiny   # that all of it works: seconds, the figures mean nothing
 
 bf16 by autocast, images in channels_last, with and without torch.compile. For each: samples/s and their spread, the
@@ -92,7 +92,7 @@ class Result(BaseModel):
     remarks: list[str]
     figures: list[Figures]
     tests: dict[str, str]
-    """Outcomes of tests/gpu by name: passed; failed, error or skipped with the reason; empty if they didn't run."""
+    """Outcomes of the GPU tests by name: passed; or why not; empty if they did not run."""
 
 
 def main() -> int:
@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small models, few steps")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--tests", action="store_true", help="run tests/gpu first")
+    parser.add_argument("--tests", action="store_true", help="run tests/slow/gpu first")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and its table")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -127,10 +127,10 @@ def main() -> int:
 def tested(results: Path) -> dict[str, str]:
     """Run the tests that need a GPU in a process of their own; return their outcomes by name."""
     root = Path(__file__).parents[1]
-    line = ["-m", "pytest", "--noconftest", "-o", "filterwarnings=default", f"--junitxml={results}", "tests/gpu"]
+    line = ["-m", "pytest", "--noconftest", "-o", "filterwarnings=default", f"--junitxml={results}", "tests/slow/gpu"]
     subprocess.run([sys.executable, *line], cwd=root, check=False)
     if not results.is_file():
-        return {"tests/gpu": "error: pytest wrote no results"}
+        return {"tests/slow/gpu": "error: pytest wrote no results"}
     return dict(map(_outcome, ElementTree.parse(results).iter("testcase")))
 
 

@@ -37,13 +37,13 @@ NEEDED = (
     "pytest-timeout",
     "hypothesis",
 )
-"""Imports of tests/gpu and benchmarks/gpu.py, without torch and its own dependencies."""
+"""Imports of tests/slow/gpu and benchmarks/gpu.py, without torch and its own dependencies."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 PROJECT = ("pyproject.toml", "README.md", "LICENSE", "pipeline", "templates")
 """Sources of the project's own wheel."""
 SOURCES = (
     "pyproject.toml",
-    "tests/gpu",
+    "tests/slow/gpu",
     "tests/support",
     *(f"benchmarks/{name}.py" for name in ("gpu", "gpu_page", "gpu_work")),
 )
@@ -80,7 +80,7 @@ cd "$kit/source"
 print("torch", torch.__version__, "CUDA", torch.version.cuda, torch.cuda.is_available())'
 case $what in
   tests) exec "$venv/bin/python" -m pytest --noconftest -o filterwarnings=default -m gpu -p no:cacheprovider \\
-    --junitxml="$results/gpu-tests.xml" tests/gpu "$@" ;;
+    --junitxml="$results/gpu-tests.xml" tests/slow/gpu "$@" ;;
   bench) exec "$venv/bin/python" benchmarks/gpu.py --out "$results" "$@" ;;
   all) exec "$venv/bin/python" benchmarks/gpu.py --tests --out "$results" "$@" ;;
 esac

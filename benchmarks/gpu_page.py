@@ -51,7 +51,7 @@ TESTS = {
     "test_a_speedup_is_measured_next_to_the_training": "a speedup is measured, with the baseline on the first GPU",
     "test_a_training_that_fills_the_memory_has_a_speedup": "a training that fills 70% of the memory has a speedup",
 }
-"""Claims by the names of the tests in tests/gpu."""
+"""Claims by the names of the tests in tests/slow/gpu."""
 
 
 SPEED_HEAD = ["| training | throughput | MFU | data loading | peak memory |", "|---|---|---|---|---|"]

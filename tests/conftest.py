@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-TIERS = {"unit": "unit", "system": "system", "contract": "system", "journeys": "system", "replay": "system"}
-"""Tier of the tests in a folder; all others are slow."""
 
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # which no test would use, 3 s of processor time
 
@@ -19,7 +17,7 @@ pytest_plugins = [
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(TIERS.get(item.path.relative_to(TESTS).parts[0], "slow"))
+        item.add_marker(item.path.relative_to(TESTS).parts[0])  # unit, system or slow
 
 
 def pytest_collection_finish() -> None:

@@ -2,7 +2,7 @@
 
     python tests/promises.py > tests/PROMISES.md
 
-Tests in `unit`, `system`, `contract`, `replay` and `journeys` are `make test`; the others are `make test-slow`.
+Tests in `unit` and `system` are `make test`, those in `slow` are `make test-slow`.
 """
 
 import re
@@ -25,7 +25,7 @@ explains the tiers, which are the folders.
 def page() -> str:
     """Return the page in Markdown."""
     files = defaultdict(list)
-    for path in sorted(TESTS.glob("*/test_*.py")):
+    for path in sorted(TESTS.glob("*/**/test_*.py")):
         for promise in LINE.findall(path.read_text()):
             files[promise].append(f"`{path.relative_to(TESTS)}`")
     rows = [f"| {promise} | {', '.join(files[promise])} |" for promise in sorted(files, key=str.lower)]

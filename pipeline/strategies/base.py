@@ -19,7 +19,7 @@ class NoOptions(Section):
 class Strategy(ABC):
     """Wraps model and task, one module, for data-parallel training.
 
-    The contract, held by tests/contract/test_strategies.py for every file in this folder: training on the same
+    The contract, held by tests/system/contract/test_strategies.py for every file in this folder: training on the same
     global batches reaches the same weights as ``single``. The step hands each process its share of a global batch and
     runs backward from the sum of the share's losses, times `gradient_scale` and divided by the global batch's samples.
     So what reaches the optimizer is the gradient of the mean over the global batch, uneven shares included.

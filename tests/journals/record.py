@@ -28,7 +28,7 @@ import pipeline
 
 HERE = Path(__file__).parent
 HOME, USER, NODE = "/home/user", "user", "node-1"
-"""What stands in the recordings for this machine's; tests/replay puts its own folder in the place of `LAB`."""
+"""What stands in the recordings for this machine's; tests/system/replay puts its own folder in the place of `LAB`."""
 LAB = f"{HOME}/lab"
 DOT = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 """A picture of one pixel, in the place of charts."""

@@ -69,7 +69,7 @@ FAULTS = (
         "pipeline/tasks/supervised.py",
         "        return counted.sum() if weight is None",
         "        return torch.ones_like(targets).sum() if weight is None",
-        ("tests/contract/test_by_hand.py",),
+        ("tests/system/contract/test_by_hand.py",),
     ),
     Fault(
         "each rank divides by its own items",
@@ -77,7 +77,7 @@ FAULTS = (
         "pipeline/train/trainer.py",
         "            dist.all_reduce(count)\n",
         "            pass\n",
-        ("tests/contract/test_by_hand.py",),
+        ("tests/system/contract/test_by_hand.py",),
     ),
     Fault(
         "a hook's state is not restored",
@@ -141,7 +141,7 @@ FAULTS = (
         "pipeline/strategies/ddp.py",
         "        return float(self.world_size)",
         "        return 1.0",
-        ("tests/contract/test_strategies.py",),
+        ("tests/system/contract/test_strategies.py",),
     ),
     Fault(
         "warm-up is over at once",
@@ -229,7 +229,7 @@ FAULTS = (
         "pipeline/tracking/follower.py",
         "        if isinstance(event, RunClosed):",
         "        self._done.wait(0.2)\n        if isinstance(event, RunClosed):",
-        ("tests/replay/test_writer.py",),
+        ("tests/system/replay/test_writer.py",),
     ),
     Fault(
         "a point has the time at which it is sent",
@@ -237,7 +237,7 @@ FAULTS = (
         "pipeline/tracking/mlflow.py",
         "    return round(event.time * 1000)",
         "    import time\n\n    return round(time.time() * 1000)",
-        ("tests/replay/test_sent.py",),
+        ("tests/system/replay/test_sent.py",),
     ),
     Fault(
         "a killed run is FINISHED in MLflow",
@@ -245,7 +245,9 @@ FAULTS = (
         "pipeline/record/folder.py",
         '    return RunClosed(time=at, status="KILLED",',
         '    return RunClosed(time=at, status="FINISHED",',
-        ("tests/replay/test_sent.py::test_a_killed_run_ends_with_its_last_event_and_goes_on_when_it_is_resumed",),
+        (
+            "tests/system/replay/test_sent.py::test_a_killed_run_ends_with_its_last_event_and_goes_on_when_it_is_resumed",
+        ),
     ),
     Fault(
         "a torn line stays in the journal",
@@ -301,7 +303,7 @@ FAULTS = (
         "pipeline/commands/options.py",
         "            raise typer.Exit(error.exit_code) from None",
         "            raise typer.Exit(0) from None",
-        ("tests/replay/test_played.py::test_a_failed_rank_is_named_with_its_own_traceback",),
+        ("tests/system/replay/test_played.py::test_a_failed_rank_is_named_with_its_own_traceback",),
     ),
     Fault(
         "a failed run is FINISHED",
@@ -309,7 +311,7 @@ FAULTS = (
         "pipeline/drive/recorded_run.py",
         '    return "FAILED", str(error) if',
         '    return "FINISHED", str(error) if',
-        ("tests/replay/test_played.py::test_a_failed_rank_is_named_with_its_own_traceback",),
+        ("tests/system/replay/test_played.py::test_a_failed_rank_is_named_with_its_own_traceback",),
     ),
     Fault(
         "progress stands in the JSON document",
@@ -317,7 +319,7 @@ FAULTS = (
         "pipeline/record/screen.py",
         "        result = stderr if as_json else",
         "        result = stderr if as_json and quiet else",
-        ("tests/replay/test_played.py::test_scripts_get_one_document_and_nothing_else",),
+        ("tests/system/replay/test_played.py::test_scripts_get_one_document_and_nothing_else",),
     ),
     Fault(
         "a YAML problem is swallowed",
@@ -357,7 +359,7 @@ FAULTS = (
         "pipeline/train/loader.py",
         "            loader.close()\n",
         "            pass\n",
-        ("tests/contract/test_loader_processes.py",),
+        ("tests/system/contract/test_loader_processes.py",),
     ),
     Fault(
         "buffers that ranks update on their own are not compared",
@@ -365,7 +367,7 @@ FAULTS = (
         "pipeline/train/checks.py",
         "        names = find_differing(buffers, rank=s.rank)",
         "        names = list[str]()",
-        ("tests/contract/test_coupled_ranks.py",),
+        ("tests/system/contract/test_coupled_ranks.py",),
     ),
     Fault(
         "the worst trial of a sweep is the best",

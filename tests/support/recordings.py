@@ -1,4 +1,4 @@
-"""Recorded runs and what they are fed to; see tests/replay/README.md."""
+"""Recorded runs and what they are fed to; see tests/system/replay/README.md."""
 
 import os
 import shutil
@@ -146,7 +146,7 @@ def play(lab: Path, store: Store, command: Any, monkeypatch: pytest.MonkeyPatch)
     shutil.copytree(TESTS / "project", lab, dirs_exist_ok=True)
     shutil.copy(JOURNALS / "tiny.yaml", lab)
     monkeypatch.chdir(lab)
-    monkeypatch.syspath_prepend(TESTS / "replay" / "player")
+    monkeypatch.syspath_prepend(TESTS / "system" / "replay" / "player")
 
     def run(name: str, *arguments: str) -> Any:
         monkeypatch.setenv("PLAYED", str(JOURNALS / name))

@@ -1,4 +1,4 @@
-"""How fsdp cuts a model, and what it refuses. Training with it: tests/integration."""
+"""How fsdp cuts a model, and what it refuses. Training with it: tests/slow/integration."""
 
 import re
 from typing import Any

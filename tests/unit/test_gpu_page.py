@@ -28,7 +28,7 @@ def test_the_page_has_what_was_found_and_the_readme_says_what_was_not(gpu_page: 
 
 
 def test_every_test_of_a_gpu_has_its_claim(gpu_page: Any) -> None:
-    source = "".join(path.read_text() for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "tests" / "slow" / "gpu").glob("test_*.py"))
     assert set(re.findall(r"(?m)^def (test_\w+)", source)) == set(gpu_page.TESTS)
 
 

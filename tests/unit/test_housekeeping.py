@@ -80,7 +80,7 @@ def test_every_link_of_the_documents_leads_somewhere():
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-CODE = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py"))
+CODE = "".join(path.read_text() for path in (ROOT / "tests").glob("*/**/test_*.py"))
 
 
 def test_the_page_of_promises_is_the_current_one():
@@ -99,9 +99,9 @@ def test_every_test_that_the_documents_name_is_there():
 
 def test_each_test_file_has_a_name_of_its_own():
     """As pytest imports them by it."""
-    names = [path.name for path in (ROOT / "tests").glob("*/test_*.py")]
+    names = [path.name for path in (ROOT / "tests").glob("*/**/test_*.py")]
     assert sorted(names) == sorted(set(names))
 
 
 def found(name):
-    return list((ROOT / "tests").glob(f"*/{name}"))
+    return list((ROOT / "tests").glob(f"*/**/{name}"))

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium here; install it: {INSTALL}"),
 ]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = [
     "model.width=8",
     "data.image_size=16",

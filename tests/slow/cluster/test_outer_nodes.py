@@ -24,7 +24,7 @@ from pipeline.record import journal, loss_file
 
 pytestmark = pytest.mark.timeout(600)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXACT = 1e-12
 ROUNDED = 1e-5
 """What docs/convert.md says of fp32."""

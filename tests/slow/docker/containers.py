@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import requests
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docker"
 FILE = FOLDER / "compose.yaml"
 PROJECT = "pipeline-cluster-test"

@@ -22,7 +22,7 @@ import pytest
 from blocks import Block, blocks
 from packages import is_installed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = [ROOT / "experiments" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {page.relative_to(ROOT).as_posix(): blocks(page, root=ROOT) for page in FILES}
 WALKED = {page: found for page, found in PAGES.items() if any(block.is_run for block in found)}

@@ -1,4 +1,4 @@
-"""Trials for tests/gpu, run as the commands run them: launcher, process group and journal.
+"""Trials for tests/slow/gpu, run as the commands run them: launcher, process group and journal.
 
 They need CUDA GPUs. In a rehearsal, with GPU_REHEARSAL=1 on a machine without GPUs, they run on the CPU instead, two
 ranks over gloo. That shows whether the code of the tests is right, and nothing about GPUs.

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.protocol.estimates import Estimate
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 WITHOUT = (
     "import runpy, sys; sys.modules.update(dict.fromkeys({absent})); sys.argv = {argv}; sys.path.insert(0, {folder!r})"
 )

@@ -12,7 +12,7 @@ import yaml
 from pipeline.protocol.events import Finished, Started
 from pipeline.record import journal
 
-DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 BLOCKS = {
     kind: block
     for block in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)

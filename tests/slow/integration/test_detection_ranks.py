@@ -21,7 +21,7 @@ from pipeline.train.run import train
 PRECISION = "mean average precision"
 PACKAGES = ("torchvision", "pycocotools")
 """Packages that torchmetrics needs for the mean average precision."""
-FOLDER = Path(__file__).parents[2] / "examples" / "detection"
+FOLDER = Path(__file__).parents[3] / "examples" / "detection"
 DETECTOR = {
     "model": {"_target_": "shapes.Detector", "width": 2},
     "data": {"_target_": "shapes.shapes", "samples": 22},

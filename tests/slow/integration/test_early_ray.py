@@ -16,7 +16,7 @@ from pipeline.experiment.load import load
 from pipeline.launch import ray as launcher
 from pipeline.launch.cluster import LocalRay, local_ray
 
-MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 DDP = ("parallel.launcher=ray", "parallel.strategy=ddp", "parallel.workers=2")
 
 

@@ -18,7 +18,7 @@ import pytest
 from pipeline.data import example_sentences
 from pipeline.record import loss_file
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAMS = {
     "augmented": "lightning", "vae": "lightning", "duel": "lightning", "topics": "transformers",
     "characters": "transformers", "mixed": "accelerate", "resumed": "accelerate", "progression": "torch",

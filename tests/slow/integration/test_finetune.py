@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.data import example_sentences
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILE = str(ROOT / "experiments" / "finetune.yaml")
 SHORT = ["--quick", "parallel.workers=1", "parallel.launcher=inprocess", "parallel.strategy=single"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "flat_memory.py"
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "flat_memory.py"
 LIMIT_MB, DATA_MB = 25, 250
 CHILD = """
 import json, sys

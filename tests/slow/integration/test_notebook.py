@@ -18,7 +18,7 @@ from waiting import eventually
 
 from pipeline.record import journal
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def executed(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[NotebookNode]:

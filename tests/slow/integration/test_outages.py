@@ -36,7 +36,7 @@ from pipeline.tracking import mlflow as entities
 from pipeline.tracking.follow import sync
 from pipeline.tracking.loggers import scalars
 
-MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 DOWN, UP = "doesn't accept results (", "accepts results again"
 NO_FILES, FILES = "doesn't accept files (", "accepts files again"
 

@@ -30,7 +30,7 @@ from pipeline.protocol.events import (
 )
 from pipeline.record import journal
 
-MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 
 
 @pytest.fixture(scope="module")

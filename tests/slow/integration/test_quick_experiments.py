@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.data import example_sentences
 
-FILES = {path.stem: path for path in (Path(__file__).parents[2] / "experiments").glob("*.yaml")}
+FILES = {path.stem: path for path in (Path(__file__).parents[3] / "experiments").glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", sorted(FILES.keys() - {"cifar10"}))

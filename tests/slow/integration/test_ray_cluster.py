@@ -23,7 +23,7 @@ from pipeline.protocol.events import Finished, RunClosed, Started
 from pipeline.record import journal
 
 RAY = Path(sys.executable).with_name("ray")
-MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 CPUS = 2
 OTHER_JOB = """
 import sys, time

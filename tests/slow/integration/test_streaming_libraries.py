@@ -14,7 +14,7 @@ import pytest
 from ranks import Ranks
 from same_on_ranks import Compared, Row
 
-DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 FUNCTIONS = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', DOCS, re.DOTALL))
 SAMPLES = {"train": 22, "validation": 10}
 MLP = {"_target_": "pipeline.models.MLP", "in_features": 12, "hidden": [4], "num_classes": 3}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command import Ended
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MLP = str(ROOT / "experiments" / "mlp.yaml")
 
 Command = Callable[..., Ended]

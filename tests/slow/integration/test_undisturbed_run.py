@@ -31,7 +31,7 @@ try:
 finally:
     print(json.dumps(enabled))
 """
-    mlp = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+    mlp = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
     asked = ["parallel.launcher=inprocess", "parallel.strategy=single", "parallel.workers=1", "train.epochs=1"]
     command = [sys.executable, "-c", watched, "run", str(mlp), *asked, "metrics={}", "--no-baseline", "--quiet"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import yaml
 from baking import REPOSITORY, Baked, bake, command, git, succeed
-from command import call_here
 from typer.testing import CliRunner
 
 from pipeline import cli

@@ -20,7 +20,7 @@ from pipeline import registry
 from pipeline.cli import GROUPS
 from pipeline.protocol.trial import Experiment
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 MLP = str(EXPERIMENTS / "mlp.yaml")
 COMMANDS = tuple(name for commands in GROUPS.values() for name in commands)
 HEAVY = (

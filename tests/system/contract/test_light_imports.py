@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "ray", "mlflow", "torchmetrics")
 ASKED = {
     "an experiment file": "from pipeline.experiment import load, components; load.load('experiments/mlp.yaml')",

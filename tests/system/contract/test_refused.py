@@ -22,7 +22,7 @@ from pipeline.protocol.rank import Rank
 from pipeline.train.run import train
 
 TRACEBACK = "Traceback (most recent call last)"
-LAB = (Path(__file__).parents[1] / "project" / "lab.yaml").read_text()
+LAB = (Path(__file__).parents[2] / "project" / "lab.yaml").read_text()
 
 Command = Callable[..., Any]
 

@@ -77,7 +77,7 @@ for thread in Path(f"/proc/{process.pid}/task").iterdir():
 def test_no_thread_of_a_loader_ends_it() -> None:
     """torch gives it one more than it asks for, and the system sends a process's signal to any that takes it."""
     code = [sys.executable, "-c", COMPUTING_WITH_TWO_THREADS]
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
     said = subprocess.run(code, capture_output=True, text=True, check=True, env=here).stdout
     masks = [int(mask, base=16) for mask in re.findall(r"SigBlk:\s*(\w+)", said)]
     assert len(masks) > 2

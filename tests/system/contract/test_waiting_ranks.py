@@ -23,7 +23,7 @@ from pipeline.protocol.channel import Inbox
 from pipeline.protocol.events import AnyEvent, Finished
 from pipeline.protocol.rank import Job, Rank
 
-MLP = Path(__file__).parents[2] / "experiments" / "mlp.yaml"
+MLP = Path(__file__).parents[3] / "experiments" / "mlp.yaml"
 DDP = ("parallel.launcher=torchrun", "parallel.strategy=ddp", "parallel.workers=2")
 LAB = """
 import torch

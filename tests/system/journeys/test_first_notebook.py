@@ -11,7 +11,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 from recordings import copied
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def executed(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[NotebookNode]:

@@ -140,7 +140,7 @@ def test_children_have_what_they_measured(runs: dict[str, Run]) -> None:
 
 def test_tags_tell_what_ran(main: Run) -> None:
     tags = main.data.tags
-    experiment = load(Path(__file__).parents[2] / "experiments" / "mlp.yaml").experiment
+    experiment = load(Path(__file__).parents[3] / "experiments" / "mlp.yaml").experiment
 
     assert (tags["strategy"], tags["launcher"], tags["world_size"]) == ("ddp", "ray", "2")
     assert tags["hardware"]
