@@ -37,12 +37,6 @@ def test_every_make_target_of_the_readme_exists():
     assert set(named) <= set(targets)
 
 
-def test_every_linked_file_exists():
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
 def test_every_experiment_is_in_the_pages():
     pages = "".join(path.read_text() for path in PAGES)
     assert [path.name for path in EXPERIMENTS if path.name not in pages] == []
