@@ -9,6 +9,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 import pytest
 
@@ -97,4 +98,4 @@ def test_search_leaves_out_what_is_not_a_page(site: Path) -> None:
 def test_what_pages_link_to_outside_is_in_the_site(site: Path) -> None:
     pages = "".join(page.read_text() for page in site.glob("*.html"))
     assert (links := re.findall(r'href="(repository/[^"#]+)', pages))
-    assert [link for link in links if not (site / link).is_file()] == []
+    assert [link for link in links if not (site / unquote(link)).is_file()] == []
