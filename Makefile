@@ -86,9 +86,10 @@ gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside 
 gpu-bundle: $(STAMP)  ## A folder that runs these tests and benchmarks on a machine with torch and a GPU, but no network
 	$(BIN)/python benchmarks/gpu_bundle.py build/gpu-bundle
 
-schema: $(STAMP)  ## Write the JSON Schema of experiment files to where editors look for it, docs/keys.md and tests/PROMISES.md
+schema: $(STAMP)  ## Write what is generated: the JSON Schema of experiment files, docs/keys.md, docs/reference.md, tests/PROMISES.md
 	for folder in experiments templates/*/*/experiments; do $(BIN)/pipeline schema > "$$folder/experiment.schema.json"; done
 	$(BIN)/python docs/keys_page.py > docs/keys.md
+	$(BIN)/python docs/reference_page.py
 	$(BIN)/python tests/promises.py > tests/PROMISES.md
 
 docs: $(STAMP)  ## Build the documentation as a site, site/index.html; a broken link or a forgotten page is an error

@@ -1,4 +1,4 @@
-"""What mkdocs.yml can't say: pages that the search leaves out, and files outside of docs/ that pages link to.
+"""What mkdocs.yml can't say: files outside of docs/ that pages link to, which the search leaves out.
 
 Links such as ../benchmarks/results/speedup.json work as they are on the disk and where repositories are browsed; in the
 site those files are in repository/.
@@ -16,11 +16,10 @@ _RELATIVE = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
-    """Leave decisions and files outside of docs/ out of the users' search; make the links of the latter work."""
-    if page.file.src_uri.startswith(("decisions/", "../")):
-        page.meta["search"] = {"exclude": True}
+    """Leave files outside of docs/ out of the search, and make their links work."""
     if not page.file.src_uri.startswith("../"):
         return markdown
+    page.meta["search"] = {"exclude": True}
     return _RELATIVE.sub(lambda link: _link_from_outside(link, page=page.file, files=files), markdown)
 
 

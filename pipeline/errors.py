@@ -79,7 +79,7 @@ def refusals(check: Callable[[], object]) -> list[Problem]:
 
 
 class UsageError(PipelineError):
-    """Error in the command line: missing file, malformed override, port in use."""
+    """Error in the command line: missing file or package, malformed override, port in use."""
 
     exit_code = 2
 
@@ -89,7 +89,7 @@ class UnguardedScriptError(UsageError):
 
 
 class ResourceError(PipelineError):
-    """Lack of a resource that the experiment requires: cores, GPUs, a writable tracking server."""
+    """Lack of a resource: cores, GPUs, disk space, a cluster, Optuna, a writable tracking server."""
 
     exit_code = 3
 
@@ -148,7 +148,7 @@ def raise_swallowed_interrupt() -> None:
 
 
 class Interrupted(PipelineError):
-    """End of a run by Ctrl-C or SIGTERM."""
+    """End of a run by Ctrl-C; after SIGTERM, the exit code is 143."""
 
     exit_code = 130
 

@@ -132,7 +132,7 @@ class Experiment:
 
 
 class Parts:
-    """Model, data, loss and metrics, built on the CPU as in a worker; created by ``Experiment.build()``."""
+    """Model, data, loss and ``metrics``, built on the CPU as in a worker; created by ``Experiment.build()``."""
 
     def __init__(self, file: ExperimentFile) -> None:
         """Build the parts, see `Experiment.build`."""
@@ -352,7 +352,7 @@ def run(
     quiet: bool = False,
     verbose: bool = False,
 ) -> RunResult:
-    """Train an experiment and measure its speedup over a baseline, as ``pipeline run`` does.
+    """Train an experiment and measure its speedup over a baseline, as ``pipeline run`` does; return a `RunResult`.
 
     Args:
         experiment: an experiment file, a dict with the same content, or the result of `Experiment.load`.
@@ -397,7 +397,7 @@ def benchmark(
     quiet: bool = False,
     verbose: bool = False,
 ) -> BenchmarkResult:
-    """Measure the throughput of strategies, numbers of workers and other keys, as ``pipeline benchmark FILE`` does.
+    """Measure the speed of strategies, workers and other keys, as ``pipeline benchmark``; return a `BenchmarkResult`.
 
     Args:
         experiment: as in `run`.

@@ -85,7 +85,7 @@ def compare(
     ] = None,
     mode: Annotated[
         BetterDirection | None,
-        typer.Option("--mode", help="Direction in which the metric improves, if it is not known."),
+        typer.Option("--mode", metavar="min|max", help="Direction in which the metric improves, if it is not known."),
     ] = None,
     margin: Annotated[
         float | None,

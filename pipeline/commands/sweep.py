@@ -1,7 +1,7 @@
 """``pipeline sweep``: plan the trials, let Ray Tune run and stop them, and end in the best one.
 
 Each trial is an ordinary run in a process of its own, see `pipeline.commands.sweep_trial`. A sweep continues from their
-journals. docs/decisions/0012-sweeps.md says why.
+journals. docs/design.md says why.
 """
 
 import itertools

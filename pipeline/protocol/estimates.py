@@ -1,7 +1,7 @@
 """Statistics of measured values: one estimate and its confidence interval, used by everything that shows figures.
 
 Throughputs are compared as ratios, so their logarithms are averaged: the estimate of a ratio is the quotient of the
-geometric means, whichever is on top. The reasons for the method are in docs/decisions/0019-speedups-in-turn.md.
+geometric means, whichever is on top. The reasons for the method are in docs/design.md.
 """
 
 import math

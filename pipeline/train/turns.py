@@ -4,7 +4,7 @@ Baseline and training are alive at the same time and take short slots alternatel
 else the machine does slows both. What runs in one process is built by rank 0 next to its part of the training; the
 other ranks wait meanwhile, blocked. A trial that runs out of memory there is built again with smaller micro-batches.
 
-See docs/decisions/0019-speedups-in-turn.md.
+See docs/design.md.
 """
 
 import logging

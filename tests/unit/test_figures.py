@@ -1,4 +1,4 @@
-"""The documentation's figures are those that were measured, and its page of keys is the current one."""
+"""The documentation's figures are those that were measured, and its generated pages are the current ones."""
 
 import json
 import re
@@ -17,9 +17,11 @@ DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_the_page_of_keys_is_the_current_one() -> None:
-    written = "\n".join([*runpy.run_path(str(DOCS / "keys_page.py"))["page"](), ""])
-    assert (DOCS / "keys.md").read_text() == written, "run: make schema"
+def test_the_generated_pages_are_the_current_ones() -> None:
+    keys = "\n".join([*runpy.run_path(str(DOCS / "keys_page.py"))["page"](), ""])
+    assert (DOCS / "keys.md").read_text() == keys, "run: make schema"
+    reference = runpy.run_path(str(DOCS / "reference_page.py"))["page"]()
+    assert (DOCS / "reference.md").read_text() == reference, "run: make schema"
 
 
 def test_the_page_of_strategies_has_the_figures_of_the_results() -> None:

@@ -39,11 +39,9 @@ ELSEWHERE = {
     r"cd pipeline$": "into what was cloned",
     r"source \.venv/bin/activate$": "the tests have an environment",
     r"cookiecutter templates$": "asks questions; tests/slow/templates bakes with it",
-    r"cruft (link|update)": "the address is the reader's; tests/slow/templates links to a copy of the templates",
     r"(torchrun|srun) .* -m pipeline run ": "several machines; test_outer_nodes.py starts what they start there",
     r"ray job submit ": "needs a cluster; test_jobs.py submits to a head of Ray",
     r"sbatch ": "a batch system; test_slurm_jobs.py runs the script",
-    r"python -m PACKAGE\.predict ": "a module of a generated project, whose own tests call it",
 }
 """Commands that can't be read or run here, and why."""
 NOBODYS = {

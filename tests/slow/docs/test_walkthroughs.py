@@ -22,6 +22,8 @@ import pytest
 from blocks import Block, blocks
 from packages import is_installed
 
+from pipeline import registry
+
 ROOT = Path(__file__).parents[3]
 FILES = [ROOT / "experiments" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {page.relative_to(ROOT).as_posix(): blocks(page, root=ROOT) for page in FILES}
@@ -70,6 +72,7 @@ class Walk:
         else:
             known = next((said for said in INSTEAD if line.startswith(said)), "")
             self._shell(INSTEAD[known] + line.removeprefix(known) if known else line, block)
+            registry._find_entry_points.cache_clear()  # a reader's next command is a new process
 
     def _pipeline(self, words: list[str], block: Block) -> None:
         """In this process, which saves importing torch each time."""

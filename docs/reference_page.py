@@ -1,0 +1,105 @@
+"""Writer of docs/reference.md below its line `BEGIN`, from the code; make schema calls it. What is above stays.
+
+The page is committed, so that reviews show a changed option. A test holds that it is up to date.
+"""
+
+import ast
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pipeline import api, errors
+from pipeline.cli import GROUPS, load_verb
+
+PAGE = Path(__file__).with_name("reference.md")
+BEGIN = "<!-- make schema writes all that follows -->\n"
+SHARED = 3  # commands from which an option stands in one table for all of them
+CLASSES = (api.Experiment, api.Parts, api.Result, api.RunResult, api.BenchmarkResult, api.Trained)
+
+
+def page() -> str:
+    """Return the whole page."""
+    by_hand = PAGE.read_text(encoding="utf-8").partition(BEGIN)[0]
+    return "\n".join([f"{by_hand}{BEGIN}", *_commands(), *_exit_codes(), *_functions(), *_classes(), ""])
+
+
+def _commands() -> Iterator[str]:
+    verbs = {name: load_verb(name) for group in GROUPS.values() for name in group}
+    counts = Counter(_describe(option) for verb in verbs.values() for option in verb.params)
+    shared = [row for row, count in counts.items() if count >= SHARED]
+    yield from ("## Commands and options", *_head("several commands", "meaning"), *shared)
+    for group, names in GROUPS.items():
+        yield from ("", f"### {group}", *_head("command", "purpose"))
+        for name in names:
+            usage = " ".join([f"pipeline {name}", *verbs[name].collect_usage_pieces(None)[1:]])
+            yield _row(f"**{usage}**", f"**{verbs[name].help}**")
+            yield from (row for option in verbs[name].params if (row := _describe(option)) not in shared)
+
+
+def _describe(option: Any) -> str:
+    """Return the row of an option or argument in a table."""
+    metavar = option.metavar or option.name.upper()
+    if option.param_type_name == "argument":
+        return _row(f"`{metavar}`", option.help)
+    value = "" if option.is_flag else f" {metavar}"
+    default = "" if option.is_flag or option.default in (None, "") else f" Default: `{option.default}`."
+    return _row(", ".join(f"`{name}{value}`" for name in (*option.opts, *option.secondary_opts)), option.help + default)
+
+
+def _exit_codes() -> Iterator[str]:
+    kinds = [kind for kind in vars(errors).values() if inspect.isclass(kind) and errors.PipelineError in kind.__bases__]
+    yield from ("", "## Exit codes", *_head("code", "exception", "meaning"), _row("0", "", "Success."))
+    for kind in sorted(kinds, key=lambda kind: kind.exit_code):
+        yield _row(str(kind.exit_code), f"`{kind.__name__}`", _summarize(kind.__doc__))
+
+
+def _functions() -> Iterator[str]:
+    yield from ("", "## Python functions and classes", "", "All of these are imported from `pipeline`.")
+    for function in (api.run, api.benchmark):
+        yield from _head(f"{function.__name__}(...)", _summarize(function.__doc__))
+        for name, parameter in _without_types(function).parameters.items():
+            text = re.search(rf"^ +{name}: (.+)$", function.__doc__ or "", re.MULTILINE)
+            yield _row(f"`{parameter}`", text[1] if text else "")
+
+
+def _classes() -> Iterator[str]:
+    yield from _head("class", "contents")
+    for kind in CLASSES:
+        bases = "".join(f"({base.__name__})" for base in kind.__bases__ if base in CLASSES)
+        yield _row(f"**{kind.__name__}{bases}**", f"**{_summarize(kind.__doc__)}**")
+        (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+        for node, following in pairwise([*body, ast.Pass()]):
+            match node, following:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    yield _row(f"`{name}`", _summarize(text))
+                case ast.FunctionDef(name), _ if not name.startswith("_") and name != "of":
+                    member = getattr(kind, name)
+                    called = "" if isinstance(member, property) else _without_types(member)
+                    yield _row(f"`{name}{called}`", _summarize(ast.get_docstring(node)))
+
+
+def _without_types(function: Any) -> inspect.Signature:
+    signature = inspect.signature(function)
+    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values() if one.name != "self"]
+    return signature.replace(parameters=parameters, return_annotation=signature.empty)
+
+
+def _summarize(docstring: str | None) -> str:
+    """Return the first paragraph of a docstring on one line."""
+    return " ".join(inspect.cleandoc(docstring or "").partition("\n\n")[0].split()).replace("``", "`")
+
+
+def _head(*cells: str) -> tuple[str, ...]:
+    return ("", _row(*cells), "|---" * len(cells) + "|")
+
+
+def _row(*cells: str) -> str:
+    return "".join(["|", *(f" {cell}".replace("|", "\\|") + " |" for cell in cells)])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
