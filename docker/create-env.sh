@@ -13,7 +13,7 @@ secret() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
 
 cat >"$file.new" <<ENV
 # Secrets of the compose cluster. The first two are set when the database is new; changing them later takes more than
-# this file, see docs/cluster.md.
+# this file, see docs/distributed.md.
 POSTGRES_PASSWORD=$(secret)
 MLFLOW_ADMIN_PASSWORD=$(secret)
 MLFLOW_FLASK_SERVER_SECRET_KEY=$(secret)

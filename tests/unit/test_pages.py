@@ -34,7 +34,6 @@ ELSEWHERE = {
     r"export MASTER_ADDR=": "a node of Slurm",
     r"pip install git\+https://HOST/": "the address is the reader's",
     r"make install$": "in a clone, see above",
-    r"pip install (tensorboard|s3fs)": "asks a package index",
     r"git clone ": "the address is the reader's",
     r"cd pipeline$": "into what was cloned",
     r"source \.venv/bin/activate$": "the tests have an environment",
@@ -45,7 +44,7 @@ ELSEWHERE = {
 }
 """Commands that can't be read or run here, and why."""
 NOBODYS = {
-    "docs/data.md": "mypackage", "docs/losses.md": "mine", "docs/tracking.md": "mypackage", "README.md": "mypackage",
+    "docs/data.md": "mypackage", "docs/losses.md": "mine", "README.md": "mypackage",
 }  # fmt: skip
 """Packages that only a reader has, whose components can't be looked for."""
 
