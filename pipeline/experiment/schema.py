@@ -338,12 +338,12 @@ class Experiment(Section):
     datasets are map-style or iterable. The test dataset is evaluated once, at the end."""
     sampler: Component | None = None
     """Any callable (training set, epoch, generator) that returns the indices of an epoch's samples, such as
-    pipeline.data.balanced or pipeline.data.by_length (docs/data.md). Epochs count from 0. All epochs have the same
-    number of indices, and an index may repeat. Default: shuffled, each sample once per epoch."""
+    pipeline.data.balanced or pipeline.data.by_length (docs/model-and-data.md). Epochs count from 0. All epochs have
+    the same number of indices, and an index may repeat. Default: shuffled, each sample once per epoch."""
     loader: Loader = Loader()
     loss: Component | None = None
-    """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/losses.md). Required
-    unless ``task`` is given."""
+    """Any callable (outputs, targets) -> scalar mean over the samples, or a loss of torch (docs/model-and-data.md).
+    Required unless ``task`` is given."""
     task: Component | None = None
     """Any callable (model, batch) -> pipeline.tasks.Loss, or a plain scalar, the mean over the samples of the batch.
     For batches other than (inputs, targets), and losses other than a mean over samples.

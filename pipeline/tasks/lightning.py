@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _PACKAGES = ("lightning", "pytorch_lightning")
 _LOSS = re.compile(r"((val|valid|validation|test)[/_-])?loss")
 """Names of a log that stands for the loss that a validation_step doesn't return."""
-_CALLBACK = "No key of the file replaces it. Write a custom task (docs/losses.md)"
-_SEVERAL = "For several optimizers, use optimizers: and a task that calls update for each (docs/losses.md)"
+_CALLBACK = "No key of the file replaces it. Write a custom task (docs/model-and-data.md)"
+_SEVERAL = "For several optimizers, use optimizers: and a task that calls update for each (docs/model-and-data.md)"
 _REFUSED: Mapping[tuple[str, ...], str] = {
     ("automatic_optimization",): (
         f"Manual optimization isn't supported. Return the loss from training_step. {_SEVERAL}"

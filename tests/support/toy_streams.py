@@ -135,9 +135,16 @@ def in_order(samples: Any, epoch: int, generator: torch.Generator) -> range:
     return range(len(samples))
 
 
-def of_module(name: str) -> tuple[Any, Any]:
-    """The datasets of a function in a module of its name, which trials need not allow."""
-    datasets: tuple[Any, Any] = getattr(importlib.import_module(name), name)()
+def collated() -> Any:
+    def collate(samples: list[Any]) -> Any:
+        return torch.tensor([one["x"] for one in samples]), torch.tensor([[one["y"]] for one in samples])
+
+    return collate
+
+
+def of_module(module: str, name: str) -> tuple[Any, Any]:
+    """The datasets of a function of a module, which trials need not allow."""
+    datasets: tuple[Any, Any] = getattr(importlib.import_module(module), name)()
     return datasets
 
 

@@ -20,7 +20,7 @@ PAGES = [
 
 def test_readme_is_short_and_opens_with_a_command():
     lines = README.splitlines()
-    assert len(lines) <= 130
+    assert len(lines) <= 120
     assert lines.index("```bash") < 10
 
 

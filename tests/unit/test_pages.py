@@ -44,7 +44,7 @@ ELSEWHERE = {
 }
 """Commands that can't be read or run here, and why."""
 NOBODYS = {
-    "docs/data.md": "mypackage", "docs/losses.md": "mine", "README.md": "mypackage",
+    "docs/model-and-data.md": "mine", "README.md": "mypackage",
 }  # fmt: skip
 """Packages that only a reader has, whose components can't be looked for."""
 
@@ -111,15 +111,15 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-@pytest.mark.parametrize("name", ["script.py", "digits.py", "digits.yaml", "pyproject.toml"])
+@pytest.mark.parametrize("name", ["digits.py", "digits.yaml", "pyproject.toml"])
 def test_the_tutorial_ends_with_the_files_of_its_example(name: str) -> None:
-    shown = [block for block in BLOCKS if block.page == "docs/convert.md" and block.title == name]
+    shown = [block for block in BLOCKS if block.page == "docs/tutorial.md" and block.title == name]
     assert [block.is_added for block in shown] == [block is not shown[0] for block in shown]
     assert "".join(f"{block.text}\n" for block in shown) == (ROOT / "examples" / "tutorial" / name).read_text()
 
 
 def test_the_tutorial_submits_what_a_cluster_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = [line for block in BLOCKS if block.page == "docs/convert.md" for line in block.lines]
+    typed = [line for block in BLOCKS if block.page == "docs/tutorial.md" for line in block.lines]
     (line,) = [line for line in typed if line.startswith("ray job submit ")]
     monkeypatch.chdir(ROOT / "examples" / "tutorial")
     assert load("digits.yaml", re.findall(r"\S+=\S+", line)).experiment.parallel.placement == "strict_spread"

@@ -1,4 +1,4 @@
-"""The options of docs/training.md: what they may be, what is said about them, and what is refused up front."""
+"""The options of docs/model-and-data.md: what they may be, what is said about them, and what is refused up front."""
 
 import os
 import shutil

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[3]
 EXACT = 1e-12
 ROUNDED = 1e-5
-"""What docs/convert.md says of fp32."""
+"""What docs/tutorial.md says of fp32."""
 TRAINING = ["train.precision=fp64", "model={_target_: lab.Sluggish, ms: 20, width: 8}", "train.epochs=25"]
 OFTEN = ["--no-baseline", "checkpoint.every_steps=10"]
 DDP = ["parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.cpus_per_worker=1"]
@@ -97,7 +97,7 @@ def test_torchrun_on_two_nodes_trains_what_one_process_does(nodes: Nodes, cwd: P
 def test_the_commands_of_the_tutorial_train_on_two_nodes_what_one_process_does(nodes: Nodes, tmp_path: Path) -> None:
     tutorial = ROOT / "examples" / "tutorial"
     cwd, alone = (shutil.copytree(tutorial, folder / "tutorial") for folder in (nodes.folder, tmp_path))
-    typed = [line for block in blocks(ROOT / "docs" / "convert.md", root=ROOT) for line in block.lines]
+    typed = [line for block in blocks(ROOT / "docs" / "tutorial.md", root=ROOT) for line in block.lines]
     told = [shlex.split(line)[1:] for line in typed if line.startswith("torchrun ")]
     shortened = ["--train-only", "train.epochs=1"]
     started = [[sys.executable, "-m", "torch.distributed.run", *words, *shortened] for words in told]

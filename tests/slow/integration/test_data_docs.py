@@ -1,4 +1,4 @@
-"""The YAML of docs/data.md, word for word, on files that have the names it gives."""
+"""The YAML of docs/model-and-data.md, word for word, on files that have the names it gives."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import yaml
 from pipeline.protocol.events import Finished, Started
 from pipeline.record import journal
 
-DOCS = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs" / "model-and-data.md").read_text()
 BLOCKS = {
     kind: block
     for block in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)

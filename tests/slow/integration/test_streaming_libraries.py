@@ -1,9 +1,8 @@
-"""The data functions of docs/data.md for libraries that stream: alike at one and two workers, and resumed."""
+"""The data functions of examples/streams for libraries that stream: alike at one and two workers, and resumed."""
 
 import gc
 import json
 import os
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 from ranks import Ranks
 from same_on_ranks import Compared, Row
 
-DOCS = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
-FUNCTIONS = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', DOCS, re.DOTALL))
+EXAMPLE = Path(__file__).parents[3] / "examples" / "streams"
 SAMPLES = {"train": 22, "validation": 10}
 MLP = {"_target_": "pipeline.models.MLP", "in_features": 12, "hidden": [4], "num_classes": 3}
 
@@ -58,16 +56,16 @@ def chunk(index: int) -> tuple[np.ndarray, int]:
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:unclosed file.*tar:ResourceWarning")  # WebDataset closes none
 @pytest.mark.parametrize(
-    ("package", "module", "write", "sections"),
+    ("package", "function", "write", "sections"),
     [
         ("datasets", "rows", write_rows, {"loader": {"collate": {"_target_": "toy_streams.collated"}}}),
         ("webdataset", "pictures", write_pictures, {"model": MLP, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}),
         ("litdata", "chunks", write_chunks, {"model": MLP, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}),
     ],
 )
-def test_the_docs_stream_trains_alike_at_two_workers_and_resumed(
+def test_the_example_trains_alike_at_two_workers_and_resumed(
     package: str,
-    module: str,
+    function: str,
     write: Callable[[Path], None],
     sections: dict[str, Any],
     tmp_path: Path,
@@ -76,12 +74,11 @@ def test_the_docs_stream_trains_alike_at_two_workers_and_resumed(
     """Steps 1 to 9 read 22 samples three times, and so three orders."""
     pytest.importorskip(package)
     (tmp_path / "data").mkdir()
-    (tmp_path / f"{module}.py").write_text(FUNCTIONS[module])
     write(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLE)
     case = {
-        "data": {"_target_": "toy_streams.of_module", "name": module},
+        "data": {"_target_": "toy_streams.of_module", "module": "streams", "name": function},
         "train": {"epochs": None, "steps": 9, "global_batch_size": 8},
         **sections,
     }
