@@ -1,0 +1,1 @@
+../../ddp-project/hooks/post_gen_project.py

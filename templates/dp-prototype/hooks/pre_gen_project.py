@@ -1,0 +1,1 @@
+../../ddp-project/hooks/pre_gen_project.py
