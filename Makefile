@@ -86,8 +86,8 @@ gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside 
 gpu-bundle: $(STAMP)  ## A folder that runs these tests and benchmarks on a machine with torch and a GPU, but no network
 	$(BIN)/python benchmarks/gpu_bundle.py build/gpu-bundle
 
-schema: $(STAMP)  ## Write what is generated: the JSON Schema of experiment files, docs/keys.md, docs/reference.md, tests/PROMISES.md
-	for folder in experiments templates/*/*/experiments; do $(BIN)/pipeline schema > "$$folder/experiment.schema.json"; done
+schema: $(STAMP)  ## Write what is generated: experiments/experiment.schema.json for editors, docs/keys.md, docs/reference.md, tests/PROMISES.md
+	$(SCHEMA)
 	$(BIN)/python docs/keys_page.py > docs/keys.md
 	$(BIN)/python docs/reference_page.py
 	$(BIN)/python tests/promises.py > tests/PROMISES.md
@@ -95,27 +95,31 @@ schema: $(STAMP)  ## Write what is generated: the JSON Schema of experiment file
 docs: $(STAMP)  ## Build the documentation as a site, site/index.html; a broken link or a forgotten page is an error
 	$(BIN)/mkdocs build --strict
 
-install: $(RUNS)  ## Create .venv with the pinned versions of what running needs; the other targets add what they need
+install: $(RUNS)  ## Create .venv with the pinned versions of what running needs, and the schema for editors
 
 clean:  ## Remove the environment and the caches; runs and results stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # One command with torch named first and pinned: a range would let pip fetch another build of it.
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 --editable
+SCHEMA = $(BIN)/pipeline schema > experiments/experiment.schema.json
 
 $(RUNS): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) .
+	$(SCHEMA)
 	touch $(RUNS)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[dev]'
+	$(SCHEMA)
 	touch $(STAMP) $(RUNS)
 
 $(ALL): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[dev,test-slow]'
+	$(SCHEMA)
 	touch $(ALL) $(STAMP) $(RUNS)
 
 .PHONY: help run ui lint test test-unit test-system test-slow test-fuzz test-mutation test-versions test-docker test-browser cluster-env cluster-up cluster-run cluster-down bench bench-all gpu gpu-bundle schema docs install clean

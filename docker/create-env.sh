@@ -3,22 +3,11 @@
 set -eu
 umask 077
 
-file=$1
-if [ -e "$file" ]; then
-  echo "$file exists and is not changed"
-  exit 0
-fi
-
-secret() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
-
-cat >"$file.new" <<ENV
-# Secrets of the compose cluster. The first two are set when the database is new; changing them later takes more than
-# this file, see docs/distributed.md.
-POSTGRES_PASSWORD=$(secret)
-MLFLOW_ADMIN_PASSWORD=$(secret)
-MLFLOW_FLASK_SERVER_SECRET_KEY=$(secret)
-MLFLOW_CRYPTO_KEK_PASSPHRASE=$(secret)
-RAY_AUTH_TOKEN=$(secret)
-ENV
-mv "$file.new" "$file"
-echo "$file: new secrets, readable by you alone"
+if [ -e "$1" ]; then echo "$1 exists and is not changed"; exit; fi
+# The first two are set when the database is new; changing them later takes more than this file.
+for name in POSTGRES_PASSWORD MLFLOW_ADMIN_PASSWORD MLFLOW_FLASK_SERVER_SECRET_KEY MLFLOW_CRYPTO_KEK_PASSPHRASE \
+  RAY_AUTH_TOKEN; do
+  echo "$name=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')"
+done >"$1.new"
+mv "$1.new" "$1"
+echo "$1: new secrets, readable by you alone"

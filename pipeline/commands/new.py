@@ -74,7 +74,7 @@ def create(name: str | None, directory: Path | None, settings: Sequence[str], *,
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".pipeline-new-") as folder:
             context = {"cookiecutter": answers}
             written = generate_files(repo_dir=template, context=context, output_dir=folder, accept_hooks=False)
-            hook.finish(Path(written), answers, hook.find_source(template))
+            hook.finish(Path(written), answers, template)
             Path(written).rename(place)
     except (EOFError, click.Abort):
         raise UsageError(
@@ -86,7 +86,7 @@ def create(name: str | None, directory: Path | None, settings: Sequence[str], *,
         if root() in Path(str(error.filename)).parents:
             raise UsageError(_explain_broken(error)) from error
         raise UsageError(f"{directory}: can't be written: {error.strerror}; name another directory") from error
-    return Created(place, hook.next_commands(os.path.relpath(place)), hook.commit(place, template.name) or "")
+    return Created(place, hook.next_commands(os.path.relpath(place)), hook.commit(place, template.name))
 
 
 def root() -> Path:

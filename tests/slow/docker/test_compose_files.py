@@ -1,5 +1,6 @@
 """The compose files are valid, closed to the outside, and ask for secrets. Nothing is built or started."""
 
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -84,5 +85,7 @@ def test_secrets_stay_out_of_git_and_images() -> None:
 
 def test_what_images_install_is_pinned() -> None:
     pins = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    named = (ROOT / "docker" / "mlflow-requirements.txt").read_text().split()
-    assert [name for name in named if name.partition("[")[0] not in pins] == []
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    named = re.findall(r"pip install '(mlflow)\[auth\]' ([\w-]+) ", dockerfile)[0]
+    assert "PIP_CONSTRAINT=/src/constraints.txt" in dockerfile
+    assert {"pip", *named} - pins == set()

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from baking import REPOSITORY, bake, command, git, succeed
 
-from pipeline.errors import UsageError
 from pipeline.commands import new
 from pipeline.commands.new import create
+from pipeline.errors import UsageError
+
+CHECKOUT = {"PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.fixture
@@ -49,19 +51,6 @@ def test_wrong_answers_name_what_is_allowed(tmp_path: Path, settings: list[str],
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_library_that_pip_installed_from_a_file_is_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = tmp_path / "installed"
-    (installed / "sparks").mkdir(parents=True)
-    (installed / "sparks" / "__init__.py").touch()
-    (installed / "sparks-1.0.dist-info").mkdir()
-    (installed / "sparks-1.0.dist-info" / "METADATA").write_text("Name: sparks\nVersion: 1.0\n")
-    (installed / "sparks-1.0.dist-info" / "direct_url.json").write_text('{"archive_info": {}, "url": "file:///sparks.whl"}')
-    monkeypatch.syspath_prepend(installed)
-
-    with pytest.raises(UsageError, match="a package sparks exists already"):
-        create("ddp-project", tmp_path / "sparks", [], no_input=True)
-
-
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         create("ddp-project", tmp_path / "mine", ["data=x", "nothing=1", "docker=x"], no_input=True)
@@ -73,29 +62,25 @@ def test_an_unknown_template_names_those_there_are(tmp_path: Path) -> None:
         create("dpp-project", tmp_path / "mine", [], no_input=True)
 
 
-def test_a_directory_that_is_not_empty_is_not_touched(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("mine", "mine: exists and isn't empty; name another directory"),
+        ("mine/thesis.tex", "is a file"),
+        (None, "mine"),
+    ],
+)
+def test_what_is_there_is_not_touched(
+    folder: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-
-    with pytest.raises(UsageError, match="exists and isn't empty; name another directory"):
-        create("ddp-project", tmp_path / "mine", [], no_input=True)
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "thesis.tex"]
-
-
-def test_the_default_directory_is_not_touched_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    create("ddp-project", None, [], no_input=True)
 
-    with pytest.raises(UsageError, match="my-experiments: exists and isn't empty"):
-        create("ddp-project", None, [], no_input=True)
-
-
-def test_a_file_in_the_way_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-
-    with pytest.raises(UsageError, match="is a file"):
-        create("ddp-project", tmp_path / "mine", [], no_input=True)
-    assert (tmp_path / "mine").read_text() == "mine"
+    with pytest.raises(UsageError, match=said):
+        create("ddp-project", Path(folder) if folder else None, ["project_name=mine"], no_input=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "thesis.tex"]
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
 
 
 def test_an_empty_directory_is_used(tmp_path: Path) -> None:
@@ -111,21 +96,18 @@ def test_the_directory_names_the_project(tmp_path: Path) -> None:
     assert 'name = "speech-models"' in (project.folder / "pyproject.toml").read_text()
 
 
-def test_it_is_a_git_repository_with_one_commit(tmp_path: Path) -> None:
-    project = bake(tmp_path / "mine").folder
-
-    assert git(project, "rev-list", "--count", "HEAD") == "1"
-    assert git(project, "status", "--porcelain") == ""
-
-
-def test_a_global_ignore_file_leaves_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_a_git_repository_with_one_commit_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A global ignore file leaves nothing out."""
     (tmp_path / "ignored").write_text("*.md\n*.yaml\ntests/\n")
     (tmp_path / "config").write_text(f"[core]\n  excludesFile = {tmp_path / 'ignored'}\n")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
 
     project = bake(tmp_path / "mine")
 
-    assert set(git(project.folder, "ls-files").splitlines()) == project.files() - {"pipeline.local.mk"}
+    assert git(project.folder, "rev-list", "--count", "HEAD") == "1"
+    assert git(project.folder, "status", "--porcelain") == ""
+    of_this_machine = {"pipeline.mk", "experiments/experiment.schema.json"}
+    assert set(git(project.folder, "ls-files").splitlines()) == project.files() - of_this_machine
 
 
 def test_a_commit_that_fails_has_gits_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,21 +120,14 @@ def test_a_commit_that_fails_has_gits_reason(tmp_path: Path, monkeypatch: pytest
     assert create("ddp-project", tmp_path / "mine", [], no_input=True).warning == "git failed: tickets only"
 
 
-def test_without_git_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize("reason", ["git isn't installed", "lies in a git repository already"])
+def test_where_there_can_be_no_commit_it_says_so(reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "already" in reason:
+        git(tmp_path, "init", "--quiet")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
 
-    created = create("ddp-project", tmp_path / "mine", [], no_input=True)
-
-    assert created.warning == "git isn't installed"
-    assert not (tmp_path / "mine" / ".git").exists()
-
-
-def test_inside_a_repository_it_adds_none(tmp_path: Path) -> None:
-    git(tmp_path, "init", "--quiet")
-
-    created = create("ddp-project", tmp_path / "mine", [], no_input=True)
-
-    assert "lies in a git repository already" in created.warning
+    assert create("ddp-project", tmp_path / "mine", [], no_input=True).warning.endswith(reason)
     assert not (tmp_path / "mine" / ".git").exists()
 
 
@@ -167,24 +142,19 @@ def test_inside_a_repository_it_adds_none(tmp_path: Path) -> None:
 def test_a_broken_file_of_the_templates(templates: Path, tmp_path: Path, broken: str, text: str | None) -> None:
     (templates / broken).unlink() if text is None else (templates / broken).write_text(text)
 
-    with pytest.raises(UsageError, match="the templates are broken") as refused:
+    with pytest.raises(UsageError, match="the templates are broken, install ddp-pipeline again") as refused:
         create("ddp-project", tmp_path / "mine", [], no_input=True)
     assert Path(broken).name in str(refused.value)
     assert not (tmp_path / "mine").exists()
-
-
-def test_a_folder_of_templates_that_is_gone(templates: Path, tmp_path: Path) -> None:
-    shutil.rmtree(templates)
-
-    with pytest.raises(UsageError, match="install ddp-pipeline again or restore the file"):
-        create("ddp-project", tmp_path / "mine", [], no_input=True)
 
 
 def test_the_command_prints_the_next_commands(command: Callable[..., Any], tmp_path: Path) -> None:
     ended = command("new", "dp-prototype", str(tmp_path / "mine"), "--no-input", "--set", "strategy=single")
 
     assert ended.code == 0, ended.output
-    assert re.search(r"Next:\n  cd \S+mine\n  pip install -e \.\n  pipeline run experiments/first\.yaml --quick\n", ended.stdout)
+    assert re.search(
+        r"Next:\n  cd \S+mine\n  pip install -e \.\n  pipeline run experiments/first\.yaml --quick\n", ended.stdout
+    )
 
 
 def test_the_command_shows_a_message_and_no_traceback(command: Callable[..., Any], tmp_path: Path) -> None:
@@ -196,55 +166,42 @@ def test_the_command_shows_a_message_and_no_traceback(command: Callable[..., Any
     )
 
 
-@pytest.mark.parametrize(("data", "model"), [("digits", "ResNet"), ("table", "MLP"), ("text", "GPT")])
-def test_the_model_takes_the_data(tmp_path: Path, data: str, model: str) -> None:
-    project = bake(tmp_path / "mine", data=data).folder
+def answer(folder: Path, answers: str, *arguments: str) -> Any:
+    """``pipeline new`` with what is typed."""
+    line = f"printf '{answers}' | {sys.executable} -m pipeline new {' '.join(arguments)}"
+    return command(folder, "sh", "-c", line, **CHECKOUT)
 
-    assert f"_target_: mine.model.{model}\n" in (project / "experiments" / "first.yaml").read_text()
+
+@pytest.mark.parametrize(
+    ("answers", "shown", "made"),
+    [
+        (r"1\nMy Rows\n3\n\n", "3 - table: rows of a CSV file", "_target_: my_rows.data.table"),  # template, name, data
+        (r"2\nMy Rows\n2\n", "ddp-project (Train on several devices", "strategy: single"),
+    ],
+)
+def test_questions_are_asked(answers: str, shown: str, made: str, tmp_path: Path) -> None:
+    done = answer(tmp_path, answers)
+
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+    assert made in (tmp_path / "my-rows" / "experiments" / "first.yaml").read_text()
+    assert (tmp_path / "my-rows" / "src" / "my_rows").is_dir()
 
 
-def test_nobody_to_ask(tmp_path: Path) -> None:
-    done = command_without_terminal(tmp_path, "new")
+def test_without_answers_it_names_the_option(tmp_path: Path) -> None:
+    done = answer(tmp_path, "")
 
     assert done.returncode == 2
     assert "add --no-input" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_questions_are_asked(tmp_path: Path) -> None:
-    answers = ["2", "My Idea", "2"]  # template, project, strategy
-    lines = "\\n".join(answers)
-    out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
-
-    assert "ddp-project (Train on several devices" in out
-    assert "strategy: single" in (tmp_path / "my-idea" / "experiments" / "first.yaml").read_text()
-    assert (tmp_path / "my-idea" / "src" / "my_idea").is_dir()
-
-
 def test_a_folder_whose_name_is_taken_is_refused_before_the_questions(tmp_path: Path) -> None:
-    line = f"printf '\\n\\n\\n\\n' | {sys.executable} -m pipeline new ddp-project torch"
-    done = command(tmp_path, "sh", "-c", line, **CHECKOUT)
+    done = answer(tmp_path, r"\n\n\n\n", "ddp-project", "torch")
 
     assert done.returncode == 2
     assert "a package torch exists already" in done.stderr
     assert "Data to start with" not in done.stdout
-
-
-def test_three_questions_are_asked(tmp_path: Path) -> None:
-    assert list(new.questions(new.root() / "ddp-project")) == ["project_name", "data", "docker"]
-    answers = ["1", "Rows", "3", ""]  # template, project, data, docker
-    lines = "\\n".join(answers)
-    out = succeed(tmp_path, "sh", "-c", f"printf '{lines}\\n' | {sys.executable} -m pipeline new", **CHECKOUT)
-
-    assert "3 - table: rows of a CSV file" in out
-    assert "_target_: rows.data.table" in (tmp_path / "rows" / "experiments" / "first.yaml").read_text()
-
-
-def command_without_terminal(folder: Path, *arguments: str) -> Any:
-    return command(folder, "sh", "-c", f"{sys.executable} -m pipeline {' '.join(arguments)} </dev/null", **CHECKOUT)
-
-
-CHECKOUT = {"PYTHONPATH": str(REPOSITORY)}
 
 
 class TestCookiecutter:
@@ -258,18 +215,33 @@ class TestCookiecutter:
         project = tmp_path / "my-experiments"
 
         assert "cd my-experiments\n  pip install -e .\n  pipeline run experiments/first.yaml --quick\n" in out
-        assert f"PIPELINE_SOURCE := {REPOSITORY}\n" in (project / "pipeline.local.mk").read_text()
-        assert git(project, "rev-list", "--count", "HEAD") == "1"
         assert git(project, "log", "--format=%an") == "ddp-pipeline"
-        assert not (project / "docker").exists()
 
-    def test_it_writes_what_pipeline_new_writes(self, tmp_path: Path) -> None:
-        template = REPOSITORY / "templates" / "dp-prototype"
-        succeed(tmp_path, "cookiecutter", template, "--no-input", HOME=str(tmp_path))
-        ours = bake(tmp_path / "other" / "my-prototype", "dp-prototype")
+    @pytest.mark.parametrize(
+        ("template", "answers"),
+        [("ddp-project", {}), ("ddp-project", {"data": "table", "docker": "yes"}), ("dp-prototype", {})],
+    )
+    def test_it_writes_what_pipeline_new_writes(self, template: str, answers: dict[str, str], tmp_path: Path) -> None:
+        given = [f"{key}={value}" for key, value in {"project_name": "mine", **answers}.items()]
+        folder = REPOSITORY / "templates" / template
+        succeed(tmp_path, "cookiecutter", folder, "--no-input", *given, HOME=str(tmp_path))
+        ours = bake(tmp_path / "other" / "mine", template, **answers)
+        theirs = ours._replace(folder=tmp_path / "mine")
 
-        for name in ours.files() | {".git/HEAD"}:
-            assert (tmp_path / "my-prototype" / name).read_text() == (ours.folder / name).read_text(), name
+        assert theirs.files() == ours.files()
+        for name in ours.files() | {".git/HEAD", ".git/COMMIT_EDITMSG"}:
+            assert (theirs.folder / name).read_text() == (ours.folder / name).read_text(), name
+
+    def test_where_pipeline_is_missing_make_install_writes_the_schema(self, tmp_path: Path) -> None:
+        (tmp_path / "pipeline.py").write_text("raise ImportError")
+        template = REPOSITORY / "templates" / "ddp-project"
+        succeed(tmp_path, "cookiecutter", template, "--no-input", HOME=str(tmp_path), PYTHONPATH=str(tmp_path))
+        project = tmp_path / "my-experiments"
+
+        assert git(project, "status", "--porcelain") == ""
+        assert not (project / "experiments" / "experiment.schema.json").exists()
+        schema = ".venv/bin/pipeline schema > experiments/experiment.schema.json\n"
+        assert schema in succeed(project, "make", "--dry-run", "install")
 
     def test_a_name_that_is_taken_leaves_nothing(self, tmp_path: Path) -> None:
         home = tmp_path / "home"
@@ -284,20 +256,19 @@ class TestCookiecutter:
     def test_cruft_updates_a_project(self, tmp_path: Path) -> None:
         """With the commands of the project's README."""
         checkout = tmp_path / "checkout"
-        shutil.copytree(REPOSITORY / "templates", checkout / "templates")
-        (checkout / "pyproject.toml").write_text('[project]\nname = "ddp-pipeline"\n')
+        shutil.copytree(REPOSITORY / "templates", checkout / "templates", symlinks=True)
         git(checkout, "init", "--quiet")
         commit(checkout)
         first = git(checkout, "rev-parse", "HEAD")
-        project = bake(tmp_path / "mine", data="table").folder
+        project = bake(tmp_path / "mine", "dp-prototype").folder
         with (project / "README.md").open("a") as file:
             file.write("\nMy own notes.\n")
-        (makefile,) = checkout.glob("templates/ddp-project/{{*/Makefile")
+        (makefile,) = checkout.glob("templates/ddp-project/{{*/Makefile")  # the prototype's is a link to it
         makefile.write_text(makefile.read_text().replace("## Run the tests", "## Run all tests"))
         commit(checkout)
 
-        answers = "\\n".join(["mine", "3", "", first])  # project, data, docker, commit
-        link = f"{sys.executable} -m cruft link {checkout} --directory templates/ddp-project"
+        answers = "\\n".join(["mine", "1", first])  # project, strategy, commit
+        link = f"{sys.executable} -m cruft link {checkout} --directory templates/dp-prototype"
         succeed(project, "sh", "-c", f"printf '{answers}\\n' | {link}", HOME=str(tmp_path))
         commit(project)
         where = {"HOME": str(tmp_path), "PYTHONPATH": str(project / "src")}  # as after pip install --editable

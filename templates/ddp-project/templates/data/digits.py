@@ -1,8 +1,7 @@
 """The data: 1797 handwritten digits (Alpaydin and Kaynak 1998, doi 10.24432/C50P49), included in scikit-learn.
 
-Replace it with your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
-and target) can be used as `data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker
-and must return the same data in all of them.
+Replace it with your own: any function that returns a training and a validation dataset can be `data:` in an
+experiment, with its keyword arguments. Each worker calls it and must get the same data.
 """
 
 import numpy as np

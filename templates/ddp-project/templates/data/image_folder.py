@@ -1,8 +1,7 @@
 """The data: images in a folder for each class, `data/images/<class>/<any name>.png` or .jpg.
 
-Replace it with your own: any function that returns a training and a validation dataset (map-style, of pairs of inputs
-and target) can be used as `data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker
-and must return the same data in all of them.
+Replace it with your own: any function that returns a training and a validation dataset can be `data:` in an
+experiment, with its keyword arguments. Each worker calls it and must get the same data.
 """
 
 from collections.abc import Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from pipeline.data import make_once
+from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -67,3 +68,17 @@ def _images_in(folder: Path) -> list[Path]:
     if not found:
         raise FileNotFoundError(f"no images in {folder}; put yours there")
     return found
+
+
+def example_images(directory: str) -> str:
+    """Return a folder of images; write handwritten digits there, `<digit>/<number>.png`, if it does not exist."""
+    make_once(Path(directory), _write_digits, what="1797 example images")
+    return directory
+
+
+def _write_digits(directory: Path) -> None:
+    scans = load_digits()
+    for number, (scan, label) in enumerate(zip(scans.images, scans.target, strict=True)):
+        folder = directory / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((scan / 16 * 255).astype(np.uint8)).resize((32, 32)).save(folder / f"{number:04}.png")

@@ -5,17 +5,18 @@ math/0406456). For your own table, write its columns to `COLUMNS` and `TARGET`. 
 
 python -m {{ cookiecutter.__package_name }}.data data/table.csv
 
-Or replace it: any function that returns a training and a validation dataset (map-style, of pairs of inputs and target)
-can be used as `data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker and must
-return the same data in all of them.
+Or replace it: any function that returns a training and a validation dataset can be `data:` in an
+experiment, with its keyword arguments. Each worker calls it and must get the same data.
 """
 
-import argparse
+import csv
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from pipeline.data import read_csv
+from pipeline.data import make_once, read_csv
+from sklearn.datasets import load_diabetes
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -77,15 +78,26 @@ def _number(text: str, *, place: str) -> float:
         raise ValueError(f"{place} is {text!r}, not a number; fill it in, or remove the row") from None
 
 
-def main() -> None:
+def example_table(path: str) -> str:
+    """Return the path of a table; write blood values of 442 patients with diabetes there if it does not exist."""
+    make_once(Path(path), _write_patients, what="an example table of 442 patients")
+    return path
+
+
+def _write_patients(path: Path) -> None:
+    patients = load_diabetes(scaled=False)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow([*COLUMNS, *TARGET])
+        rows.writerows([*numbers, target] for numbers, target in zip(patients.data, patients.target, strict=True))
+
+
+def main(path: str = "data/table.csv") -> None:
     """Print the columns of a table with mean and deviation."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("path")
-    path = parser.parse_args().path
     names = list(read_csv(path)[0].fields)
     for name, column in zip(names, read(path, dict.fromkeys(names, (0, 1))).T, strict=True):
         print(f'    "{name}": ({column.mean():.4g}, {column.std():.4g}),')
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

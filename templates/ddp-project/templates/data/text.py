@@ -1,8 +1,7 @@
 """The data: a text, character by character.
 
-Replace it with your own: any function that returns a training and a validation dataset (map-style) can be used as
-`data:` in `experiments/*.yaml`, with its keyword arguments. It is called once in each worker and must return the same
-data in all of them.
+Replace it with your own: any function that returns a training and a validation dataset can be `data:` in an
+experiment, with its keyword arguments. Each worker calls it and must get the same data.
 """
 
 from pathlib import Path

@@ -1,9 +1,6 @@
 """The model: a small decoder-only transformer (GPT-2: Radford et al. 2019).
 
-Replace it with your own: any class or function that returns an `nn.Module` can be used as `model:` in
-`experiments/*.yaml`, with its keyword arguments.
-
-Layers are normalized by sample, so the model trains the same on one worker and on many.
+Replace it with your own: any class or function that returns an `nn.Module` can be `model:` in an experiment.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """The model: a multilayer perceptron.
 
-Replace it with your own: any class or function that returns an `nn.Module` can be used as `model:` in
-`experiments/*.yaml`, with its keyword arguments.
+Replace it with your own: any class or function that returns an `nn.Module` can be `model:` in an experiment.
 """
 
 from collections.abc import Sequence

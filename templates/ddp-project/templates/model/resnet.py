@@ -1,11 +1,8 @@
 """The model: a residual network for images (He et al. 2015, arXiv 1512.03385).
 
-Replace it with your own: any class or function that returns an `nn.Module` can be used as `model:` in
-`experiments/*.yaml`, with its keyword arguments.
-
-Groups of channels are normalized (Wu and He 2018, arXiv 1803.08494) instead of batches: a sample's output then doesn't
-depend on the other samples of its batch, so the model trains the same on one worker and on many, and a worker's batch
-may be small.
+Replace it with your own: any class or function that returns an `nn.Module` can be `model:` in an experiment.
+Groups of channels are normalized (Wu and He 2018, arXiv 1803.08494) instead of batches, so that the model trains the
+same on one worker and on many, and a worker's batch may be small.
 """
 
 from collections.abc import Sequence

@@ -27,21 +27,6 @@ def predict(trained: Trained, text: str, *, characters: int = 200, seed: int = 0
     return decode(tokens[-characters:])
 
 
-def main() -> None:
-    """Print the answers of a run's model."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("text", help="beginning of the text")
-    parser.add_argument("--characters", type=int, default=200, help="length of the continuation; default: 200")
-    parser.add_argument("--run", default="latest", help="part of a run's id, or its folder; default: the latest run")
-    arguments = parser.parse_args()
-    try:
-        trained = Trained.load(arguments.run)
-        continuation = predict(trained, arguments.text, characters=arguments.characters)
-        print(f"answers of {trained.folder}:", file=sys.stderr)
-        print(arguments.text + continuation)
-    except (OSError, ValueError, PipelineError) as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()
+def describe(trained: Trained, text: str) -> str:
+    """Return a text and its continuation."""
+    return text + predict(trained, text)

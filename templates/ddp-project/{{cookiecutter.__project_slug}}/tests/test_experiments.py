@@ -5,16 +5,11 @@ import sys
 
 from conftest import ROOT
 
-EXPERIMENTS = sorted((ROOT / "experiments").glob("*.yaml"))
-
 
 def test_check() -> None:
-    line = [sys.executable, "-m", "pipeline", "check", "--no-data", *map(str, EXPERIMENTS)]
+    experiments = sorted((ROOT / "experiments").glob("*.yaml"))
+    line = [sys.executable, "-m", "pipeline", "check", "--no-data", *map(str, experiments)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == len(EXPERIMENTS)
-
-
-def test_there_are_experiments() -> None:
-    assert EXPERIMENTS
+    assert len(done.stdout.splitlines()) == len(experiments) > 0

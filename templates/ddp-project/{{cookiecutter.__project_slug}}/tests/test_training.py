@@ -31,12 +31,11 @@ def test_the_loaded_model_has_the_metrics_of_the_training(trained: RunResult, bu
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-def test_two_ddp_workers_train_the_same(built: Parts, overrides: list[str], trained: RunResult, tmp_path: Path) -> None:
-    """True unless layers use batch statistics, which each worker computes on its own share."""
+def test_two_ddp_workers_train_the_same(built: Parts, trained: RunResult, tmp_path: Path) -> None:
+    """True unless layers use batch statistics, which each worker computes on its own part of a batch."""
     batch = built.batch(range(4))
     if not torch.equal(built.step(batch).sum, built.step(batch).sum):
         pytest.skip("the model uses random numbers in training, e.g. dropout, which differ between workers")
-    parallel = ["strategy=ddp", "launcher=torchrun", "workers=2"]
-    two_workers = train(tmp_path, *overrides, *(f"parallel.{each}" for each in parallel))
+    two_workers = train(tmp_path, "parallel.strategy=ddp", "parallel.launcher=torchrun", "parallel.workers=2")
 
     assert two_workers.losses == pytest.approx(trained.losses, rel=1e-9)

@@ -1,1 +1,1 @@
-"""Model and data of {{ cookiecutter.project_name }}; `experiments/*.yaml` put them together."""
+../../../../ddp-project/{{cookiecutter.__project_slug}}/src/{{cookiecutter.__package_name}}/__init__.py

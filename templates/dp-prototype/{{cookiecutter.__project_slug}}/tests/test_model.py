@@ -1,0 +1,1 @@
+../../../ddp-project/{{cookiecutter.__project_slug}}/tests/test_model.py
