@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -71,7 +71,7 @@ def connected(address: str | None, *, verbose: bool, runtime_env: Mapping[str, A
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.CRITICAL)
     # Ray turns its token authentication on and redirects breakpoint(), both by setting variables in this process.
     kept = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "PYTHONBREAKPOINT")}
-    with environment(**_SETTINGS, **kept), own_signals():
+    with environment(**_SETTINGS, **kept), own_signals(), redirect_stdout(sys.stderr):  # Ray prints to stdout
         try:
             if address is not None:
                 _check_address(address)

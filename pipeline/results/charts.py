@@ -5,6 +5,7 @@ matplotlib is imported where a figure is drawn, since it takes half a second.
 
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -138,8 +139,7 @@ def draw_throughput(table: Table, result: Result) -> str:
             axes.annotate(text, (0, place - 0.22), xytext=(4, 0), textcoords="offset points", va="center")
         _name_rows(axes, table)
 
-    height = 0.6 + 0.4 * len(table.rows)
-    return _draw(fill, height=height, name="throughput", label="Throughput of the configurations")
+    return _draw(fill, height=0.6 + 0.4 * len(table.rows), name="throughput", label="Throughput of the configurations")
 
 
 def draw_parts(table: Table) -> str:
@@ -206,5 +206,5 @@ def _draw(fill: Callable[["Figure"], None], *, height: float, name: str, label: 
         figure = Figure(figsize=(10, height), layout="constrained")
         fill(figure)
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    drawn = file.getvalue()
+    drawn = re.sub(r'<g id="[a-z0-9.]+_\d+">', "<g>", file.getvalue())  # the same in each figure of a page
     return drawn[drawn.index("<svg ") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

@@ -34,7 +34,7 @@ SPIKE = 3.0
 LEAST_INTERVALS = 5
 """Intervals before the first that can be a spike."""
 TOLD_S = 1.0
-"""Seconds that a spike has cost from which it is told at once."""
+"""Seconds that spikes of one cause have cost, from which they are told at once."""
 _REMEMBERED = 200
 
 
@@ -92,10 +92,8 @@ class Clock:
     def lap(self, *, steps: int, samples: int) -> Lap:
         """End the lap and start the next."""
         synchronize(self._device)
-        now = time.perf_counter()
-        lap = Lap(steps, samples, now - self._since)
-        self._since = now
-        return lap
+        started, self._since = self._since, time.perf_counter()
+        return Lap(steps, samples, self._since - started)
 
     def count(self, lap: Lap, *, is_disturbed: bool = False) -> None:
         """Count a lap as steady if it started after the warm-up and no rank compiled anything (``is_disturbed``)."""
@@ -192,7 +190,8 @@ class CommunicationMeter:
                         lost_s=lap.steps * (ms - before) / 1000,
                     )
                     self._spikes.append(spike)
-                    if spike.lost_s >= TOLD_S:
+                    same = (one for one in self._spikes if (one.rank, one.is_late) == (rank, is_late))
+                    if sum(one.lost_s for one in same) >= TOLD_S:  # an interval alone is a third of a second
                         self._s.warn(spike.sentence, subject=f"exchange {'late' if is_late else 'slow'} {rank}")
                     break
         self._link.append(link)

@@ -409,7 +409,7 @@ def test_a_password_is_in_no_file_and_sync_takes_it_from_the_environment(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent / "support")]
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parents[1] / "support")]
 from test_outages import Recording
 
 run = Recording(sys.argv[2], Path(sys.argv[3]))
@@ -472,15 +472,15 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_hangs(proxy: Proxy, project: Path
     process = start("run", "lab.yaml", "--no-baseline", *more, cwd=project, env=environment)
     shown = ""
     while "waiting until everything is in MLflow" not in shown:
-        line = process.stdout.readline()
-        assert line, shown + process.stderr.read()
+        line = process.stderr.readline()
+        assert line, shown + process.stdout.read()
         shown += line
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=20)
 
     (folder,) = tmp_path.iterdir()
     assert process.returncode == 130, stdout + stderr
-    assert f"Send the rest with: pipeline sync {folder}" in stdout, stdout
+    assert f"Send the rest with: pipeline sync {folder}" in stderr, stderr
     assert "Traceback" not in stdout + stderr
     assert isinstance(journal.ending(folder / journal.FILE_NAME), RunClosed)
     proxy.fault = ""
@@ -495,12 +495,12 @@ def test_a_whole_run_while_the_store_is_out_of_order(proxy: Proxy, tmp_path: Pat
     more += ["parallel.launcher=inprocess", "parallel.workers=1"]
     process = start("run", MLP, *more, cwd=tmp_path.parent)
     shown = ""
-    for line in process.stdout:
+    for line in process.stderr:
         shown += line
         if DOWN in line:
             proxy.fault = ""
 
-    assert process.wait(60) == 0, shown + process.stderr.read()
+    assert process.wait(60) == 0, shown + process.stdout.read()
     assert shown.count(DOWN) == shown.count(UP) == 1
     (folder,) = tmp_path.iterdir()
     assert_all_is_there(proxy.uri, folder)

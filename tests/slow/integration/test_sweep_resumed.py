@@ -43,6 +43,7 @@ def ended(process: "subprocess.Popen[str]", code: int) -> str:
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, stdout + stderr
     assert "Traceback" not in stdout + stderr
+    assert "(raylet)" not in stdout
     return stdout + stderr
 
 

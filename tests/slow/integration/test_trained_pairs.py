@@ -108,11 +108,13 @@ def test_a_sweep_ends_with_the_command_that_compares_its_best_two(start: Start, 
     (tmp_path / "swept.yaml").write_text(f"extends: {file}\n{parameters}\n")
     stdout, _ = ended(start("sweep", "swept.yaml", cwd=tmp_path))
     lines = stdout.splitlines()
-    (first,) = (number for number, line in enumerate(lines) if line.startswith("Confirm  pipeline compare "))
-    command = "\n".join(lines[first:]).partition("\nReport ")[0].removeprefix("Confirm  ")
+    (first,) = (number for number, line in enumerate(lines) if line.startswith("CONFIRM  pipeline compare "))
+    command = "\n".join(lines[first:]).partition("\n\n")[0].removeprefix("CONFIRM  ")
     _, *words = shlex.split(command.replace("\\\n", " "))  # as a shell joins the lines
     stdout, _ = ended(start(*words, "--dry-run", cwd=tmp_path))
-    assert "A            model.hidden=[2]\nB            model.hidden=[32]\n" in stdout
+    second, best = (line.split()[1] for line in stdout.splitlines()[:2])
+    assert "hidden:\n  - 2\n" in (tmp_path / second).read_text()
+    assert "hidden:\n  - 32\n" in (tmp_path / best).read_text()
     assert stdout.endswith("B, seed 8\n")  # five pairs, from the seed after that of the sweep
 
 
