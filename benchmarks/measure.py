@@ -55,8 +55,9 @@ def interleave(
         if number and begin - start + longest > 60 * minutes:
             break
         for name in list(ways)[:: -1 if number % 2 else 1]:
+            started = time.monotonic()
             done[name].append(ways[name]())
-            print(f"round {number + 1}  {name}  {time.monotonic() - begin:.0f} s", flush=True)
+            print(f"round {number + 1}  {name}  {time.monotonic() - started:.0f} s", flush=True)
         longest = max(longest, time.monotonic() - begin)
     return done
 

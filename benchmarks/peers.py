@@ -119,7 +119,7 @@ def _race(key: Key, folder: Path) -> Run:
         rate=work.samples / median(seconds),
         first_step_s=times[1] - ended.started,
         prompt_s=ended.seconds,
-        memory_mib=max(ended.memory_mib),
+        memory_mib=max(ended.memory_mib, default=0.0),
         losses=[*losses[:20], losses[-1]],
     )
 
