@@ -72,13 +72,12 @@ cluster-run:  ## Train on it, a container for each worker; EXPERIMENT=experiment
 cluster-down:  ## Stop it; runs and results stay (docker compose -f docker/compose.yaml down --volumes deletes them)
 	$(COMPOSE) down
 
-bench: $(STAMP)  ## The same work through pipeline, by hand, and through other libraries; 15 minutes on an idle machine
+bench: $(STAMP)  ## The same training through pipeline, by hand, and through other libraries; 20 minutes on an idle machine
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python benchmarks/peers
+	$(BIN)/python benchmarks/peers.py
 
-bench-all: $(STAMP)  ## Reported speedups against a script, first steps taken apart; twenty minutes
-	$(BIN)/python benchmarks/speedup.py
-	$(BIN)/python benchmarks/first_step.py
+bench-all: bench  ## All benchmarks that need no GPU (benchmarks/README.md); an hour
+	for one in speedup long_run runs_list flat_memory known_factors studies intervals; do $(BIN)/python benchmarks/$$one.py || exit 1; done
 
 gpu: $(STAMP)  ## What a CUDA GPU proves: its tests, ResNet-50 and a GPT beside a script; half an hour; docs/status.md
 	$(BIN)/python benchmarks/gpu.py --tests

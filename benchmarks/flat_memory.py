@@ -1,6 +1,6 @@
 """Memory of a process over an epoch of data ten times larger than all that it may use.
 
-    python benchmarks/flat_memory.py            # writes results/flat_memory.json and .png; needs 3 GB in /tmp
+    python benchmarks/flat_memory.py            # a minute; needs no room on the disk
 
 Each kind of data is read by a process of its own as training reads it: in batches, in the order of an epoch. The
 process has a limit for memory of its own (RLIMIT_DATA: what is private and can be written to, whether touched or not).
@@ -27,7 +27,6 @@ from pipeline.train.reader import Collation
 
 LIMIT_MB, DATA_MB = 320, 3200
 KINDS = ("arrays", "tokens", "loaded")
-RESULTS = Path(__file__).parent / "results"
 _MB = 2**20
 _ROW = 64 * 1024  # bytes
 _READINGS = 100
@@ -94,30 +93,20 @@ def measure(kind: str) -> dict[str, Any]:
     return result
 
 
-def draw_chart(results: dict[str, Any]) -> None:
-    """The chart of what was measured."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for kind, result in results.items():
-        if readings := result.get("readings"):
-            axes.plot([r["read"] for r in readings], [r["own"] for r in readings], label=kind)
-    axes.axhline(LIMIT_MB, color="black", linestyle="--", label="limit")
-    axes.set(xlabel="data read, MB", ylabel="memory of the process's own, MB", ylim=(0, LIMIT_MB * 1.1))
-    axes.legend(loc="lower right")
-    figure.savefig(RESULTS / "flat_memory.png", dpi=120)
-
-
 def main() -> None:
     """Measure all kinds, one after the other."""
+    from measure import machine, table, write  # not in the process whose memory is limited
+
     results = {kind: measure(kind) for kind in KINDS}
-    declared = {"limit_mb": LIMIT_MB, "data_mb": DATA_MB}
-    (RESULTS / "flat_memory.json").write_text(json.dumps(declared | {"kinds": results}, separators=(",", ":")) + "\n")
-    draw_chart(results)
+    rows = []
     for kind, result in results.items():
         own = [reading["own"] for reading in result.get("readings", ())]
-        print(f"{kind:<8}", result.get("error") or f"{own[0]:.0f} MB after the first batch, {max(own):.0f} MB at most")
+        ends = [f"{own[0]:,.0f}", f"{max(own):,.0f}", f"{own[-1]:,.0f}"] if own else [result["error"], "-", "-"]
+        rows.append([kind, *ends])
+    head = ["data", "MiB after the first batch", "MiB, at most", "MiB, at the end"]
+    text = f"{machine()}. An epoch of {DATA_MB:,} MiB in a process limited to {LIMIT_MB} MiB.\n\n{table(head, rows)}"
+    kept = [dict(zip(head, row, strict=True)) for row in rows]
+    write("flat_memory", {"machine": machine(), "limit_mib": LIMIT_MB, "data_mib": DATA_MB, "kinds": kept}, text)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.experiment.schema import Experiment
 from pipeline.experiment.targets import BUILT_IN
-from pipeline.experiment.train import Train
 from pipeline.launch.base import Session
 from pipeline.launch.inprocess import Launcher
 from pipeline.protocol.trial import Baseline, Training, Trial
@@ -55,7 +54,6 @@ SEED, LOG_EVERY = 17, 10
 WARMUP, STEPS, WINDOWS = 20, 20, 3
 TINY_STEPS = (2, 2, 2)
 TRAINING = gpu_page.TRAINING
-CAN_COMPILE = "compile" in Train.model_fields
 
 
 class Figures(BaseModel):
@@ -120,7 +118,7 @@ def main() -> int:
         gpu_page.update(gpu_page.PAGE, result.model_dump())
     else:
         (arguments.out / "gpu.md").write_text(gpu_page.table(result.model_dump()))
-    print(page(result), gpu_page.table(result.model_dump()), sep="\n\n")
+    print(gpu_page.table(result.model_dump()))
     return int(any(outcome.startswith(("failed", "error")) for outcome in tests.values()))
 
 
@@ -143,14 +141,12 @@ def _outcome(case: ElementTree.Element) -> tuple[str, str]:
 def measure(device: str, *, tiny: bool, rounds: int, eager: bool) -> Result:
     """All cases, both ways in turn."""
     peak = matmul_peak(torch.device(device), size=256 if tiny else 8192)
-    remarks = [] if CAN_COMPILE or eager else ["pipeline has no train.compile; only the script is compiled"]
     figures = []
     for name, case in (TINY if tiny else CASES).items():
         operations = model_flops(case, device=torch.device(device))
         for compiled in (False,) if eager else (False, True):
-            ways: dict[str, Callable[..., Figures]] = {"bare": bare}
-            if CAN_COMPILE or not compiled:
-                ways |= {"pipeline": ours, TRAINING: partial(ours, trains=True)}
+            ways: dict[str, Callable[..., Figures]] = {"bare": bare, "pipeline": ours}
+            ways[TRAINING] = partial(ours, trains=True)
             done: dict[str, list[Figures]] = {who: [] for who in ways}
             for _ in range(rounds):
                 for who, way in ways.items():
@@ -166,7 +162,7 @@ def measure(device: str, *, tiny: bool, rounds: int, eager: bool) -> Result:
         tiny=tiny,
         date=date.today().isoformat(),
         peak_tflops=peak / 1e12,
-        remarks=remarks,
+        remarks=[],
         figures=figures,
         tests={},
     )
@@ -320,27 +316,6 @@ def made(section: dict[str, Any], *arguments: Any) -> Any:
     keywords = {name: value for name, value in section.items() if name != "_target_"}
     module, _, name = section["_target_"].rpartition(".")
     return getattr(import_module(module), name)(*arguments, **keywords)
-
-
-def page(result: Result) -> str:
-    """A table in Markdown."""
-    lines = [
-        f"{result.device}, torch {result.torch}, bf16 matmul {result.peak_tflops:,.1f} TFLOP/s"
-        + (" (tiny: the figures mean nothing)" if result.tiny else ""),
-        *result.remarks,
-        "",
-        "| | compiled | samples/s | MFU | peak memory, MB | data wait, ms |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
-    for one in result.figures:
-        speeds = one.samples_per_second
-        wait = "-" if one.data_wait_ms is None else f"{one.data_wait_ms:.2f}"
-        lines.append(
-            f"| {one.case}, {one.who} | {'yes' if one.compiled else 'no'} "
-            f"| {median(speeds):,.1f} ({min(speeds):,.1f} to {max(speeds):,.1f}) "
-            f"| {one.mfu:.1%} | {one.peak_memory_mb:,.0f} | {wait} |"
-        )
-    return "\n".join(lines)
 
 
 def _forget(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Coverage of the speedup's interval: the shipped schedule and estimator on a simulated machine that others use, too.
 
-    python benchmarks/intervals.py [--seed 1] [--repeats 400]     # ten minutes; prints a table in Markdown
+    python benchmarks/intervals.py [--seed 1] [--repeats 400]     # ten minutes; writes results/intervals.md
 
 The logarithm of a step's time is that of its trial plus noise that all trials share (a slow drift, bursts of about a
 second), noise of the trial itself over seconds, and white noise with a heavy tail. The levels were measured on shared
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from measure import RESULTS, table
 from scipy.signal import lfilter
 
 from pipeline.experiment.schema import Benchmark
@@ -110,12 +111,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=400)
     arguments = parser.parse_args()
-    print(
-        "| machine | baseline's step, ms | true speedup | pairs | coverage | claims a speedup | half-width | 90% of |"
-    )
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
-    for row in rows(seed=arguments.seed, repeats=arguments.repeats):
-        print(f"| {' | '.join(row)} |", flush=True)
+    head = ["machine", "step, ms", "true speedup", "pairs", "coverage", "claims a speedup", "half-width", "90% of"]
+    found = table(head, list(rows(seed=arguments.seed, repeats=arguments.repeats)))
+    text = f"Seed {arguments.seed}, {arguments.repeats} measurements for each row.\n\n{found}"
+    (RESULTS / "intervals.md").write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What `pipeline compare --target` says of two experiments whose true factors are known.
 
-    python benchmarks/known_factors.py    # a few minutes; writes results/known_factors.json
+    python benchmarks/known_factors.py    # three minutes
 
 Each step of the model waits a fixed time, and brings the loss down by a fixed amount, which depends on the seed as luck
 does. The second experiment waits half as long, needs 1.1 times the steps, and so reaches the target 1.82 times sooner.
@@ -13,10 +13,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.plan.resources import detect
+from measure import ROOT, machine, table, write
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "known_factors.json"
 WAIT_MS, RATE, NEEDED, TARGET, SEEDS = 200.0, 2.0, 1.1, 0.5, 5
 MODEL = '''
 import time
@@ -75,10 +73,10 @@ def main() -> None:
     true = {"sooner": RATE / NEEDED, "rate": RATE, "samples": NEEDED, "hours": NEEDED / RATE}
     facts = {fact["key"]: {name: fact[name] for name in ("value", "low", "high")} for fact in found["facts"]}
     rows = {name: {"true": value, **facts[f"target_{name}"]} for name, value in true.items()}
-    machine = detect()
-    known = {"machine": f"{machine.processor}, {machine.summary}", "said": found["headline"], "factors": rows}
-    RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print(RESULTS.read_text(encoding="utf-8"))
+    shown = [[name, f"{row['true']:.3g}", f"{row['value']:.3g} ({row['low']:.3g} to {row['high']:.3g})"]
+             for name, row in rows.items()]  # fmt: skip
+    text = f"{machine()}. {SEEDS} pairs.\n\n{table(['factor', 'true', 'reported, 95% CI'], shown)}"
+    write("known_factors", {"machine": machine(), "said": found["headline"], "factors": rows}, text)
 
 
 if __name__ == "__main__":

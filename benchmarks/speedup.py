@@ -2,91 +2,119 @@
 
     python benchmarks/speedup.py [--rounds 3]       # three minutes a round
 
-In each round, in turn: `pipeline run` with one epoch, then pairs of the bare script on one worker and on two, in
-alternating order. Both speedups have an interval from the same estimator. Writes results/speedup.json.
+In each round: `pipeline run experiments/resnet.yaml` with one epoch, then pairs of a script for torchrun that does the
+same training on one worker and on two, interleaved. The interval of the script is Student's t of these pairs.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
-from pipeline.plan.resources import detect
-from pipeline.protocol.estimates import ratio
+from measure import RESULTS, ROOT, Ratio, interleave, machine, ratio, table, write
 
-HERE = Path(__file__).parent
-EXPERIMENT = HERE.parent / "experiments" / "resnet.yaml"
 PAIRS = 5
-
-
-class Speedup(NamedTuple):
-    """A speedup with the ends of its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def overlaps(self, other: "Speedup") -> bool:
-        """Return True if the intervals have a point in common."""
-        return self.low <= other.high and other.low <= self.high
+GLOBAL_BATCH, WARMUP, STEPS, WINDOWS = 128, 3, 5, 3
+AS_WORKER = "--as-worker"
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    machine, rounds = detect(), []
-    print(f"{machine.processor}, {machine.summary}")
-    for number in range(parser.parse_args().rounds):
-        ours, script = reported(), by_hand()
-        rounds.append({"reported": ours._asdict(), "script": script._asdict(), "overlap": ours.overlaps(script)})
-        print(f"round {number + 1}: reported {told(ours)}, script {told(script)}", flush=True)
-    overlapping = sum(bool(each["overlap"]) for each in rounds)
-    print(f"the intervals overlap in {overlapping} of {len(rounds)} rounds")
-    result = {
-        "machine": f"{machine.processor}, {machine.summary}",
-        "what": "speedup of two workers over one, experiments/resnet.yaml with torchrun, with 95% intervals",
-        "overlapping": overlapping,
-        "rounds": rounds,
-    }
-    (HERE / "results" / "speedup.json").write_text(json.dumps(result, indent=2) + "\n")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    done = interleave(
+        {"reported": measure_reported, "script": lambda: measure_script(arguments.pairs)}, rounds=arguments.rounds
+    )
+    rounds = list(zip(done["reported"], done["script"], strict=True))
+    overlapping = sum(one.low <= two.high and two.low <= one.high for one, two in rounds)
+    rows = [[str(number), str(one), str(two)] for number, (one, two) in enumerate(rounds, start=1)]
+    text = "\n\n".join(
+        [
+            f"{machine()}. Speedup of two workers, with 95% confidence intervals. The intervals overlap in "
+            f"{overlapping} of {len(rounds)} rounds.",
+            table(["round", "reported speedup", "the script's"], rows),
+        ]
+    )
+    named = [{"reported": one._asdict(), "script": two._asdict()} for one, two in rounds]
+    write("speedup", {"machine": machine(), "overlapping": overlapping, "rounds": named}, text, out=arguments.out)
 
 
-def told(speedup: Speedup) -> str:
-    """Format a speedup with its interval."""
-    return f"{speedup.value:.2f}x ({speedup.low:.2f}x to {speedup.high:.2f}x)"
-
-
-def by_hand() -> Speedup:
-    """Measure pairs of the hand-written script on one worker and on two."""
-    pairs = []
-    for index in range(PAIRS):
-        rates = {workers: bare(workers) for workers in ((1, 2) if index % 2 == 0 else (2, 1))}
-        pairs.append((rates[2], rates[1]))
-    return Speedup(*ratio(pairs)[:3])
-
-
-def bare(workers: int) -> float:
-    """Return the throughput of the hand-written script."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    done = subprocess.run([*command, HERE / "bare_ddp.py"], capture_output=True, text=True, check=True)
-    return median(json.loads(done.stdout))
-
-
-def reported() -> Speedup:
+def measure_reported() -> Ratio:
     """Return the speedup that a run reports."""
-    wishes = ["parallel.launcher=torchrun", "train.epochs=1", "--json"]
+    settings = ["parallel.launcher=torchrun", "train.epochs=1", "--json"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pipeline", "run", EXPERIMENT, *wishes]
+        command = [sys.executable, "-m", "pipeline", "run", ROOT / "experiments" / "resnet.yaml", *settings]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
     facts = json.loads(done.stdout)["facts"]
     fact = next(fact for fact in facts if (fact["key"], fact["trial"]) == ("speedup", "main"))
-    return Speedup(fact["value"], fact["low"], fact["high"])
+    return Ratio(fact["value"], fact["low"], fact["high"])
+
+
+def measure_script(pairs: int) -> Ratio:
+    """Return the speedup of the script."""
+    rates = interleave({"1": lambda: run_script(1), "2": lambda: run_script(2)}, rounds=pairs)
+    return ratio(list(zip(rates["2"], rates["1"], strict=True)))
+
+
+def run_script(workers: int) -> float:
+    """Return the throughput of the script."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    done = subprocess.run([*command, __file__, AS_WORKER], capture_output=True, text=True, check=True)
+    return median(json.loads(done.stdout))
+
+
+def train_by_hand() -> None:
+    """Train experiments/resnet.yaml as one would write it for torchrun; print the throughput of each window."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    from pipeline.data import digits
+    from pipeline.models import resnet18
+
+    torch.set_num_threads(1)
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(17)
+    train, _ = digits(image_size=32)
+    model: nn.Module = resnet18(num_classes=10, in_channels=1, width=16, norm="group")
+    if world_size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=120)
+    criterion = nn.CrossEntropyLoss()
+    sampler: DistributedSampler[object] = DistributedSampler(train, seed=17)
+    loader: DataLoader[object] = DataLoader(train, batch_size=GLOBAL_BATCH // world_size, sampler=sampler)
+    times: list[float] = []
+    while len(times) <= WARMUP + STEPS * WINDOWS:
+        sampler.set_epoch(len(times))
+        for inputs, targets in loader:
+            loss = criterion(model(inputs), targets)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            times.append(time.perf_counter())
+    if rank == 0:
+        marks = times[WARMUP::STEPS][: WINDOWS + 1]
+        print(json.dumps([GLOBAL_BATCH * STEPS / (b - a) for a, b in pairwise(marks)]))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    if AS_WORKER in sys.argv:
+        train_by_hand()
+    else:
+        main()

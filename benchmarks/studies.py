@@ -9,24 +9,20 @@ known factors, and each of its intervals is covered if it contains its factor.
 """
 
 import argparse
-import json
 import platform
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from measure import RESULTS
 
 from pipeline.protocol.estimates import mean_of_independent
 from pipeline.results.paired import Cost, judge, split
 
-RESULTS = Path(__file__).parent / "results" / "studies.md"
 STUDIES, SEED = 2000, 17
 PAIRS = (3, 4, 5, 6, 8, 10, 12, 15, 20)
 EFFECTS = (0.5, 1.0, 2.0)
 MOST, SHARE = 60, 0.8
-SAMPLES = 360
-"""Samples of a validation set, of which an accuracy counts the right ones."""
 
 Law = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
 """Draws differences of so many pairs around 0, with about the standard deviation 1."""
@@ -58,25 +54,11 @@ def skewed(source: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
     return (source.lognormal(0, 1, size) - np.exp(0.5)) / np.sqrt((np.e - 1) * np.e)
 
 
-def real(name: str) -> Law:
-    """Return the law of differences of real trainings: the loss of two different seeds, half of all studies' luck."""
-    known = json.loads(RESULTS.with_name("real_studies.json").read_text(encoding="utf-8"))["values"][name]
-    losses = np.array(list(known["A"]["validation/loss"].values()))
-
-    def draw(source: np.random.Generator, size: int) -> npt.NDArray[np.float64]:
-        drawn = np.array([source.choice(losses, 2, replace=False) for _ in range(size)])
-        differences: npt.NDArray[np.float64] = (drawn[:, 1] - drawn[:, 0]) / (np.sqrt(2) * losses.std())
-        return differences
-
-    return draw
-
-
 LAWS: dict[str, Law] = {
     "normal": normal,
     "Student's t, 3 degrees": heavy,
     "accuracies in steps of 1/360": counted,
     "10% diverged trainings": diverged,
-    **{f"60 trainings of {name}": real(name) for name in ("tabular", "resnet", "gpt")},
     "lognormal (skewed)": skewed,
 }
 RATE, NEEDED, DEVICES = 1.8, 1.1, 2
@@ -126,8 +108,9 @@ def main() -> None:
         _line(len(factors)),
     ]
     parts_of_split += [_row(str(size), _cover_split(source, [*factors.values()], size=size)) for size in PAIRS]
-    RESULTS.write_text("\n".join([*parts, *alarms, *power, *parts_of_split]) + "\n", encoding="utf-8")
-    print(RESULTS.read_text(encoding="utf-8"))
+    text = "\n".join([*parts, *alarms, *power, *parts_of_split])
+    (RESULTS / "studies.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 def _study(law: Law, source: np.random.Generator, *, size: int, shift: float = 0.0) -> tuple[float, float]:

@@ -32,7 +32,7 @@ def test_the_page_of_the_speedup_has_the_figures_of_the_results() -> None:
         assert f"| {number} | {' | '.join(shown)} |" in page
     rows = re.findall(
         r"(?m)^\| (.+?) \| 2 \| (.+?), 0.1 ms \| .+? \| .+? \| (\S+) \|",
-        (ROOT / "benchmarks/prediction.md").read_text(),
+        (ROOT / "benchmarks/results/prediction.md").read_text(),
     )
     measured = {(name, link): figure for name, link, figure in rows}
     for name in ("small ResNet", "MLP with a large layer", "small GPT"):

@@ -1,7 +1,8 @@
-"""The benchmarks that need other machines or hours, in small: that they run, and that they measure equal work."""
+"""The benchmarks in small: that they run, that they measure equal work, and that their ratios have intervals."""
 
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -9,8 +10,6 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-
-from pipeline.protocol.estimates import Estimate
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 WITHOUT = (
@@ -45,36 +44,21 @@ def test_the_gpu_benchmark_needs_neither_ray_nor_mlflow(tmp_path: Path) -> None:
     assert re.search(r"channels_last \| [\d.]+x \(one round\); a training [a-z ]+ [\d.]+x", rows[0])
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "more_is_better", "less_is_better"),
-    [
-        (1.01, 1.2, "ahead", "behind"),
-        (0.5, 0.99, "behind", "ahead"),
-        (0.96, 1.04, "equal", "equal"),
-        (0.9, 1.02, "not resolved", "not resolved"),
-    ],
-)
-def test_an_interval_is_a_verdict(
-    low: float, high: float, more_is_better: str, less_is_better: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS / "peers")
-    verdict = importlib.import_module("page").verdict
-    ratio = Estimate(1.0, low, high, 5)
-    assert (verdict(ratio), verdict(ratio, is_less_better=True)) == (more_is_better, less_is_better)
-    assert verdict(ratio._replace(size=1)) == "-"
-
-
-@pytest.mark.timeout(300)
-def test_the_page_says_what_tracking_costs(tmp_path: Path) -> None:
-    asked = ["--only", "bare loop", "pipeline, inprocess*", "--taken", "1"]
-    command = [sys.executable, BENCHMARKS / "peers", "--rounds", "1", "--workloads", "mlp", *asked, "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "peers_taken.md").read_text()
-    assert "Meanwhile 1 more computed without end." in page
-    (line,) = [line for line in page.splitlines() if line.startswith("Tracking, pipeline, inprocess with MLflow")]
-    assert all(f"{what} x " in line for what in ("samples/s", "first step", "prompt"))
-    assert "| | first step, s | x bare | prompt, s | x bare | MB, all (PSS) | x bare |" in page
+def test_rounds_alternate_and_ratios_have_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    measure = importlib.import_module("measure")
+    order: list[str] = []
+    measure.interleave({name: lambda name=name: order.append(name) for name in "ab"}, rounds=2)
+    assert order == ["a", "b", "b", "a"]
+    found = measure.ratio([(1.0, 2.0), (1.1, 2.0), (0.9, 2.0)])
+    assert found.low < found.value < found.high < 0.7
+    assert found.value == pytest.approx(0.99 ** (1 / 3) / 2)
+    assert measure.ratio([(1.0, 2.0)]) == (0.5, 0.0, math.inf)
+    page = tmp_path / "page.md"
+    page.write_text("head\n<!-- begin: x -->\nold\n<!-- end -->\nrest\n")
+    measure.update_block("x", "new", page=page)
+    measure.update_block("y", "none", page=page)
+    assert page.read_text() == "head\n<!-- begin: x -->\nnew\n<!-- end -->\nrest\n"
 
 
 @pytest.mark.timeout(900)
@@ -82,7 +66,6 @@ def test_all_competitors_do_the_same_work(tmp_path: Path) -> None:
     """Losses of all are equal, else it ends with 1; needs the optional dependencies "bench"."""
     pytest.importorskip("lightning")
     pytest.importorskip("accelerate")
-    command = [sys.executable, BENCHMARKS / "peers", "--rounds", "1", "--workloads", "mlp", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run("peers.py", "--rounds", "1", "--workloads", "mlp", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pipeline, ray" in (tmp_path / "peers.md").read_text()
+    assert "| pipeline, ray |" in (tmp_path / "peers.md").read_text()
