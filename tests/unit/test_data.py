@@ -48,8 +48,7 @@ def test_digits_are_those_of_scikit_learn_in_stated_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "load"),
-    [("breast_cancer", "load_breast_cancer"), ("wine", "load_wine"), ("iris", "load_iris")],
+    ("table", "load"), [("breast_cancer", "load_breast_cancer"), ("wine", "load_wine"), ("iris", "load_iris")]
 )
 def test_tables_are_those_of_scikit_learn_in_three_sets(table: str, load: str) -> None:
     rows, classes = getattr(datasets, load)(return_X_y=True)

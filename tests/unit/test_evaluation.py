@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import samples
 import torch
 import toys
 from checkpointed import EVERY, assert_same, run, until
@@ -20,9 +19,6 @@ from torchmetrics.classification import MulticlassF1Score
 from pipeline.experiment.train import EarlyStopping as Options
 from pipeline.train.built_in_hooks import EarlyStopping
 from pipeline.train.evaluate import evaluate
-from pipeline.train.gauges import Lap
-from pipeline.train.measure import probe
-from pipeline.train.meter import Meter
 from pipeline.train.order import evaluation_batches
 
 OF = "torchmetrics.classification."
@@ -31,14 +27,6 @@ OF = "torchmetrics.classification."
 def held_out(samples: int = 10) -> tuple[Tensor, Tensor]:
     inputs, targets = toys.regression(validation=samples)[1].tensors  # type: ignore[union-attr]
     return inputs.double(), targets.double()
-
-
-def test_the_validation_loss_is_the_mean_over_all_samples() -> None:
-    """10 samples in batches of 8 and 2, which a mean of means would get wrong."""
-    s = toys.built()
-    with torch.no_grad():
-        by_hand = [float((s.model(x) - y) ** 2) for x, y in zip(*held_out(), strict=True)]
-    assert evaluate(s)["validation/loss"] == pytest.approx(math.fsum(by_hand) / 10, rel=1e-12)
 
 
 def test_metrics_are_those_of_the_whole_set_each_time() -> None:
@@ -102,18 +90,11 @@ def test_metrics_keep_the_outputs_of_each_batch() -> None:
     assert [values[f"validation/each_{i}"] for i in range(10)] == pytest.approx(expected.tolist())
 
 
-@pytest.mark.parametrize("does", ["evaluate", "probe"])
 @pytest.mark.parametrize("model", ["toys.dropout_net", "toys.batch_norm_net"])
-def test_neither_evaluation_nor_probe_trains(model: str, does: str) -> None:
+def test_an_evaluation_does_not_train(model: str) -> None:
     s = toys.built(model={"_target_": model}, train={"gradient_accumulation": 2})
     before = {name: value.clone() for name, value in s.model.state_dict().items()}
-    if does == "evaluate":
-        assert evaluate(s) == evaluate(s)
-    else:
-        s.meter = Meter(s)
-        s.meter.clock.laps.append(Lap(1, 8, 1000.0, data_wait_ms=3.0, own_wait_ms=2.0))
-        measured = probe(s, known=samples.parts(step_ms=1e6, data_wait=3.0))
-        assert (measured.exposed_communication_ms, measured.data_wait_ms, len(measured.ranks)) == (None, 3.0, 1)
+    assert evaluate(s) == evaluate(s)
     assert all(torch.equal(value, before[name]) for name, value in s.model.state_dict().items())
     assert all(parameter.grad is None for parameter in s.model.parameters())
     assert s.wrapped.training

@@ -8,7 +8,6 @@ test_training_errors.py.
 # promise: a hook in a user's file changes steps, follows evaluations, and is saved and resumed
 # promise: MixUp and other transforms of training batches: seeded, resumed to the bit, never in an evaluation
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ import pytest
 import torch
 import toys
 from checkpointed import assert_same, resumed
-from torch import nn
-from toy_features import MixUp
 
 import pipeline
 from pipeline.errors import ExperimentError
@@ -27,7 +24,6 @@ from pipeline.experiment import components
 from pipeline.protocol.trial_result import BATCH_TRANSFORM
 from pipeline.train.built_in_hooks import Ema
 from pipeline.train.evaluate import evaluate
-from pipeline.train.seeds import mix, seed_all
 
 HALVED, MEAN = {"_target_": "toy_own.Halved"}, {"_target_": "toy_own.Mean"}
 
@@ -38,25 +34,6 @@ HALVED, MEAN = {"_target_": "toy_own.Halved"}, {"_target_": "toy_own.Mean"}
 def test_only_the_build_knows_the_built_in_hooks() -> None:
     files = Path(pipeline.__file__).parent.rglob("*.py")
     assert [file.name for file in files if "built_in_hooks" in file.read_text(encoding="utf-8")] == ["build.py"]
-
-
-def test_it_changes_the_step_as_a_loop_by_hand_does() -> None:
-    """And what it has made of the gradients is clipped."""
-    hooks = [{**HALVED, "doubles": True}]
-    s = toys.built(hooks=hooks, train={"clip_grad_norm": 0.5, "gradient_accumulation": 2})
-    model = copy.deepcopy(s.model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    stream = s.batches.stream(0, last_step=s.total_steps)
-    for step in range(s.total_steps):
-        inputs, targets = s.batches.place(s.batches.read(s.order.global_batch(step).tolist()))
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(2 * inputs), targets).backward()
-        for parameter in model.parameters():
-            parameter.grad /= 2  # type: ignore[operator]
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        s.train_step(s, stream, step=step)
-        torch.testing.assert_close(s.model.state_dict(), model.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +154,6 @@ def test_a_model_of_several_types_is_averaged() -> None:
         torch.testing.assert_close(average, before[name] + 2 * (1 - DECAY), rtol=0, atol=0.01)
 
 
-def test_averages_are_of_all_that_is_trained() -> None:
-    s = toys.built(loss={"_target_": "toys.Uncertain"}, train={"ema": {"decay": 0.5}})
-    assert list(toys.hook(s, Ema).averages) == ["model.weight", "model.bias", "task.loss.scale"]
-
-
 # Transforms
 
 
@@ -194,26 +166,6 @@ CLASSES: dict[str, Any] = {
     "loss": {"_target_": "torch.nn.CrossEntropyLoss", "weight": [1.0, 2.0, 3.0]},
     "train": {"batch_transform": {**MIXUP, "classes": 3}, "gradient_accumulation": 2},
 }
-
-
-def test_a_transform_mixes_each_micro_batch_as_a_loop_by_hand_does() -> None:
-    s = toys.built(**CLASSES)
-    model, mixup = copy.deepcopy(s.model), MixUp(classes=3)
-    weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    stream = s.batches.stream(0, last_step=s.total_steps)
-    for step in range(s.total_steps):
-        total = count = torch.zeros(())
-        for number, (_, batch) in enumerate(s.batches.load(s.batches.parts(step))):
-            seed_all(mix(s.seed, "step", step, 0, number))
-            inputs, targets = mixup(*s.batches.place(batch))
-            total = total + nn.functional.cross_entropy(model(inputs), targets, weight, reduction="sum")
-            count = count + len(inputs)  # torch divides by the samples, not by the weights of class probabilities
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        s.train_step(s, stream, step=step)
-        torch.testing.assert_close(s.model.state_dict(), model.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_transform_is_in_no_evaluation_and_the_result_names_what_it_depends_on() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import ExperimentError
-from pipeline.models import GPT
 from pipeline.protocol.rank import Rank
 from pipeline.tasks import LanguageModel, Loss, Supervised, Trainee, count_samples
 from pipeline.train.build import build
@@ -37,17 +36,6 @@ def task(target: str, **sections: Any) -> dict[str, Any]:
 
 
 # The tasks that come along
-
-
-@pytest.mark.parametrize("pair", [tuple, list])
-def test_supervised_is_the_loss_of_the_model(pair: Any) -> None:
-    model, inputs, targets = nn.Linear(3, 4), torch.randn(5, 3), torch.randint(4, (5,))
-    loss = Supervised(nn.CrossEntropyLoss())(model, pair((inputs, targets)))
-    assert (loss.sum, loss.count) == (functional.cross_entropy(model(inputs), targets, reduction="sum"), None)
-    assert torch.equal(loss.outputs, model(inputs))
-    assert loss.targets is targets
-    loss.sum.backward()
-    assert model.weight.grad is not None
 
 
 def test_the_loss_of_a_transformers_model_is_that_of_its_logits() -> None:
@@ -82,16 +70,6 @@ def test_the_count_is_what_torch_divides_by(loss: Any, targets: Tensor, count: f
         loss.reduction = "mean"
     assert found.count == count
     torch.testing.assert_close(found.sum / (2 if found.count is None else found.count), loss(outputs, targets))
-
-
-def test_language_model_is_the_mean_over_all_tokens_but_padding() -> None:
-    model = GPT(16, context_length=6, width=8, depth=1, heads=2)
-    tokens, targets = torch.randint(16, (2, 3, 6)).unbind()
-    targets[1:, 4:] = -100
-    loss = LanguageModel()(model, (tokens, targets))
-    torch.testing.assert_close(loss.sum / loss.count, functional.cross_entropy(model(tokens).transpose(1, 2), targets))
-    assert (loss.count, loss.outputs.shape) == (14, (18, 16))
-    assert torch.equal(loss.targets, targets.flatten())
 
 
 def test_ignored_labels_must_be_declared() -> None:
@@ -173,10 +151,6 @@ def test_batches_that_return_something_else_than_the_first_one_are_refused() -> 
     for logs in ({}, {"own": ONE}):
         logged.eval()  # each evaluation has its own
         logged(logs)
-
-
-def test_a_scalar_alone_is_the_mean_over_the_samples() -> None:
-    assert returning(torch.tensor(0.5))({"x": torch.ones(4, 2)}).sum == 2
 
 
 @pytest.mark.parametrize(

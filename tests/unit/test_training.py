@@ -58,25 +58,6 @@ def test_a_length_in_steps_ends_within_an_epoch() -> None:
     assert result.whole_training == 22 + 8 + 8
 
 
-def test_a_length_in_steps_is_continued_within_an_epoch(tmp_path: Path) -> None:
-    def run(folder: str, steps: int, **more: Any) -> checkpointed.Saving:
-        return checkpointed.run(
-            tmp_path / folder,
-            optimizer={"_target_": "torch.optim.AdamW", "lr": 0.05},
-            scheduler={"_target_": f"{SCHEDULERS}.ExponentialLR", "gamma": 0.9},
-            train={"epochs": None, "scheduler_interval": "epoch", "steps": steps},
-            **more,
-        )
-
-    whole = run("whole", 10)
-    run("first", 5)
-    kept = run("first", 10, resume=True)
-    assert kept.result.steps == 10
-    for name in ("train/loss", "train/learning_rate"):
-        assert kept.after(5, name) == whole.after(5, name)
-    assert kept.series("validation/loss")[-1] == whole.series("validation/loss")[-1]
-
-
 def test_a_few_steps_tell_whether_it_works(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"train": {"epochs": 4}, "benchmark": {"warmup_steps": 2}, "scheduler": COSINE}
     _, whole = toys.trained(**sections)
@@ -150,19 +131,6 @@ def rates(**sections: Any) -> list[float]:
     return toys.trained(**sections)[1].series("train/learning_rate")
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_a_schedule_is_torchs(interval: str) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(())], lr=0.05)
-    schedule, expected = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * STEPS), []
-    for step in range(2 * STEPS):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if interval == "step" or step + 1 == STEPS:
-            schedule.step()
-    assert rates(scheduler=COSINE, train={"scheduler_interval": interval}) == pytest.approx(expected, rel=1e-12)
-    assert len(set(expected)) == (2 * STEPS if interval == "step" else 2)
-
-
 @pytest.mark.parametrize(
     ("rule", "warmup_steps", "factors"),
     [
@@ -179,12 +147,6 @@ def test_the_learning_rate_follows_the_batch_size_and_warms_up(
     scaling = {"rule": rule, "base_batch_size": 2, "warmup_steps": warmup_steps}
     assert scaling_factor(LearningRateScaling.model_validate(scaling), global_batch_size=8) == factors[-1]
     assert rates(train={"lr_scaling": scaling}) == pytest.approx([0.05 * one for one in factors], rel=1e-12)
-
-
-def test_warmup_leaves_no_trace_in_the_schedule() -> None:
-    steps = {"_target_": f"{SCHEDULERS}.StepLR", "step_size": 1, "gamma": 0.5}
-    expected = [0.05 * 0.5**step * min(1, (step + 1) / 4) for step in range(2 * STEPS)]
-    assert rates(scheduler=steps, train={"lr_scaling": {"warmup_steps": 3}}) == pytest.approx(expected, rel=1e-12)
 
 
 PLATEAU = {"_target_": f"{SCHEDULERS}.ReduceLROnPlateau", "patience": 0}
@@ -250,15 +212,6 @@ def test_fp16_clips_the_unscaled_gradient(sections: dict[str, Any]) -> None:
 
 
 # Random numbers
-
-
-def test_dropout_depends_on_the_seed_alone() -> None:
-    model = {"_target_": "toys.dropout_net"}
-    one = losses(model=model)
-    torch.manual_seed(99)
-    torch.rand(7)
-    assert losses(model=model) == one
-    assert losses(model=model, seed=4) != one
 
 
 def test_dropout_of_a_step_does_not_depend_on_what_came_before() -> None:

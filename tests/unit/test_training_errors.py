@@ -9,6 +9,7 @@ import toy_gans
 import toys
 
 from pipeline.errors import ExperimentError, TrainingError
+from pipeline.experiment.consistency import contradictions
 
 LR = "torch.optim.lr_scheduler."
 COSINE = {"_target_": f"{LR}CosineAnnealingLR", "T_max": "${total_steps}"}
@@ -171,3 +172,30 @@ def test_it_is_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises((ExperimentError, TrainingError)) as caught:
         toys.trained(**sections)
     assert re.match(".*".join(map(re.escape, said.split(" ... "))), str(caught.value), re.DOTALL), str(caught.value)
+
+
+FSDP = {"strategy": "fsdp", "launcher": "torchrun", "workers": 2}
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "groups": [{"match": "a", "lr": 0.1}]},
+      "scheduler": ONE_CYCLE},
+     "optimizer.groups[0].lr: has no effect, because scheduler.max_lr replaces it. Set a list there,"),
+    ({"train": {"start_from": {}}}, "train.start_from: has neither run nor file. Set one of them."),
+    ({"train": {"start_from": {"run": "a", "file": "b"}}}, "train.start_from: has both run and file"),
+    ({"checkpoint": {"best": "validation/loss", "keep": 0}},
+     "checkpoint.best: needs a checkpoint, but checkpoint.keep is 0. Set checkpoint.keep: 1."),
+    ({"train": {"evaluation_batch_size": 2}, "parallel": {**FSDP, "workers": 3}}, "train.evaluation_batch_size: "),
+    ({"metrics": {"count": {**COUNT, "on": ["train"]}}}, "metrics.count.on: "),
+    ({"metrics": {"gradient_norm": {**COUNT, "on": BOTH}}}, "metrics.gradient_norm.on: "),
+    ({"train": {"memory_format": "channels_last"}, "parallel": FSDP},
+     "parallel.strategy: ... train.memory_format: contiguous"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "said"), CONTRADICTIONS, ids=[said[:60] for _, said in CONTRADICTIONS])
+def test_keys_that_contradict_each_other_are_refused(sections: dict[str, Any], said: str) -> None:
+    (problem,) = contradictions(toys.experiment(**sections))
+    assert re.match(".*".join(map(re.escape, said.split(" ... "))), str(problem)), str(problem)
+
+
+def test_a_metric_of_the_validation_set_may_have_the_name_of_a_value_of_training() -> None:
+    assert not [*contradictions(toys.experiment(metrics={"gradient_norm": COUNT}))]
