@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.errors import ExperimentError
+from pipeline.models import GPT
 from pipeline.protocol.rank import Rank
 from pipeline.tasks import LanguageModel, Loss, Supervised, Trainee, count_samples
 from pipeline.train.build import build
@@ -70,6 +71,16 @@ def test_the_count_is_what_torch_divides_by(loss: Any, targets: Tensor, count: f
         loss.reduction = "mean"
     assert found.count == count
     torch.testing.assert_close(found.sum / (2 if found.count is None else found.count), loss(outputs, targets))
+
+
+def test_language_model_is_the_mean_over_all_tokens_but_padding() -> None:
+    model = GPT(16, context_length=6, width=8, depth=1, heads=2)
+    tokens, targets = torch.randint(16, (2, 3, 6)).unbind()
+    targets[1:, 4:] = -100
+    loss = LanguageModel()(model, (tokens, targets))
+    torch.testing.assert_close(loss.sum / loss.count, functional.cross_entropy(model(tokens).transpose(1, 2), targets))
+    assert (loss.count, loss.outputs.shape) == (14, (18, 16))
+    assert torch.equal(loss.targets, targets.flatten())
 
 
 def test_ignored_labels_must_be_declared() -> None:
